@@ -1,0 +1,62 @@
+# make demo    train the example GPT inside a small memory budget
+# make check   lint, types, quick tests
+# make test    lint, types, all tests
+# make clean   remove what was built, .venv included
+#
+# PYTHON=python3.12 picks the interpreter, VENV=dir the environment, JOBS=n the test processes,
+# ARGS="--layers 8" the flags of the demo. Another torch: put its version into constraints.txt.
+
+SHELL       := bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+PYTHON ?= python3
+VENV   ?= .venv
+JOBS   ?= 2
+ARGS   ?= --compare
+
+BIN   := $(abspath $(VENV))/bin
+PIP   := $(BIN)/python -m pip --disable-pip-version-check -qq
+READY := $(VENV)/.ready
+SITE  := $(abspath $(VENV))/wheel-site
+
+# Test processes share the cores, so each computes on one thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+
+.PHONY: demo check test env lint types clean
+.DEFAULT_GOAL := check
+
+demo: $(READY)
+	@$(BIN)/python examples/train_gpt.py $(ARGS)
+
+check: lint types
+	@$(PYTEST) -m "not slow"
+
+test: lint types
+	@$(PYTEST)
+
+env: $(READY)
+
+# torch comes first and from constraints.txt; without build isolation nothing else can fetch another one.
+$(READY): pyproject.toml constraints.txt
+	@echo "setting up $(VENV) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install -c constraints.txt torch setuptools wheel
+	@$(PIP) install -c constraints.txt --no-build-isolation -e ".[test,triton]"
+	@touch $@
+
+lint: $(READY)
+	@$(BIN)/ruff check
+
+# On the installed wheel and from another directory: checkers do not see that passes/ is mtcompile.passes.
+types: $(READY)
+	@rm -rf $(SITE) build
+	@$(PIP) wheel --no-deps --no-build-isolation -w $(SITE) .
+	@$(PIP) install --no-deps --target $(SITE) $(SITE)/mtcompile-*.whl
+	@rm -rf build
+	@cd $(SITE) && MYPYPATH=$(SITE) $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml \
+		--cache-dir $(abspath $(VENV))/mypy-cache -p mtcompile | sed -E 's,^mtcompile/(passes|runtime)/,\1/,'
+
+# Only the default environment: VENV may be one that was there before.
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

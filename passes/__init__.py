@@ -1,0 +1,1 @@
+"""Analyses, planning and rewrites of a step graph, and lowering to a schedule; installed as ``mtcompile.passes``."""

@@ -1,0 +1,60 @@
+"""What a kernel costs: FLOPs by torch's own formulas, bytes of memory traffic, time on a machine by the roofline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from mtcompile.passes.step_graph import is_view, iter_tensors, replay, span_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Speeds of one machine: GB/s per direction and queue, dense FLOP/s, and the microseconds one operation costs to
+    issue. The defaults are of the emulated device on a small CPU."""
+
+    name: str = "emulated"
+    flops: float = 5e10
+    memory_gbps: float = 10.0
+    h2d_gbps: float = 5.0
+    d2h_gbps: float = 5.0
+    issue_us: float = 5.0
+
+    def copy_us(self, nbytes: int, queue: str) -> float:
+        return nbytes / (self.d2h_gbps if queue == "d2h" else self.h2d_gbps) / 1e3
+
+    def run_us(self, flops: int, nbytes: int, operations: int) -> float:
+        return max(flops / self.flops * 1e6, nbytes / self.memory_gbps / 1e3) + self.issue_us * operations
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    flops: int
+    nbytes: int
+    operations: int
+
+
+def body_cost(body: fx.Graph) -> Cost:
+    """FLOPs, bytes read and written, and number of operations of a body run operation by operation."""
+    flops = nbytes = operations = 0
+    for node in body.nodes:
+        if node.op != "call_function" or is_view(node):
+            continue
+        operations += 1
+        nbytes += sum(span_nbytes(v) for v in iter_tensors(node))
+        nbytes += sum(span_nbytes(v) for a in node.all_input_nodes for v in iter_tensors(a))
+        flops += node_flops(node)
+    return Cost(flops, nbytes, operations)
+
+
+def node_flops(node: fx.Node) -> int:
+    target, args = (node.args[1], node.args[2:]) if node.target is replay else (node.target, node.args)
+    formula = flop_registry.get(getattr(target, "overloadpacket", None))
+    if formula is None or "val" not in node.meta:
+        return 0
+    shapes, kwargs = fx.node.map_arg((args, node.kwargs), lambda operand: operand.meta["val"])
+    with torch.utils._python_dispatch._disable_current_modes():
+        return int(formula(*shapes, **kwargs, out_val=node.meta["val"]))

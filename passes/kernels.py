@@ -1,0 +1,124 @@
+"""Kernels: the bodies that regions call. Identical bodies are one kernel, found by a key over everything that matters."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from mtcompile.passes.step_graph import (
+    body_outputs,
+    iter_tensors,
+    kernel_of,
+    placeholders,
+    regions,
+    results,
+    save_rng,
+)
+
+Kernels = dict[str, str]  # key -> submodule name
+
+
+def kernel_key(body: fx.Graph) -> str:
+    """Text that is equal for two bodies exactly when they compute the same: operations with their overloads, arguments
+    and keyword arguments by position, literals, shapes, dtypes and strides of everything made or taken. It is compared
+    as text, so two bodies never share a kernel by an accident of hashing. Tensors are never literals: constants are
+    inputs."""
+    order = {node: position for position, node in enumerate(body.nodes)}
+    rows = []
+    for node in body.nodes:
+        if node.op == "call_function":
+            target = str(node.target) if hasattr(node.target, "_schema") else f"{node.target.__module__}.{node.target.__name__}"
+        else:
+            target = ""
+        operands = map_arg((node.args, node.kwargs), lambda operand: _Position(order[operand]))
+        values = [(tuple(v.shape), str(v.dtype), tuple(v.stride())) for v in iter_tensors(node)]
+        rows.append(f"{node.op} {target} {operands!r} {values}")
+    return "\n".join(rows)
+
+
+class _Position:
+    """Prints as %3: an operand by where it stands, not by what it is called."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def __repr__(self) -> str:
+        return f"%{self.position}"
+
+
+def install(owner: torch.nn.Module, kernels: Kernels, body: fx.Graph) -> str:
+    """The submodule name of the kernel for ``body``; made on first sight."""
+    key = kernel_key(body)
+    if key not in kernels:
+        name = f"k{len(kernels)}_{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+        module = fx.GraphModule(torch.nn.Module(), body, class_name=name)
+        module.meta["key"] = key
+        owner.add_module(name, module)
+        kernels[key] = name
+    return kernels[key]
+
+
+def trim(step: fx.GraphModule) -> fx.GraphModule:
+    """Drop results nobody reads, what only they needed, and regions with nothing left. Random operations stay."""
+    kernels: Kernels = step.meta["kernels"]
+    for region in reversed(regions(step)):
+        made = results(region)
+        used = [item for item in made if item.users]
+        old = kernel_of(step, region)
+        random = any(is_impure(n) for n in old.graph.nodes if n.op == "call_function")
+        if len(used) == len(body_outputs(old)):
+            continue
+        if not used and not random:
+            for item in made:
+                step.graph.erase_node(item)
+            step.graph.erase_node(region)
+            continue
+        keep = [int(item.args[1]) for item in used]  # type: ignore[call-overload]
+        body, kept_inputs = _with_outputs(old, keep)
+        for item in made:
+            if not item.users:
+                step.graph.erase_node(item)
+        for position, item in enumerate(used):
+            item.args = (region, position)
+        region.args = tuple(region.args[i] for i in kept_inputs)
+        region.target = install(step, kernels, body)
+    step.graph.lint()
+    step.recompile()
+    return step
+
+
+def _with_outputs(kernel: fx.GraphModule, keep: Iterable[int]) -> tuple[fx.Graph, list[int]]:
+    """A copy of the body with only those outputs, and which of its inputs remain."""
+    body = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    body.graph_copy(kernel.graph, env)
+    outputs = body_outputs(kernel)
+    made = body.output(tuple(env[outputs[i]] for i in keep))
+    made.meta = {}
+    body.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or is_impure(n))
+    remaining = []
+    for position, node in enumerate(placeholders(body)):
+        if node.users:
+            remaining.append(position)
+        else:
+            body.erase_node(node)
+    return body, remaining
+
+
+def is_impure(node: fx.Node) -> bool:
+    """Advances the generator, and so must run even when its result is not read."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def saved_states(body: fx.GraphModule) -> dict[str, int]:
+    """Name of each ``save_rng`` node among the outputs of a body -> its position there."""
+    return {node.name: i for i, node in enumerate(body_outputs(body)) if node.target is save_rng}
+
+
+def copy_meta(node: fx.Node, keys: tuple[str, ...] = ("val", "rng_state")) -> dict[str, Any]:
+    return {key: node.meta[key] for key in keys if key in node.meta}

@@ -1,0 +1,63 @@
+"""Alias-aware liveness and peak of a kernel's body, from shapes alone."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from mtcompile.passes.step_graph import body_outputs, is_view, iter_tensors, storage_nbytes
+from mtcompile.runtime.schedule import aligned
+
+
+def owner(node: fx.Node) -> fx.Node:
+    """The node whose storage ``node`` is: through views back to what they view."""
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def made_nbytes(node: fx.Node) -> int:
+    """Bytes an operation allocates for its results; a view and a placeholder make none, a getitem none of its own."""
+    if node.op != "call_function" or is_view(node) or node.target is operator.getitem:
+        return 0
+    if isinstance(node.meta.get("val"), (tuple, list)) or "val" in node.meta:
+        return sum(aligned(storage_nbytes(val)) for val in iter_tensors(node))
+    return sum(aligned(storage_nbytes(val)) for user in node.users if user.target is operator.getitem for val in iter_tensors(user))
+
+
+def body_peak(body: fx.Graph) -> int:
+    """Largest sum of live bytes made inside a body run in order, each storage freed after the last use of any view of it.
+
+    Operation-internal buffers are not in it: a kernel's workspace is measured where it can be run.
+    """
+    nodes = list(body.nodes)
+    last: dict[fx.Node, int] = {}
+    for position, node in enumerate(nodes):
+        for operand in node.all_input_nodes:
+            root = owner(operand)
+            while root.target is operator.getitem:  # the storages of a multi-output operation count together
+                root = root.args[0]  # type: ignore[assignment]
+            last[root] = position
+    live = peak = 0
+    expiring: dict[int, list[fx.Node]] = {}
+    for root, position in last.items():
+        expiring.setdefault(position, []).append(root)
+    for position, node in enumerate(nodes):
+        if node.op == "output":
+            break
+        live += made_nbytes(node)
+        peak = max(peak, live)
+        if node not in last:
+            live -= made_nbytes(node)
+        live -= sum(made_nbytes(root) for root in expiring.get(position, ()))
+    return peak
+
+
+def output_nbytes(kernel: fx.GraphModule) -> int:
+    return sum(aligned(storage_nbytes(node.meta["val"])) for node in body_outputs(kernel))
+
+
+def workspace_nbytes(kernel: fx.GraphModule) -> int:
+    """Bytes a kernel needs beside its inputs and outputs, by shapes alone (an analytic figure)."""
+    return max(0, body_peak(kernel.graph) - output_nbytes(kernel))

@@ -1,0 +1,109 @@
+"""Make a captured joint graph regular: constants lifted, aliases gone, every output a value of its own, phases marked."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mtcompile.passes.step_graph import InputSpec, OutputSpec, is_random, restride
+
+_IDENTITIES = (
+    torch.ops.aten.detach.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.lift_fresh.default,
+)
+
+
+def normalize(joint: fx.GraphModule) -> fx.GraphModule:
+    """Changes ``joint`` in place and returns it.
+
+    Afterwards: no get_attr of a tensor (placeholders with role ``constant``), no detach or alias, no output that is an
+    input or another output (a clone instead), every parameter's gradient strided like its parameter, no dead node
+    except random ones (dropping those would move the generator's stream), and ``meta['phase']`` on every node.
+    Raises NotImplementedError naming a higher-order operator that cannot be cut (the capture turns it into an error
+    with the user's line).
+    """
+    _lift_constants(joint)
+    for node in list(joint.graph.nodes):
+        if node.op == "call_function" and node.target in _IDENTITIES:
+            node.replace_all_uses_with(node.args[0])
+            joint.graph.erase_node(node)
+    _mark_phases(joint.graph)
+    _own_outputs(joint)
+    joint.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or is_random(n))
+    joint.graph.lint()
+    joint.recompile()
+    return joint
+
+
+def _lift_constants(joint: fx.GraphModule) -> None:
+    graph = joint.graph
+    constants: dict[str, torch.Tensor] = {}
+    inputs: list[InputSpec] = list(joint.meta["inputs"])
+    last = list(graph.find_nodes(op="placeholder"))[-1:]
+    lifted: dict[str, fx.Node] = {}
+    for node in list(graph.find_nodes(op="get_attr")):
+        name = str(node.target)
+        attribute: object = joint
+        for part in name.split("."):
+            attribute = getattr(attribute, part)
+        if not isinstance(attribute, torch.Tensor):
+            user = next(iter(node.users))
+            raise NotImplementedError(f"the higher-order operator {user.target}, which carries a graph of its own")
+        if name not in lifted:
+            context = graph.inserting_after(last[-1]) if last else graph.inserting_before(next(iter(graph.nodes)))
+            with context:
+                lifted[name] = graph.placeholder(f"constant_{len(lifted)}")
+            lifted[name].meta["val"] = node.meta.get("val", attribute)
+            last = [lifted[name]]
+            constants[lifted[name].name] = attribute.detach()
+            inputs.append(InputSpec("constant", lifted[name].name, -1))
+        node.replace_all_uses_with(lifted[name])
+        graph.erase_node(node)
+    joint.meta["inputs"] = tuple(inputs)
+    joint.meta["constants"] = constants
+
+
+def _mark_phases(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.meta["phase"] = "backward" if node.name.startswith("tangents_") else "forward"
+        else:
+            backward = node.meta.get("partitioner_tag") == "is_backward" or any(
+                operand.meta["phase"] == "backward" for operand in node.all_input_nodes
+            )
+            node.meta["phase"] = "backward" if backward else "forward"
+
+
+def _own_outputs(joint: fx.GraphModule) -> None:
+    graph, output = joint.graph, joint.graph.output_node()
+    inputs = {
+        spec.index: node
+        for spec, node in zip(joint.meta["inputs"], graph.find_nodes(op="placeholder"), strict=True)
+        if spec.role not in ("constant", "tangent")
+    }
+    specs: tuple[OutputSpec, ...] = joint.meta["outputs"]
+    seen: set[fx.Node] = set()
+    owned = []
+    for spec, value in zip(specs, output.args[0], strict=True):  # type: ignore[arg-type]
+        phase = "backward" if spec.kind == "grad" else "forward"
+        val = value.meta["val"]
+        made = None
+        if spec.kind == "grad" and val.stride() != inputs[spec.index].meta["val"].stride():
+            home = inputs[spec.index].meta["val"]
+            with graph.inserting_before(output):
+                made = graph.call_function(restride, (value, tuple(home.shape), tuple(home.stride())))
+            made.meta["val"] = torch.empty_strided(home.shape, home.stride(), dtype=val.dtype, device="meta")
+        elif value.op == "placeholder" or value in seen:
+            with graph.inserting_before(output):
+                made = graph.call_function(torch.ops.aten.clone.default, (value,))
+            made.meta["val"] = torch.empty_like(val, device="meta")
+        if made is not None:
+            for key in ("nn_module_stack", "fwd_nn_module_stack", "seq_nr"):
+                if key in value.meta:
+                    made.meta[key] = value.meta[key]
+            made.meta["phase"] = phase
+            value = made
+        seen.add(value)
+        owned.append(value)
+    output.args = (tuple(owned),)

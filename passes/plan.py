@@ -1,0 +1,90 @@
+"""The plan: every decision about a step, frozen, with a reason each. Never holds tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from mtcompile.runtime.schedule import gib
+
+FORMAT = "mtcompile-plan-1"
+Choice = Literal["device", "host", "save", "recompute"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One decision. ``kind``: ``params`` (where a block's parameters, their gradients and optimizer state are at home),
+    ``variant`` (what a block keeps for its backward) or ``activation`` (where a value waits between uses)."""
+
+    kind: Literal["params", "variant", "activation"]
+    subject: str
+    choice: Choice
+    nbytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What lives where. Missing subjects take the floor's choice: parameters on the host, activations on the host,
+    blocks recomputed. ``lookahead``: how many regions ahead a prefetch is issued. ``peak_bytes``, ``budget_bytes`` per
+    tier; ``step_time_us`` as the simulator predicts it; ``numerics`` is the contract in words."""
+
+    decisions: tuple[Decision, ...] = ()
+    lookahead: int = 0
+    budget_bytes: Mapping[str, int | None] = field(default_factory=dict)
+    peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    minimum_device_bytes: int = 0
+    state_bytes: int = 0
+    step_time_us: float = 0.0
+    limiting_resource: str = ""
+    machine: str = ""
+    numerics: str = ""
+
+    def choice(self, kind: str, subject: str) -> Choice:
+        for decision in self.decisions:
+            if decision.kind == kind and decision.subject == subject:
+                return decision.choice
+        return "recompute" if kind == "variant" else "host"
+
+    def variant(self, block: str) -> Choice:
+        return self.choice("variant", block)
+
+    def params(self, block: str) -> Choice:
+        return self.choice("params", block)
+
+    def activation(self, value: str) -> Choice:
+        return self.choice("activation", value)
+
+    def having(self, decision: Decision) -> Plan:
+        """The same plan with one decision made otherwise."""
+        others = tuple(d for d in self.decisions if (d.kind, d.subject) != (decision.kind, decision.subject))
+        return replace(self, decisions=(*others, decision))
+
+    def to_json(self, indent: int | None = None) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=indent)
+
+    def __str__(self) -> str:
+        """The plan for a reader: bytes per tier, time, then a line per decision."""
+        lines = [f"plan for {self.machine or 'an unnamed machine'}: step {self.step_time_us / 1e3:.2f} ms predicted"]
+        if self.limiting_resource:
+            lines[0] += f", limited by {self.limiting_resource}"
+        for tier, peak in self.peak_bytes.items():
+            budget = self.budget_bytes.get(tier)
+            lines.append(f"  {tier}: peak {gib(peak)} of {gib(budget) if budget is not None else 'no limit'}")
+        lines.append(f"  smallest device budget that works: {gib(self.minimum_device_bytes)}")
+        lines.append(f"  training state: {gib(self.state_bytes)}; prefetch {self.lookahead} region(s) ahead")
+        lines.append(f"  numerics: {self.numerics}")
+        for d in self.decisions:
+            lines.append(f"  {d.kind:10s} {d.subject}: {d.choice} [{gib(d.nbytes)}] {d.reason}")
+        return "\n".join(lines)
+
+
+def plan_from_json(text: str) -> Plan:
+    """The plan that ``to_json`` wrote. Raises ValueError when it is not one."""
+    data: dict[str, Any] = json.loads(text)
+    if data.pop("format", None) != FORMAT:
+        raise ValueError(f"expected a plan of format {FORMAT!r}; write one with plan.to_json()")
+    decisions = tuple(Decision(**row) for row in data.pop("decisions"))
+    return Plan(decisions=decisions, **data)

@@ -1,0 +1,203 @@
+"""Cut a joint graph into regions: about one block of the model times one phase each.
+
+Where to cut is taken from the module stack the capture recorded (a list of layers gives a region per layer); where
+there is none, from the narrowest points of the liveness profile, then by size. Correctness never depends on it:
+forward nodes keep their order and backward nodes go to the region of the block they differentiate, or to the first
+later one where their operands exist.
+"""
+
+from __future__ import annotations
+
+import operator
+import statistics
+from collections.abc import Mapping
+
+from torch import fx
+
+from mtcompile.passes.step_graph import is_random, is_view, iter_tensors, span_nbytes
+
+_MAX_PIECES = 16  # of a forward graph without layers; more gives smaller regions than their copies are worth
+_MIN_PIECE_NODES = 6
+
+
+def assign(graph: fx.Graph) -> tuple[Mapping[fx.Node, tuple[str, int]], tuple[str, ...]]:
+    """Region of every call in a normalized joint graph: (phase, block); and the names of the blocks in forward order.
+
+    Backward regions run in the opposite order of their blocks. A getitem belongs to the call it reads.
+    """
+    forward = [n for n in graph.nodes if n.op == "call_function" and n.meta["phase"] == "forward"]
+    segments = _segments(forward)
+    region: dict[fx.Node, tuple[str, int]] = {}
+    by_seq: dict[int, int] = {}
+    by_path: dict[str, int] = {}
+    for block, (_, nodes) in enumerate(segments):
+        for node in nodes:
+            region[node] = region[node.args[0]] if node.target is operator.getitem else ("forward", block)  # type: ignore[index]
+            if "seq_nr" in node.meta:
+                by_seq[node.meta["seq_nr"]] = block
+            by_path[_module_path(node)] = block
+    _assign_backward(graph, region, by_seq, by_path, max(len(segments) - 1, 0))
+    return region, _unique([name for name, _ in segments])
+
+
+def _assign_backward(
+    graph: fx.Graph,
+    region: dict[fx.Node, tuple[str, int]],
+    by_seq: Mapping[int, int],
+    by_path: Mapping[str, int],
+    last: int,
+) -> None:
+    lowest_random = last  # random nodes keep their order, so that each sees the generator the plain run gives it
+    for node in graph.nodes:
+        if node.op != "call_function" or node.meta["phase"] != "backward":
+            continue
+        if node.target is operator.getitem:
+            region[node] = region[node.args[0]]  # type: ignore[index]
+            continue
+        operands = [region[a] for a in node.all_input_nodes if a in region]
+        ceiling = min((block for phase, block in operands if phase == "backward"), default=last)
+        path = _module_path(node)
+        if "seq_nr" in node.meta and node.meta["seq_nr"] in by_seq:
+            wanted = by_seq[node.meta["seq_nr"]]
+        elif path and path in by_path:
+            wanted = by_path[path]
+        elif any(phase == "backward" for phase, _ in operands):
+            wanted = ceiling
+        else:
+            wanted = max((block for _, block in operands), default=last)
+        block = min(wanted, ceiling)
+        if is_random(node):
+            lowest_random = block = min(block, lowest_random)
+        region[node] = ("backward", block)
+
+
+def in_order(graph: fx.Graph, region: Mapping[fx.Node, tuple[str, int]]) -> list[tuple[tuple[str, int], list[fx.Node]]]:
+    """Nodes of each region in execution order, regions in execution order."""
+    groups: dict[tuple[str, int], list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node in region:
+            groups.setdefault(region[node], []).append(node)
+    return sorted(groups.items(), key=lambda item: (item[0][0] == "backward", item[0][1] * (-1 if item[0][0] == "backward" else 1)))
+
+
+# -------------------------------------------------------------------------------------------------------- forward blocks
+
+
+def _segments(nodes: list[fx.Node]) -> list[tuple[str, list[fx.Node]]]:
+    """Contiguous runs of one block each, small ones merged, large ones without layers cut."""
+    runs: list[tuple[str, list[fx.Node]]] = []
+    for node in nodes:
+        label = _block_label(_module_path(node))
+        if runs and (runs[-1][0] == label or is_view(node) or node.target is operator.getitem):
+            runs[-1][1].append(node)
+        else:
+            runs.append((label, [node]))
+    layers = [_weight(run) for label, run in runs if label]
+    if layers:
+        runs = _merge_small(runs, statistics.median(layers) / 4)
+        limit = 4 * max(layers)
+    else:
+        limit = max(1, sum(_weight(run) for _, run in runs) // _MAX_PIECES)
+    return [
+        piece
+        for label, run in runs
+        for piece in (_cut_narrow(label, run, limit) if _weight(run) > limit and not label else [(label, run)])
+    ]
+
+
+def _merge_small(runs: list[tuple[str, list[fx.Node]]], least: float) -> list[tuple[str, list[fx.Node]]]:
+    """Join each run below ``least`` bytes to its neighbour (the next; the last one to the one before)."""
+    merged: list[tuple[str, list[fx.Node]]] = []
+    carried: list[fx.Node] = []
+    for label, run in runs:
+        run, carried = carried + run, []
+        if _weight(run) < least:
+            carried = run
+        else:
+            merged.append((label, run))
+    if carried:
+        if merged:
+            merged[-1] = (merged[-1][0], merged[-1][1] + carried)
+        else:
+            merged = [(runs[0][0], carried)]
+    return merged
+
+
+def _cut_narrow(label: str, run: list[fx.Node], target: int) -> list[tuple[str, list[fx.Node]]]:
+    """Pieces of about ``target`` bytes, each ended where the fewest bytes cross."""
+    crossing = _crossing_nbytes(run)
+    pieces: list[list[fx.Node]] = []
+    start, filled, best = 0, 0, -1
+    for position, node in enumerate(run[:-1]):
+        filled += _node_nbytes(node)
+        if filled < target / 2 or position - start + 1 < _MIN_PIECE_NODES:
+            continue
+        if best < 0 or crossing[position] <= crossing[best]:
+            best = position
+        if filled >= target * 3 / 2:
+            pieces.append(run[start : best + 1])
+            filled = sum(_node_nbytes(n) for n in run[best + 1 : position + 1])
+            start, best = best + 1, -1
+    pieces.append(run[start:])
+    return [(f"{label or 'part'}.{i}" if len(pieces) > 1 else label, piece) for i, piece in enumerate(pieces)]
+
+
+def _crossing_nbytes(run: list[fx.Node]) -> list[int]:
+    """Bytes made in ``run`` and still needed by its forward nodes after each position; views count as their base."""
+    index = {node: i for i, node in enumerate(run)}
+    crossing = [0] * len(run)
+    for node, i in index.items():
+        if is_view(node):
+            continue
+        last = max((index[u] for u in _users_through_views(node) if u in index), default=i)
+        for position in range(i, last):
+            crossing[position] += _own_nbytes(node)
+    return crossing
+
+
+def _users_through_views(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    stack = list(node.users)
+    while stack:
+        user = stack.pop()
+        found.append(user)
+        if is_view(user) or user.target is operator.getitem:
+            stack.extend(user.users)
+    return found
+
+
+def _own_nbytes(node: fx.Node) -> int:
+    return 0 if is_view(node) else sum(span_nbytes(val) for val in iter_tensors(node))
+
+
+def _node_nbytes(node: fx.Node) -> int:
+    parameters = sum(span_nbytes(a.meta["val"]) for a in node.all_input_nodes if a.op == "placeholder" and "val" in a.meta)
+    return _own_nbytes(node) + parameters
+
+
+def _weight(run: list[fx.Node]) -> int:
+    inputs = {a for node in run for a in node.all_input_nodes if a.op == "placeholder"}
+    return sum(_own_nbytes(n) for n in run) + sum(span_nbytes(v) for a in inputs for v in iter_tensors(a))
+
+
+def _module_path(node: fx.Node) -> str:
+    return str(node.meta.get("module_path", ""))
+
+
+def _block_label(path: str) -> str:
+    """``model.layers.3`` of ``model.layers.3.mlp.up``: the first element of a list of modules on the way; else ''."""
+    parts = path.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return ""
+
+
+def _unique(names: list[str]) -> tuple[str, ...]:
+    seen: dict[str, int] = {}
+    result = []
+    for position, name in enumerate(names):
+        base = name or ("stem" if position == 0 else "head" if position == len(names) - 1 else "part")
+        seen[base] = seen.get(base, -1) + 1
+        result.append(base if seen[base] == 0 else f"{base}_{seen[base]}")
+    return tuple(result)

@@ -1,0 +1,43 @@
+"""Offsets for placed buffers: two slots share bytes only when their lives are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from mtcompile.runtime.schedule import Buffer, Instruction, aligned
+
+
+def assign_offsets(
+    instructions: Sequence[Instruction], buffers: Mapping[str, Buffer]
+) -> tuple[dict[str, Buffer], dict[str, int]]:
+    """Every placed buffer with an offset in its tier's arena, and the size of each arena.
+
+    Largest first, each at the lowest offset free during its whole life (by list order). Deterministic.
+    """
+    start: dict[str, int] = {}
+    end: dict[str, int] = {}
+    for position, instruction in enumerate(instructions):
+        if instruction.op == "alloc":
+            start[instruction.writes[0]] = position
+        elif instruction.op == "free":
+            end[instruction.writes[0]] = position
+    placed = sorted(
+        (b for b in buffers.values() if b.kind == "placed"), key=lambda b: (-b.nbytes, start[b.name], b.name)
+    )
+    arenas = {"device": 0, "host": 0}
+    done: dict[str, Buffer] = {}
+    rows: dict[str, list[tuple[int, int, int, int]]] = {"device": [], "host": []}  # offset, end offset, start, end
+    for buffer in placed:
+        first, last = start[buffer.name], end.get(buffer.name, len(instructions))
+        size = aligned(buffer.nbytes)
+        offset = 0
+        for low, high, other_first, other_last in sorted(rows[buffer.tier]):
+            if other_first <= last and first <= other_last:
+                if offset + size <= low:
+                    break
+                offset = max(offset, high)
+        rows[buffer.tier].append((offset, offset + size, first, last))
+        arenas[buffer.tier] = max(arenas[buffer.tier], offset + size)
+        done[buffer.name] = replace(buffer, offset=offset)
+    return {name: done.get(name, buffer) for name, buffer in buffers.items()}, arenas

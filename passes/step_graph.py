@@ -1,0 +1,234 @@
+"""The step graph's vocabulary: one ``fx.GraphModule`` per training step, a node per region call or memory operation.
+
+Nodes
+  placeholder            a value that exists before the step: param, buffer, input, constant, tangent
+  call_module            a *region*: a call to a shared kernel (a submodule holding an ATen graph); returns a tuple
+  getitem                one value of a region, prefetch or offload
+  prefetch(*xs)          host -> device, the identity on bits
+  offload(*xs)           device -> host, the identity on bits
+  output                 (buffer mutations..., outputs..., gradients...)
+
+``node.meta`` of every value (placeholder or getitem): ``val`` (a fake tensor), ``nbytes``, ``role``, ``tier``. Of every
+region, prefetch and offload: ``phase`` and ``block`` (the index of the forward block it belongs to).
+``step.meta``: ``inputs`` (InputSpec per placeholder), ``outputs`` (OutputSpec per output), ``constants`` (tensors),
+``blocks`` (their names). ``fx.Interpreter(step).run(*inputs)`` is the reference execution.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from mtcompile.runtime.schedule import Phase, Role, aligned, gib
+
+Value = fx.Node  # a placeholder or a getitem of the step graph
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """Where a placeholder's tensor comes from. ``index``: position among the program's inputs; for a tangent, the
+    position of its output; -1 for a constant. ``name``: the user's name (a parameter's path), unique in the graph."""
+
+    role: Role
+    name: str
+    index: int
+    differentiable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSpec:
+    """What one result is: the ``index``-th output, the gradient of input ``index``, or the new version of input
+    ``index`` (a mutated buffer or input)."""
+
+    kind: Literal["output", "grad", "mutation"]
+    index: int
+    name: str
+
+
+def prefetch(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Host to device. Same dtype, strides and bytes."""
+    return values
+
+
+def offload(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Device to host. Same dtype, strides and bytes."""
+    return values
+
+
+# ------------------------------------------------------------------------------------------------ operations in bodies
+
+
+def save_rng() -> torch.Tensor:
+    """The default CPU generator's state, to be replayed by ``replay``."""
+    return torch.get_rng_state()
+
+
+def replay(state: torch.Tensor, target: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a random operation from a saved generator state and leave the generator's stream where it was."""
+    now = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        return target(*args, **kwargs)
+    finally:
+        torch.set_rng_state(now)
+
+
+def restride(x: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+    """A copy of ``x`` with the given strides: a gradient is stored as its parameter is."""
+    return torch.empty_strided(size, stride, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def is_random(node: fx.Node) -> bool:
+    """True for an operation that advances a generator (a replayed one does not)."""
+    return node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def is_view(node: fx.Node) -> bool:
+    """True when the operation returns an alias of one of its operands (by its schema), or picks one such alias."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and is_view(source)
+    if node.target is torch.ops.aten._unsafe_view.default:  # aliases its operand although its schema does not say so
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
+# ------------------------------------------------------------------------------------------------------ sizes of values
+
+
+def span_nbytes(val: torch.Tensor) -> int:
+    """Bytes from a tensor's first to its last element: what a copy that keeps its strides moves."""
+    if val.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(val.shape, val.stride(), strict=True))
+    return (last + 1) * val.element_size()
+
+
+def storage_nbytes(val: torch.Tensor) -> int:
+    return int(val.untyped_storage().nbytes())
+
+
+def describe(val: Any) -> str:
+    """f32[2, 16] and, where they are not the contiguous ones, the strides."""
+    if not isinstance(val, torch.Tensor):
+        return ""
+    dtype = str(val.dtype).removeprefix("torch.").replace("float", "f").replace("int", "i").replace("bool", "b8")
+    strides = "" if val.is_contiguous() else f" strides {list(val.stride())}"
+    return f"{dtype}{list(val.shape)}{strides}"
+
+
+# ------------------------------------------------------------------------------------------------------ reading a graph
+
+
+def is_region(node: fx.Node) -> bool:
+    return node.op == "call_module"
+
+
+def is_move(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in (prefetch, offload)
+
+
+def calls(step: fx.GraphModule) -> list[fx.Node]:
+    """Regions, prefetches and offloads in order."""
+    return [node for node in step.graph.nodes if is_region(node) or is_move(node)]
+
+
+def regions(step: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in step.graph.nodes if is_region(node)]
+
+
+def results(node: fx.Node) -> list[fx.Node]:
+    """The getitem nodes of a call, by position."""
+    return sorted((user for user in node.users if user.target is operator.getitem), key=lambda user: user.args[1])
+
+
+def kernel_of(step: fx.GraphModule, region: fx.Node) -> fx.GraphModule:
+    return step.get_submodule(str(region.target))  # type: ignore[return-value]
+
+
+def body_outputs(body: fx.GraphModule) -> list[fx.Node]:
+    return list(body.graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def step_outputs(step: fx.GraphModule) -> list[fx.Node]:
+    return list(step.graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return list(graph.find_nodes(op="placeholder"))
+
+
+def source(value: fx.Node) -> fx.Node:
+    """The value that ``value`` is a copy of: through prefetches and offloads back to where it was made."""
+    while value.target is operator.getitem and is_move(value.args[0]):  # type: ignore[arg-type]
+        call, position = value.args
+        value = call.args[position]  # type: ignore[union-attr, index, assignment]
+    return value
+
+
+# ------------------------------------------------------------------------------------------------------ writing a graph
+
+
+def add_call(graph: fx.Graph, call: fx.Node, outputs: list[tuple[str, dict[str, Any]]]) -> list[fx.Node]:
+    """Append getitems for the results of ``call`` at the insertion point; (name, meta) per result."""
+    made = []
+    for position, (name, meta) in enumerate(outputs):
+        item = graph.create_node("call_function", operator.getitem, (call, position), name=name)
+        item.meta.update(meta)
+        made.append(item)
+    return made
+
+
+def add_move(
+    graph: fx.Graph, target: Any, values: list[fx.Node], phase: Phase, block: int, name: str
+) -> list[fx.Node]:
+    """Append one prefetch or offload of ``values`` and return the moved values."""
+    tier = "device" if target is prefetch else "host"
+    call = graph.create_node("call_function", target, tuple(values), name=name)
+    call.meta.update(phase=phase, block=block)
+    outputs = [(f"{value.name}_{tier}", dict(value.meta, tier=tier)) for value in values]
+    return add_call(graph, call, outputs)
+
+
+# ------------------------------------------------------------------------------------------------------------- printing
+
+
+def listing(step: fx.GraphModule) -> str:
+    """The step graph as a person reads it: a line per call, sizes and tiers of what it makes."""
+    lines = []
+    for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
+        lines.append(f"{node.name}: {describe(node.meta['val'])}  [{node.meta['tier']} {spec.role} {spec.name}]")
+    for node in calls(step):
+        made = ", ".join(
+            f"{item.name}: {describe(item.meta['val'])} {gib(item.meta['nbytes'])}" for item in results(node)
+        )
+        operands = ", ".join(str(arg) for arg in node.args)
+        name = node.name if is_region(node) else getattr(node.target, "__name__", str(node.target))
+        kernel = f" = {node.target}" if is_region(node) else ""
+        lines.append(f"{node.meta['phase'][:3]} {name}{kernel}({operands}) -> {made or '()'}")
+    for spec, value in zip(step.meta["outputs"], step_outputs(step), strict=True):
+        lines.append(f"return {spec.kind} {spec.name}: {value}")
+    return "\n".join(lines)
+
+
+def body_listing(body: fx.GraphModule) -> str:
+    return "\n".join(str(node.format_node()) for node in body.graph.nodes)
+
+
+def iter_tensors(node: fx.Node) -> Iterator[torch.Tensor]:
+    val = node.meta.get("val")
+    if isinstance(val, torch.Tensor):
+        yield val
+    elif isinstance(val, (tuple, list)):
+        yield from (v for v in val if isinstance(v, torch.Tensor))
+
+
+__all__ = [name for name in globals() if not name.startswith("_")] + ["aligned"]

@@ -1,0 +1,127 @@
+"""Insert prefetch and offload nodes: parameters stream in before use, gradients leave as they are made, activations
+the plan sends home go home and come back."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from mtcompile.passes.plan import Plan
+from mtcompile.passes.step_graph import add_move, is_region, offload, placeholders, prefetch, regions, results
+
+
+def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+    """Before each region, one prefetch per home block of the host values it reads (parameters, buffers, inputs).
+
+    Parameters whose home is the device are marked so and read in place.
+    """
+    homes = step.meta["homes"]
+    for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
+        if spec.role == "param" and plan.params(homes[spec.name]) == "device":
+            node.meta["tier"] = "device"
+    order = regions(step)
+    for position, region in enumerate(order):
+        groups: dict[str, list[fx.Node]] = {}
+        for operand in region.all_input_nodes:
+            if operand.op == "placeholder" and operand.meta["tier"] == "host":
+                home = homes.get(operand.meta["name"], "")
+                groups.setdefault(home, []).append(operand)
+        for home, values in groups.items():
+            before = _issue_point(order, position, plan.lookahead)
+            with step.graph.inserting_before(before):
+                name = f"fetch_{home.replace('.', '_') or 'inputs'}"
+                moved = add_move(step.graph, prefetch, values, region.meta["phase"], region.meta["block"], name)
+            for value, arrived in zip(values, moved, strict=True):
+                region.replace_input_with(value, arrived)
+    return step
+
+
+def offload_activations(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+    """Values the plan keeps at home go there after their last use in a row, and come back before each later use."""
+    order = regions(step)
+    index = {region: i for i, region in enumerate(order)}
+    for producer in order:
+        for value in results(producer):
+            if value.meta["role"] != "activation" or plan.activation(value.name) == "device":
+                continue
+            uses = sorted((u for u in value.users if is_region(u)), key=index.__getitem__)
+            _offload_between(step, value, producer, uses, order, index, plan.lookahead)
+    return step
+
+
+def _offload_between(
+    step: fx.GraphModule,
+    value: fx.Node,
+    producer: fx.Node,
+    uses: list[fx.Node],
+    order: list[fx.Node],
+    index: dict[fx.Node, int],
+    lookahead: int,
+) -> None:
+    """One offload after the production; a prefetch where the gap since the last use is more than one region, or where a
+    prefetched copy would have to wait from one phase to the other."""
+    previous, current, at_home = producer, value, None
+    for use in uses:
+        same_phase = previous.meta["phase"] == use.meta["phase"]
+        near = index[use] - index[previous] <= 1 and (same_phase or current is value)
+        if not near:
+            if at_home is None:
+                with step.graph.inserting_before(results(producer)[-1].next):
+                    (at_home,) = add_move(
+                        step.graph, offload, [value], producer.meta["phase"], producer.meta["block"], f"save_{value.name}"
+                    )
+            ahead = min(lookahead, index[use] - index[previous] - 1)
+            before = _issue_point(order, index[use], ahead)
+            with step.graph.inserting_before(before):
+                (current,) = add_move(
+                    step.graph, prefetch, [at_home], use.meta["phase"], use.meta["block"], f"load_{value.name}"
+                )
+        if current is not value:
+            use.replace_input_with(value, current)
+        previous = use
+
+
+def offload_gradients(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+    """Gradients and new buffer versions leave for their home right after the region that makes them, in one offload per
+    region; a gradient whose parameter lives on the device stays there and leaves with the outputs."""
+    output = step.graph.output_node()
+    values = list(output.args[0])  # type: ignore[arg-type]
+    specs = step.meta["outputs"]
+    inputs = {spec.index: node for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True) if spec.index >= 0 and spec.role != "tangent"}
+    going: dict[fx.Node, list[int]] = {}
+    for position, (spec, value) in enumerate(zip(specs, values, strict=True)):
+        home = inputs[spec.index].meta["tier"] if spec.kind != "output" else "device"
+        if spec.kind != "output" and home == "host":
+            going.setdefault(value.args[0], []).append(position)  # type: ignore[arg-type]
+    for region, positions in going.items():
+        with step.graph.inserting_before(results(region)[-1].next):
+            moved = add_move(
+                step.graph,
+                offload,
+                [values[p] for p in positions],  # type: ignore[misc]
+                region.meta["phase"],
+                region.meta["block"],
+                f"store_{region.name}",
+            )
+        for position, at_home in zip(positions, moved, strict=True):
+            values[position] = at_home
+    output.args = (tuple(values),)
+    return step
+
+
+def _issue_point(order: list[fx.Node], position: int, lookahead: int) -> fx.Node:
+    """The region before which a prefetch for ``order[position]`` is issued: at most ``lookahead`` earlier, same phase."""
+    phase = order[position].meta["phase"]
+    first = position
+    while first > position - lookahead and first > 0 and order[first - 1].meta["phase"] == phase:
+        first -= 1
+    return order[first]
+
+
+def homes_of(step: fx.GraphModule) -> dict[str, str]:
+    """Home block of each parameter: the block of the region that reads it first (tied weights have one home)."""
+    homes: dict[str, str] = {}
+    for region in regions(step):
+        for operand in region.all_input_nodes:
+            if operand.op == "placeholder" and operand.meta["role"] == "param":
+                homes.setdefault(operand.meta["name"], step.meta["blocks"][region.meta["block"]])
+    return homes

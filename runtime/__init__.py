@@ -1,0 +1,1 @@
+"""Schedules, their proof and their execution; installed as ``mtcompile.runtime``."""

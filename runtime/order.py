@@ -1,0 +1,35 @@
+"""Happens-before, from what a schedule stores: its queues, its waits and its phases. Nothing here derives hazards."""
+
+from __future__ import annotations
+
+from mtcompile.runtime.schedule import QUEUES, Schedule
+
+
+class Order:
+    """``before(a, b)``: instruction ``a`` has completed before ``b`` starts, in every execution.
+
+    Holds when both are on one queue and ``a`` is listed first, or ``b`` waits for ``a``, or ``a`` is of an earlier
+    phase, or through a chain of these. Expects phases one after the other and waits for earlier instructions only.
+    """
+
+    __slots__ = ("_complete", "_queue")
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._queue = [QUEUES.index(instruction.queue) for instruction in schedule.instructions]
+        # per instruction, for each queue: every instruction of that queue up to this index completes before it starts
+        self._complete: list[list[int]] = []
+        newest = [-1] * len(QUEUES)
+        barrier, phase = -1, ""
+        for index, instruction in enumerate(schedule.instructions):
+            if instruction.phase != phase:
+                barrier, phase = index - 1, instruction.phase
+            complete = [barrier] * len(QUEUES)
+            for earlier in (newest[self._queue[index]], *instruction.deps):
+                if earlier > barrier:
+                    complete = [max(pair) for pair in zip(complete, self._complete[earlier])]
+                    complete[self._queue[earlier]] = max(complete[self._queue[earlier]], earlier)
+            self._complete.append(complete)
+            newest[self._queue[index]] = index
+
+    def before(self, a: int, b: int) -> bool:
+        return a != b and self._complete[b][self._queue[a]] >= a

@@ -1,0 +1,260 @@
+"""The schedule: what runs when, on which queue, over which bytes.
+
+A schedule is a flat tuple of four kinds of instruction (``alloc``, ``free``, ``copy``, ``run``) over a table of
+buffers. List order is the order a single thread could run it in; each queue runs its own instructions in list order,
+and two queues are ordered only by the stored dependencies (``runtime/deps.py`` derives them) and by the barrier at the
+end of each phase. ``docs/schedule.md`` specifies the text and JSON forms on one page.
+
+This file, like all of ``runtime`` but the devices and arenas, needs the standard library only: a schedule can be read,
+proven and simulated on a machine without torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import isfinite
+from typing import Any, Literal, get_args
+
+Op = Literal["alloc", "free", "copy", "run"]
+Queue = Literal["compute", "h2d", "d2h", "disk_read", "disk_write", "host"]
+Tier = Literal["device", "host", "disk"]
+Phase = Literal["forward", "backward"]
+Kind = Literal["home", "placed", "pooled"]
+Role = Literal["param", "grad", "state", "activation", "input", "output", "buffer", "constant", "tangent", "rng"]
+
+QUEUES: tuple[Queue, ...] = ("compute", "h2d", "d2h", "disk_read", "disk_write", "host")
+TIERS: tuple[Tier, ...] = ("device", "host", "disk")
+PHASES: tuple[Phase, ...] = ("forward", "backward")
+ALIGNMENT = 64  # bytes; what torch's CPU allocator aligns to, so that a slot gives the same vectorised bits as a tensor
+
+FORMAT = "mtcompile-schedule-1"
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes`` rounded up to the granularity both tiers account in."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Bytes in one tier that hold one version of one value.
+
+    kind ``home``: exists before and after the step (parameters, gradients at home, module buffers, the user's tensors);
+    never allocated or freed by the schedule. ``placed``: ``offset`` bytes into its tier's arena. ``pooled``: comes from
+    the device's allocator when its producer runs; ``nbytes`` is what the ledger reserves for it.
+    ``value`` names the version held (SSA): two buffers with the same value hold the same bits.
+    ``leaves`` marks what the user receives (outputs, gradients of resident parameters): never freed by the schedule.
+    """
+
+    name: str
+    value: str
+    tier: Tier
+    kind: Kind
+    nbytes: int
+    role: Role
+    offset: int | None = None
+    leaves: bool = False
+
+    def overlaps(self, other: Buffer) -> bool:
+        """True when writing one may change the bytes of the other."""
+        if self.name == other.name:
+            return True
+        if self.kind != "placed" or other.kind != "placed" or self.tier != other.tier:
+            return False
+        assert self.offset is not None and other.offset is not None
+        return self.offset < other.offset + other.nbytes and other.offset < self.offset + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One step of one queue.
+
+    ``copy`` moves reads[i] to writes[i], bytes unchanged. ``run`` calls ``kernel`` with ``reads`` in order and produces
+    ``writes`` in order, using up to ``workspace`` bytes of the device besides. ``alloc`` and ``free`` name their one
+    buffer in ``writes``. ``deps`` are indices of earlier instructions on *other* queues that must have completed
+    (at most one per queue: a queue is first in, first out). ``time_us`` is the predicted duration.
+    """
+
+    op: Op
+    queue: Queue
+    phase: Phase
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    kernel: str = ""
+    workspace: int = 0
+    nbytes: int = 0
+    time_us: float = 0.0
+    label: str = ""
+    deps: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Instructions, the buffers they name, and the bytes per tier they may use.
+
+    ``arena_nbytes``: size of each tier's arena of placed slots. ``resident_nbytes``: bytes of persistent homes per tier
+    (weights, gradients, optimizer state), counted against the limit at all times. ``limit_nbytes``: the budget per
+    tier; a tier that is absent is unlimited. ``peak_nbytes``: the planned peak per tier, the number that is enforced.
+    """
+
+    instructions: tuple[Instruction, ...]
+    buffers: Mapping[str, Buffer]
+    arena_nbytes: Mapping[str, int]
+    resident_nbytes: Mapping[str, int]
+    limit_nbytes: Mapping[str, int]
+    peak_nbytes: Mapping[str, int] = field(default_factory=dict)
+
+    def phase(self, phase: Phase) -> Iterator[tuple[int, Instruction]]:
+        return ((i, instruction) for i, instruction in enumerate(self.instructions) if instruction.phase == phase)
+
+    def __len__(self) -> int:
+        return len(self.instructions)
+
+    def __str__(self) -> str:
+        return to_text(self)
+
+    def to_json(self, indent: int | None = None) -> str:
+        return json.dumps(to_dict(self), indent=indent)
+
+
+class ScheduleFormatError(ValueError):
+    """A schedule file that is not of the format in docs/schedule.md."""
+
+
+def to_dict(schedule: Schedule) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "arena_nbytes": dict(schedule.arena_nbytes),
+        "resident_nbytes": dict(schedule.resident_nbytes),
+        "limit_nbytes": dict(schedule.limit_nbytes),
+        "peak_nbytes": dict(schedule.peak_nbytes),
+        "buffers": [asdict(buffer) for buffer in schedule.buffers.values()],
+        "instructions": [asdict(instruction) for instruction in schedule.instructions],
+    }
+
+
+def from_json(text: str) -> Schedule:
+    """The schedule that ``to_json`` wrote. Raises ScheduleFormatError naming the field at fault."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ScheduleFormatError(f"expected a JSON object, found {error}") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise ScheduleFormatError(f"expected format {FORMAT!r}, found {found!r}")
+    try:
+        buffers = [Buffer(**_typed(Buffer, row)) for row in data["buffers"]]
+        instructions = tuple(Instruction(**_typed(Instruction, row)) for row in data["instructions"])
+        tables = {
+            key: dict(data[key].items()) for key in ("arena_nbytes", "resident_nbytes", "limit_nbytes", "peak_nbytes")
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ScheduleFormatError(f"a field is missing or of the wrong type: {error!r}") from None
+    schedule = Schedule(instructions, {b.name: b for b in buffers}, **tables)
+    _check_form(schedule, len(buffers))
+    return schedule
+
+
+_IS_TYPE: dict[str, Callable[[Any], bool]] = {  # by annotation; the annotations that are absent are names, so strings
+    "int": lambda v: type(v) is int,
+    "int | None": lambda v: v is None or type(v) is int,
+    "float": lambda v: type(v) in (int, float) and isfinite(v),
+    "bool": lambda v: type(v) is bool,
+    "tuple[str, ...]": lambda v: type(v) is tuple and all(type(x) is str for x in v),
+    "tuple[int, ...]": lambda v: type(v) is tuple and all(type(x) is int for x in v),
+}
+
+
+def _typed(kind: type[Buffer] | type[Instruction], row: dict[str, Any]) -> dict[str, Any]:
+    """The fields of one row, lists as tuples. Raises TypeError for a value of another type than the field's."""
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    for f in fields(kind):
+        if f.name in values and not _IS_TYPE.get(str(f.type), lambda v: type(v) is str)(values[f.name]):
+            raise TypeError(f"{kind.__name__} {f.name}: expected {f.type}, found {row[f.name]!r}")
+    return values
+
+
+def _check_form(schedule: Schedule, rows: int) -> None:
+    """Well-formedness only; whether the schedule is *safe* is runtime/verify's question."""
+
+    def need(condition: bool, message: str) -> None:
+        if not condition:
+            raise ScheduleFormatError(message)
+
+    need(len(schedule.buffers) == rows, "two buffers share a name")
+    for table in (schedule.arena_nbytes, schedule.resident_nbytes, schedule.limit_nbytes, schedule.peak_nbytes):
+        for tier, nbytes in table.items():
+            known = tier in TIERS and type(nbytes) is int and nbytes >= 0
+            need(known, f"expected bytes per tier of {TIERS}, found {tier}: {nbytes!r}")
+    for buffer in schedule.buffers.values():
+        need(buffer.tier in TIERS, f"buffer {buffer.name}: tier {buffer.tier!r} is not one of {TIERS}")
+        need(buffer.kind in ("home", "placed", "pooled"), f"buffer {buffer.name}: unknown kind {buffer.kind!r}")
+        need(buffer.role in get_args(Role), f"buffer {buffer.name}: unknown role {buffer.role!r}")
+        placed = buffer.kind == "placed"
+        need((buffer.offset is not None) == placed, f"buffer {buffer.name}: only placed ones have an offset")
+        need(buffer.nbytes >= 0, f"buffer {buffer.name}: negative nbytes")
+    for index, instruction in enumerate(schedule.instructions):
+        need(instruction.op in ("alloc", "free", "copy", "run"), f"#{index}: unknown op {instruction.op!r}")
+        need(instruction.queue in QUEUES, f"#{index}: unknown queue {instruction.queue!r}")
+        need(instruction.phase in PHASES, f"#{index}: unknown phase {instruction.phase!r}")
+        for name in (*instruction.reads, *instruction.writes):
+            need(name in schedule.buffers, f"#{index}: names buffer {name!r}, which is not in the table")
+        need(all(0 <= d < index for d in instruction.deps), f"#{index}: a dependency must be an earlier instruction")
+        reads, writes = len(instruction.reads), len(instruction.writes)
+        if instruction.op in ("alloc", "free"):
+            need((reads, writes) == (0, 1), f"#{index}: {instruction.op} names one buffer, in writes")
+        if instruction.op == "copy":
+            need(0 < reads == writes, f"#{index}: copy pairs reads with writes, found {reads} and {writes}")
+
+
+def gib(nbytes: int) -> str:
+    """Bytes for people: GiB, or the unit below where that would read 0.00."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes} B"
+
+
+def to_text(schedule: Schedule) -> str:
+    """The listing: one line per instruction, with what it waits for."""
+    lines = [f"# {FORMAT}: {len(schedule)} instructions, {len(schedule.buffers)} buffers"]
+    for tier in TIERS:
+        if any(tier in table for table in (schedule.arena_nbytes, schedule.resident_nbytes, schedule.peak_nbytes)):
+            limit = schedule.limit_nbytes.get(tier)
+            peak, arena = schedule.peak_nbytes.get(tier, 0), schedule.arena_nbytes.get(tier, 0)
+            lines.append(
+                f"# {tier}: peak {gib(peak)} of {gib(limit) if limit is not None else 'no limit'}, "
+                f"arena {gib(arena)}, resident {gib(schedule.resident_nbytes.get(tier, 0))}"
+            )
+    for index, instruction in enumerate(schedule.instructions):
+        lines.append(f"{index:5d} {instruction_text(instruction, schedule.buffers)}")
+    return "\n".join(lines)
+
+
+def instruction_text(instruction: Instruction, buffers: Mapping[str, Buffer]) -> str:
+    """One line: phase, queue, op, operands with tier and place, waits."""
+    if instruction.op in ("alloc", "free"):
+        what = buffer_text(buffers[instruction.writes[0]])
+    elif instruction.op == "copy":
+        what = ", ".join(f"{r} -> {w}" for r, w in zip(instruction.reads, instruction.writes, strict=True))
+        what += f"  [{gib(instruction.nbytes)}]"
+    else:
+        what = f"{instruction.kernel}({', '.join(instruction.reads)}) -> {', '.join(instruction.writes) or '()'}"
+        if instruction.workspace:
+            what += f"  [workspace {gib(instruction.workspace)}]"
+    waits = f"  waits {' '.join(f'#{d}' for d in instruction.deps)}" if instruction.deps else ""
+    label = f"  ; {instruction.label}" if instruction.label else ""
+    return f"{instruction.phase[:3]} {instruction.queue:7s} {instruction.op:5s} {what}{waits}{label}"
+
+
+def buffer_text(buffer: Buffer) -> str:
+    place = f"{buffer.tier}+{buffer.offset}" if buffer.kind == "placed" else f"{buffer.tier} {buffer.kind}"
+    return f"{buffer.name}  [{gib(buffer.nbytes)} {place}, {buffer.role}]"
+
+
+def with_deps(schedule: Schedule, deps: Iterable[tuple[int, ...]]) -> Schedule:
+    """The same schedule with the given dependencies, one tuple per instruction."""
+    rows = tuple(replace(i, deps=d) for i, d in zip(schedule.instructions, deps, strict=True))
+    return replace(schedule, instructions=rows)

@@ -1,0 +1,76 @@
+"""What ran when: one type for what the ``sim`` device predicts and what the other devices measure. Times are in µs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from mtcompile.runtime.schedule import QUEUES, Queue
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Instruction ``index`` of the schedule held ``queue`` from ``start_us`` to ``end_us`` after the step's start."""
+
+    index: int
+    queue: Queue
+    start_us: float
+    end_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One record per instruction that ran. ``source`` says whether a clock or a model made the times."""
+
+    records: tuple[Record, ...]
+    source: Literal["predicted", "measured"]
+
+    def __str__(self) -> str:
+        span, busy = span_us(self), busy_us(self)
+        lines = [f"# {self.source}: {len(self.records)} instructions in {span / 1000:.3f} ms"]
+        for queue, us in busy.items():
+            share = 100 * us / span if span else 0.0
+            exposed = "" if queue == "compute" else f", {exposed_us(self, queue) / 1000:.3f} ms while compute is idle"
+            lines.append(f"{queue:10s} busy {us / 1000:.3f} ms ({share:.0f}%){exposed}")
+        return "\n".join(lines)
+
+
+def span_us(trace: Trace) -> float:
+    """From the first start to the last end; 0 for an empty trace."""
+    if not trace.records:
+        return 0.0
+    return max(record.end_us for record in trace.records) - min(record.start_us for record in trace.records)
+
+
+def busy_us(trace: Trace) -> dict[Queue, float]:
+    """How long each queue that ran something was busy. Records that overlap in time count once."""
+    used = {record.queue for record in trace.records}
+    return {queue: _length(_intervals(trace, queue)) for queue in QUEUES if queue in used}
+
+
+def exposed_us(trace: Trace, queue: Queue) -> float:
+    """How long ``queue`` was busy while compute was idle: what its work adds to the step."""
+    compute, other = _intervals(trace, "compute"), _intervals(trace, queue)
+    return _length(_union([*compute, *other])) - _length(compute)
+
+
+def _intervals(trace: Trace, queue: Queue) -> list[Interval]:
+    return _union((record.start_us, record.end_us) for record in trace.records if record.queue == queue)
+
+
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same stretches of time, in order and disjoint."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _length(disjoint: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in disjoint)
