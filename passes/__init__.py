@@ -1,1 +1,48 @@
-"""Analyses, planning and rewrites of a step graph, and lowering to a schedule; installed as ``mtcompile.passes``."""
+"""Analyses, planning and rewrites of a step graph, and lowering to a schedule; installed as ``mtcompile.passes``.
+
+The whole composition, on one screen:
+
+    joint graph --normalize--> --build--> step graph          once per program
+    step graph  --PIPELINE (given a Plan)--> rewritten        once per candidate plan
+    rewritten   --lower--> Schedule --verify--> proven        the candidate that is kept
+
+A pass is one function ``(step, plan) -> step``; it may change the graph it is given (``rewrite`` hands it a copy).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from mtcompile.passes.plan import Plan
+
+    Pass = Callable[[fx.GraphModule, Plan], fx.GraphModule]
+
+
+def pipeline() -> tuple[Pass, ...]:
+    """The rewrites, in order."""
+    from mtcompile.passes.kernels import trim_pass
+    from mtcompile.passes.recompute import recompute
+    from mtcompile.passes.stream import offload_activations, offload_gradients, stream_params
+
+    return (recompute, trim_pass, stream_params, offload_activations, offload_gradients)
+
+
+def rewrite(
+    step: fx.GraphModule, plan: Plan, after: Callable[[str, fx.GraphModule], None] | None = None
+) -> fx.GraphModule:
+    """A rewritten copy of ``step``; linted after every pass, and shown to ``after(name, step)`` if given."""
+    from mtcompile.passes.step_graph import copy_step
+
+    step = copy_step(step)
+    for transform in pipeline():
+        step = transform(step, plan)
+        step.graph.lint()
+        if after is not None:
+            step.recompile()
+            after(transform.__name__, step)
+    step.recompile()
+    return step

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
@@ -56,5 +55,4 @@ def node_flops(node: fx.Node) -> int:
     if formula is None or "val" not in node.meta:
         return 0
     shapes, kwargs = fx.node.map_arg((args, node.kwargs), lambda operand: operand.meta["val"])
-    with torch.utils._python_dispatch._disable_current_modes():
-        return int(formula(*shapes, **kwargs, out_val=node.meta["val"]))
+    return int(formula(*shapes, **kwargs, out_val=node.meta["val"]))

@@ -198,6 +198,22 @@ def add_move(
     return add_call(graph, call, outputs)
 
 
+def copy_step(step: fx.GraphModule) -> fx.GraphModule:
+    """A copy with a graph of its own and the same kernels."""
+    owner = torch.nn.Module()
+    for name, module in step.named_children():
+        owner.add_module(name, module)
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    outputs = graph.graph_copy(step.graph, env)
+    graph.output(outputs)  # type: ignore[arg-type]
+    for old, new in env.items():
+        new.meta = dict(old.meta)
+    copied = fx.GraphModule(owner, graph, class_name="Step")
+    copied.meta.update(step.meta, kernels=dict(step.meta["kernels"]))
+    return copied
+
+
 # ------------------------------------------------------------------------------------------------------------- printing
 
 
