@@ -9,3 +9,28 @@ if not (_here / "passes").is_dir() and (_here.parent / "passes").is_dir():
     __path__.append(str(_here.parent))
 
 __version__ = "0.1.0"
+
+from typing import TYPE_CHECKING as _TYPE_CHECKING  # noqa: E402
+
+if _TYPE_CHECKING:
+    from mtcompile.errors import BudgetError, CaptureError, MtcompileError, StepError
+    from mtcompile.module import CompiledModule, compile
+
+_LAZY = {
+    "compile": "mtcompile.module",
+    "CompiledModule": "mtcompile.module",
+    "BudgetError": "mtcompile.errors",
+    "CaptureError": "mtcompile.errors",
+    "MtcompileError": "mtcompile.errors",
+    "StepError": "mtcompile.errors",
+}
+__all__ = ["BudgetError", "CaptureError", "CompiledModule", "MtcompileError", "StepError", "compile"]
+
+
+def __getattr__(name: str) -> object:
+    """Load on first use, so that reading and proving a schedule needs no torch."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'mtcompile' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LAZY[name]), name)

@@ -57,6 +57,11 @@ def exposed_us(trace: Trace, queue: Queue) -> float:
     return _length(_union([*compute, *other])) - _length(compute)
 
 
+def shifted(records: Iterable[Record], by_us: float) -> list[Record]:
+    """The same records, later: how a phase's own clock is put behind the phase before it."""
+    return [Record(r.index, r.queue, r.start_us + by_us, r.end_us + by_us) for r in records]
+
+
 def _intervals(trace: Trace, queue: Queue) -> list[Interval]:
     return _union((record.start_us, record.end_us) for record in trace.records if record.queue == queue)
 

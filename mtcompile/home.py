@@ -1,0 +1,84 @@
+"""Where a model's parameters and gradients live between steps: one slab per block, views for the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from mtcompile.capture import storage_holders
+from mtcompile.passes.step_graph import span_nbytes
+from mtcompile.runtime.arena import Layout, arena, layout_of, view
+from mtcompile.runtime.schedule import aligned
+
+
+@dataclass(slots=True)
+class Place:
+    """One parameter at home: where its bytes are, and the pointer its tensor must have."""
+
+    parameter: torch.nn.Parameter
+    layout: Layout
+    offset: int
+    pointer: int
+
+
+class Home:
+    """Slabs of parameters by block. ``tiers``: block -> home tier, decided by the model's first program."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, str] = {}  # parameter -> block
+        self.tiers: dict[str, str] = {}
+        self.slabs: dict[str, torch.Tensor] = {}
+        self.places: dict[str, Place] = {}
+        self.version = 0
+        self._gradients: list[tuple[torch.Tensor, int]] = []  # slab, holders when only this list holds it
+
+    def adopt(self, blocks: Mapping[str, str], parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Give every named parameter that has no home yet a place in its block's slab, and move it there."""
+        new: dict[str, list[str]] = {}
+        for name, block in blocks.items():
+            if name not in self.places and name in parameters:
+                key = block if block not in self.slabs else f"{block}+{len(self.slabs)}"
+                new.setdefault(key, []).append(name)
+        for key, names in new.items():
+            layouts = {name: layout_of(parameters[name].data) for name in names}
+            offsets, total = {}, 0
+            for name in names:
+                offsets[name] = total
+                total += aligned(span_nbytes(parameters[name].data))
+            self.slabs[key] = arena(total)
+            for name in names:
+                self.blocks[name] = key
+                self._place(name, parameters[name], layouts[name], offsets[name])
+
+    def _place(self, name: str, parameter: torch.nn.Parameter, layout: Layout, offset: int) -> None:
+        at_home = view(self.slabs[self.blocks[name]], offset, layout)
+        at_home.copy_(parameter.data)
+        parameter.data = at_home
+        self.places[name] = Place(parameter, layout, offset, at_home.data_ptr())
+
+    def settle(self, name: str, parameter: torch.nn.Parameter) -> None:
+        """Notice a replaced ``p.data`` or a replaced Parameter: its values move into the slab."""
+        place = self.places[name]
+        if place.parameter is parameter and parameter.data_ptr() == place.pointer:
+            return
+        if place.parameter is not parameter and place.parameter.data_ptr() == place.pointer:
+            place.parameter.data = place.parameter.data.clone()  # the replaced one keeps its values, on its own
+        self._place(name, parameter, place.layout, place.offset)
+
+    def nbytes(self) -> int:
+        return sum(slab.numel() for slab in self.slabs.values())
+
+    def gradient_slab(self, nbytes: int) -> torch.Tensor:
+        """A slab of at least that size that nobody else holds; reused once the old gradients are gone."""
+        for slab, alone in self._gradients:
+            if slab.numel() >= nbytes and storage_holders(slab) <= alone:
+                return slab
+        self._gradients = [(s, alone) for s, alone in self._gradients if storage_holders(s) > alone]
+        slab = arena(nbytes)
+        self._gradients.append((slab, storage_holders(slab)))
+        return slab
+
+    def gradient_nbytes(self) -> int:
+        return sum(slab.numel() for slab, _ in self._gradients)

@@ -1,0 +1,25 @@
+"""Every environment variable mtcompile reads, typed, in one place."""
+
+from __future__ import annotations
+
+import os
+
+
+def check() -> bool:
+    """MT_CHECK=1: poison freed bytes, delay instructions at random, compare every result with its declaration."""
+    return os.environ.get("MT_CHECK", "0") not in ("", "0")
+
+
+def check_seed() -> int:
+    """MT_CHECK_SEED: seed of those delays (default 0)."""
+    return int(os.environ.get("MT_CHECK_SEED", "0"))
+
+
+def debug() -> int:
+    """MT_DEBUG=0..5: 1 prints the plan, 2 the schedule, 3 the step graph after each pass."""
+    return int(os.environ.get("MT_DEBUG", "0") or 0)
+
+
+def dump() -> str:
+    """MT_DUMP=dir: write the plan, schedule and step graphs of each program there."""
+    return os.environ.get("MT_DUMP", "")

@@ -1,0 +1,152 @@
+"""The public door: ``mtcompile.compile`` as function and decorator, and what a compiled module can be asked."""
+
+from __future__ import annotations
+
+import copyreg
+from typing import Any, NoReturn, TypeVar, cast, overload
+
+import torch
+from torch import nn
+
+from mtcompile.engine import Engine
+from mtcompile.errors import MtcompileError
+from mtcompile.passes.plan import Plan
+from mtcompile.runtime.schedule import Schedule
+from mtcompile.runtime.trace import Trace
+from mtcompile.sizes import parse_bytes
+
+M = TypeVar("M", bound=nn.Module)
+Size = str | int | None
+
+
+class CompiledModule(nn.Module):
+    """Mixed into the class of a compiled model: same parameters, same ``state_dict``, same calls, planned memory.
+
+    The model itself is changed (its class gains this one), so whatever holds it holds the compiled model.
+    """
+
+    _mt_engine: Engine
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the program that last trained (or ran, before any training); None before the first call."""
+        last = self._mt_engine.last
+        return last.plan if last else None
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """Its schedule: print it to read it."""
+        last = self._mt_engine.last
+        return last.schedule if last else None
+
+    @property
+    def last_trace(self) -> Trace | None:
+        """What ran when in the last phase run so far."""
+        return self._mt_engine.last_trace
+
+    def memory_report(self) -> dict[str, Any]:
+        """Bytes: budget, planned and measured peak per tier, and the training state.
+
+        ``peak_device_bytes`` is measured from the allocator's events over the first step of each program (every step
+        under MT_CHECK=1).
+        """
+        return self._mt_engine.report()
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> CompiledModule:
+        """Tell the planner which optimizer will step this model, when it was made after ``compile``."""
+        self._mt_engine.optimizer = optimizer
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # while the model's own forward is being captured
+            return super().__call__(*args, **kwargs)
+        return self._mt_engine.call(*args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
+        raise MtcompileError(
+            "a compiled model's parameters live where its plan says; expected no .to(), .cuda(), .half() and the like "
+            "after compile. Convert the model first, then compile it"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy (deepcopy, save) is the plain model: plans and memory stay with this one."""
+        state = {k: v for k, v in self.__dict__.items() if k != "_mt_engine"}
+        return copyreg.__newobj__, (_plain_class(type(self)),), state  # type: ignore[attr-defined]
+
+
+def _plain_class(cls: type) -> type:
+    return next(base for base in cls.__mro__ if not issubclass(base, CompiledModule))
+
+
+def _compiled_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Compiled{cls.__name__}", (CompiledModule, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def _attach(model: nn.Module, options: dict[str, Any]) -> None:
+    plain = _plain_class(type(model))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return plain.__call__(model, *args, **kwargs)
+
+    engine = Engine(model, call, options["memory"], options["host"])
+    engine.optimizer = options["optimizer"]
+    object.__setattr__(model, "_mt_engine", engine)
+
+
+@overload
+def compile(model: M, *, memory: Size = ..., host: Size = ..., optimizer: Any = ..., kernels: str = ...) -> M: ...
+@overload
+def compile(model: type[M], *, memory: Size = ..., host: Size = ..., optimizer: Any = ..., kernels: str = ...) -> type[M]: ...
+@overload
+def compile(model: None = None, *, memory: Size = ..., host: Size = ..., optimizer: Any = ..., kernels: str = ...) -> Any: ...
+
+
+def compile(
+    model: Any = None,
+    *,
+    memory: Size = None,
+    host: Size = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    kernels: str = "eager",
+) -> Any:
+    """Train ``model`` inside a device-memory budget, with the bits of plain PyTorch.
+
+    model      an ``nn.Module`` (returned, now compiled), or a class of modules (a subclass is returned whose instances
+               are compiled); without it, a decorator
+    memory     bytes of device memory for everything mtcompile holds there: ``"16GiB"``, ``"16GB"`` or a number;
+               default half of what is free
+    host       bytes of host memory; default unlimited
+    optimizer  the optimizer that will step the model (or ``model.bind(optimizer)`` later): its state is planned for
+    kernels    ``"eager"``: the kernels of plain PyTorch, bit for bit
+
+    The first call captures and plans; ``BudgetError`` (with ``.minimum_bytes``) when no plan fits, ``CaptureError``
+    when the model cannot be captured. Raises ValueError and TypeError for options that cannot be honoured.
+    """
+    if kernels != "eager":
+        raise ValueError(f'expected kernels="eager", found {kernels!r}')
+    options = {"memory": parse_bytes(memory), "host": parse_bytes(host), "optimizer": optimizer}
+    if model is None:
+        return lambda target: compile(target, memory=memory, host=host, optimizer=optimizer, kernels=kernels)
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        if optimizer is not None:
+            raise TypeError("expected no optimizer= when compiling a class; call model.bind(optimizer) on the instance")
+        return _class_decorator(model, options)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected an nn.Module or a class of modules, found {type(model).__name__}")
+    if isinstance(model, CompiledModule):
+        raise TypeError("the model is compiled already; expected a plain nn.Module")
+    model.__class__ = _compiled_class(type(model))
+    _attach(model, options)
+    return model
+
+
+def _class_decorator(cls: type[nn.Module], options: dict[str, Any]) -> type[nn.Module]:
+    made = _compiled_class(cls)
+
+    def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        cls.__init__(self, *args, **kwargs)
+        _attach(self, options)
+
+    made.__init__ = __init__  # type: ignore[method-assign, assignment]
+    made.__name__, made.__qualname__ = cls.__name__, cls.__qualname__
+    return cast("type[nn.Module]", made)

@@ -1,0 +1,310 @@
+"""One program: one captured graph under one input signature, compiled, and run forward and backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from mtcompile import capture, knobs
+from mtcompile.errors import StepError
+from mtcompile.passes.plan import Plan
+from mtcompile.passes.step_graph import InputSpec, OutputSpec, placeholders, results, source, step_outputs
+from mtcompile.runtime.arena import Layout, layout_of, view
+from mtcompile.runtime.cpu import CpuMemory
+from mtcompile.runtime.executor import Delays, execute
+from mtcompile.runtime.schedule import Phase, Schedule, aligned
+from mtcompile.runtime.trace import Record, Trace, shifted
+
+if TYPE_CHECKING:
+    from mtcompile.engine import Engine
+
+Tangents = tuple[bool, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A program planned and lowered for one pattern of gradients: all that running it needs."""
+
+    tangents: Tangents
+    plan: Plan
+    step: fx.GraphModule
+    schedule: Schedule
+    kernels: dict[str, Any]
+    layouts: dict[str, Layout]
+    inputs: tuple[tuple[InputSpec, str], ...]
+    outputs: tuple[tuple[OutputSpec, str], ...]
+    mutated: frozenset[int]
+    read_in_backward: frozenset[int]
+    outputs_read_in_backward: frozenset[int]
+    random: bool
+    home_version: int
+
+
+@dataclass
+class Frame:
+    """What a training forward leaves for its backward; owned by the autograd context."""
+
+    compiled: Compiled
+    memory: CpuMemory
+    inputs: tuple[torch.Tensor, ...]
+    snapshots: dict[int, torch.Tensor]
+    versions: dict[int, int]
+    generator: torch.Tensor | None
+    outputs: tuple[weakref.ref[torch.Tensor], ...] = ()
+    output_versions: dict[int, int] = field(default_factory=dict)
+    records: list[Record] = field(default_factory=list)
+    base_peak: int = 0
+    spent: bool = False
+
+
+def describe_compiled(
+    engine: Engine, tangents: Tangents, plan: Plan, step: fx.GraphModule, schedule: Schedule, kernels: dict[str, Any]
+) -> Compiled:
+    """Tables resolved once, so that a step looks nothing up in a graph."""
+    inputs = tuple(
+        (spec, node.name) for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True)
+    )
+    outputs = tuple(
+        (spec, node.name) for spec, node in zip(step.meta["outputs"], step_outputs(step), strict=True)
+    )
+    by_name = {node.name: node for node in step.graph.nodes}
+    layouts = {name: layout_of(by_name[name].meta["val"]) for name in schedule.buffers}
+    backward_reads = {name for _, i in schedule.phase("backward") for name in i.reads}
+    values = {source(by_name[name]).name for name in backward_reads}
+    return Compiled(
+        tangents,
+        plan,
+        step,
+        schedule,
+        kernels,
+        layouts,
+        inputs,
+        outputs,
+        frozenset(spec.index for spec, _ in outputs if spec.kind == "mutation"),
+        frozenset(spec.index for spec, name in inputs if name in backward_reads and spec.role in ("param", "input", "buffer")),
+        frozenset(spec.index for spec, name in outputs if spec.kind == "output" and name in values),
+        any("rng" == schedule.buffers[n].role for n in schedule.buffers) or _has_random(step),
+        engine.home.version,
+    )
+
+
+def _has_random(step: fx.GraphModule) -> bool:
+    from mtcompile.passes.step_graph import is_random
+
+    return any(is_random(n) for child in step.children() for n in child.graph.nodes)  # type: ignore[union-attr]
+
+
+class Program:
+    """Callable on the flat inputs of a captured graph, as Dynamo calls it; returns its flat outputs."""
+
+    def __init__(self, engine: Engine, description: capture.Description) -> None:
+        self.engine, self.description = engine, description
+        self.compiled: dict[Any, Compiled] = {}
+        computed = description.computed
+        scalars = tuple(differentiable and scalar for _, differentiable, scalar in computed)
+        # The first trace follows the loss; a gradient arriving at another output traces once for that pattern.
+        self.pattern = scalars if any(scalars) else tuple(differentiable for _, differentiable, _ in computed)
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
+        for spec, tensor in zip(self.description.inputs, inputs, strict=True):
+            if spec.role == "param" and spec.name in self.engine.home.places:
+                self.engine.home.settle(spec.name, tensor)  # type: ignore[arg-type]
+        if torch.is_grad_enabled() and any(self.pattern):
+            self.engine.begin_training_forward()
+            made = _Step.apply(self, *inputs)
+        else:
+            made = self.engine.infer(self, inputs)
+        return tuple(self._rebuild(output, inputs, made) for output in self.description.outputs)
+
+    @staticmethod
+    def _rebuild(output: Any, inputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> Any:
+        if isinstance(output, capture.Constant):
+            return output.value
+        tensor = inputs[output.index] if isinstance(output, capture.Passed) else made[output.position]
+        return tensor if output.view is None else tensor.as_strided(*output.view)
+
+
+class _Step(torch.autograd.Function):
+    """Forward and backward of one training step, as autograd sees them."""
+
+    @staticmethod
+    def forward(ctx: Any, program: Program, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        frame, outputs = run_forward(program.engine, program.engine.compile(program, program.pattern), inputs)
+        ctx.program, ctx.frame = program, frame
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(t for t, (_, differentiable, _) in zip(outputs, program.description.computed, strict=True) if not differentiable)
+        )
+        program.engine.alive = weakref.ref(frame)
+        frame.outputs = tuple(weakref.ref(t) for t in outputs)
+        frame.output_versions = {i: outputs[i]._version for i in frame.compiled.outputs_read_in_backward}
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled() or capture.keeps_graph():
+            raise StepError(
+                "backward was called with retain_graph=True or create_graph=True; a compiled step runs backward once "
+                "and frees what it saved. Call loss.backward() without them, or run the plain model for double backward"
+            )
+        frame: Frame | None = ctx.frame
+        if frame is None or frame.spent:
+            raise StepError("backward was already run for this forward; run the forward again")
+        ctx.frame = None
+        if all(t is None for t in tangents):
+            return (None,) * (1 + len(frame.inputs))
+        return (None, *run_backward(ctx.program, frame, tangents))
+
+
+def run_forward(
+    engine: Engine,
+    compiled: Compiled,
+    inputs: tuple[torch.Tensor, ...],
+    snapshots: dict[int, torch.Tensor] | None = None,
+    write_back: bool = True,
+) -> tuple[Frame, tuple[torch.Tensor, ...]]:
+    """Run the forward phase. Buffers change only when all of it has succeeded; on an error the generator is put back."""
+    generator = torch.get_rng_state() if compiled.random else None
+    if snapshots is None:  # the old version is what this step reads, also after the new one has been written
+        snapshots = {i: inputs[i].detach().clone() for i in compiled.mutated}
+    memory = CpuMemory(compiled.schedule, compiled.layouts, engine.arenas(compiled), knobs.check())
+    for spec, name in compiled.inputs:
+        if spec.role == "constant":
+            memory.bind(name, compiled.step.meta["constants"][spec.name])
+        elif spec.role != "tangent":
+            memory.bind(name, snapshots.get(spec.index, inputs[spec.index].detach()))
+    news = {}
+    for spec, name in compiled.outputs:
+        if spec.kind == "mutation":
+            news[spec.index] = torch.empty_like(snapshots[spec.index])
+            memory.bind(name, news[spec.index])
+    versions = {i: inputs[i]._version for i in compiled.read_in_backward if i not in compiled.mutated}
+    frame = Frame(compiled, memory, inputs, snapshots, versions, generator)
+    try:
+        _execute(engine, frame, "forward")
+    except BaseException:
+        if generator is not None:
+            torch.set_rng_state(generator)
+        memory.tensors.clear()
+        raise
+    if write_back:
+        with torch.no_grad():
+            for index, new in news.items():
+                inputs[index].copy_(new)
+    outputs = [memory.tensors[name] for spec, name in compiled.outputs if spec.kind == "output"]
+    if not any(i.phase == "backward" for i in compiled.schedule.instructions):
+        memory.tensors.clear()
+    return frame, tuple(outputs)
+
+
+def run_backward(
+    program: Program, frame: Frame, tangents: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients for every input (None where none was asked for). Weights, buffers and old gradients are not touched."""
+    engine = program.engine
+    frame.spent = True
+    _check_versions(frame, program)
+    pattern = tuple(t is not None for t in tangents)
+    if pattern != frame.compiled.tangents:
+        frame = _retrace(program, frame, pattern)
+    compiled, memory = frame.compiled, frame.memory
+    now = torch.get_rng_state() if compiled.random else None
+    gradients: dict[int, torch.Tensor] = {}
+    try:
+        _bind_backward(engine, compiled, memory, frame.inputs, tangents)
+        _execute(engine, frame, "backward")
+        for spec, name in compiled.outputs:
+            if spec.kind == "grad":
+                gradients[spec.index] = memory.tensors[name]
+    except BaseException:
+        if now is not None:
+            torch.set_rng_state(now)
+        raise
+    finally:
+        memory.tensors.clear()
+    return tuple(gradients.get(i) for i in range(len(frame.inputs)))
+
+
+def _bind_backward(
+    engine: Engine,
+    compiled: Compiled,
+    memory: CpuMemory,
+    inputs: Sequence[torch.Tensor],
+    tangents: Sequence[torch.Tensor | None],
+) -> None:
+    for spec, name in compiled.inputs:
+        if spec.role == "tangent":
+            tangent, layout = tangents[spec.index], compiled.layouts[name]
+            assert tangent is not None
+            if tuple(tangent.stride()) != layout.stride:  # some backward formulas give other bits for other strides
+                tangent = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype).copy_(tangent)
+            memory.bind(name, tangent)
+    homes = [(spec, name) for spec, name in compiled.outputs if spec.kind == "grad" and compiled.schedule.buffers[name].kind == "home"]
+    total = sum(aligned(compiled.schedule.buffers[name].nbytes) for _, name in homes)
+    slab = engine.home.gradient_slab(total) if homes else None
+    offset = 0
+    for _, name in homes:
+        assert slab is not None
+        memory.bind(name, view(slab, offset, compiled.layouts[name]))
+        offset += aligned(compiled.schedule.buffers[name].nbytes)
+
+
+def _retrace(program: Program, frame: Frame, pattern: tuple[bool, ...]) -> Frame:
+    """Gradients arrived at other outputs than were traced: trace for these, run the forward again as it was."""
+    engine = program.engine
+    frame.memory.tensors.clear()
+    compiled = engine.compile(program, pattern)
+    program.pattern = pattern
+    now = torch.get_rng_state()
+    try:
+        if frame.generator is not None:
+            torch.set_rng_state(frame.generator)
+        again, _ = run_forward(engine, compiled, frame.inputs, frame.snapshots, write_back=False)
+    finally:
+        torch.set_rng_state(now)
+    return again
+
+
+def _check_versions(frame: Frame, program: Program) -> None:
+    for index, version in frame.versions.items():
+        if frame.inputs[index]._version != version:
+            name = program.description.inputs[index].name
+            raise StepError(
+                f"{name} was changed in place between this forward and its backward; the gradients would be of other "
+                "values. Step the optimizer after backward, or clone what you change"
+            )
+    for index, version in frame.output_versions.items():
+        output = frame.outputs[index]()
+        if output is not None and output._version != version:
+            raise StepError(
+                f"output {program.description.computed[index][0]} was changed in place before backward, which needs it; "
+                "clone it before changing it"
+            )
+
+
+def _execute(engine: Engine, frame: Frame, phase: Phase) -> None:
+    compiled, memory = frame.compiled, frame.memory
+    delays = Delays(knobs.check_seed()) if memory.check else None
+    held = memory.live
+    schedule = compiled.schedule
+    # Bodies are ATen after autocast: casting again would change the numbers.
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        if engine.measuring(compiled, phase):
+            with capture.AllocatorPeak() as peak:
+                records = execute(schedule, phase, memory, compiled.kernels, delays)
+            if peak.nbytes is not None:
+                tangents = sum(b.nbytes for b in schedule.buffers.values() if b.role == "tangent") if phase == "backward" else 0
+                base = schedule.arena_nbytes.get("device", 0) + schedule.resident_nbytes.get("device", 0)
+                engine.measured(compiled, base + held + tangents + peak.nbytes)
+        else:
+            records = execute(schedule, phase, memory, compiled.kernels, delays)
+    frame.records += shifted(records, max((r.end_us for r in frame.records), default=0.0))
+    engine.last_trace = Trace(tuple(frame.records), "measured")
+
+
+__all__ = ["Compiled", "Frame", "Program", "describe_compiled", "results", "run_backward", "run_forward"]

@@ -1,0 +1,48 @@
+"""Arenas: one allocation per tier, and tensors that are views into it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mtcompile.runtime.schedule import ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a value's elements lie in its bytes."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    return Layout(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def arena(nbytes: int) -> torch.Tensor:
+    """``nbytes`` of memory, aligned to ALIGNMENT (torch's CPU allocator gives no less)."""
+    made = torch.empty(nbytes, dtype=torch.uint8)
+    if nbytes and made.data_ptr() % ALIGNMENT:
+        made = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
+        skip = -made.data_ptr() % ALIGNMENT
+        made = made[skip : skip + nbytes]
+    return made
+
+
+def view(memory: torch.Tensor, offset: int, layout: Layout) -> torch.Tensor:
+    """The tensor of that layout, ``offset`` bytes into ``memory``."""
+    start = memory.storage_offset() + offset
+    return torch.empty(0, dtype=layout.dtype).set_(
+        memory.untyped_storage(), start // layout.dtype.itemsize, layout.size, layout.stride
+    )
+
+
+def span_nbytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first to the last element."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()

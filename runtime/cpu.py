@@ -1,0 +1,98 @@
+"""The emulated device: real tensors in host memory, held to the same byte limit as a device's memory would be."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mtcompile.runtime.arena import Layout, span_nbytes, view
+from mtcompile.runtime.schedule import Schedule, gib
+
+_POISON = 0xFF  # every float type reads NaN, every index far out of range
+
+
+class LimitError(RuntimeError):
+    """An instruction would exceed the tier's limit: the plan was wrong about this kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arenas:
+    """The placed memory of each tier: uint8 tensors aligned to the schedule's granularity."""
+
+    device: torch.Tensor
+    host: torch.Tensor
+
+
+class CpuMemory:
+    """The bytes of one step. ``tensors``: what each live buffer is bound to; homes are bound by the caller.
+
+    ``check``: freed bytes are overwritten (so that a use after free shows as NaN), and results are compared with what
+    the schedule declared.
+    """
+
+    def __init__(
+        self, schedule: Schedule, layouts: Mapping[str, Layout], arenas: Arenas, check: bool = False
+    ) -> None:
+        self.schedule, self.layouts, self.arenas, self.check = schedule, layouts, arenas, check
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.live = 0  # pooled bytes reserved now
+        limit = schedule.peak_nbytes.get("device", 0)
+        self.free_nbytes = limit - schedule.arena_nbytes.get("device", 0) - schedule.resident_nbytes.get("device", 0)
+
+    def bind(self, name: str, tensor: torch.Tensor) -> None:
+        self.tensors[name] = tensor
+
+    def alloc(self, name: str) -> None:
+        buffer = self.schedule.buffers[name]
+        if buffer.kind == "pooled":
+            self._reserve(buffer.nbytes, name)
+            self.live += buffer.nbytes
+        else:
+            arena = self.arenas.device if buffer.tier == "device" else self.arenas.host
+            assert buffer.offset is not None
+            self.tensors[name] = view(arena, buffer.offset, self.layouts[name])
+
+    def free(self, name: str) -> None:
+        buffer = self.schedule.buffers[name]
+        tensor = self.tensors.pop(name)
+        if buffer.kind == "pooled":
+            self.live -= buffer.nbytes
+        if self.check and tensor.numel():
+            if buffer.kind == "pooled":
+                storage = tensor.untyped_storage()
+                ctypes.memset(storage.data_ptr(), _POISON, storage.nbytes())
+            else:
+                ctypes.memset(tensor.data_ptr(), _POISON, span_nbytes(tensor))
+
+    def copy(self, reads: Sequence[str], writes: Sequence[str]) -> None:
+        for read, write in zip(reads, writes, strict=True):
+            source, target = self.tensors[read], self.tensors[write]
+            if source.stride() != target.stride() or source.dtype != target.dtype:
+                raise RuntimeError(f"copy {read} -> {write}: expected equal strides and dtype, found {source.stride()} {target.stride()}")
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), span_nbytes(source))
+
+    def run(self, kernel: Callable[..., Any], reads: Sequence[str], writes: Sequence[str], workspace: int) -> None:
+        self._reserve(workspace, "workspace")
+        made = kernel(*[self.tensors[name] for name in reads])
+        for name, tensor in zip(writes, made, strict=True):
+            if self.check:
+                self._compare(name, tensor)
+            self.tensors[name] = tensor
+
+    def _reserve(self, nbytes: int, what: str) -> None:
+        if self.live + nbytes > self.free_nbytes:
+            raise LimitError(
+                f"{what} needs {gib(nbytes)} beside {gib(self.live)} in use; the plan left {gib(self.free_nbytes)}"
+            )
+
+    def _compare(self, name: str, tensor: torch.Tensor) -> None:
+        layout, declared = self.layouts[name], self.schedule.buffers[name].nbytes
+        found = Layout(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+        if found != layout or tensor.untyped_storage().nbytes() > declared:
+            raise RuntimeError(
+                f"{name}: expected {layout} in {declared} bytes, found {found} in {tensor.untyped_storage().nbytes()}"
+            )
