@@ -1,6 +1,10 @@
 """mtcompile compiles a PyTorch training step into a schedule that fits a device-memory budget."""
 
+import os as _os
 from pathlib import Path as _Path
+
+# The allocator's events are read through torch's profiler, which otherwise reports every start and stop on stderr.
+_os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 # In a checkout, passes/ and runtime/ lie beside this folder instead of inside it: look for submodules there too.
 # In an installed wheel this does nothing.

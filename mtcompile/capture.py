@@ -75,7 +75,7 @@ def _capture_message(error: BaseException) -> str:
     reason = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(\S[^\n]*)', text)
     own = [f for f in frames if "/torch/" not in f[0]] or frames
-    where = f'\n  at {own[-1][0]}:{own[-1][1]} in {own[-1][2]}: {own[-1][3]}' if own else ""
+    where = f"\n  at {own[-1][0]}:{own[-1][1]} in {own[-1][2]}: {own[-1][3]}" if own else ""
     return (
         f"the model's forward could not be captured as one graph: {reason}{where}\n"
         "  expected a forward without data-dependent Python control flow or unsupported calls; "
@@ -124,7 +124,9 @@ class Description:
     computed: tuple[tuple[str, bool, bool], ...]
 
 
-def describe(graph: fx.GraphModule, inputs: Sequence[Any], names: Callable[[torch.Tensor], tuple[str, str] | None]) -> Description:
+def describe(
+    graph: fx.GraphModule, inputs: Sequence[Any], names: Callable[[torch.Tensor], tuple[str, str] | None]
+) -> Description:
     """Read Dynamo's graph; ``names(tensor)`` gives (role, path) of the model's own parameters and buffers.
 
     ``graph`` is changed: outputs become those the program computes, each with storage of its own.
@@ -169,7 +171,8 @@ def describe(graph: fx.GraphModule, inputs: Sequence[Any], names: Callable[[torc
             by_storage.setdefault(storage, value)
             outputs.append(Computed(kept[value], None))
     computed = tuple(
-        (node.name, bool(_fake(node).requires_grad), _fake(node).numel() == 1 and _fake(node).is_floating_point()) for node in kept
+        (node.name, bool(_fake(node).requires_grad), _fake(node).numel() == 1 and _fake(node).is_floating_point())
+        for node in kept
     )
     output.args = (tuple(kept),)
     graph.recompile()
@@ -222,7 +225,8 @@ def joint_graph(description: Description, tangents: tuple[bool, ...] | None) -> 
             raise
         except Exception as error:
             raise CaptureError(
-                f"the backward of this model could not be traced: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                f"the backward of this model could not be traced: {type(error).__name__}: "
+                + next(iter(str(error).splitlines()), "")
             ) from error
     return _annotate(joint, description)
 
@@ -261,7 +265,9 @@ def _annotate(joint: fx.GraphModule, description: Description) -> fx.GraphModule
             raise CaptureError(f"the traced graph takes {desc.expr()}, which is not supported (a tensor subclass or effect)")
     results, described = [], []
     output = joint.graph.output_node()
-    for value, desc in zip(pytree.tree_leaves(output.args[0], is_leaf=_is_none), pytree.tree_leaves(output.meta["desc"]), strict=True):
+    for value, desc in zip(
+        pytree.tree_leaves(output.args[0], is_leaf=_is_none), pytree.tree_leaves(output.meta["desc"]), strict=True
+    ):
         if value is None:
             continue
         kind = type(desc).__name__

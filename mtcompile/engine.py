@@ -31,7 +31,16 @@ from mtcompile.runtime.trace import Trace
 from mtcompile.runtime.verify import verify
 
 # Optimizer state per parameter, in parameter sizes, of the torch.optim classes; anything else is taken as Adam's.
-_STATE_COPIES = {"SGD": 1.0, "Adagrad": 1.0, "RMSprop": 3.0, "Adam": 2.0, "AdamW": 2.0, "Adamax": 2.0, "NAdam": 2.0, "RAdam": 2.0}
+_STATE_COPIES = {
+    "SGD": 1.0,
+    "Adagrad": 1.0,
+    "RMSprop": 3.0,
+    "Adam": 2.0,
+    "AdamW": 2.0,
+    "Adamax": 2.0,
+    "NAdam": 2.0,
+    "RAdam": 2.0,
+}
 _UNKNOWN_STATE_COPIES = 2.0
 
 
@@ -91,7 +100,12 @@ class Engine:
         kernels = {str(n): eager_kernel(m) for n, m in planned.step.named_children()}  # type: ignore[arg-type]
         used = {i.kernel for i in planned.schedule.instructions}
         compiled = describe_compiled(
-            self, tangents, planned.plan, planned.step, planned.schedule, {n: k for n, k in kernels.items() if n in used}
+            self,
+            tangents,
+            planned.plan,
+            planned.step,
+            planned.schedule,
+            {n: k for n, k in kernels.items() if n in used},
         )
         self._show(step, planned)
         return compiled
@@ -208,7 +222,11 @@ class Engine:
             if tier == "host" and frame is not None:
                 made[tier] = arena(nbytes)
                 continue
-            if tier not in self._arenas or self._arenas[tier].numel() < nbytes or (tier == "device" and self._arenas[tier].numel() > nbytes):
+            if (
+                tier not in self._arenas
+                or self._arenas[tier].numel() < nbytes
+                or (tier == "device" and self._arenas[tier].numel() > nbytes)
+            ):
                 self._arenas.pop(tier, None)
                 self._arenas[tier] = arena(nbytes)
             made[tier] = self._arenas[tier]
@@ -260,5 +278,3 @@ class Engine:
             "state_bytes": sum(state.values()),
             **{f"{name}_bytes": nbytes for name, nbytes in state.items()},
         }
-
-

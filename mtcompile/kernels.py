@@ -11,12 +11,12 @@ from torch import fx
 from mtcompile.capture import AllocatorPeak
 from mtcompile.passes.memory import output_nbytes, workspace_nbytes
 from mtcompile.passes.step_graph import placeholders
-from mtcompile.runtime.schedule import aligned
+from mtcompile.runtime.schedule import ALIGNMENT, aligned
 
 
 def eager_kernel(kernel: fx.GraphModule) -> Callable[..., Any]:
     """The body run operation by operation; each intermediate is dropped after its last use."""
-    return kernel.forward  # type: ignore[return-value, no-any-return]
+    return kernel.forward
 
 
 class Workspaces:
@@ -47,7 +47,7 @@ def measure_workspace(kernel: fx.GraphModule) -> int:
     del results
     if peak.nbytes is None:
         return workspace_nbytes(kernel)
-    return aligned(max(0, peak.nbytes - output_nbytes(kernel)))
+    return aligned(max(0, peak.nbytes - output_nbytes(kernel))) + ALIGNMENT
 
 
 def _example(val: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copyreg
-from typing import Any, NoReturn, TypeVar, cast, overload
+from typing import Any, NoReturn, TypeVar, overload
 
 import torch
 from torch import nn
@@ -147,6 +147,6 @@ def _class_decorator(cls: type[nn.Module], options: dict[str, Any]) -> type[nn.M
         cls.__init__(self, *args, **kwargs)
         _attach(self, options)
 
-    made.__init__ = __init__  # type: ignore[method-assign, assignment]
+    made.__init__ = __init__  # type: ignore[method-assign]
     made.__name__, made.__qualname__ = cls.__name__, cls.__qualname__
-    return cast("type[nn.Module]", made)
+    return made

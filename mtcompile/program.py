@@ -66,12 +66,8 @@ def describe_compiled(
     engine: Engine, tangents: Tangents, plan: Plan, step: fx.GraphModule, schedule: Schedule, kernels: dict[str, Any]
 ) -> Compiled:
     """Tables resolved once, so that a step looks nothing up in a graph."""
-    inputs = tuple(
-        (spec, node.name) for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True)
-    )
-    outputs = tuple(
-        (spec, node.name) for spec, node in zip(step.meta["outputs"], step_outputs(step), strict=True)
-    )
+    inputs = tuple((spec, node.name) for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True))
+    outputs = tuple((spec, node.name) for spec, node in zip(step.meta["outputs"], step_outputs(step), strict=True))
     by_name = {node.name: node for node in step.graph.nodes}
     layouts = {name: layout_of(by_name[name].meta["val"]) for name in schedule.buffers}
     backward_reads = {name for _, i in schedule.phase("backward") for name in i.reads}
@@ -88,7 +84,7 @@ def describe_compiled(
         frozenset(spec.index for spec, _ in outputs if spec.kind == "mutation"),
         frozenset(spec.index for spec, name in inputs if name in backward_reads and spec.role in ("param", "input", "buffer")),
         frozenset(spec.index for spec, name in outputs if spec.kind == "output" and name in values),
-        any("rng" == schedule.buffers[n].role for n in schedule.buffers) or _has_random(step),
+        any(schedule.buffers[n].role == "rng" for n in schedule.buffers) or _has_random(step),
         engine.home.version,
     )
 
@@ -116,7 +112,7 @@ class Program:
                 self.engine.home.settle(spec.name, tensor)  # type: ignore[arg-type]
         if torch.is_grad_enabled() and any(self.pattern):
             self.engine.begin_training_forward()
-            made = _Step.apply(self, *inputs)
+            made = _Step.apply(self, *inputs)  # type: ignore[no-untyped-call]
         else:
             made = self.engine.infer(self, inputs)
         return tuple(self._rebuild(output, inputs, made) for output in self.description.outputs)
@@ -179,10 +175,10 @@ def run_forward(
         elif spec.role != "tangent":
             memory.bind(name, snapshots.get(spec.index, inputs[spec.index].detach()))
     news = {}
-    for spec, name in compiled.outputs:
-        if spec.kind == "mutation":
-            news[spec.index] = torch.empty_like(snapshots[spec.index])
-            memory.bind(name, news[spec.index])
+    for result, name in compiled.outputs:
+        if result.kind == "mutation":
+            news[result.index] = torch.empty_like(snapshots[result.index])
+            memory.bind(name, news[result.index])
     versions = {i: inputs[i]._version for i in compiled.read_in_backward if i not in compiled.mutated}
     frame = Frame(compiled, memory, inputs, snapshots, versions, generator)
     try:
@@ -202,9 +198,7 @@ def run_forward(
     return frame, tuple(outputs)
 
 
-def run_backward(
-    program: Program, frame: Frame, tangents: Sequence[torch.Tensor | None]
-) -> tuple[torch.Tensor | None, ...]:
+def run_backward(program: Program, frame: Frame, tangents: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     """Gradients for every input (None where none was asked for). Weights, buffers and old gradients are not touched."""
     engine = program.engine
     frame.spent = True
@@ -218,9 +212,9 @@ def run_backward(
     try:
         _bind_backward(engine, compiled, memory, frame.inputs, tangents)
         _execute(engine, frame, "backward")
-        for spec, name in compiled.outputs:
-            if spec.kind == "grad":
-                gradients[spec.index] = memory.tensors[name]
+        for result, name in compiled.outputs:
+            if result.kind == "grad":
+                gradients[result.index] = memory.tensors[name]
     except BaseException:
         if now is not None:
             torch.set_rng_state(now)
@@ -244,7 +238,11 @@ def _bind_backward(
             if tuple(tangent.stride()) != layout.stride:  # some backward formulas give other bits for other strides
                 tangent = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype).copy_(tangent)
             memory.bind(name, tangent)
-    homes = [(spec, name) for spec, name in compiled.outputs if spec.kind == "grad" and compiled.schedule.buffers[name].kind == "home"]
+    homes = [
+        (spec, name)
+        for spec, name in compiled.outputs
+        if spec.kind == "grad" and compiled.schedule.buffers[name].kind == "home"
+    ]
     total = sum(aligned(compiled.schedule.buffers[name].nbytes) for _, name in homes)
     slab = engine.home.gradient_slab(total) if homes else None
     offset = 0

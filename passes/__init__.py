@@ -31,9 +31,7 @@ def pipeline() -> tuple[Pass, ...]:
     return (recompute, trim_pass, stream_params, offload_activations, offload_gradients)
 
 
-def rewrite(
-    step: fx.GraphModule, plan: Plan, after: Callable[[str, fx.GraphModule], None] | None = None
-) -> fx.GraphModule:
+def rewrite(step: fx.GraphModule, plan: Plan, after: Callable[[str, fx.GraphModule], None] | None = None) -> fx.GraphModule:
     """A rewritten copy of ``step``; linted after every pass, and shown to ``after(name, step)`` if given."""
     from mtcompile.passes.step_graph import copy_step
 

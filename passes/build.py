@@ -12,7 +12,6 @@ from torch.fx.node import map_arg
 
 from mtcompile.passes.kernels import Kernels, copy_meta, install
 from mtcompile.passes.regions import assign, in_order
-from mtcompile.passes.stream import homes_of
 from mtcompile.passes.step_graph import (
     InputSpec,
     OutputSpec,
@@ -24,6 +23,7 @@ from mtcompile.passes.step_graph import (
     span_nbytes,
     storage_nbytes,
 )
+from mtcompile.passes.stream import homes_of
 from mtcompile.runtime.schedule import aligned
 
 RegionId = tuple[str, int]
@@ -34,7 +34,7 @@ def build(joint: fx.GraphModule) -> fx.GraphModule:
     the placeholders, which are at home on the host (tangents arrive on the device)."""
     region, blocks = assign(joint.graph)
     ordered = in_order(joint.graph, region)
-    outputs: list[fx.Node] = list(joint.graph.output_node().args[0])  # type: ignore[arg-type]
+    outputs: list[fx.Node] = list(joint.graph.output_node().args[0])
     specs: tuple[OutputSpec, ...] = joint.meta["outputs"]
     training = any(phase == "backward" for (phase, _), _ in ordered)
 
@@ -56,7 +56,10 @@ def build(joint: fx.GraphModule) -> fx.GraphModule:
         leaving = [node for node in nodes if node in exported and not (is_view(node) and node not in roles)]
         body, made = _body(nodes, needed[rid], leaving, save_states=training and phase == "forward")
         call = graph.create_node(
-            "call_module", install(root, kernels, body), tuple(env[n] for n in needed[rid]), name=f"{_safe(blocks[block])}_{phase}"
+            "call_module",
+            install(root, kernels, body),
+            tuple(env[n] for n in needed[rid]),
+            name=f"{_safe(blocks[block])}_{phase}",
         )
         call.meta.update(phase=phase, block=block)
         items = add_call(graph, call, [(node.name, _value_meta(node, val, roles)) for node, val in made])
@@ -142,7 +145,7 @@ def _owns_storage(view: fx.Node, nodes: list[fx.Node], leaving: list[fx.Node], t
     returned shares."""
     base = view
     while is_view(base):
-        base = base.args[0]  # type: ignore[assignment]
+        base = base.args[0]
     val = view.meta["val"]
     alone = base in nodes and base not in leaving and base not in taken
     if base.target is operator.getitem or not isinstance(base.meta.get("val"), torch.Tensor):

@@ -72,7 +72,7 @@ def _joint_outputs(joint: fx.GraphModule, numbering: _Numbering) -> list[int]:
     for node in joint.graph.nodes:
         if node.op == "call_function":
             env[node] = _number(node, env, numbering)
-    return [env[node] for node in joint.graph.output_node().args[0]]  # type: ignore[union-attr, index, misc]
+    return [env[node] for node in joint.graph.output_node().args[0]]
 
 
 def _step_outputs(step: fx.GraphModule, numbering: _Numbering) -> list[int]:
@@ -134,17 +134,17 @@ def check_schedule(step: fx.GraphModule, schedule: Schedule) -> None:
     wanted = calls(step)
     _expect(len(work) == len(wanted), lambda: f"{len(wanted)} calls, found {len(work)}")
     for instruction, call in zip(work, wanted, strict=True):
-        reads = [source(a).name for a in call.args]  # type: ignore[arg-type]
+        reads = [source(a).name for a in call.args]
         writes = [source(item).name for item in results(call)]
-        _expect(_values(schedule, instruction.reads) == reads, lambda c=call: f"{c.name} to read {c.args}")  # type: ignore[misc]
-        _expect(_values(schedule, instruction.writes) == writes, lambda c=call: f"{c.name} to write its results")  # type: ignore[misc]
+        _expect(_values(schedule, instruction.reads) == reads, lambda c=call: f"{c.name} to read {c.args}")
+        _expect(_values(schedule, instruction.writes) == writes, lambda c=call: f"{c.name} to write its results")
         if is_region(call):
             kernel = kernel_of(step, call)
-            _expect(instruction.kernel == call.target, lambda c=call: f"{c.name} to call {c.target}")  # type: ignore[misc]
+            _expect(instruction.kernel == call.target, lambda c=call: f"{c.name} to call {c.target}")
             _expect(
                 len(instruction.reads) == len(placeholders(kernel.graph))
                 and len(instruction.writes) == len(body_outputs(kernel)),
-                lambda c=call: f"{c.name} to declare all that its kernel reads and writes",  # type: ignore[misc]
+                lambda c=call: f"{c.name} to declare all that its kernel reads and writes",
             )
 
 

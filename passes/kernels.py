@@ -84,7 +84,7 @@ def trim(step: fx.GraphModule) -> fx.GraphModule:
                 step.graph.erase_node(item)
             step.graph.erase_node(region)
             continue
-        keep = [int(item.args[1]) for item in used]  # type: ignore[call-overload]
+        keep = [int(item.args[1]) for item in used]
         body, kept_inputs = _with_outputs(old, keep)
         for item in made:
             if not item.users:

@@ -66,7 +66,13 @@ def _buffers(step: fx.GraphModule) -> dict[str, Buffer]:
     def add(node: fx.Node, kind: str, leaves: bool = False, role: str = "") -> None:
         meta = node.meta
         found[node.name] = Buffer(
-            node.name, source(node).name, meta["tier"], kind, meta["nbytes"], role or meta["role"], leaves=leaves  # type: ignore[arg-type]
+            node.name,
+            source(node).name,
+            meta["tier"],
+            kind,
+            meta["nbytes"],
+            role or meta["role"],
+            leaves=leaves,
         )
 
     for node in placeholders(step.graph):
@@ -85,7 +91,7 @@ def _work(step: fx.GraphModule, buffers: Mapping[str, Buffer], machine: Machine,
     costs: dict[str, float] = {}
     for call in calls(step):
         phase: Phase = call.meta["phase"]
-        reads = tuple(operand.name for operand in call.args)  # type: ignore[union-attr]
+        reads = tuple(operand.name for operand in call.args)
         writes = tuple(item.name for item in results(call))
         if is_region(call):
             name = str(call.target)
@@ -100,7 +106,14 @@ def _work(step: fx.GraphModule, buffers: Mapping[str, Buffer], machine: Machine,
             queue: Queue = "h2d" if call.target is prefetch else "d2h"
             nbytes = sum(buffers[name].nbytes for name in reads)
             instruction = Instruction(
-                "copy", queue, phase, reads, writes, nbytes=nbytes, time_us=machine.copy_us(nbytes, queue), label=call.name
+                "copy",
+                queue,
+                phase,
+                reads,
+                writes,
+                nbytes=nbytes,
+                time_us=machine.copy_us(nbytes, queue),
+                label=call.name,
             )
         work.append(_Step(instruction, reads, writes))
     return work

@@ -13,7 +13,7 @@ from mtcompile.runtime.schedule import aligned
 def owner(node: fx.Node) -> fx.Node:
     """The node whose storage ``node`` is: through views back to what they view."""
     while is_view(node):
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     return node
 
 
@@ -23,7 +23,9 @@ def made_nbytes(node: fx.Node) -> int:
         return 0
     if isinstance(node.meta.get("val"), (tuple, list)) or "val" in node.meta:
         return sum(aligned(storage_nbytes(val)) for val in iter_tensors(node))
-    return sum(aligned(storage_nbytes(val)) for user in node.users if user.target is operator.getitem for val in iter_tensors(user))
+    return sum(
+        aligned(storage_nbytes(val)) for user in node.users if user.target is operator.getitem for val in iter_tensors(user)
+    )
 
 
 def body_peak(body: fx.Graph) -> int:
@@ -37,7 +39,7 @@ def body_peak(body: fx.Graph) -> int:
         for operand in node.all_input_nodes:
             root = owner(operand)
             while root.target is operator.getitem:  # the storages of a multi-output operation count together
-                root = root.args[0]  # type: ignore[assignment]
+                root = root.args[0]
             last[root] = position
     live = peak = 0
     expiring: dict[int, list[fx.Node]] = {}

@@ -85,7 +85,7 @@ def _own_outputs(joint: fx.GraphModule) -> None:
     specs: tuple[OutputSpec, ...] = joint.meta["outputs"]
     seen: set[fx.Node] = set()
     owned = []
-    for spec, value in zip(specs, output.args[0], strict=True):  # type: ignore[arg-type]
+    for spec, value in zip(specs, output.args[0], strict=True):
         phase = "backward" if spec.kind == "grad" else "forward"
         val = value.meta["val"]
         made = None

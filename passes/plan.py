@@ -55,7 +55,8 @@ class Plan:
         return self.choice("params", block)
 
     def activation(self, value: str) -> Choice:
-        return self.choice("activation", value)
+        """Where a value waits between uses: its own decision, or the one made for all (subject ``*``)."""
+        return "device" if "device" in (self.choice("activation", value), self.choice("activation", "*")) else "host"
 
     def having(self, decision: Decision) -> Plan:
         """The same plan with one decision made otherwise."""

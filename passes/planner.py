@@ -22,6 +22,8 @@ from mtcompile.runtime.schedule import Schedule, aligned, gib
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us, span_us
 
+_ROUNDS = 3  # of bisection over the options; a limit in evaluations, so that the same input gives the same plan
+
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
@@ -61,7 +63,7 @@ def make_plan(
     blocks = list(dict.fromkeys(step.meta["homes"].values()))
     sizes = _param_nbytes(step)
     fixed = tuple(
-        Decision("params", b, fixed_params.get(b, "host"), sizes.get(b, 0), "decided by the model's first program")  # type: ignore[arg-type]
+        Decision("params", b, fixed_params.get(b, "host"), sizes.get(b, 0), "decided by the model's first program")
         for b in blocks
         if fixed_params is not None
     )
@@ -122,11 +124,31 @@ def _spend(
     ahead = evaluate(replace(best.plan, lookahead=1))
     if fits(ahead) or not fits(best):
         best = ahead if fits(ahead) else best
-    for _, decision in options:
-        candidate = evaluate(best.plan.having(decision))
-        if fits(candidate):
-            best = candidate
+    rest = [decision for _, decision in options]
+    for _ in range(_ROUNDS):
+        best, taken = _longest_prefix(best, rest, evaluate, fits)
+        rest = rest[taken + 1 :]  # the one after the prefix does not fit; what is smaller may
+        if not rest:
+            break
     return best
+
+
+def _longest_prefix(
+    best: Planned, rest: list[Decision], evaluate: Callable[[Plan], Planned], fits: Callable[[Planned], bool]
+) -> tuple[Planned, int]:
+    """As many of ``rest`` from its start as fit, found by bisection, and how many."""
+    low, high, found = 0, len(rest) + 1, best
+    while high - low > 1:
+        middle = (low + high) // 2
+        plan = best.plan
+        for decision in rest[:middle]:
+            plan = plan.having(decision)
+        candidate = evaluate(plan)
+        if fits(candidate):
+            low, found = middle, candidate
+        else:
+            high = middle
+    return found, low
 
 
 def _options(
@@ -143,13 +165,16 @@ def _options(
             block, nbytes = names[region.meta["block"]], saved[region.meta["block"]]
             why = f"{gib(nbytes)} kept saves {gain / 1e3:.3f} ms of recomputation"
             found.append((gain, Decision("variant", block, "save", nbytes, why)))
-    for call in calls(step):
-        for item in results(call) if is_region(call) else ():
-            if item.meta["role"] == "activation":
-                nbytes = item.meta["nbytes"]
-                gain = machine.copy_us(nbytes, "d2h") + machine.copy_us(nbytes, "h2d")
-                why = f"kept saves {gain / 1e3:.3f} ms of transfers"
-                found.append((gain, Decision("activation", item.name, "device", nbytes, why)))
+    waiting = sum(
+        item.meta["nbytes"]
+        for call in calls(step)
+        if is_region(call)
+        for item in results(call)
+        if item.meta["role"] == "activation"
+    )
+    gain = machine.copy_us(waiting, "d2h") + machine.copy_us(waiting, "h2d")
+    why = f"kept on the device saves up to {gain / 1e3:.3f} ms of transfers"
+    found.append((gain, Decision("activation", "*", "device", waiting, why)))
     for block, nbytes in sizes.items() if choose_params else ():
         gain = 2 * machine.copy_us(nbytes, "h2d") + machine.copy_us(nbytes, "d2h")
         why = f"resident saves {gain / 1e3:.3f} ms of transfers"

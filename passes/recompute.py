@@ -88,17 +88,21 @@ def _fuse(
 
     remade: list[fx.Node] = []
     for forward in forwards:
-        made = _inline(body, kernel_of(step, forward), [value(a) for a in forward.args], _states(step, forward, value))  # type: ignore[arg-type]
+        made = _inline(body, kernel_of(step, forward), [value(a) for a in forward.args], _states(step, forward, value))
         for item in results(forward):
-            again = made[int(item.args[1])]  # type: ignore[call-overload]
+            again = made[int(item.args[1])]
             if again is not None and item.meta["role"] != "rng":
                 env[item] = again
                 remade.append(item)
-    own = _inline(body, kernel_of(step, backward), [value(a) for a in backward.args], {})  # type: ignore[arg-type]
+    own = _inline(body, kernel_of(step, backward), [value(a) for a in backward.args], {})
     # What later backward regions read of the recomputed block comes from here, so that the first copy can go early.
     moment = order[backward]
     later = {
-        item: [u for u in item.users if u in order and u.meta["phase"] == "backward" and order[u] > moment and moments.get(u) is None]
+        item: [
+            u
+            for u in item.users
+            if u in order and u.meta["phase"] == "backward" and order[u] > moment and moments.get(u) is None
+        ]
         for item in remade
     }
     extra = [item for item, users in later.items() if users]
@@ -107,9 +111,7 @@ def _fuse(
     with step.graph.inserting_before(backward):
         call = step.graph.create_node("call_module", install(step, kernels, body), tuple(inputs), name=f"{backward.name}_r")
         call.meta.update(backward.meta)
-        items = add_call(
-            step.graph, call, [(f"{i.name}", dict(i.meta)) for i in [*results(backward)] + extra]
-        )
+        items = add_call(step.graph, call, [(f"{i.name}", dict(i.meta)) for i in [*results(backward)] + extra])
     olds = results(backward)
     for old, new in zip(olds, items, strict=False):
         old.replace_all_uses_with(new)
@@ -124,13 +126,11 @@ def _fuse(
 
 def _states(step: fx.GraphModule, forward: fx.Node, value: Any) -> dict[str, fx.Node]:
     """Name of each random operation's save_rng node in the forward body -> the placeholder holding that state."""
-    items = {int(item.args[1]): item for item in results(forward)}  # type: ignore[call-overload]
+    items = {int(item.args[1]): item for item in results(forward)}
     return {name: value(items[position]) for name, position in saved_states(kernel_of(step, forward)).items()}
 
 
-def _inline(
-    body: fx.Graph, kernel: fx.GraphModule, args: list[fx.Node], states: dict[str, fx.Node]
-) -> list[fx.Node | None]:
+def _inline(body: fx.Graph, kernel: fx.GraphModule, args: list[fx.Node], states: dict[str, fx.Node]) -> list[fx.Node | None]:
     """Append a kernel's body; with ``states``, as a replay. Returns its outputs (None for generator states)."""
     env: dict[fx.Node, fx.Node] = dict(zip(placeholders(kernel.graph), args, strict=True))
     for node in kernel.graph.nodes:

@@ -32,7 +32,7 @@ def assign(graph: fx.Graph) -> tuple[Mapping[fx.Node, tuple[str, int]], tuple[st
     by_path: dict[str, int] = {}
     for block, (_, nodes) in enumerate(segments):
         for node in nodes:
-            region[node] = region[node.args[0]] if node.target is operator.getitem else ("forward", block)  # type: ignore[index]
+            region[node] = region[node.args[0]] if node.target is operator.getitem else ("forward", block)
             if "seq_nr" in node.meta:
                 by_seq[node.meta["seq_nr"]] = block
             by_path[_module_path(node)] = block
@@ -52,7 +52,7 @@ def _assign_backward(
         if node.op != "call_function" or node.meta["phase"] != "backward":
             continue
         if node.target is operator.getitem:
-            region[node] = region[node.args[0]]  # type: ignore[index]
+            region[node] = region[node.args[0]]
             continue
         operands = [region[a] for a in node.all_input_nodes if a in region]
         ceiling = min((block for phase, block in operands if phase == "backward"), default=last)
@@ -77,7 +77,10 @@ def in_order(graph: fx.Graph, region: Mapping[fx.Node, tuple[str, int]]) -> list
     for node in graph.nodes:
         if node in region:
             groups.setdefault(region[node], []).append(node)
-    return sorted(groups.items(), key=lambda item: (item[0][0] == "backward", item[0][1] * (-1 if item[0][0] == "backward" else 1)))
+    return sorted(
+        groups.items(),
+        key=lambda item: (item[0][0] == "backward", item[0][1] * (-1 if item[0][0] == "backward" else 1)),
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- forward blocks

@@ -22,9 +22,7 @@ def assign_offsets(
             start[instruction.writes[0]] = position
         elif instruction.op == "free":
             end[instruction.writes[0]] = position
-    placed = sorted(
-        (b for b in buffers.values() if b.kind == "placed"), key=lambda b: (-b.nbytes, start[b.name], b.name)
-    )
+    placed = sorted((b for b in buffers.values() if b.kind == "placed"), key=lambda b: (-b.nbytes, start[b.name], b.name))
     arenas = {"device": 0, "host": 0}
     done: dict[str, Buffer] = {}
     rows: dict[str, list[tuple[int, int, int, int]]] = {"device": [], "host": []}  # offset, end offset, start, end

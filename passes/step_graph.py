@@ -151,15 +151,15 @@ def results(node: fx.Node) -> list[fx.Node]:
 
 
 def kernel_of(step: fx.GraphModule, region: fx.Node) -> fx.GraphModule:
-    return step.get_submodule(str(region.target))  # type: ignore[return-value]
+    return step.get_submodule(str(region.target))
 
 
 def body_outputs(body: fx.GraphModule) -> list[fx.Node]:
-    return list(body.graph.output_node().args[0])  # type: ignore[arg-type]
+    return list(body.graph.output_node().args[0])
 
 
 def step_outputs(step: fx.GraphModule) -> list[fx.Node]:
-    return list(step.graph.output_node().args[0])  # type: ignore[arg-type]
+    return list(step.graph.output_node().args[0])
 
 
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
@@ -168,9 +168,9 @@ def placeholders(graph: fx.Graph) -> list[fx.Node]:
 
 def source(value: fx.Node) -> fx.Node:
     """The value that ``value`` is a copy of: through prefetches and offloads back to where it was made."""
-    while value.target is operator.getitem and is_move(value.args[0]):  # type: ignore[arg-type]
+    while value.target is operator.getitem and is_move(value.args[0]):
         call, position = value.args
-        value = call.args[position]  # type: ignore[union-attr, index, assignment]
+        value = call.args[position]
     return value
 
 
@@ -187,9 +187,7 @@ def add_call(graph: fx.Graph, call: fx.Node, outputs: list[tuple[str, dict[str, 
     return made
 
 
-def add_move(
-    graph: fx.Graph, target: Any, values: list[fx.Node], phase: Phase, block: int, name: str
-) -> list[fx.Node]:
+def add_move(graph: fx.Graph, target: Any, values: list[fx.Node], phase: Phase, block: int, name: str) -> list[fx.Node]:
     """Append one prefetch or offload of ``values`` and return the moved values."""
     tier = "device" if target is prefetch else "host"
     call = graph.create_node("call_function", target, tuple(values), name=name)
@@ -206,7 +204,7 @@ def copy_step(step: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     outputs = graph.graph_copy(step.graph, env)
-    graph.output(outputs)  # type: ignore[arg-type]
+    graph.output(outputs)
     for old, new in env.items():
         new.meta = dict(old.meta)
     copied = fx.GraphModule(owner, graph, class_name="Step")
@@ -223,9 +221,7 @@ def listing(step: fx.GraphModule) -> str:
     for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
         lines.append(f"{node.name}: {describe(node.meta['val'])}  [{node.meta['tier']} {spec.role} {spec.name}]")
     for node in calls(step):
-        made = ", ".join(
-            f"{item.name}: {describe(item.meta['val'])} {gib(item.meta['nbytes'])}" for item in results(node)
-        )
+        made = ", ".join(f"{item.name}: {describe(item.meta['val'])} {gib(item.meta['nbytes'])}" for item in results(node))
         operands = ", ".join(str(arg) for arg in node.args)
         name = node.name if is_region(node) else getattr(node.target, "__name__", str(node.target))
         kernel = f" = {node.target}" if is_region(node) else ""

@@ -67,7 +67,12 @@ def _offload_between(
             if at_home is None:
                 with step.graph.inserting_before(results(producer)[-1].next):
                     (at_home,) = add_move(
-                        step.graph, offload, [value], producer.meta["phase"], producer.meta["block"], f"save_{value.name}"
+                        step.graph,
+                        offload,
+                        [value],
+                        producer.meta["phase"],
+                        producer.meta["block"],
+                        f"save_{value.name}",
                     )
             ahead = min(lookahead, index[use] - index[previous] - 1)
             before = _issue_point(order, index[use], ahead)
@@ -84,20 +89,24 @@ def offload_gradients(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     """Gradients and new buffer versions leave for their home right after the region that makes them, in one offload per
     region; a gradient whose parameter lives on the device stays there and leaves with the outputs."""
     output = step.graph.output_node()
-    values = list(output.args[0])  # type: ignore[arg-type]
+    values = list(output.args[0])
     specs = step.meta["outputs"]
-    inputs = {spec.index: node for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True) if spec.index >= 0 and spec.role != "tangent"}
+    inputs = {
+        spec.index: node
+        for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True)
+        if spec.index >= 0 and spec.role != "tangent"
+    }
     going: dict[fx.Node, list[int]] = {}
     for position, (spec, value) in enumerate(zip(specs, values, strict=True)):
         home = inputs[spec.index].meta["tier"] if spec.kind != "output" else "device"
         if spec.kind != "output" and home == "host":
-            going.setdefault(value.args[0], []).append(position)  # type: ignore[arg-type]
+            going.setdefault(value.args[0], []).append(position)
     for region, positions in going.items():
         with step.graph.inserting_before(results(region)[-1].next):
             moved = add_move(
                 step.graph,
                 offload,
-                [values[p] for p in positions],  # type: ignore[misc]
+                [values[p] for p in positions],
                 region.meta["phase"],
                 region.meta["block"],
                 f"store_{region.name}",

@@ -34,9 +34,7 @@ class CpuMemory:
     the schedule declared.
     """
 
-    def __init__(
-        self, schedule: Schedule, layouts: Mapping[str, Layout], arenas: Arenas, check: bool = False
-    ) -> None:
+    def __init__(self, schedule: Schedule, layouts: Mapping[str, Layout], arenas: Arenas, check: bool = False) -> None:
         self.schedule, self.layouts, self.arenas, self.check = schedule, layouts, arenas, check
         self.tensors: dict[str, torch.Tensor] = {}
         self.live = 0  # pooled bytes reserved now
@@ -72,7 +70,9 @@ class CpuMemory:
         for read, write in zip(reads, writes, strict=True):
             source, target = self.tensors[read], self.tensors[write]
             if source.stride() != target.stride() or source.dtype != target.dtype:
-                raise RuntimeError(f"copy {read} -> {write}: expected equal strides and dtype, found {source.stride()} {target.stride()}")
+                raise RuntimeError(
+                    f"copy {read} -> {write}: expected equal strides and dtype, found {source.stride()} {target.stride()}"
+                )
             ctypes.memmove(target.data_ptr(), source.data_ptr(), span_nbytes(source))
 
     def run(self, kernel: Callable[..., Any], reads: Sequence[str], writes: Sequence[str], workspace: int) -> None:

@@ -75,9 +75,7 @@ class _Memory:
         if buffer.kind != "placed" or buffer.nbytes == 0:
             return None
         if buffer.offset is None or buffer.offset < 0:
-            raise ValueError(
-                f"#{index}: expected an offset of 0 or more, found {name} at {buffer.offset}; place it first"
-            )
+            raise ValueError(f"#{index}: expected an offset of 0 or more, found {name} at {buffer.offset}; place it first")
         return self.arenas.setdefault(buffer.tier, _Arena()), buffer.offset, buffer.offset + buffer.nbytes
 
     def read(self, name: str, index: int, queue: str) -> set[int]:

@@ -147,9 +147,7 @@ def from_json(text: str) -> Schedule:
     try:
         buffers = [Buffer(**_typed(Buffer, row)) for row in data["buffers"]]
         instructions = tuple(Instruction(**_typed(Instruction, row)) for row in data["instructions"])
-        tables = {
-            key: dict(data[key].items()) for key in ("arena_nbytes", "resident_nbytes", "limit_nbytes", "peak_nbytes")
-        }
+        tables = {key: dict(data[key].items()) for key in ("arena_nbytes", "resident_nbytes", "limit_nbytes", "peak_nbytes")}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ScheduleFormatError(f"a field is missing or of the wrong type: {error!r}") from None
     schedule = Schedule(instructions, {b.name: b for b in buffers}, **tables)

@@ -22,9 +22,7 @@ def simulate(schedule: Schedule) -> Trace:
         if instruction.phase != phase:
             barrier, phase = max(ends, default=0.0), instruction.phase
         if any(not 0 <= dep < index for dep in instruction.deps):
-            raise ValueError(
-                f"#{index}: expected waits for earlier instructions, found {instruction.deps}; derive deps again"
-            )
+            raise ValueError(f"#{index}: expected waits for earlier instructions, found {instruction.deps}; derive deps again")
         start = max((barrier, free_at.get(instruction.queue, 0.0), *(ends[dep] for dep in instruction.deps)))
         end = start + instruction.time_us
         ends.append(end)

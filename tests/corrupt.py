@@ -111,9 +111,7 @@ def _users(schedule: Schedule, name: str) -> list[int]:
 def _other(schedule: Schedule, buffer: Buffer, rng: Random, **same: Any) -> Buffer | None:
     """Some other buffer of the same tier and size with another value."""
     fits = [
-        b
-        for b in schedule.buffers.values()
-        if b.tier == buffer.tier and b.nbytes == buffer.nbytes and b.value != buffer.value
+        b for b in schedule.buffers.values() if b.tier == buffer.tier and b.nbytes == buffer.nbytes and b.value != buffer.value
     ]
     fits = [b for b in fits if all(getattr(b, key) == value for key, value in same.items())]
     return rng.choice(fits) if fits else None

@@ -100,8 +100,10 @@ def private_torch(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
     def is_private(name: str) -> bool:
         parts = name.split(".")
-        return parts[0] == "torch" and parts[1:2] != ["ops"] and any(
-            part.startswith("_") and not part.endswith("__") for part in parts
+        return (
+            parts[0] == "torch"
+            and parts[1:2] != ["ops"]
+            and any(part.startswith("_") and not part.endswith("__") for part in parts)
         )
 
     for module, name, line in imports(tree):
