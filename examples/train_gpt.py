@@ -29,7 +29,7 @@ import mtcompile
 MIB = 2**20
 VOCABULARY = 256  # a token is a byte
 CORPUS_BYTES = 4 * MIB
-STATE_PER_BUDGET = 20  # the default budget is the training state divided by this
+STATE_PER_BUDGET = 16  # the default budget is the training state divided by this
 WARMUP_STEPS = 20
 
 # ---------------------------------------------------------------------------------------------------------- the model

@@ -11,7 +11,7 @@ from torch import fx
 from mtcompile.capture import AllocatorPeak
 from mtcompile.passes.memory import output_nbytes, workspace_nbytes
 from mtcompile.passes.step_graph import placeholders
-from mtcompile.runtime.schedule import ALIGNMENT, aligned
+from mtcompile.runtime.schedule import aligned
 
 
 def eager_kernel(kernel: fx.GraphModule) -> Callable[..., Any]:
@@ -47,7 +47,7 @@ def measure_workspace(kernel: fx.GraphModule) -> int:
     del results
     if peak.nbytes is None:
         return workspace_nbytes(kernel)
-    return aligned(max(0, peak.nbytes - output_nbytes(kernel))) + ALIGNMENT
+    return aligned(max(0, peak.nbytes - output_nbytes(kernel)))
 
 
 def _example(val: torch.Tensor) -> torch.Tensor:

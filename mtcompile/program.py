@@ -288,21 +288,31 @@ def _check_versions(frame: Frame, program: Program) -> None:
 def _execute(engine: Engine, frame: Frame, phase: Phase) -> None:
     compiled, memory = frame.compiled, frame.memory
     delays = Delays(knobs.check_seed()) if memory.check else None
-    held = memory.live
     schedule = compiled.schedule
     # Bodies are ATen after autocast: casting again would change the numbers.
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         if engine.measuring(compiled, phase):
+            base = _device_nbytes(memory)
             with capture.AllocatorPeak() as peak:
                 records = execute(schedule, phase, memory, compiled.kernels, delays)
             if peak.nbytes is not None:
-                tangents = sum(b.nbytes for b in schedule.buffers.values() if b.role == "tangent") if phase == "backward" else 0
-                base = schedule.arena_nbytes.get("device", 0) + schedule.resident_nbytes.get("device", 0)
-                engine.measured(compiled, base + held + tangents + peak.nbytes)
+                engine.measured(compiled, base + peak.nbytes)
         else:
             records = execute(schedule, phase, memory, compiled.kernels, delays)
     frame.records += shifted(records, max((r.end_us for r in frame.records), default=0.0))
     engine.last_trace = Trace(tuple(frame.records), "measured")
+
+
+def _device_nbytes(memory: CpuMemory) -> int:
+    """Bytes on the device when a phase starts: persistent state, the arena, and what the allocator gave for the rest."""
+    schedule = memory.schedule
+    fixed = schedule.arena_nbytes.get("device", 0) + schedule.resident_nbytes.get("device", 0)
+    buffers = (schedule.buffers[name] for name in memory.tensors)
+    return fixed + sum(
+        memory.tensors[b.name].untyped_storage().nbytes()
+        for b in buffers
+        if b.tier == "device" and (b.kind == "pooled" or b.role == "tangent")
+    )
 
 
 __all__ = ["Compiled", "Frame", "Program", "describe_compiled", "results", "run_backward", "run_forward"]
