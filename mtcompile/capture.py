@@ -115,13 +115,18 @@ class Description:
     """What a captured graph takes and returns.
 
     ``inputs``: a spec per input of the graph. ``outputs``: how to rebuild each of its outputs. ``computed``: the outputs
-    the program must produce: (name, differentiable, is a scalar). ``uses_generator``: whether a random operation runs.
+    the program must produce: (name, differentiable, is a scalar). ``autocast``: (device, enabled, dtype) at the call.
     """
 
     graph: fx.GraphModule
     inputs: tuple[InputSpec, ...]
     outputs: tuple[Passed | Computed | Constant, ...]
     computed: tuple[tuple[str, bool, bool], ...]
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+
+def _autocast_state() -> tuple[tuple[str, bool, torch.dtype], ...]:
+    return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
 
 
 def describe(
@@ -176,7 +181,7 @@ def describe(
     )
     output.args = (tuple(kept),)
     graph.recompile()
-    return Description(graph, tuple(specs), tuple(outputs), computed)
+    return Description(graph, tuple(specs), tuple(outputs), computed, _autocast_state())
 
 
 def _fake(node: fx.Node) -> torch.Tensor:
@@ -219,6 +224,9 @@ def joint_graph(description: Description, tangents: tuple[bool, ...] | None) -> 
         stack.enter_context(tracing(TracingContext(fake_mode)))
         stack.enter_context(torch.set_grad_enabled(tangents is not None))
         stack.enter_context(_rng_preserved())
+        for device, enabled, dtype in description.autocast:  # a retrace happens in a backward, outside the user's autocast
+            if enabled != torch.is_autocast_enabled(device) or enabled:
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
         try:
             joint = aot_export_joint_with_descriptors(stack, graph, fakes, ignore_shape_env=True).graph_module
         except CaptureError:

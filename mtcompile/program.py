@@ -192,7 +192,12 @@ def run_forward(
         with torch.no_grad():
             for index, new in news.items():
                 inputs[index].copy_(new)
-    outputs = [memory.tensors[name] for spec, name in compiled.outputs if spec.kind == "output"]
+    outputs = []
+    for result, name in compiled.outputs:
+        if result.kind == "output":
+            outputs.append(memory.tensors[name])
+            # What the user receives will carry this frame in its grad_fn: the frame must not hold it in turn.
+            memory.bind(name, memory.tensors[name].detach())
     if not any(i.phase == "backward" for i in compiled.schedule.instructions):
         memory.tensors.clear()
     return frame, tuple(outputs)

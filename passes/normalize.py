@@ -28,6 +28,7 @@ def normalize(joint: fx.GraphModule) -> fx.GraphModule:
         if node.op == "call_function" and node.target in _IDENTITIES:
             node.replace_all_uses_with(node.args[0])
             joint.graph.erase_node(node)
+    _correct_statistics(joint.graph)
     _mark_phases(joint.graph)
     _own_outputs(joint)
     joint.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or is_random(n))
@@ -62,6 +63,20 @@ def _lift_constants(joint: fx.GraphModule) -> None:
         graph.erase_node(node)
     joint.meta["inputs"] = tuple(inputs)
     joint.meta["constants"] = constants
+
+
+def _correct_statistics(graph: fx.Graph) -> None:
+    """Batch norm of a half-precision input with float32 weights saves float32 statistics on the CPU; the traced shapes
+    say half precision."""
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is not torch.ops.aten._native_batch_norm_legit_functional.default:
+            continue
+        weight = node.args[1]
+        if weight is None or weight.meta["val"].dtype != torch.float32:
+            continue
+        for item in node.users:
+            if item.args[1] in (1, 2):
+                item.meta["val"] = torch.empty_like(item.meta["val"], dtype=torch.float32, device="meta")
 
 
 def _mark_phases(graph: fx.Graph) -> None:

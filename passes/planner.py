@@ -84,12 +84,13 @@ def make_plan(
         limits = {"device": budgets.device, "host": budgets.host}
         return all(n is None or candidate.schedule.peak_nbytes[tier] <= n for tier, n in limits.items())
 
-    floor = evaluate(base)
+    floor = _floor(base, step, evaluate)
     minimum = floor.schedule.peak_nbytes["device"]
+    if budgets.device is not None and minimum > budgets.device:
+        raise DoesNotFit("device", minimum, causes(floor, "device"))
     best = _spend(floor, step, machine, sizes, evaluate, fits, fixed_params is None)
     if not fits(best):
-        tier = "device" if budgets.device is not None and minimum > budgets.device else "host"
-        raise DoesNotFit(tier, best.schedule.peak_nbytes[tier], causes(best, tier))
+        raise DoesNotFit("host", best.schedule.peak_nbytes["host"], causes(best, "host"))
     trace = simulate(best.schedule)
     busy = busy_us(trace)
     plan = replace(
@@ -101,6 +102,16 @@ def make_plan(
         limiting_resource=max(busy, key=lambda q: busy[q]) if busy else "",
     )
     return Planned(plan, best.step, best.schedule)
+
+
+def _floor(base: Plan, step: fx.GraphModule, evaluate: Callable[[Plan], Planned]) -> Planned:
+    """The least device memory: every block recomputed, or none where recomputing costs more than it frees."""
+    saving = base
+    for block in recomputable(step):
+        name = step.meta["blocks"][block]
+        saving = saving.having(Decision("variant", name, "save", 0, "recomputing it would need more memory"))
+    candidates = [evaluate(base), evaluate(saving)]
+    return min(candidates, key=lambda planned: planned.schedule.peak_nbytes["device"])
 
 
 def _spend(
