@@ -360,7 +360,8 @@ class AllocatorPeak:
             return
         self._profile.__exit__(*exc)
         found = self._profile.kineto_results.events()
-        self.events = sorted((e.start_ns(), e.nbytes()) for e in found if e.name() == "[memory]")
+        memory = ((e.start_ns(), e.nbytes()) for e in found if e.name() == "[memory]")
+        self.events = sorted(memory, key=lambda event: event[0])  # stable: events of the same nanosecond keep their order
         live = peak = 0
         for _, nbytes in self.events:
             live += nbytes

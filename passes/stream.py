@@ -16,7 +16,8 @@ def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     """
     homes = step.meta["homes"]
     for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
-        if spec.role == "param" and plan.params(homes[spec.name]) == "device":
+        home = homes.get(spec.name)  # none: nothing that counts reads it
+        if spec.role == "param" and home is not None and plan.params(home) == "device":
             node.meta["tier"] = "device"
     order = regions(step)
     for position, region in enumerate(order):
