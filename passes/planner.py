@@ -18,10 +18,11 @@ from mtcompile.passes.memory import workspace_nbytes
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.recompute import recomputable
 from mtcompile.passes.step_graph import calls, is_region, kernel_of, placeholders, regions, results
-from mtcompile.runtime.schedule import Schedule, aligned, gib
+from mtcompile.runtime.schedule import ALIGNMENT, Schedule, aligned, gib
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us, span_us
 
+_SCALAR_STATE_NBYTES = ALIGNMENT  # step counters of a parameter's optimizer state, on the host wherever the rest is
 _ROUNDS = 3  # of bisection over the options; a limit in evaluations, so that the same input gives the same plan
 
 
@@ -77,6 +78,7 @@ def make_plan(
     def evaluate(plan: Plan) -> Planned:
         rewritten = rewrite(step, plan)
         resident = resident_nbytes(sizes, plan, budgets.state_copies)
+        resident["host"] += len(step.meta["homes"]) * _SCALAR_STATE_NBYTES
         schedule = lower(rewritten, plan, machine, resident, workspace)
         return Planned(plan, rewritten, schedule)
 
