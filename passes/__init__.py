@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 def pipeline() -> tuple[Pass, ...]:
     """The rewrites, in order."""
-    from mtcompile.passes.kernels import trim_pass
-    from mtcompile.passes.recompute import recompute
+    from mtcompile.passes.kernels import trim
+    from mtcompile.passes.recompute import recompute, repeat_forward
     from mtcompile.passes.stream import offload_activations, offload_gradients, stream_params
 
-    return (recompute, trim_pass, stream_params, offload_activations, offload_gradients)
+    return (recompute, repeat_forward, trim, stream_params, offload_activations, offload_gradients)
 
 
 def rewrite(step: fx.GraphModule, plan: Plan, after: Callable[[str, fx.GraphModule], None] | None = None) -> fx.GraphModule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from torch import fx
@@ -35,18 +36,31 @@ class Cost:
     nbytes: int
     operations: int
 
+    def time_us(self, machine: Machine) -> float:
+        return machine.run_us(self.flops, self.nbytes, self.operations)
+
+
+def kernel_cost(kernel: fx.GraphModule) -> Cost:
+    """``body_cost``, worked out once per kernel."""
+    if "cost" not in kernel.meta:
+        kernel.meta["cost"] = body_cost(kernel.graph)
+    cost: Cost = kernel.meta["cost"]
+    return cost
+
 
 def body_cost(body: fx.Graph) -> Cost:
     """FLOPs, bytes read and written, and number of operations of a body run operation by operation."""
-    flops = nbytes = operations = 0
-    for node in body.nodes:
-        if node.op != "call_function" or is_view(node):
-            continue
-        operations += 1
-        nbytes += sum(span_nbytes(v) for v in iter_tensors(node))
-        nbytes += sum(span_nbytes(v) for a in node.all_input_nodes for v in iter_tensors(a))
-        flops += node_flops(node)
-    return Cost(flops, nbytes, operations)
+    costs = [node_cost(node) for node in body.nodes if node.op == "call_function" and not is_view(node)]
+    return Cost(sum(c.flops for c in costs), sum(c.nbytes for c in costs), sum(c.operations for c in costs))
+
+
+def node_cost(node: fx.Node) -> Cost:
+    """One operation's; a getitem costs nothing."""
+    if node.target is operator.getitem:
+        return Cost(0, 0, 0)
+    nbytes = sum(span_nbytes(v) for v in iter_tensors(node))
+    nbytes += sum(span_nbytes(v) for operand in node.all_input_nodes for v in iter_tensors(operand))
+    return Cost(node_flops(node), nbytes, 1)
 
 
 def node_flops(node: fx.Node) -> int:

@@ -21,7 +21,7 @@ from mtcompile.passes.step_graph import (
     save_rng,
 )
 
-Kernels = dict[str, str]  # key -> submodule name
+Kernels = dict[str, fx.GraphModule]  # key -> kernel; one registry for a step graph and all rewritten copies of it
 
 
 def kernel_key(body: fx.Graph) -> str:
@@ -57,21 +57,22 @@ def install(owner: torch.nn.Module, kernels: Kernels, body: fx.Graph) -> str:
     key = kernel_key(body)
     if key not in kernels:
         name = f"k{len(kernels)}_{hashlib.sha256(key.encode()).hexdigest()[:8]}"
-        module = fx.GraphModule(torch.nn.Module(), body, class_name=name)
-        module.meta["key"] = key
-        owner.add_module(name, module)
-        kernels[key] = name
-    return kernels[key]
+        kernels[key] = fx.GraphModule(torch.nn.Module(), body, class_name=name)
+        kernels[key].meta.update(key=key, name=name)
+    return attach(owner, kernels[key])
 
 
-def trim_pass(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-    """``trim``, as a pass: what no decision of the plan made somebody read goes."""
-    return trim(step)
+def attach(owner: torch.nn.Module, kernel: fx.GraphModule) -> str:
+    """Make a kernel callable from ``owner``; its submodule name."""
+    name = str(kernel.meta["name"])
+    if name not in owner._modules:
+        owner.add_module(name, kernel)
+    return name
 
 
-def trim(step: fx.GraphModule) -> fx.GraphModule:
-    """Drop results nobody reads, what only they needed, and regions with nothing left. Random operations stay."""
-    kernels: Kernels = step.meta["kernels"]
+def trim(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+    """What no decision of the plan made somebody read goes: results, what only they needed, and regions with nothing left.
+    Random operations stay."""
     for region in reversed(regions(step)):
         made = results(region)
         used = [item for item in made if item.users]
@@ -85,16 +86,19 @@ def trim(step: fx.GraphModule) -> fx.GraphModule:
             step.graph.erase_node(region)
             continue
         keep = [int(item.args[1]) for item in used]
-        body, kept_inputs = _with_outputs(old, keep)
+        memo = step.meta.setdefault("memo", {})
+        key = (str(region.target), tuple(keep))
+        if key not in memo:
+            body, kept_inputs = _with_outputs(old, keep)
+            memo[key] = step.get_submodule(install(step, step.meta["kernels"], body)), kept_inputs
+        kernel, kept_inputs = memo[key]
         for item in made:
             if not item.users:
                 step.graph.erase_node(item)
         for position, item in enumerate(used):
             item.args = (region, position)
         region.args = tuple(region.args[i] for i in kept_inputs)
-        region.target = install(step, kernels, body)
-    step.graph.lint()
-    step.recompile()
+        region.target = attach(step, kernel)
     return step
 
 
@@ -106,7 +110,7 @@ def _with_outputs(kernel: fx.GraphModule, keep: Iterable[int]) -> tuple[fx.Graph
     outputs = body_outputs(kernel)
     made = body.output(tuple(env[outputs[i]] for i in keep))
     made.meta = {}
-    body.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or is_impure(n))
+    drop_dead(body)
     remaining = []
     for position, node in enumerate(placeholders(body)):
         if node.users:
@@ -114,6 +118,11 @@ def _with_outputs(kernel: fx.GraphModule, keep: Iterable[int]) -> tuple[fx.Graph
         else:
             body.erase_node(node)
     return body, remaining
+
+
+def drop_dead(body: fx.Graph) -> None:
+    """Drop operations nobody needs; those that advance the generator stay."""
+    body.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or is_impure(n))
 
 
 def is_impure(node: fx.Node) -> bool:

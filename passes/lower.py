@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from mtcompile.passes.cost import Machine, body_cost
+from mtcompile.passes.cost import Machine, kernel_cost
 from mtcompile.passes.memory import workspace_nbytes
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.slots import assign_offsets
@@ -88,7 +88,6 @@ def _buffers(step: fx.GraphModule) -> dict[str, Buffer]:
 
 def _work(step: fx.GraphModule, buffers: Mapping[str, Buffer], machine: Machine, workspace: Workspace) -> list[_Step]:
     work = []
-    costs: dict[str, float] = {}
     for call in calls(step):
         phase: Phase = call.meta["phase"]
         reads = tuple(operand.name for operand in call.args)
@@ -96,11 +95,9 @@ def _work(step: fx.GraphModule, buffers: Mapping[str, Buffer], machine: Machine,
         if is_region(call):
             name = str(call.target)
             kernel = kernel_of(step, call)
-            if name not in costs:
-                cost = body_cost(kernel.graph)
-                costs[name] = machine.run_us(cost.flops, cost.nbytes, cost.operations)
+            time_us = kernel_cost(kernel).time_us(machine)
             instruction = Instruction(
-                "run", "compute", phase, reads, writes, name, workspace(kernel), time_us=costs[name], label=call.name
+                "run", "compute", phase, reads, writes, name, workspace(kernel), time_us=time_us, label=call.name
             )
         else:
             queue: Queue = "h2d" if call.target is prefetch else "d2h"

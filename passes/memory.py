@@ -62,4 +62,6 @@ def output_nbytes(kernel: fx.GraphModule) -> int:
 
 def workspace_nbytes(kernel: fx.GraphModule) -> int:
     """Bytes a kernel needs beside its inputs and outputs, by shapes alone (an analytic figure)."""
-    return max(0, body_peak(kernel.graph) - output_nbytes(kernel))
+    if "workspace" not in kernel.meta:
+        kernel.meta["workspace"] = max(0, body_peak(kernel.graph) - output_nbytes(kernel))
+    return int(kernel.meta["workspace"])

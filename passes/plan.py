@@ -10,19 +10,25 @@ from typing import Any, Literal
 from mtcompile.runtime.schedule import gib
 
 FORMAT = "mtcompile-plan-1"
-Choice = Literal["device", "host", "save", "recompute"]
+Choice = Literal["device", "host", "save", "keep", "recompute"]
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One decision. ``kind``: ``params`` (where a block's parameters, their gradients and optimizer state are at home),
-    ``variant`` (what a block keeps for its backward) or ``activation`` (where a value waits between uses)."""
+    """One decision.
+
+    ``kind``: ``params`` (where a block's parameters, their gradients and optimizer state are at home: device or host),
+    ``variant`` (what of a block's saved values stays for its backward: ``save`` all, ``keep`` those in ``values``,
+    ``recompute`` all) or ``activation`` (where a value waits between its uses: device, host, or nowhere, as its region
+    is run again: recompute; subject ``*`` is all values without a decision of their own).
+    """
 
     kind: Literal["params", "variant", "activation"]
     subject: str
     choice: Choice
     nbytes: int
     reason: str
+    values: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +48,22 @@ class Plan:
     machine: str = ""
     numerics: str = ""
 
-    def choice(self, kind: str, subject: str) -> Choice:
-        for decision in self.decisions:
-            if decision.kind == kind and decision.subject == subject:
-                return decision.choice
-        return "recompute" if kind == "variant" else "host"
+    def find(self, kind: str, subject: str) -> Decision | None:
+        return next((d for d in self.decisions if (d.kind, d.subject) == (kind, subject)), None)
 
-    def variant(self, block: str) -> Choice:
-        return self.choice("variant", block)
+    def keeps(self, block: str, value: str) -> bool:
+        """Whether a value that a block saves for its backward is kept (and not recomputed there)."""
+        decision = self.find("variant", block)
+        return decision is not None and (decision.choice == "save" or value in decision.values)
 
     def params(self, block: str) -> Choice:
-        return self.choice("params", block)
+        decision = self.find("params", block)
+        return decision.choice if decision else "host"
 
     def activation(self, value: str) -> Choice:
-        """Where a value waits between uses: its own decision, or the one made for all (subject ``*``)."""
-        return "device" if "device" in (self.choice("activation", value), self.choice("activation", "*")) else "host"
+        """Where a value waits between uses."""
+        decision = self.find("activation", value) or self.find("activation", "*")
+        return decision.choice if decision else "host"
 
     def having(self, decision: Decision) -> Plan:
         """The same plan with one decision made otherwise."""
@@ -77,8 +84,15 @@ class Plan:
         lines.append(f"  smallest device budget that works: {gib(self.minimum_device_bytes)}")
         lines.append(f"  training state: {gib(self.state_bytes)}; prefetch {self.lookahead} region(s) ahead")
         lines.append(f"  numerics: {self.numerics}")
+        groups: dict[tuple[str, str, str, int], list[Decision]] = {}
         for d in self.decisions:
-            lines.append(f"  {d.kind:10s} {d.subject}: {d.choice} [{gib(d.nbytes)}] {d.reason}")
+            groups.setdefault((d.kind, d.choice, d.reason, len(d.values)), []).append(d)
+        for (kind, choice, reason, _), alike in groups.items():
+            shown = ", ".join(d.subject for d in alike[:3])
+            more = f", ... ({len(alike)} alike)" if len(alike) > 3 else ""
+            kept = f" {', '.join(alike[0].values)}" if alike[0].values else ""
+            nbytes = gib(sum(d.nbytes for d in alike))
+            lines.append(f"  {kind:10s} {shown}{more}: {choice}{kept} [{nbytes}] {reason}")
         return "\n".join(lines)
 
 
@@ -87,5 +101,5 @@ def plan_from_json(text: str) -> Plan:
     data: dict[str, Any] = json.loads(text)
     if data.pop("format", None) != FORMAT:
         raise ValueError(f"expected a plan of format {FORMAT!r}; write one with plan.to_json()")
-    decisions = tuple(Decision(**row) for row in data.pop("decisions"))
+    decisions = tuple(Decision(**{**row, "values": tuple(row.get("values", ()))}) for row in data.pop("decisions"))
     return Plan(decisions=decisions, **data)

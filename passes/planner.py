@@ -1,7 +1,8 @@
-"""The planner: from the floor (everything at home, every block recomputed) upwards, one rule for spending a budget.
+"""The planner: of a fixed set of candidate plans (``paths``), the fastest whose lowered schedule fits.
 
-The rule: of all that could be kept on the device, keep what saves most time first, as long as the lowered schedule
-still fits. ``make_plan(step graph, machine, budgets) -> Planned`` is the interface; better planners follow.
+Candidates are judged by the simulator. They and their order do not depend on the budget: over (peak, time) they form
+one frontier, of which a budget takes the last point it can pay for. So a larger budget is never slower, and the peak
+grows with it. ``make_plan(step graph, machine, budgets) -> Planned`` is the interface; better planners follow.
 """
 
 from __future__ import annotations
@@ -12,27 +13,31 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from mtcompile.passes import rewrite
-from mtcompile.passes.cost import Machine, body_cost
+from mtcompile.passes.cost import Machine
 from mtcompile.passes.lower import Workspace, lower
 from mtcompile.passes.memory import workspace_nbytes
+from mtcompile.passes.paths import Path, everything, paths
 from mtcompile.passes.plan import Decision, Plan
-from mtcompile.passes.recompute import recomputable
-from mtcompile.passes.step_graph import calls, is_region, kernel_of, placeholders, regions, results
-from mtcompile.runtime.schedule import ALIGNMENT, Schedule, aligned, gib
+from mtcompile.passes.step_graph import placeholders
+from mtcompile.runtime.schedule import ALIGNMENT, Schedule, aligned
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us, span_us
 
 _SCALAR_STATE_NBYTES = ALIGNMENT  # step counters of a parameter's optimizer state, on the host wherever the rest is
-_ROUNDS = 3  # of bisection over the options; a limit in evaluations, so that the same input gives the same plan
+# Limits in evaluations, not seconds: the same input gives the same plan.
+_POINTS_PER_PATH = 8
+_POINTS_BETWEEN = 6  # two neighbours of the frontier, if they lie on one path
 
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Bytes per tier; None is unlimited. ``state_copies``: optimizer state per parameter, in parameter sizes."""
+    """Bytes per tier; None is unlimited. ``state_copies``: optimizer state per parameter, in parameter sizes.
+    ``host_activations``: whether activations may wait on the host."""
 
     device: int | None = None
     host: int | None = None
     state_copies: float = 2.0
+    host_activations: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,119 +85,98 @@ def make_plan(
         resident = resident_nbytes(sizes, plan, budgets.state_copies)
         resident["host"] += len(step.meta["homes"]) * _SCALAR_STATE_NBYTES
         schedule = lower(rewritten, plan, machine, resident, workspace)
-        return Planned(plan, rewritten, schedule)
+        return Planned(replace(plan, step_time_us=span_us(simulate(schedule))), rewritten, schedule)
 
-    def fits(candidate: Planned) -> bool:
-        limits = {"device": budgets.device, "host": budgets.host}
-        return all(n is None or candidate.schedule.peak_nbytes[tier] <= n for tier, n in limits.items())
-
-    floor = _floor(base, step, evaluate)
-    minimum = floor.schedule.peak_nbytes["device"]
-    if budgets.device is not None and minimum > budgets.device:
-        raise DoesNotFit("device", minimum, causes(floor, "device"))
-    best = _spend(floor, step, machine, sizes, evaluate, fits, fixed_params is None)
-    if not fits(best):
-        raise DoesNotFit("host", best.schedule.peak_nbytes["host"], causes(best, "host"))
-    trace = simulate(best.schedule)
-    busy = busy_us(trace)
+    open_params = sizes if fixed_params is None else {}
+    ways = paths(step, base, machine, open_params, budgets.host_activations)
+    full = evaluate(everything(step, base, machine, open_params))
+    if _fits(full, budgets):
+        best, least = full, evaluate(ways[0][0])
+    else:
+        frontier = _frontier(ways, full, evaluate, budgets)
+        least = frontier[0].planned
+        best = _choose(frontier, evaluate, budgets)
+    minimum = least.schedule.peak_nbytes["device"]
+    busy = busy_us(simulate(best.schedule))
     plan = replace(
         best.plan,
         peak_bytes=dict(best.schedule.peak_nbytes),
-        minimum_device_bytes=minimum,
+        minimum_device_bytes=min(minimum, best.schedule.peak_nbytes["device"]),
         state_bytes=int(sum(sizes.values()) * (2 + budgets.state_copies)),
-        step_time_us=span_us(trace),
         limiting_resource=max(busy, key=lambda q: busy[q]) if busy else "",
     )
     return Planned(plan, best.step, best.schedule)
 
 
-def _floor(base: Plan, step: fx.GraphModule, evaluate: Callable[[Plan], Planned]) -> Planned:
-    """The least device memory: every block recomputed, or none where recomputing costs more than it frees."""
-    saving = base
-    for block in recomputable(step):
-        name = step.meta["blocks"][block]
-        saving = saving.having(Decision("variant", name, "save", 0, "recomputing it would need more memory"))
-    candidates = [evaluate(base), evaluate(saving)]
-    return min(candidates, key=lambda planned: planned.schedule.peak_nbytes["device"])
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """A candidate: the ``position``-th plan of a path."""
+
+    planned: Planned
+    path: Path
+    position: int
+
+    @property
+    def peak(self) -> int:
+        return self.planned.schedule.peak_nbytes["device"]
+
+    @property
+    def time_us(self) -> float:
+        return self.planned.plan.step_time_us
 
 
-def _spend(
-    floor: Planned,
-    step: fx.GraphModule,
-    machine: Machine,
-    sizes: Mapping[str, int],
-    evaluate: Callable[[Plan], Planned],
-    fits: Callable[[Planned], bool],
-    choose_params: bool,
-) -> Planned:
-    """Everything at once if it fits; else one decision after the other, the largest saving first."""
-    options = _options(step, machine, sizes, choose_params)
-    everything = replace(floor.plan, lookahead=1)
-    for _, decision in options:
-        everything = everything.having(decision)
-    full = evaluate(everything)
-    if fits(full):
-        return full
-    best = floor
-    ahead = evaluate(replace(best.plan, lookahead=1))
-    if fits(ahead) or not fits(best):
-        best = ahead if fits(ahead) else best
-    rest = [decision for _, decision in options]
-    for _ in range(_ROUNDS):
-        best, taken = _longest_prefix(best, rest, evaluate, fits)
-        rest = rest[taken + 1 :]  # the one after the prefix does not fit; what is smaller may
-        if not rest:
-            break
-    return best
+def _fits(planned: Planned, budgets: Budgets) -> bool:
+    limits = {"device": budgets.device, "host": budgets.host}
+    return all(n is None or planned.schedule.peak_nbytes[tier] <= n for tier, n in limits.items())
 
 
-def _longest_prefix(
-    best: Planned, rest: list[Decision], evaluate: Callable[[Plan], Planned], fits: Callable[[Planned], bool]
-) -> tuple[Planned, int]:
-    """As many of ``rest`` from its start as fit, found by bisection, and how many."""
-    low, high, found = 0, len(rest) + 1, best
-    while high - low > 1:
-        middle = (low + high) // 2
-        plan = best.plan
-        for decision in rest[:middle]:
-            plan = plan.having(decision)
-        candidate = evaluate(plan)
-        if fits(candidate):
-            low, found = middle, candidate
-        else:
-            high = middle
-    return found, low
+def _frontier(ways: tuple[Path, ...], full: Planned, evaluate: Callable[[Plan], Planned], budgets: Budgets) -> list[_Point]:
+    """Points by rising peak, each faster than all before it. Raises DoesNotFit when no candidate fits."""
+    points = [_Point(full, (full.plan,), 0)]
+    for way in ways:
+        last = len(way) - 1
+        count = min(len(way), _POINTS_PER_PATH)
+        for position in sorted({round(i * last / max(1, count - 1)) for i in range(count)}):
+            points.append(_Point(evaluate(way[position]), way, position))
+    least = min(points, key=lambda point: point.peak)
+    if budgets.device is not None and least.peak > budgets.device:
+        raise DoesNotFit("device", least.peak, causes(least.planned, "device"))
+    at_home = [p for p in points if budgets.host is None or p.planned.schedule.peak_nbytes["host"] <= budgets.host]
+    if not any(_fits(p.planned, budgets) for p in at_home):
+        cheapest = min(
+            (p for p in points if budgets.device is None or p.peak <= budgets.device),
+            key=lambda p: p.planned.schedule.peak_nbytes["host"],
+        )
+        raise DoesNotFit("host", cheapest.planned.schedule.peak_nbytes["host"], causes(cheapest.planned, "host"))
+    return _pareto(at_home)
 
 
-def _options(
-    step: fx.GraphModule, machine: Machine, sizes: Mapping[str, int], choose_params: bool
-) -> list[tuple[float, Decision]]:
-    """(microseconds saved, decision), most saved first; ties by name, so that the same input gives the same plan."""
-    found: list[tuple[float, Decision]] = []
-    names = step.meta["blocks"]
-    saved = recomputable(step)
-    for region in regions(step):
-        if region.meta["phase"] == "forward" and region.meta["block"] in saved:
-            cost = body_cost(kernel_of(step, region).graph)
-            gain = machine.run_us(cost.flops, cost.nbytes, cost.operations)
-            block, nbytes = names[region.meta["block"]], saved[region.meta["block"]]
-            why = f"{gib(nbytes)} kept saves {gain / 1e3:.3f} ms of recomputation"
-            found.append((gain, Decision("variant", block, "save", nbytes, why)))
-    waiting = sum(
-        item.meta["nbytes"]
-        for call in calls(step)
-        if is_region(call)
-        for item in results(call)
-        if item.meta["role"] == "activation"
-    )
-    gain = machine.copy_us(waiting, "d2h") + machine.copy_us(waiting, "h2d")
-    why = f"kept on the device saves up to {gain / 1e3:.3f} ms of transfers"
-    found.append((gain, Decision("activation", "*", "device", waiting, why)))
-    for block, nbytes in sizes.items() if choose_params else ():
-        gain = 2 * machine.copy_us(nbytes, "h2d") + machine.copy_us(nbytes, "d2h")
-        why = f"resident saves {gain / 1e3:.3f} ms of transfers"
-        found.append((gain, Decision("params", block, "device", nbytes, why)))
-    return sorted(found, key=lambda item: (-item[0], item[1].kind, item[1].subject))
+def _pareto(points: list[_Point]) -> list[_Point]:
+    kept: list[_Point] = []
+    for point in sorted(points, key=lambda p: (p.peak, p.time_us)):
+        if not kept or point.time_us < kept[-1].time_us:
+            kept.append(point)
+    return kept
+
+
+def _choose(frontier: list[_Point], evaluate: Callable[[Plan], Planned], budgets: Budgets) -> Planned:
+    """The last point that fits; between it and the next, if both lie on one path, the points between are tried too.
+    Only those that lie between the two in peak and in time count, so that what a budget gets still grows with it."""
+    fitting = [p for p in frontier if _fits(p.planned, budgets)]
+    one = fitting[-1]
+    after = [p for p in frontier if p.peak > one.peak]
+    if not after or after[0].path is not one.path:
+        return one.planned
+    other = after[0]
+    low, high = sorted((one.position, other.position))
+    count = min(high - low - 1, _POINTS_BETWEEN)
+    between = sorted({low + round(i * (high - low) / (count + 1)) for i in range(1, count + 1)})
+    points = [one]
+    for position in between:
+        point = _Point(evaluate(one.path[position]), one.path, position)
+        if one.peak < point.peak < other.peak and other.time_us <= point.time_us <= one.time_us:
+            points.append(point)
+    return [p for p in _pareto(points) if _fits(p.planned, budgets)][-1].planned
 
 
 def _param_nbytes(step: fx.GraphModule) -> dict[str, int]:

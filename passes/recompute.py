@@ -1,17 +1,27 @@
-"""Whole-block recomputation: a block's forward is run again inside the first backward region that needs what it saved."""
+"""Recomputation: part or all of what a block's forward saved is made again, in two ways.
+
+*Variants of a block* (``recompute``): the forward body goes in front of the backward body that first reads a value
+which was not kept; one kernel does both, so that what was recomputed is freed inside it as the backward proceeds.
+*Chains of blocks* (``repeat_forward``): a value that crosses from block to block is made again by calling its forward
+region once more, from an earlier value that was kept, just before the backward first reads it.
+
+Random operations are replayed from their saved generator state in both.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
 from torch.fx.node import map_arg
 
-from mtcompile.passes.kernels import Kernels, install, is_impure, saved_states, trim
+from mtcompile.passes.kernels import attach, drop_dead, install, is_impure, saved_states
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.step_graph import (
     add_call,
     body_outputs,
+    is_region,
     kernel_of,
     placeholders,
     regions,
@@ -21,14 +31,23 @@ from mtcompile.passes.step_graph import (
 )
 
 
-def saved_values(step: fx.GraphModule, region: fx.Node) -> list[fx.Node]:
+def saved_values(region: fx.Node) -> list[fx.Node]:
     """Results of a forward region that only the backward reads: what recomputation makes unnecessary to keep."""
     return [
         value
         for value in results(region)
         if value.meta["role"] == "activation"
         and value.users
-        and all(user.op == "call_module" and user.meta["phase"] == "backward" for user in value.users)
+        and all(is_region(user) and user.meta["phase"] == "backward" for user in value.users)
+    ]
+
+
+def crossing_values(region: fx.Node) -> list[fx.Node]:
+    """Results of a forward region that later forward regions read as well: what goes from block to block."""
+    return [
+        value
+        for value in results(region)
+        if value.meta["role"] == "activation" and any(user.meta.get("phase") == "forward" for user in value.users)
     ]
 
 
@@ -37,82 +56,77 @@ def recomputable(step: fx.GraphModule) -> dict[int, int]:
     found = {}
     for region in regions(step):
         if region.meta["phase"] == "forward":
-            nbytes = sum(value.meta["nbytes"] for value in saved_values(step, region))
+            nbytes = sum(value.meta["nbytes"] for value in saved_values(region))
             if nbytes:
                 found[region.meta["block"]] = nbytes
     return found
 
 
+# ------------------------------------------------------------------------------------------------- variants of a block
+
+
 def recompute(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-    """For every block the plan recomputes: its forward body goes in front of the backward body that first reads a saved
-    value, random operations replayed from their saved generator state. One kernel does both, so that what was
-    recomputed is freed inside it as the backward proceeds."""
+    """For every block, what the plan does not keep of its saved values is made again in its backward."""
     order = {region: i for i, region in enumerate(regions(step))}
-    inlined: dict[fx.Node, list[fx.Node]] = {}
+    inlined: dict[fx.Node, list[tuple[fx.Node, frozenset[fx.Node]]]] = {}
     for region in order:
-        if region.meta["phase"] == "forward" and plan.variant(step.meta["blocks"][region.meta["block"]]) == "recompute":
-            users = [user for value in saved_values(step, region) for user in value.users]
+        if region.meta["phase"] == "forward":
+            block = step.meta["blocks"][region.meta["block"]]
+            saved = saved_values(region)
+            kept = frozenset(value for value in saved if plan.keeps(block, value.name))
+            users = [user for value in saved if value not in kept for user in value.users]
             if users:
-                inlined.setdefault(min(users, key=order.__getitem__), []).append(region)
-    moments = {forward: order[backward] for backward, forwards in inlined.items() for forward in forwards}
+                inlined.setdefault(min(users, key=order.__getitem__), []).append((region, kept))
     for backward, forwards in inlined.items():
-        _fuse(step, backward, forwards, order, moments)
-    return trim(step)
+        _fuse(step, backward, forwards, order)
+    return step
 
 
 def _fuse(
     step: fx.GraphModule,
     backward: fx.Node,
-    forwards: list[fx.Node],
+    forwards: list[tuple[fx.Node, frozenset[fx.Node]]],
     order: dict[fx.Node, int],
-    moments: dict[fx.Node, int],
 ) -> None:
-    kernels: Kernels = step.meta["kernels"]
-    body = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}  # value of the step graph -> node of the new body
-    inputs: list[fx.Node] = []
-
-    def value(node: fx.Node) -> fx.Node:
-        if node not in env:
-            first = next(iter(body.nodes), None)
-            anchor = env[inputs[-1]] if inputs else None
-            context = body.inserting_after(anchor) if anchor else body.inserting_before(first) if first else None
-            if context is None:
-                env[node] = body.placeholder(node.name)
-            else:
-                with context:
-                    env[node] = body.placeholder(node.name)
-            env[node].meta = {"val": node.meta["val"]}
-            inputs.append(node)
-        return env[node]
-
-    remade: list[fx.Node] = []
-    for forward in forwards:
-        made = _inline(body, kernel_of(step, forward), [value(a) for a in forward.args], _states(step, forward, value))
-        for item in results(forward):
-            again = made[int(item.args[1])]
-            if again is not None and item.meta["role"] != "rng":
-                env[item] = again
-                remade.append(item)
-    own = _inline(body, kernel_of(step, backward), [value(a) for a in backward.args], {})
-    # What later backward regions read of the recomputed block comes from here, so that the first copy can go early.
+    """Replace ``backward`` by a call that makes the values ``forwards`` did not keep, and then does its work."""
     moment = order[backward]
+    remade = [
+        item for forward, kept in forwards for item in results(forward) if item not in kept and item.meta["role"] != "rng"
+    ]
+    # What later backward regions read of the recomputed block comes from here, so that the first copy can go early.
     later = {
-        item: [
-            u
-            for u in item.users
-            if u in order and u.meta["phase"] == "backward" and order[u] > moment and moments.get(u) is None
-        ]
-        for item in remade
+        item: [u for u in item.users if u in order and u.meta["phase"] == "backward" and order[u] > moment] for item in remade
     }
-    extra = [item for item, users in later.items() if users]
-    body.output((*own, *(env[item] for item in extra)))
+    extra = [item for item in remade if later[item]]
 
+    values: dict[fx.Node, int] = {}  # every value of the step graph at play, numbered, so that like layers share the work
+
+    def number(node: fx.Node) -> int:
+        return values.setdefault(node, len(values))
+
+    wiring = tuple(
+        (
+            str(forward.target),
+            tuple(number(a) for a in forward.args),
+            tuple((int(item.args[1]), number(item), item in kept) for item in results(forward)),
+        )
+        for forward, kept in forwards
+    )
+    key = (wiring, str(backward.target), tuple(number(a) for a in backward.args), tuple(number(item) for item in extra))
+    memo = step.meta.setdefault("memo", {})
+    if key not in memo:
+        body, used = _fused_body(step, backward, forwards, list(values), extra)
+        kernel = step.get_submodule(install(step, step.meta["kernels"], body))
+        memo[key] = kernel, used
+    kernel, used = memo[key]
+    name = attach(step, kernel)
+
+    numbered = list(values)
     with step.graph.inserting_before(backward):
-        call = step.graph.create_node("call_module", install(step, kernels, body), tuple(inputs), name=f"{backward.name}_r")
+        call = step.graph.create_node("call_module", name, tuple(numbered[i] for i in used), name=f"{backward.name}_r")
         call.meta.update(backward.meta)
-        items = add_call(step.graph, call, [(f"{i.name}", dict(i.meta)) for i in [*results(backward)] + extra])
-    olds = results(backward)
+        olds = results(backward)
+        items = add_call(step.graph, call, [(i.name, dict(i.meta)) for i in [*olds, *extra]])
     for old, new in zip(olds, items, strict=False):
         old.replace_all_uses_with(new)
     for item, new in zip(extra, items[len(olds) :], strict=True):
@@ -124,23 +138,105 @@ def _fuse(
     order[call] = moment
 
 
-def _states(step: fx.GraphModule, forward: fx.Node, value: Any) -> dict[str, fx.Node]:
-    """Name of each random operation's save_rng node in the forward body -> the placeholder holding that state."""
-    items = {int(item.args[1]): item for item in results(forward)}
-    return {name: value(items[position]) for name, position in saved_states(kernel_of(step, forward)).items()}
+def _fused_body(
+    step: fx.GraphModule,
+    backward: fx.Node,
+    forwards: list[tuple[fx.Node, frozenset[fx.Node]]],
+    values: list[fx.Node],
+    extra: list[fx.Node],
+) -> tuple[fx.Graph, tuple[int, ...]]:
+    """The forward bodies, then the backward's; and which of ``values`` it takes."""
+    body = fx.Graph()
+    taken = {value: body.placeholder(value.name) for value in values}
+    for value, node in taken.items():
+        node.meta = {"val": value.meta["val"]}
+    env = dict(taken)
+    for forward, kept in forwards:
+        kernel = kernel_of(step, forward)
+        items = {int(item.args[1]): item for item in results(forward)}
+        states = {name: env[items[position]] for name, position in saved_states(kernel).items() if position in items}
+        given = {position: env[item] for position, item in items.items() if item in kept}
+        made = _inline(body, kernel, [env[a] for a in forward.args], states, given)
+        for position, item in items.items():
+            again = made[position]
+            if item not in kept and again is not None and item.meta["role"] != "rng":
+                env[item] = again
+    own = _inline(body, kernel_of(step, backward), [env[a] for a in backward.args])
+    body.output((*own, *(env[item] for item in extra)))
+    drop_dead(body)
+    used = tuple(i for i, value in enumerate(values) if taken[value].users)
+    for node in taken.values():
+        if not node.users:
+            body.erase_node(node)
+    return body, used
 
 
-def _inline(body: fx.Graph, kernel: fx.GraphModule, args: list[fx.Node], states: dict[str, fx.Node]) -> list[fx.Node | None]:
-    """Append a kernel's body; with ``states``, as a replay. Returns its outputs (None for generator states)."""
+def _inline(
+    body: fx.Graph,
+    kernel: fx.GraphModule,
+    args: list[fx.Node],
+    states: Mapping[str, fx.Node] | None = None,
+    given: Mapping[int, fx.Node] | None = None,
+) -> list[fx.Node | None]:
+    """Append a kernel's body; with ``states``, as a replay. ``given``: outputs that need not be made, by position.
+    Returns its outputs (None for generator states)."""
     env: dict[fx.Node, fx.Node] = dict(zip(placeholders(kernel.graph), args, strict=True))
+    outputs = body_outputs(kernel)
+    env.update({outputs[position]: node for position, node in (given or {}).items()})
     for node in kernel.graph.nodes:
-        if node.op != "call_function" or (states and node.target is save_rng):
+        if node.op != "call_function" or node in env or (states is not None and node.target is save_rng):
             continue
         operands, keywords = map_arg((node.args, node.kwargs), env.__getitem__)
-        if states and is_impure(node):
-            operands = (states[node.meta["rng_state"]], node.target, *operands)
-            env[node] = body.create_node("call_function", replay, operands, keywords, name=node.name)
-        else:
-            env[node] = body.create_node("call_function", node.target, operands, keywords, name=node.name)
+        target: Any = node.target
+        if states is not None and is_impure(node):
+            operands, target = (states[node.meta["rng_state"]], node.target, *operands), replay
+        env[node] = body.create_node("call_function", target, operands, keywords, name=node.name)
         env[node].meta = {"val": node.meta["val"]} if "val" in node.meta else {}
-    return [env.get(node) for node in body_outputs(kernel)]
+    return [env.get(node) for node in outputs]
+
+
+# --------------------------------------------------------------------------------------------------- chains of blocks
+
+
+def repeat_forward(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+    """Values between blocks that the plan recomputes: their forward region is called again before the first backward
+    call that reads them. From the last block to the first, so that what a repeated region reads may be remade too."""
+    for region in reversed([r for r in regions(step) if r.meta["phase"] == "forward"]):
+        again = [value for value in results(region) if plan.activation(value.name) == "recompute"]
+        order = {call: i for i, call in enumerate(regions(step))}
+        readers = {
+            value: [user for user in value.users if is_region(user) and user.meta["phase"] == "backward"] for value in again
+        }
+        again = [value for value in again if readers[value]]
+        if again:
+            _repeat(step, region, again, min((u for v in again for u in readers[v]), key=order.__getitem__), readers)
+    return step
+
+
+def _repeat(
+    step: fx.GraphModule, region: fx.Node, again: list[fx.Node], before: fx.Node, readers: Mapping[fx.Node, list[fx.Node]]
+) -> None:
+    items = {int(item.args[1]): item for item in results(region)}
+    kernel = kernel_of(step, region)
+    body = fx.Graph()
+    taken = {value: body.placeholder(value.name) for value in dict.fromkeys(region.args)}
+    states = {}
+    for name, position in saved_states(kernel).items():
+        taken[items[position]] = states[name] = body.placeholder(items[position].name)
+    for value, node in taken.items():
+        node.meta = {"val": value.meta["val"]}
+    made = _inline(body, kernel, [taken[a] for a in region.args], states)
+    body.output(tuple(made[int(value.args[1])] for value in again))
+    drop_dead(body)
+    used = [value for value, node in taken.items() if node.users]
+    for node in taken.values():
+        if not node.users:
+            body.erase_node(node)
+    with step.graph.inserting_before(before):
+        name = install(step, step.meta["kernels"], body)
+        call = step.graph.create_node("call_module", name, tuple(used), name=f"{region.name}_again")
+        call.meta.update(region.meta, phase="backward")
+        remade = add_call(step.graph, call, [(f"{v.name}_again", dict(v.meta)) for v in again])
+    for value, new in zip(again, remade, strict=True):
+        for user in readers[value]:
+            user.replace_input_with(value, new)

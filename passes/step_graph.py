@@ -208,7 +208,7 @@ def copy_step(step: fx.GraphModule) -> fx.GraphModule:
     for old, new in env.items():
         new.meta = dict(old.meta)
     copied = fx.GraphModule(owner, graph, class_name="Step")
-    copied.meta.update(step.meta, kernels=dict(step.meta["kernels"]))
+    copied.meta.update(step.meta)
     return copied
 
 

@@ -42,7 +42,7 @@ def offload_activations(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     index = {region: i for i, region in enumerate(order)}
     for producer in order:
         for value in results(producer):
-            if value.meta["role"] != "activation" or plan.activation(value.name) == "device":
+            if value.meta["role"] != "activation" or plan.activation(value.name) != "host":
                 continue
             uses = sorted((u for u in value.users if is_region(u)), key=index.__getitem__)
             _offload_between(step, value, producer, uses, order, index, plan.lookahead)

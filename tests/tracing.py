@@ -12,7 +12,8 @@ from mtcompile import capture
 from mtcompile.passes.build import build
 from mtcompile.passes.normalize import normalize
 from mtcompile.passes.plan import Decision, Plan
-from mtcompile.passes.step_graph import calls, is_region, placeholders, results
+from mtcompile.passes.recompute import saved_values
+from mtcompile.passes.step_graph import placeholders, regions, results
 
 
 @dataclass
@@ -64,12 +65,16 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 def random_plan(step: fx.GraphModule, choose: Any) -> Plan:
     """A plan with every decision drawn by ``choose(options)``."""
     plan = Plan(lookahead=choose([0, 1, 2]))
-    for block in step.meta["blocks"]:
-        plan = plan.having(Decision("variant", block, choose(["save", "recompute"]), 0, "drawn"))
+    names = step.meta["blocks"]
+    forward = [region for region in regions(step) if region.meta["phase"] == "forward"]
+    for region in forward:
+        choice = choose(["save", "keep", "recompute"])
+        kept = tuple(v.name for v in saved_values(region) if choice == "keep" and choose([True, False]))
+        plan = plan.having(Decision("variant", names[region.meta["block"]], choice, 0, "drawn", kept))
     for block in dict.fromkeys(step.meta["homes"].values()):
         plan = plan.having(Decision("params", block, choose(["device", "host"]), 0, "drawn"))
-    for call in calls(step):
-        for item in results(call) if is_region(call) else ():
+    for call in regions(step):
+        for item in results(call):
             if item.meta["role"] == "activation":
-                plan = plan.having(Decision("activation", item.name, choose(["device", "host"]), 0, "drawn"))
+                plan = plan.having(Decision("activation", item.name, choose(["device", "host", "recompute"]), 0, "drawn"))
     return plan

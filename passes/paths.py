@@ -1,0 +1,189 @@
+"""Candidate plans: a few ways from the floor to everything resident, each a list of plans that hold more and more.
+
+They do not depend on the budget, so that a larger budget can only choose among more of them. Blocks that share a kernel
+are decided one after the other, the last block first (what it saves lives shortest).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from mtcompile.passes.cost import Machine
+from mtcompile.passes.plan import Decision, Plan
+from mtcompile.passes.recompute import crossing_values, saved_values
+from mtcompile.passes.step_graph import regions, results
+from mtcompile.passes.variants import Variant, variants
+from mtcompile.runtime.schedule import gib
+
+Path = tuple[Plan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Upgrade:
+    """Decisions that save about ``gain_us`` for ``nbytes`` more of device memory. ``order`` breaks ties."""
+
+    gain_us: float
+    nbytes: int
+    order: tuple[int, ...]
+    decisions: tuple[Decision, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """What the paths decide about one block."""
+
+    index: int
+    name: str
+    region: fx.Node
+    variants: tuple[Variant, ...]
+    saved: tuple[fx.Node, ...]
+    crossing: tuple[fx.Node, ...]
+    others: tuple[fx.Node, ...]  # made by its backward regions and read later
+
+
+def paths(
+    step: fx.GraphModule, base: Plan, machine: Machine, param_nbytes: Mapping[str, int], host: bool = True
+) -> tuple[Path, ...]:
+    """Candidate plans in paths; the first path starts at the floor. ``base``: what is decided already.
+    ``param_nbytes``: bytes of the home blocks whose tier is still open. ``host``: whether activations may go home."""
+    blocks = _blocks(step, machine)
+    params = _param_upgrades(param_nbytes, machine)
+    keep = [u for b in blocks for u in _crossing_upgrades(b, machine)]
+    vary = [u for b in blocks for u in _variant_upgrades(b)]
+    ahead = replace(base, lookahead=1)
+    device = ahead.having(Decision("activation", "*", "device", 0, "what is kept stays on the device"))
+    found: list[Path] = []
+    if host:
+        everything_saved = _with(
+            ahead, [_variant(b, b.variants[-1], "kept at home: costs transfers, no recomputation") for b in blocks]
+        )
+        found.append((base, _with(base, everything_saved.decisions)))
+        found.append(_path(ahead, [*_by_density(keep + vary), *params]))
+        found.append(_path(ahead, _by_density(params + keep + vary)))
+        stay = [u for b in blocks for u in _saved_upgrades(b, machine)]
+        found.append(_path(everything_saved, [*_by_density(keep + stay), *params]))
+    else:
+        found.append((replace(device, lookahead=0),))
+        found.append(_path(device, [*_by_density(vary), *params]))
+    found += [(_with(device, _chains(blocks, length)),) for length in _lengths(len(blocks))]
+    return tuple(found)
+
+
+def everything(step: fx.GraphModule, base: Plan, machine: Machine, param_nbytes: Mapping[str, int]) -> Plan:
+    """Nothing moved and nothing recomputed."""
+    stay = Decision("activation", "*", "device", 0, "everything fits")
+    kept = [_variant(b, b.variants[-1], "everything fits") for b in _blocks(step, machine)]
+    home = [Decision("params", block, "device", nbytes, "everything fits") for block, nbytes in param_nbytes.items()]
+    return _with(replace(base, lookahead=1), [stay, *kept, *home])
+
+
+def _blocks(step: fx.GraphModule, machine: Machine) -> list[_Block]:
+    backward: dict[int, list[fx.Node]] = {}
+    for region in regions(step):
+        if region.meta["phase"] == "backward":
+            backward.setdefault(region.meta["block"], []).extend(v for v in results(region) if v.meta["role"] == "activation")
+    found, known = [], {}
+    for region in regions(step):
+        if region.meta["phase"] == "forward":
+            key = (region.target, tuple(int(v.args[1]) for v in saved_values(region)))
+            if key not in known:
+                known[key] = variants(step, region, machine)
+            index = region.meta["block"]
+            found.append(
+                _Block(
+                    index,
+                    step.meta["blocks"][index],
+                    region,
+                    known[key],
+                    tuple(saved_values(region)),
+                    tuple(crossing_values(region)),
+                    tuple(backward.get(index, ())),
+                )
+            )
+    return found
+
+
+def _with(plan: Plan, decisions: Iterable[Decision]) -> Plan:
+    made = {(d.kind, d.subject): d for d in (*plan.decisions, *decisions)}
+    return replace(plan, decisions=tuple(made.values()))
+
+
+def _path(start: Plan, upgrades: Iterable[_Upgrade]) -> Path:
+    plans = [start]
+    for upgrade in upgrades:
+        plans.append(_with(plans[-1], upgrade.decisions))
+    return tuple(plans)
+
+
+def _by_density(upgrades: list[_Upgrade]) -> list[_Upgrade]:
+    """Most time per byte first. A block's own variants come in order, since they lie on a convex hull."""
+    return sorted(upgrades, key=lambda u: (-u.gain_us / max(1, u.nbytes), u.order))
+
+
+def _variant(block: _Block, variant: Variant, reason: str) -> Decision:
+    kept = tuple(block.saved[i].name for i in variant.kept)
+    choice = "save" if len(kept) == len(block.saved) else "keep" if kept else "recompute"
+    return Decision("variant", block.name, choice, variant.nbytes, reason, () if choice == "save" else kept)
+
+
+def _variant_upgrades(block: _Block) -> list[_Upgrade]:
+    """To each next variant, its values on the device."""
+    found = []
+    for step, (one, other) in enumerate(zip(block.variants, block.variants[1:], strict=False)):
+        gain, nbytes = one.time_us - other.time_us, max(0, other.nbytes - one.nbytes)
+        why = f"{gib(nbytes)} more kept saves {gain / 1e3:.3f} ms of recomputation"
+        stay = [_on_device(block.saved[i], "kept on the device") for i in other.kept if i not in one.kept]
+        order = (2, step, -block.index)
+        found.append(_Upgrade(gain, nbytes, order, (_variant(block, other, why), *stay)))
+    return found
+
+
+def _on_device(value: fx.Node, reason: str) -> Decision:
+    return Decision("activation", value.name, "device", value.meta["nbytes"], reason)
+
+
+def _stay_upgrade(values: tuple[fx.Node, ...], machine: Machine, order: tuple[int, ...]) -> list[_Upgrade]:
+    if not values:
+        return []
+    nbytes = sum(value.meta["nbytes"] for value in values)
+    gain = machine.copy_us(nbytes, "d2h") + machine.copy_us(nbytes, "h2d")
+    return [_Upgrade(gain, nbytes, order, tuple(_on_device(v, "kept on the device saves two transfers") for v in values))]
+
+
+def _crossing_upgrades(block: _Block, machine: Machine) -> list[_Upgrade]:
+    return _stay_upgrade((*block.crossing, *block.others), machine, (1, 0, -block.index))
+
+
+def _saved_upgrades(block: _Block, machine: Machine) -> list[_Upgrade]:
+    return _stay_upgrade(block.saved, machine, (2, 0, -block.index))
+
+
+def _param_upgrades(param_nbytes: Mapping[str, int], machine: Machine) -> list[_Upgrade]:
+    found = []
+    for position, (block, nbytes) in enumerate(param_nbytes.items()):
+        gain = 2 * machine.copy_us(nbytes, "h2d") + machine.copy_us(nbytes, "d2h")
+        why = f"resident saves {gain / 1e3:.3f} ms of transfers"
+        found.append(_Upgrade(gain, 4 * nbytes, (3, position), (Decision("params", block, "device", nbytes, why),)))
+    return found
+
+
+def _lengths(blocks: int) -> list[int]:
+    """Chain lengths worth trying: 2, 4, ... up to twice the square root of the number of blocks."""
+    found, length = [], 2
+    while length < blocks and length <= 2 * blocks**0.5:
+        found.append(length)
+        length *= 2
+    return found
+
+
+def _chains(blocks: list[_Block], length: int) -> list[Decision]:
+    """Of every ``length`` blocks, only what enters the first is kept; the rest is computed again from there."""
+    return [
+        Decision("activation", value.name, "recompute", value.meta["nbytes"], f"computed again in chains of {length} blocks")
+        for position, block in enumerate(blocks)
+        if (position + 1) % length
+        for value in block.crossing
+    ]

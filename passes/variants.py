@@ -1,0 +1,92 @@
+"""Variants of a block: how much of what its forward saves is kept for its backward, from all of it to nothing."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from mtcompile.passes.cost import Machine, node_cost
+from mtcompile.passes.kernels import is_impure, saved_states
+from mtcompile.passes.recompute import saved_values
+from mtcompile.passes.step_graph import body_outputs, is_view, kernel_of, results
+
+_POINTS = 5  # of a block's trade-off, its two ends included
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """``kept``: positions among the block's saved values. ``nbytes``: what that keeps, generator states included.
+    ``time_us``: of making the others again, operation by operation."""
+
+    kept: tuple[int, ...]
+    nbytes: int
+    time_us: float
+
+
+def variants(step: fx.GraphModule, region: fx.Node, machine: Machine) -> tuple[Variant, ...]:
+    """From recompute-all to save-all, each keeping more than the one before and costing less time per byte it frees.
+
+    From save-all downwards, the value that costs least time per byte is dropped next; of these points the lower convex
+    hull over (bytes, time) is what a planner needs.
+    """
+    body = kernel_of(step, region)
+    outputs = body_outputs(body)
+    saved = [outputs[int(item.args[1])] for item in saved_values(region)]
+    sizes = [item.meta["nbytes"] for item in saved_values(region)]
+    states = saved_states(body)
+    state_nbytes = {name: _size(region, position) for name, position in states.items()}
+
+    def point(kept: Iterable[int]) -> Variant:
+        kept = tuple(sorted(kept))
+        made = _made_again([n for i, n in enumerate(saved) if i not in kept], {saved[i] for i in kept})
+        random = {node.meta["rng_state"] for node in made if is_impure(node)}
+        nbytes = sum(sizes[i] for i in kept) + sum(state_nbytes[name] for name in random)
+        return Variant(kept, nbytes, sum(node_cost(node).time_us(machine) for node in made))
+
+    points = [point(range(len(saved)))]
+    while points[-1].kept:
+        now = points[-1]
+        rest = [point(i for i in now.kept if i != dropped) for dropped in now.kept]
+        points.append(min(rest, key=lambda v: ((v.time_us - now.time_us) / max(1, now.nbytes - v.nbytes), v.kept)))
+    return _thinned(_lower_hull(points[::-1]))
+
+
+def _size(region: fx.Node, position: int) -> int:
+    return next((item.meta["nbytes"] for item in results(region) if item.args[1] == position), 0)
+
+
+def _made_again(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.Node]:
+    """The operations that make ``wanted`` from the body's inputs and ``given``."""
+    found: dict[fx.Node, None] = {}
+    stack = list(wanted)
+    while stack:
+        node = stack.pop()
+        if node.op == "call_function" and node not in given and node not in found:
+            found[node] = None
+            stack.extend(node.all_input_nodes)
+    return [node for node in found if not is_view(node) and node.target is not operator.getitem]
+
+
+def _lower_hull(points: list[Variant]) -> list[Variant]:
+    """Of points by rising bytes, those on the lower convex hull of time over bytes, both ends included."""
+    hull: list[Variant] = []
+    for point in points:
+        if hull and point.nbytes <= hull[-1].nbytes and len(hull) > 1:  # states weighed more than what was dropped
+            continue
+        while len(hull) >= 2 and _slope(hull[-2], point) <= _slope(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _slope(one: Variant, other: Variant) -> float:
+    return (other.time_us - one.time_us) / max(1, other.nbytes - one.nbytes)
+
+
+def _thinned(hull: list[Variant]) -> tuple[Variant, ...]:
+    if len(hull) <= _POINTS:
+        return tuple(hull)
+    return tuple(hull[round(i * (len(hull) - 1) / (_POINTS - 1))] for i in range(_POINTS))
