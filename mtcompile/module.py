@@ -8,8 +8,8 @@ from typing import Any, NoReturn, TypeVar, overload
 import torch
 from torch import nn
 
-from mtcompile.engine import Engine
 from mtcompile.errors import MtcompileError
+from mtcompile.model import ModelEngine
 from mtcompile.passes.plan import Plan
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.trace import Trace
@@ -25,7 +25,7 @@ class CompiledModule(nn.Module):
     The model itself is changed (its class gains this one), so whatever holds it holds the compiled model.
     """
 
-    _mt_engine: Engine
+    _mt_engine: ModelEngine
 
     @property
     def plan(self) -> Plan | None:
@@ -88,7 +88,7 @@ def _attach(model: nn.Module, options: dict[str, Any]) -> None:
     def call(*args: Any, **kwargs: Any) -> Any:
         return plain.__call__(model, *args, **kwargs)
 
-    engine = Engine(model, call, options["memory"], options["host"])
+    engine = ModelEngine(model, call, options["memory"], options["host"])
     engine.optimizer = options["optimizer"]
     object.__setattr__(model, "_mt_engine", engine)
 

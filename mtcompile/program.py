@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from mtcompile import capture, knobs
-from mtcompile.errors import StepError
+from mtcompile.errors import BudgetError, StepError
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, placeholders, results, source, step_outputs
 from mtcompile.runtime.arena import Layout, layout_of, view
@@ -53,13 +53,20 @@ class Frame:
     memory: CpuMemory
     inputs: tuple[torch.Tensor, ...]
     snapshots: dict[int, torch.Tensor]
-    versions: dict[int, int]
+    versions: tuple[int, ...]
     generator: torch.Tensor | None
     outputs: tuple[weakref.ref[torch.Tensor], ...] = ()
     output_versions: dict[int, int] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
-    base_peak: int = 0
     spent: bool = False
+    evicted: bool = False
+
+    def evict(self) -> None:
+        """Give back what the forward saved; the backward will run the forward again."""
+        self.memory.tensors.clear()
+        buffers = self.compiled.schedule.buffers.values()
+        self.memory.live = sum(b.nbytes for b in buffers if b.leaves and b.role == "output")  # still the caller's
+        self.evicted = True
 
 
 def describe_compiled(
@@ -100,7 +107,7 @@ class Program:
 
     def __init__(self, engine: Engine, description: capture.Description) -> None:
         self.engine, self.description = engine, description
-        self.compiled: dict[Any, Compiled] = {}
+        self.compiled: dict[Any, Compiled | BudgetError] = {}
         computed = description.computed
         scalars = tuple(differentiable and scalar for _, differentiable, scalar in computed)
         # The first trace follows the loss; a gradient arriving at another output traces once for that pattern.
@@ -136,7 +143,7 @@ class _Step(torch.autograd.Function):
         ctx.mark_non_differentiable(
             *(t for t, (_, differentiable, _) in zip(outputs, program.description.computed, strict=True) if not differentiable)
         )
-        program.engine.alive = weakref.ref(frame)
+        program.engine.remember(frame)
         frame.outputs = tuple(weakref.ref(t) for t in outputs)
         frame.output_versions = {i: outputs[i]._version for i in frame.compiled.outputs_read_in_backward}
         return outputs
@@ -179,7 +186,7 @@ def run_forward(
         if result.kind == "mutation":
             news[result.index] = torch.empty_like(snapshots[result.index])
             memory.bind(name, news[result.index])
-    versions = {i: inputs[i]._version for i in compiled.read_in_backward if i not in compiled.mutated}
+    versions = tuple(t._version for t in inputs)
     frame = Frame(compiled, memory, inputs, snapshots, versions, generator)
     try:
         _execute(engine, frame, "forward")
@@ -207,9 +214,10 @@ def run_backward(program: Program, frame: Frame, tangents: Sequence[torch.Tensor
     """Gradients for every input (None where none was asked for). Weights, buffers and old gradients are not touched."""
     engine = program.engine
     frame.spent = True
-    _check_versions(frame, program)
     pattern = tuple(t is not None for t in tangents)
-    if pattern != frame.compiled.tangents:
+    again = frame.evicted or pattern != frame.compiled.tangents
+    _check_versions(frame, program, again)
+    if again:
         frame = _retrace(program, frame, pattern)
     compiled, memory = frame.compiled, frame.memory
     now = torch.get_rng_state() if compiled.random else None
@@ -258,7 +266,8 @@ def _bind_backward(
 
 
 def _retrace(program: Program, frame: Frame, pattern: tuple[bool, ...]) -> Frame:
-    """Gradients arrived at other outputs than were traced: trace for these, run the forward again as it was."""
+    """Gradients arrived at other outputs than were traced, or what was saved has been given up: run the forward again as
+    it was."""
     engine = program.engine
     frame.memory.tensors.clear()
     compiled = engine.compile(program, pattern)
@@ -273,9 +282,12 @@ def _retrace(program: Program, frame: Frame, pattern: tuple[bool, ...]) -> Frame
     return again
 
 
-def _check_versions(frame: Frame, program: Program) -> None:
-    for index, version in frame.versions.items():
-        if frame.inputs[index]._version != version:
+def _check_versions(frame: Frame, program: Program, again: bool) -> None:
+    """Raise when a tensor that the backward reads (or the forward, when it is run ``again``) has changed since."""
+    compiled = frame.compiled
+    read = range(len(frame.inputs)) if again else compiled.read_in_backward
+    for index in read:
+        if index not in compiled.mutated and frame.inputs[index]._version != frame.versions[index]:
             name = program.description.inputs[index].name
             raise StepError(
                 f"{name} was changed in place between this forward and its backward; the gradients would be of other "
@@ -297,7 +309,7 @@ def _execute(engine: Engine, frame: Frame, phase: Phase) -> None:
     # Bodies are ATen after autocast: casting again would change the numbers.
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         if engine.measuring(compiled, phase):
-            base = _device_nbytes(memory)
+            base = _device_nbytes(memory) + engine.held_nbytes()
             with capture.AllocatorPeak() as peak:
                 records = execute(schedule, phase, memory, compiled.kernels, delays)
             if peak.nbytes is not None:

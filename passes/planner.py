@@ -32,12 +32,14 @@ _POINTS_BETWEEN = 6  # two neighbours of the frontier, if they lie on one path
 @dataclass(frozen=True, slots=True)
 class Budgets:
     """Bytes per tier; None is unlimited. ``state_copies``: optimizer state per parameter, in parameter sizes.
-    ``host_activations``: whether activations may wait on the host."""
+    ``host_activations``: whether activations may wait on the host. ``reserve``: device bytes that are held beside the
+    schedule at all times, such as a generator's state."""
 
     device: int | None = None
     host: int | None = None
     state_copies: float = 2.0
     host_activations: bool = True
+    reserve: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ def make_plan(
     def evaluate(plan: Plan) -> Planned:
         rewritten = rewrite(step, plan)
         resident = resident_nbytes(sizes, plan, budgets.state_copies)
+        resident["device"] += budgets.reserve
         resident["host"] += len(step.meta["homes"]) * _SCALAR_STATE_NBYTES
         schedule = lower(rewritten, plan, machine, resident, workspace)
         return Planned(replace(plan, step_time_us=span_us(simulate(schedule))), rewritten, schedule)

@@ -1,0 +1,145 @@
+"""One compiled model: where its parameters are at home, what its optimizer will need, and its one step at a time."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import torch
+from torch import fx, nn
+
+from mtcompile import capture
+from mtcompile.engine import Engine
+from mtcompile.errors import StepError
+from mtcompile.passes.planner import Budgets, DoesNotFit, Planned, make_plan
+from mtcompile.program import Program
+
+# Optimizer state per parameter, in parameter sizes, of the torch.optim classes; anything else is taken as Adam's.
+_STATE_COPIES = {
+    "SGD": 1.0,
+    "Adagrad": 1.0,
+    "RMSprop": 3.0,
+    "Adam": 2.0,
+    "AdamW": 2.0,
+    "Adamax": 2.0,
+    "NAdam": 2.0,
+    "RAdam": 2.0,
+}
+_UNKNOWN_STATE_COPIES = 2.0
+
+
+class ModelEngine(Engine):
+    """``memory``, ``host``: bytes; without ``memory``, half of what is free."""
+
+    def __init__(self, model: nn.Module, call: Any, memory: int | None, host: int | None) -> None:
+        free = psutil.virtual_memory().available
+        super().__init__(memory if memory is not None else free // 2, host, {"device": "memory", "host": "host"})
+        self.model = weakref.ref(model)
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.call = capture.front_end(call, self._backend)
+
+    def _backend(self, graph: Any, inputs: Any) -> Program:
+        """What Dynamo calls with a captured graph."""
+        model = self.model()
+        assert model is not None
+        names: dict[int, tuple[str, str]] = {id(b): ("buffer", n) for n, b in model.named_buffers()}
+        names |= {id(p): ("param", n) for n, p in model.named_parameters()}
+        return Program(self, capture.describe(graph, inputs, lambda tensor: names.get(id(tensor))))
+
+    def place(self, step: fx.GraphModule) -> None:
+        step.meta["homes"] |= {name: block for name, block in self.home.blocks.items() if name in step.meta["homes"]}
+
+    def plan(self, step: fx.GraphModule, reserved: int) -> Planned:
+        """Residency of parameters is the model's: the first program decides it, a later one that does not fit beside it
+        sends parameters home."""
+        free = self.available(reserved)
+        budgets = Budgets(free, self.host, self.state_copies(), reserve=self.reserve(step))
+        fixed = None
+        if self.home.tiers:
+            fixed = dict(self.home.tiers)
+            for name, block in step.meta["homes"].items():
+                if name not in self.home.places:
+                    fixed.setdefault(block, "host")
+        elsewhere = {b for b, tier in self.home.tiers.items() if tier == "device"} - set(step.meta["homes"].values())
+        if elsewhere and free is not None:  # resident parameters that this program does not read take their room all the same
+            taken = sum(int(self.home.slabs[b].numel() * (2 + budgets.state_copies)) for b in elsewhere)
+            budgets = replace(budgets, device=free - taken)
+        try:
+            return make_plan(step, self.machine, budgets, self.workspaces, fixed)
+        except DoesNotFit as error:
+            if error.tier == "device" and fixed and "device" in fixed.values() and not self.alive():
+                self.home.tiers = dict.fromkeys(self.home.tiers, "host")
+                self.home.version += 1
+                return self.plan(step, reserved)
+            raise
+
+    def settle(self, step: fx.GraphModule, planned: Planned) -> None:
+        model = self.model()
+        assert model is not None
+        for block in dict.fromkeys(step.meta["homes"].values()):
+            self.home.tiers.setdefault(block, planned.plan.params(block))
+        self.home.adopt(step.meta["homes"], dict(model.named_parameters()))
+        for key in self.home.slabs:
+            self.home.tiers.setdefault(key, "host")
+
+    def state_copies(self) -> float:
+        if self.optimizer is None:
+            return _UNKNOWN_STATE_COPIES
+        copies = _STATE_COPIES.get(type(self.optimizer).__name__, _UNKNOWN_STATE_COPIES)
+        return copies + (1.0 if any(g.get("amsgrad") for g in self.optimizer.param_groups) else 0.0)
+
+    def begin_training_forward(self) -> None:
+        """Raise when an earlier training forward still waits for its backward."""
+        if not self.alive():
+            return
+        gc.collect()  # a loss in a reference cycle is not alive
+        waiting = self.alive()
+        if not waiting:
+            return
+        frame = waiting[-1]
+        losses = [t for ref in frame.outputs if (t := ref()) is not None and t.numel() == 1 and t.is_floating_point()]
+        if losses and not any(bool(t.detach().isfinite()) for t in losses):
+            frame.spent = True  # the step was skipped for its non-finite loss, which the caller's variable still holds
+            frame.memory.tensors.clear()
+            return
+        raise StepError(
+            "a second training forward was started while an earlier one still waits for its backward; one step's saved "
+            "values are kept at a time. Call backward first, drop the earlier loss (del loss), or use torch.no_grad() "
+            "for evaluation"
+        )
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of weights, gradients and optimizer state as they are now."""
+        model = self.model()
+        assert model is not None
+        parameters = list(model.parameters())
+        weights = sum(p.numel() * p.element_size() for p in parameters)
+        gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+        state = 0
+        if self.optimizer is not None:
+            for entry in self.optimizer.state.values():
+                state += sum(v.numel() * v.element_size() for v in entry.values() if isinstance(v, torch.Tensor))
+        return {"weights": weights, "gradients": gradients, "optimizer": state}
+
+    def host_bytes(self) -> int:
+        """Host memory held for this model: everything at home that is not on the device, and the host arena."""
+        resident = self.last.schedule.resident_nbytes.get("device", 0) if self.last else 0
+        return max(0, sum(self.state_bytes().values()) - resident) + super().host_bytes()
+
+    def report(self) -> dict[str, Any]:
+        state = self.state_bytes()
+        peaks = self.last.schedule.peak_nbytes if self.last else {}
+        self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes())
+        return {
+            "budget_device_bytes": self.memory,
+            "peak_device_bytes": self.peak_device_bytes,
+            "planned_peak_device_bytes": peaks.get("device", 0),
+            "budget_host_bytes": self.host,
+            "peak_host_bytes": self.peak_host_bytes,
+            "planned_peak_host_bytes": peaks.get("host", 0),
+            "state_bytes": sum(state.values()),
+            **{f"{name}_bytes": nbytes for name, nbytes in state.items()},
+        }
