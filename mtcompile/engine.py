@@ -74,10 +74,10 @@ class Engine:
             try:
                 known = self._compile(program, tangents, reserved)
             except BudgetError as error:
-                known = error
+                known = str(error), error.minimum_bytes  # not the error: its traceback would hold the call's tensors
             program.compiled[key] = known
-        if isinstance(known, BudgetError):
-            raise known
+        if isinstance(known, tuple):
+            raise BudgetError(*known)
         self.last = known
         return known
 

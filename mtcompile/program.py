@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from mtcompile import capture, knobs
-from mtcompile.errors import BudgetError, StepError
+from mtcompile.errors import StepError
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, placeholders, results, source, step_outputs
 from mtcompile.runtime.arena import Layout, layout_of, view
@@ -107,7 +107,7 @@ class Program:
 
     def __init__(self, engine: Engine, description: capture.Description) -> None:
         self.engine, self.description = engine, description
-        self.compiled: dict[Any, Compiled | BudgetError] = {}
+        self.compiled: dict[Any, Compiled | tuple[str, int]] = {}  # or why nothing fits, and what would
         computed = description.computed
         scalars = tuple(differentiable and scalar for _, differentiable, scalar in computed)
         # The first trace follows the loss; a gradient arriving at another output traces once for that pattern.
