@@ -46,6 +46,7 @@ class Engine:
         self._frames: list[weakref.ref[Frame]] = []
         self._measured: set[tuple[int, str]] = set()
         self._arenas: dict[str, torch.Tensor] = {}
+        self._views: list[dict[str, torch.Tensor]] = []
 
     # ------------------------------------------------------------------------------- what the two doors do differently
 
@@ -171,26 +172,27 @@ class Engine:
         self.last = last or self.last
         return outputs
 
-    def arenas(self, compiled: Compiled) -> Arenas:
-        """The tiers' arenas, shared by all programs. No device slot lives from one phase to the next; host slots do, so
-        while a step is alive another has a host arena of its own."""
-        alive = bool(self.alive())
-        made = {}
-        for tier in ("device", "host"):
-            nbytes = compiled.schedule.arena_nbytes.get(tier, 0)
-            if tier == "host" and alive:
-                made[tier] = arena(nbytes)
-                continue
-            if (
-                tier not in self._arenas
-                or self._arenas[tier].numel() < nbytes
-                or (tier == "device" and self._arenas[tier].numel() > nbytes)
-            ):
+    def arenas(self, compiled: Compiled) -> tuple[Arenas, dict[str, torch.Tensor] | None]:
+        """The tiers' arenas, shared by all programs, and what is known of the program's slots in them. No device slot
+        lives from one phase to the next; host slots do, so while a step is alive another has a host arena of its own."""
+        needed = {tier: compiled.schedule.arena_nbytes.get(tier, 0) for tier in ("device", "host")}
+        own = bool(self.alive())
+        for tier, nbytes in needed.items():
+            size = self._arenas[tier].numel() if tier in self._arenas else -1
+            if size < nbytes if tier == "host" else size != nbytes:
+                if tier == "host" and own:
+                    continue
+                for views in self._views:  # they would hold the old arena
+                    views.clear()
+                self._views.clear()
                 self._arenas.pop(tier, None)
                 self._arenas[tier] = arena(nbytes)
-            made[tier] = self._arenas[tier]
         self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes())
-        return Arenas(made["device"], made["host"])
+        if own:
+            return Arenas(self._arenas["device"], arena(needed["host"])), None
+        if not any(views is compiled.views for views in self._views):
+            self._views.append(compiled.views)
+        return Arenas(self._arenas["device"], self._arenas["host"]), compiled.views
 
     def measuring(self, compiled: Compiled, phase: str) -> bool:
         """Whether to ask the allocator for its events: the first step of every program, and always under MT_CHECK."""

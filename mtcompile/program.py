@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,8 @@ from mtcompile.passes.plan import Plan
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, placeholders, results, source, step_outputs
 from mtcompile.runtime.arena import Layout, layout_of, view
 from mtcompile.runtime.cpu import CpuMemory
-from mtcompile.runtime.executor import Delays, execute
-from mtcompile.runtime.schedule import Phase, Schedule, aligned
+from mtcompile.runtime.executor import Delays, Prepared, execute, prepare
+from mtcompile.runtime.schedule import PHASES, Phase, Schedule, aligned
 from mtcompile.runtime.trace import Record, Trace, shifted
 
 if TYPE_CHECKING:
@@ -43,6 +43,10 @@ class Compiled:
     outputs_read_in_backward: frozenset[int]
     random: bool
     home_version: int
+    phases: Mapping[Phase, Prepared]
+    # What steps leave for the next: slot tensors of the engine's arenas, and which phases have run once.
+    views: dict[str, torch.Tensor] = field(default_factory=dict)
+    passed: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -93,6 +97,7 @@ def describe_compiled(
         frozenset(spec.index for spec, name in outputs if spec.kind == "output" and name in values),
         any(schedule.buffers[n].role == "rng" for n in schedule.buffers) or _has_random(step),
         engine.home.version,
+        {phase: prepare(schedule, phase) for phase in PHASES},
     )
 
 
@@ -175,7 +180,9 @@ def run_forward(
     generator = torch.get_rng_state() if compiled.random else None
     if snapshots is None:  # the old version is what this step reads, also after the new one has been written
         snapshots = {i: inputs[i].detach().clone() for i in compiled.mutated}
-    memory = CpuMemory(compiled.schedule, compiled.layouts, engine.arenas(compiled), knobs.check())
+    arenas, views = engine.arenas(compiled)
+    trusted = len(compiled.passed) == len(PHASES)
+    memory = CpuMemory(compiled.schedule, compiled.layouts, arenas, knobs.check(), trusted, views)
     for spec, name in compiled.inputs:
         if spec.role == "constant":
             memory.bind(name, compiled.step.meta["constants"][spec.name])
@@ -305,17 +312,17 @@ def _check_versions(frame: Frame, program: Program, again: bool) -> None:
 def _execute(engine: Engine, frame: Frame, phase: Phase) -> None:
     compiled, memory = frame.compiled, frame.memory
     delays = Delays(knobs.check_seed()) if memory.check else None
-    schedule = compiled.schedule
     # Bodies are ATen after autocast: casting again would change the numbers.
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         if engine.measuring(compiled, phase):
             base = _device_nbytes(memory) + engine.held_nbytes()
             with capture.AllocatorPeak() as peak:
-                records = execute(schedule, phase, memory, compiled.kernels, delays)
+                records = execute(compiled.phases[phase], memory, compiled.kernels, delays)
             if peak.nbytes is not None:
                 engine.measured(compiled, base + peak.nbytes)
         else:
-            records = execute(schedule, phase, memory, compiled.kernels, delays)
+            records = execute(compiled.phases[phase], memory, compiled.kernels, delays)
+    compiled.passed.add(phase)
     frame.records += shifted(records, max((r.end_us for r in frame.records), default=0.0))
     engine.last_trace = Trace(tuple(frame.records), "measured")
 

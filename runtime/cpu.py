@@ -31,11 +31,23 @@ class CpuMemory:
     """The bytes of one step. ``tensors``: what each live buffer is bound to; homes are bound by the caller.
 
     Every result is compared with what the schedule declared, since a wrong size would break the limit and a wrong
-    layout the numbers. ``check``: freed bytes are overwritten, so that a use after free shows as NaN.
+    layout the numbers; ``trusted`` leaves that out, for a program whose kernels have passed it once. ``check``: it is
+    never left out, and freed bytes are overwritten, so that a use after free shows as NaN. ``views``: the tensors of
+    placed slots, kept from step to step by a caller whose arenas stay.
     """
 
-    def __init__(self, schedule: Schedule, layouts: Mapping[str, Layout], arenas: Arenas, check: bool = False) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        layouts: Mapping[str, Layout],
+        arenas: Arenas,
+        check: bool = False,
+        trusted: bool = False,
+        views: dict[str, torch.Tensor] | None = None,
+    ) -> None:
         self.schedule, self.layouts, self.arenas, self.check = schedule, layouts, arenas, check
+        self.trusted = trusted and not check
+        self.views = {} if views is None else views
         self.tensors: dict[str, torch.Tensor] = {}
         self.live = 0  # pooled bytes reserved now
         limit = schedule.peak_nbytes.get("device", 0)
@@ -49,10 +61,13 @@ class CpuMemory:
         if buffer.kind == "pooled":
             self._reserve(buffer.nbytes, name)
             self.live += buffer.nbytes
-        else:
+            return
+        known = self.views.get(name)
+        if known is None:
             arena = self.arenas.device if buffer.tier == "device" else self.arenas.host
             assert buffer.offset is not None
-            self.tensors[name] = view(arena, buffer.offset, self.layouts[name])
+            known = self.views[name] = view(arena, buffer.offset, self.layouts[name])
+        self.tensors[name] = known
 
     def free(self, name: str) -> None:
         buffer = self.schedule.buffers[name]
@@ -69,7 +84,7 @@ class CpuMemory:
     def copy(self, reads: Sequence[str], writes: Sequence[str]) -> None:
         for read, write in zip(reads, writes, strict=True):
             source, target = self.tensors[read], self.tensors[write]
-            if source.stride() != target.stride() or source.dtype != target.dtype:
+            if not self.trusted and (source.stride() != target.stride() or source.dtype != target.dtype):
                 raise RuntimeError(
                     f"copy {read} -> {write}: expected equal strides and dtype, found {source.stride()} {target.stride()}"
                 )
@@ -79,7 +94,8 @@ class CpuMemory:
         self._reserve(workspace, "workspace")
         made = kernel(*[self.tensors[name] for name in reads])
         for name, tensor in zip(writes, made, strict=True):
-            self._compare(name, tensor)
+            if not self.trusted:
+                self._compare(name, tensor)
             self.tensors[name] = tensor
 
     def _reserve(self, nbytes: int, what: str) -> None:

@@ -1,5 +1,8 @@
 """The executor: one loop over a schedule's instructions of one phase, on real memory.
 
+``prepare`` resolves once what a step would otherwise look up: per queue the instructions in order, for each the
+dependencies that are not met by the queue's own order, and whether another queue waits for it.
+
 The calling thread is the compute queue's worker (so kernels run with the caller's thread count and settings, and a
 fully resident step hands nothing to another thread); every other queue that occurs has a worker thread for the length
 of the phase. A dependency on another queue waits for that queue's progress. At the end of a phase all queues are
@@ -15,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mtcompile.runtime.schedule import Instruction, Phase, Schedule
+from mtcompile.runtime.schedule import Instruction, Phase, Queue, Schedule
 from mtcompile.runtime.trace import Record
 
 
@@ -29,6 +32,35 @@ class Memory(Protocol):
     def copy(self, reads: Sequence[str], writes: Sequence[str]) -> None: ...
 
     def run(self, kernel: Callable[..., Any], reads: Sequence[str], writes: Sequence[str], workspace: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """An instruction as a queue's worker meets it. ``waits``: (queue, index) pairs; ``signals``: whether anyone waits."""
+
+    index: int
+    instruction: Instruction
+    waits: tuple[tuple[str, int], ...]
+    signals: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One phase of a schedule, ready to run."""
+
+    phase: Phase
+    lanes: Mapping[Queue, tuple[_Item, ...]]
+
+
+def prepare(schedule: Schedule, phase: Phase) -> Prepared:
+    """Dependencies on earlier phases are met by the drain between phases."""
+    listed = dict(schedule.phase(phase))
+    awaited = {dep for instruction in listed.values() for dep in instruction.deps}
+    lanes: dict[Queue, list[_Item]] = {}
+    for index, instruction in listed.items():
+        waits = tuple((listed[dep].queue, dep) for dep in instruction.deps if dep in listed)
+        lanes.setdefault(instruction.queue, []).append(_Item(index, instruction, waits, index in awaited))
+    return Prepared(phase, {queue: tuple(items) for queue, items in lanes.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,65 +103,59 @@ class _Progress:
 
 
 def execute(
-    schedule: Schedule,
-    phase: Phase,
+    prepared: Prepared,
     memory: Memory,
     kernels: Mapping[str, Callable[..., Any]],
     delays: Delays | None = None,
 ) -> list[Record]:
     """Run one phase; returns when every queue is drained. Raises what the failing instruction raised."""
-    lanes: dict[str, list[tuple[int, Instruction]]] = {}
-    for index, instruction in schedule.phase(phase):
-        lanes.setdefault(instruction.queue, []).append((index, instruction))
-    queue_of = [instruction.queue for instruction in schedule.instructions]
-    in_phase = {index for lane in lanes.values() for index, _ in lane}
     progress = _Progress()
     records: list[Record] = []
     start = time.perf_counter_ns()
 
-    def drain(queue: str) -> None:
-        sleep = random.Random(f"{delays.seed}/{queue}/{phase}") if delays else None
+    def drain(queue: Queue) -> None:
+        sleep = random.Random(f"{delays.seed}/{queue}/{prepared.phase}") if delays else None
+        clock = time.perf_counter_ns
+        alloc, free, copy, run = memory.alloc, memory.free, memory.copy, memory.run
         try:
-            for index, instruction in lanes[queue]:
-                for dep in instruction.deps:
-                    if dep in in_phase:
-                        progress.wait(queue_of[dep], dep)
+            for item in prepared.lanes[queue]:
+                for other, dep in item.waits:
+                    progress.wait(other, dep)
                 if progress.failure is not None:
                     return
                 if sleep is not None and delays is not None:
                     time.sleep(sleep.random() * delays.longest_us / 1e6)
-                began = time.perf_counter_ns()
-                _perform(instruction, memory, kernels)
-                if instruction.op in ("copy", "run"):
-                    ended = time.perf_counter_ns()
-                    records.append(Record(index, instruction.queue, (began - start) / 1e3, (ended - start) / 1e3))
-                progress.complete(queue, index)
+                instruction = item.instruction
+                op = instruction.op
+                if op == "alloc":
+                    alloc(instruction.writes[0])
+                elif op == "free":
+                    free(instruction.writes[0])
+                else:
+                    began = clock()
+                    if op == "copy":
+                        copy(instruction.reads, instruction.writes)
+                    else:
+                        run(kernels[instruction.kernel], instruction.reads, instruction.writes, instruction.workspace)
+                    records.append(Record(item.index, queue, (began - start) / 1e3, (clock() - start) / 1e3))
+                if item.signals:
+                    progress.complete(queue, item.index)
         except BaseException as error:  # an interrupt too must stop the other queues before it goes on
             progress.fail(error)
 
     threads = [
         threading.Thread(target=drain, args=(queue,), name=f"mtcompile-{queue}", daemon=True)
-        for queue in lanes
+        for queue in prepared.lanes
         if queue != "compute"
     ]
     for thread in threads:
         thread.start()
-    if "compute" in lanes:
+    if "compute" in prepared.lanes:
         drain("compute")
     for thread in threads:
         thread.join()
     if progress.failure is not None:
         raise progress.failure
-    records.sort(key=lambda record: (record.start_us, record.index))
+    if threads:
+        records.sort(key=lambda record: (record.start_us, record.index))
     return records
-
-
-def _perform(instruction: Instruction, memory: Memory, kernels: Mapping[str, Callable[..., Any]]) -> None:
-    if instruction.op == "alloc":
-        memory.alloc(instruction.writes[0])
-    elif instruction.op == "free":
-        memory.free(instruction.writes[0])
-    elif instruction.op == "copy":
-        memory.copy(instruction.reads, instruction.writes)
-    else:
-        memory.run(kernels[instruction.kernel], instruction.reads, instruction.writes, instruction.workspace)

@@ -20,7 +20,7 @@ from mtcompile.passes.lower import lower
 from mtcompile.passes.step_graph import placeholders, step_outputs
 from mtcompile.runtime.arena import arena, layout_of
 from mtcompile.runtime.cpu import Arenas, CpuMemory
-from mtcompile.runtime.executor import Delays, execute
+from mtcompile.runtime.executor import Delays, execute, prepare
 from mtcompile.runtime.verify import verify
 from tests.tracing import equal, interpret, random_plan, trace
 
@@ -99,7 +99,7 @@ def run(
             if b.tier == "device" and (b.kind == "pooled" or (b.role == "tangent" and phase == "backward"))
         )
         with torch.no_grad(), AllocatorPeak() as peak:
-            execute(schedule, phase, memory, kernels, delays)
+            execute(prepare(schedule, phase), memory, kernels, delays)
         assert peak.nbytes is not None
         measured.append(base + peak.nbytes)
     state = torch.get_rng_state()
