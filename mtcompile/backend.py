@@ -17,7 +17,7 @@ from torch import fx
 from mtcompile import capture
 from mtcompile.engine import Engine
 from mtcompile.errors import BudgetError
-from mtcompile.passes.planner import Budgets, Planned, make_plan
+from mtcompile.passes.planner import Budgets
 from mtcompile.passes.step_graph import placeholders
 from mtcompile.program import Compiled, Program, Tangents
 from mtcompile.sizes import parse_bytes
@@ -34,11 +34,10 @@ class Door(Engine):
         unknown = sorted(set(options) - set(_OPTIONS))
         if unknown:
             raise ValueError(f"expected options among {', '.join(_OPTIONS)}, found {', '.join(unknown)}")
-        if options.get("kernels", "eager") != "eager":
-            raise ValueError(f'expected kernels="eager", found {options["kernels"]!r}')
         if not isinstance(options.get("offload", True), bool):
             raise TypeError(f"expected offload to be True or False, found {options['offload']!r}")
-        super().__init__(parse_bytes(options.get("activation_memory")), None, {"device": "activation_memory", "host": ""})
+        knobs = {"device": "activation_memory", "host": ""}
+        super().__init__(parse_bytes(options.get("activation_memory")), None, knobs, options.get("kernels", "eager"))
         self.options = options  # held, so that its identity stays this door's
         self.offload: bool = options.get("offload", True)
         self.programs = 0
@@ -68,9 +67,8 @@ class Door(Engine):
         for node in placeholders(step.graph):
             node.meta["tier"] = "device"
 
-    def plan(self, step: fx.GraphModule, reserved: int) -> Planned:
-        budgets = Budgets(self.available(reserved), None, 0.0, self.offload, self.reserve(step))
-        return make_plan(step, self.machine, budgets, self.workspaces)
+    def constraints(self, step: fx.GraphModule, reserved: int) -> tuple[Budgets, dict[str, str] | None]:
+        return Budgets(self.available(reserved), None, 0.0, self.offload, self.reserve(step)), None
 
     def compile(self, program: Program, tangents: Tangents) -> Compiled:
         try:
@@ -99,7 +97,7 @@ def mtcompile_backend(graph: fx.GraphModule, inputs: list[Any], *, options: Any 
                        saved activations, temporaries, outputs, and gradients until they are returned; such as
                        ``"4GiB"`` or a number; default no limit
     offload            whether activations may wait in host memory (default True)
-    kernels            ``"eager"``: the kernels of plain PyTorch, bit for bit
+    kernels            ``"eager"`` (default): the kernels of plain PyTorch, bit for bit; ``"inductor"``: compiled ones
 
     Raises ValueError and TypeError for options that cannot be honoured, and BudgetError, at the first call of a graph,
     when no plan fits.

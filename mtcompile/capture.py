@@ -322,6 +322,21 @@ def _rng_preserved() -> Iterator[None]:
         torch.set_rng_state(state)
 
 
+# -------------------------------------------------------------------------------------------------------------- inductor
+
+
+def inductor(body: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Sequence[torch.Tensor]]:
+    """``body`` (ATen operations, functional) compiled for tensors like ``inputs``. Inductor keeps what it made on disk
+    (TORCHINDUCTOR_CACHE_DIR), keyed by graph, shapes, torch version and device."""
+    from torch._inductor import standalone_compile
+
+    # A module of its own: Inductor's passes change the graph they are given.
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(body.graph, {}))
+    with torch.no_grad():
+        return standalone_compile(fx.GraphModule(body, copied), list(inputs), dynamic_shapes="from_example_inputs")
+
+
 # -------------------------------------------------------------------------------------------------------------- autograd
 
 

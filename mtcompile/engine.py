@@ -4,6 +4,7 @@ steps are alive. ``model.py`` adds a model's home; ``backend.py`` is the torch.c
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,23 @@ from torch import fx
 from mtcompile import capture, knobs
 from mtcompile.errors import BudgetError, CaptureError
 from mtcompile.home import Home
-from mtcompile.kernels import Workspaces, eager_kernel
+from mtcompile.kernels import InductorKernels, Workspaces, eager_kernel
 from mtcompile.passes import rewrite
 from mtcompile.passes.build import build
 from mtcompile.passes.check import check_schedule, same_computation
 from mtcompile.passes.cost import Machine
 from mtcompile.passes.normalize import normalize
-from mtcompile.passes.planner import DoesNotFit, Planned
-from mtcompile.passes.step_graph import is_random, listing
+from mtcompile.passes.planner import (
+    BIT_EQUAL,
+    FUSED,
+    Budgets,
+    DoesNotFit,
+    Planned,
+    make_plan,
+    relowered,
+    resident_plan,
+)
+from mtcompile.passes.step_graph import has_random, listing
 from mtcompile.program import Compiled, Frame, Program, Tangents, describe_compiled, run_forward
 from mtcompile.runtime.arena import arena
 from mtcompile.runtime.cpu import Arenas
@@ -29,16 +39,21 @@ from mtcompile.runtime.schedule import aligned, gib
 from mtcompile.runtime.trace import Trace
 from mtcompile.runtime.verify import verify
 
+KERNELS = ("eager", "inductor")
+
 
 class Engine:
     """Compiles and runs programs. ``memory``, ``host``: budgets in bytes, None for no limit; ``knobs``: what the caller
     calls them."""
 
-    def __init__(self, memory: int | None, host: int | None, knobs: dict[str, str]) -> None:
-        self.memory, self.host, self.knobs = memory, host, knobs
+    def __init__(self, memory: int | None, host: int | None, knobs: dict[str, str], kernels: str) -> None:
+        if kernels not in KERNELS:
+            raise ValueError(f"expected kernels to be one of {', '.join(KERNELS)}, found {kernels!r}")
+        self.memory, self.host, self.knobs, self.kernels = memory, host, knobs, kernels
         self.machine = Machine()
         self.home = Home()
         self.workspaces = Workspaces()
+        self.inductor = InductorKernels()
         self.last: Compiled | None = None
         self.last_trace: Trace | None = None
         self.peak_device_bytes = 0
@@ -53,8 +68,8 @@ class Engine:
     def place(self, step: fx.GraphModule) -> None:
         """Where the step graph's inputs are at home."""
 
-    def plan(self, step: fx.GraphModule, reserved: int) -> Planned:
-        """Raises DoesNotFit."""
+    def constraints(self, step: fx.GraphModule, reserved: int) -> tuple[Budgets, dict[str, str] | None]:
+        """What a plan for ``step`` must keep to: the budgets, and the home tiers already decided by block."""
         raise NotImplementedError
 
     def settle(self, step: fx.GraphModule, planned: Planned) -> None:
@@ -86,8 +101,7 @@ class Engine:
     def reserve(step: fx.GraphModule) -> int:
         """Device bytes held beside a schedule: the generator's state as a step found it, and as a backward did (on the
         emulated device both are in the memory that counts)."""
-        random = any(is_random(node) for kernel in step.children() for node in kernel.graph.nodes)  # type: ignore[union-attr]
-        return 2 * aligned(torch.get_rng_state().numel()) if random else 0
+        return 2 * aligned(torch.get_rng_state().numel()) if has_random(step) else 0
 
     def available(self, reserved: int) -> int | None:
         """Device bytes of the budget that are left beside ``reserved``."""
@@ -99,28 +113,55 @@ class Engine:
             joint = normalize(joint)
         except NotImplementedError as error:
             raise CaptureError(f"the model uses {error}; expected ATen operations only") from None
-        step = build(joint)
-        self.place(step)
-        try:
-            planned = self.plan(step, reserved)
-        except DoesNotFit as error:
-            raise self._budget_error(error, reserved) from None
+        step, planned = self._plan(joint, reserved)
+        planned, kernels = self._kernels(planned)
         same_computation(joint, planned.step)
         check_schedule(planned.step, planned.schedule)
         verify(planned.schedule)
         self.settle(step, planned)
-        kernels = {str(n): eager_kernel(m) for n, m in planned.step.named_children()}  # type: ignore[arg-type]
-        used = {i.kernel for i in planned.schedule.instructions}
-        compiled = describe_compiled(
-            self,
-            tangents,
-            planned.plan,
-            planned.step,
-            planned.schedule,
-            {n: k for n, k in kernels.items() if n in used},
-        )
+        compiled = describe_compiled(self, tangents, planned.plan, planned.step, planned.schedule, kernels)
         self._show(step, planned)
         return compiled
+
+    def _plan(self, joint: fx.GraphModule, reserved: int) -> tuple[fx.GraphModule, Planned]:
+        """The step graph and its plan: for kernels that fuse, one region per phase where everything fits."""
+        step = build(joint)
+        self.place(step)
+        numerics = FUSED if self.kernels == "inductor" else BIT_EQUAL
+        budgets, fixed = self.constraints(step, reserved)
+        if self.kernels == "inductor":
+            whole = build(joint, whole=True)
+            whole.meta["homes"] = step.meta["homes"]
+            self.place(whole)
+            resident = resident_plan(whole, self.machine, budgets, self.workspaces, fixed, numerics)
+            if resident is not None:
+                return whole, resident
+        try:
+            return step, make_plan(step, self.machine, budgets, self.workspaces, fixed, numerics)
+        except DoesNotFit as error:
+            if self.relax(error):
+                return self._plan(joint, reserved)
+            raise self._budget_error(error, reserved) from None
+
+    def relax(self, error: DoesNotFit) -> bool:
+        """Whether something decided earlier has been given up, so that planning again may succeed."""
+        return False
+
+    def _kernels(self, planned: Planned) -> tuple[Planned, dict[str, Any]]:
+        """What each kernel of the plan is run by; the schedule again, with what those need."""
+        used = {i.kernel for i in planned.schedule.instructions if i.op == "run"}
+        bodies: dict[str, Any] = {str(n): m for n, m in planned.step.named_children() if n in used}
+        eager = {name: eager_kernel(body, self.workspaces(body)) for name, body in bodies.items()}
+        if self.kernels == "eager":
+            return planned, {name: built.call for name, built in eager.items()}
+        built = self.inductor.build(bodies.values(), self.workspaces)
+        again = relowered(planned, self.machine, lambda body: built[body.meta["name"]].workspace)
+        limit = planned.schedule.limit_nbytes.get("device")
+        if limit is not None and again.schedule.peak_nbytes["device"] > limit:
+            # Those that need more than was planned for stay as they were planned.
+            built = {n: k if k.workspace <= eager[n].workspace else eager[n] for n, k in built.items()}
+            again = relowered(planned, self.machine, lambda body: built[body.meta["name"]].workspace)
+        return again, {name: kernel.call for name, kernel in built.items()}
 
     def _budget_error(self, error: DoesNotFit, reserved: int) -> BudgetError:
         budget = self.memory if error.tier == "device" else self.host
@@ -203,6 +244,13 @@ class Engine:
 
     def measured(self, compiled: Compiled, nbytes: int) -> None:
         self.peak_device_bytes = max(self.peak_device_bytes, nbytes)
+        planned = compiled.schedule.peak_nbytes["device"] + self.held_nbytes()
+        if nbytes > planned:
+            warnings.warn(
+                f"the device peak was {nbytes} bytes, expected at most the planned {planned}: a kernel took more than when "
+                "it was measured. Please report it with what MT_DUMP=dir writes",
+                stacklevel=2,
+            )
 
     def host_bytes(self) -> int:
         """Host memory held now."""

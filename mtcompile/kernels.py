@@ -1,26 +1,37 @@
-"""Region -> callable, and the bytes a kernel needs, measured by running it once on inputs of its own shapes."""
+"""Region -> callable, eager or compiled by Inductor, and the bytes a kernel needs, measured by running it once on inputs
+of its own shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from mtcompile.capture import AllocatorPeak
+from mtcompile import capture
 from mtcompile.passes.memory import output_nbytes, workspace_nbytes
-from mtcompile.passes.step_graph import placeholders
+from mtcompile.passes.step_graph import body_outputs, is_random, placeholders, replay, save_rng, storage_nbytes
+from mtcompile.randomness import around, explicit
 from mtcompile.runtime.schedule import aligned
 
+Call = Callable[..., Any]
 
-def eager_kernel(kernel: fx.GraphModule) -> Callable[..., Any]:
-    """The body run operation by operation; each intermediate is dropped after its last use."""
-    return kernel.forward
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A kernel that can be called, and the bytes it needs beside its operands and results. ``why_eager``: why Inductor
+    did not make it, if it should have."""
+
+    call: Call
+    workspace: int
+    why_eager: str = ""
 
 
 class Workspaces:
-    """Measured workspace per kernel and thread count; a kernel is measured at most once."""
+    """Measured workspace of eager kernels, by kernel and thread count; a kernel is measured at most once."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[str, int], int] = {}
@@ -28,26 +39,107 @@ class Workspaces:
     def __call__(self, kernel: fx.GraphModule) -> int:
         key = (kernel.meta["key"], torch.get_num_threads())
         if key not in self.known:
-            self.known[key] = measure_workspace(kernel)
+            self.known[key] = measure_workspace(kernel, kernel.forward)
         return self.known[key]
 
 
-def measure_workspace(kernel: fx.GraphModule) -> int:
+def eager_kernel(kernel: fx.GraphModule, workspace: int, why: str = "") -> Built:
+    """The body run operation by operation; each intermediate is dropped after its last use."""
+    return Built(kernel.forward, workspace, why)
+
+
+def measure_workspace(kernel: fx.GraphModule, call: Call) -> int:
     """Bytes of device memory a kernel allocates beside its results: the allocator's own events around one run.
 
     By shapes alone where no measurement is possible (another profiler is active).
     """
-    inputs = [_example(node.meta["val"]) for node in placeholders(kernel.graph)]
+    inputs = _examples(kernel)
     state = torch.get_rng_state()
     try:
-        with torch.no_grad(), AllocatorPeak() as peak:
-            results = kernel(*inputs)
+        with torch.no_grad(), capture.AllocatorPeak() as peak:
+            results = call(*inputs)
     finally:
         torch.set_rng_state(state)
     del results
     if peak.nbytes is None:
         return workspace_nbytes(kernel)
     return aligned(max(0, peak.nbytes - output_nbytes(kernel)))
+
+
+class InductorKernels:
+    """Kernels compiled by Inductor, one per distinct body and thread count; eager where it cannot."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[str, int], Built] = {}
+
+    def build(self, kernels: Iterable[fx.GraphModule], workspaces: Workspaces) -> dict[str, Built]:
+        """By name. Says on standard error, once per kernel, why one is eager."""
+        from rich.console import Console
+        from rich.progress import track
+
+        threads = torch.get_num_threads()
+        kernels = list(kernels)
+        new = [k for k in kernels if (k.meta["key"], threads) not in self.known]
+        console = Console(stderr=True)
+        quiet = not console.is_terminal or len(new) < 2
+        for kernel in track(new, "compiling kernels", console=console, transient=True, disable=quiet):
+            built = _inductor_kernel(kernel, workspaces(kernel))
+            if built.why_eager:
+                print(f"mtcompile: kernel {kernel.meta['name']} stays eager: {built.why_eager}", file=sys.stderr)
+            self.known[kernel.meta["key"], threads] = built
+        return {str(kernel.meta["name"]): self.known[kernel.meta["key"], threads] for kernel in kernels}
+
+
+def _inductor_kernel(kernel: fx.GraphModule, eager_workspace: int) -> Built:
+    random = any(is_random(n) or n.target in (save_rng, replay) for n in kernel.graph.nodes)
+    try:
+        if random:
+            call = around(capture.inductor(explicit(kernel), [torch.get_rng_state(), *_examples(kernel)]))
+        else:
+            call = capture.inductor(kernel, _examples(kernel))
+        inputs = _examples(kernel)
+        state = torch.get_rng_state()
+        with torch.no_grad():
+            wrong = _unlike_declared(kernel, inputs, call(*inputs))
+        torch.set_rng_state(state)
+        wrong = wrong or _keeps_memory(kernel, call)
+        if wrong:
+            return eager_kernel(kernel, eager_workspace, wrong)
+        return Built(call, measure_workspace(kernel, call))
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), "")
+        return eager_kernel(kernel, eager_workspace, f"Inductor raised {type(error).__name__}: {first}")
+
+
+def _unlike_declared(kernel: fx.GraphModule, inputs: list[torch.Tensor], results: Any) -> str:
+    """Why results may not stand for the eager ones: another layout, more bytes, or memory of another tensor."""
+    taken = {tensor.untyped_storage().data_ptr() for tensor in inputs if tensor.numel()}
+    for node, tensor in zip(body_outputs(kernel), results, strict=True):
+        val = node.meta["val"]
+        if (tensor.dtype, tensor.shape, tensor.stride()) != (val.dtype, val.shape, val.stride()):
+            return f"its result {node.name} has strides {tuple(tensor.stride())}, expected {tuple(val.stride())}"
+        if tensor.untyped_storage().nbytes() > aligned(storage_nbytes(val)):
+            return f"its result {node.name} holds {tensor.untyped_storage().nbytes()} bytes, expected {storage_nbytes(val)}"
+        pointer = tensor.untyped_storage().data_ptr()
+        if tensor.numel() and pointer in taken:
+            return f"its result {node.name} shares memory with another tensor"
+        taken.add(pointer)
+    return ""
+
+
+def _keeps_memory(kernel: fx.GraphModule, call: Call) -> str:
+    """Why a kernel's bytes cannot be promised: some are still held when its results are gone."""
+    inputs = _examples(kernel)
+    state = torch.get_rng_state()
+    with torch.no_grad(), capture.AllocatorPeak() as peak:
+        call(*inputs)
+    torch.set_rng_state(state)
+    kept = sum(nbytes for _, nbytes in peak.events)
+    return f"it keeps {kept} bytes after its results are gone" if kept > 0 else ""
+
+
+def _examples(kernel: fx.GraphModule) -> list[torch.Tensor]:
+    return [_example(node.meta["val"]) for node in placeholders(kernel.graph)]
 
 
 def _example(val: torch.Tensor) -> torch.Tensor:

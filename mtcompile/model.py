@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -14,7 +13,7 @@ from torch import fx, nn
 from mtcompile import capture
 from mtcompile.engine import Engine
 from mtcompile.errors import StepError
-from mtcompile.passes.planner import Budgets, DoesNotFit, Planned, make_plan
+from mtcompile.passes.planner import Budgets, DoesNotFit, Planned
 from mtcompile.program import Program
 
 # Optimizer state per parameter, in parameter sizes, of the torch.optim classes; anything else is taken as Adam's.
@@ -34,9 +33,9 @@ _UNKNOWN_STATE_COPIES = 2.0
 class ModelEngine(Engine):
     """``memory``, ``host``: bytes; without ``memory``, half of what is free."""
 
-    def __init__(self, model: nn.Module, call: Any, memory: int | None, host: int | None) -> None:
+    def __init__(self, model: nn.Module, call: Any, memory: int | None, host: int | None, kernels: str) -> None:
         free = psutil.virtual_memory().available
-        super().__init__(memory if memory is not None else free // 2, host, {"device": "memory", "host": "host"})
+        super().__init__(memory if memory is not None else free // 2, host, {"device": "memory", "host": "host"}, kernels)
         self.model = weakref.ref(model)
         self.optimizer: torch.optim.Optimizer | None = None
         self.call = capture.front_end(call, self._backend)
@@ -52,29 +51,27 @@ class ModelEngine(Engine):
     def place(self, step: fx.GraphModule) -> None:
         step.meta["homes"] |= {name: block for name, block in self.home.blocks.items() if name in step.meta["homes"]}
 
-    def plan(self, step: fx.GraphModule, reserved: int) -> Planned:
-        """Residency of parameters is the model's: the first program decides it, a later one that does not fit beside it
-        sends parameters home."""
-        free = self.available(reserved)
-        budgets = Budgets(free, self.host, self.state_copies(), reserve=self.reserve(step))
+    def constraints(self, step: fx.GraphModule, reserved: int) -> tuple[Budgets, dict[str, str] | None]:
+        """Residency of parameters is the model's: the first program decides it."""
         fixed = None
         if self.home.tiers:
             fixed = dict(self.home.tiers)
             for name, block in step.meta["homes"].items():
                 if name not in self.home.places:
                     fixed.setdefault(block, "host")
+        free, copies = self.available(reserved), self.state_copies()
         elsewhere = {b for b, tier in self.home.tiers.items() if tier == "device"} - set(step.meta["homes"].values())
-        if elsewhere and free is not None:  # resident parameters that this program does not read take their room all the same
-            taken = sum(int(self.home.slabs[b].numel() * (2 + budgets.state_copies)) for b in elsewhere)
-            budgets = replace(budgets, device=free - taken)
-        try:
-            return make_plan(step, self.machine, budgets, self.workspaces, fixed)
-        except DoesNotFit as error:
-            if error.tier == "device" and fixed and "device" in fixed.values() and not self.alive():
-                self.home.tiers = dict.fromkeys(self.home.tiers, "host")
-                self.home.version += 1
-                return self.plan(step, reserved)
-            raise
+        if free is not None:  # resident parameters that this program does not read take their room all the same
+            free -= sum(int(self.home.slabs[b].numel() * (2 + copies)) for b in elsewhere)
+        return Budgets(free, self.host, copies, reserve=self.reserve(step)), fixed
+
+    def relax(self, error: DoesNotFit) -> bool:
+        """A later program that does not fit beside resident parameters sends them home."""
+        if error.tier != "device" or "device" not in self.home.tiers.values() or self.alive():
+            return False
+        self.home.tiers = dict.fromkeys(self.home.tiers, "host")
+        self.home.version += 1
+        return True
 
     def settle(self, step: fx.GraphModule, planned: Planned) -> None:
         model = self.model()

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, TypeVar, overload
 import torch
 from torch import nn
 
+from mtcompile.engine import KERNELS
 from mtcompile.errors import MtcompileError
 from mtcompile.model import ModelEngine
 from mtcompile.passes.plan import Plan
@@ -88,7 +89,7 @@ def _attach(model: nn.Module, options: dict[str, Any]) -> None:
     def call(*args: Any, **kwargs: Any) -> Any:
         return plain.__call__(model, *args, **kwargs)
 
-    engine = ModelEngine(model, call, options["memory"], options["host"])
+    engine = ModelEngine(model, call, options["memory"], options["host"], options["kernels"])
     engine.optimizer = options["optimizer"]
     object.__setattr__(model, "_mt_engine", engine)
 
@@ -117,14 +118,15 @@ def compile(
                default half of what is free
     host       bytes of host memory; default unlimited
     optimizer  the optimizer that will step the model (or ``model.bind(optimizer)`` later): its state is planned for
-    kernels    ``"eager"``: the kernels of plain PyTorch, bit for bit
+    kernels    ``"eager"``: the kernels of plain PyTorch, bit for bit; ``"inductor"``: compiled by Inductor, within
+               rounding of them, and the same bits at every budget where the same is recomputed
 
     The first call captures and plans; ``BudgetError`` (with ``.minimum_bytes``) when no plan fits, ``CaptureError``
     when the model cannot be captured. Raises ValueError and TypeError for options that cannot be honoured.
     """
-    if kernels != "eager":
-        raise ValueError(f'expected kernels="eager", found {kernels!r}')
-    options = {"memory": parse_bytes(memory), "host": parse_bytes(host), "optimizer": optimizer}
+    if kernels not in KERNELS:
+        raise ValueError(f"expected kernels to be one of {', '.join(KERNELS)}, found {kernels!r}")
+    options = {"memory": parse_bytes(memory), "host": parse_bytes(host), "optimizer": optimizer, "kernels": kernels}
     if model is None:
         return lambda target: compile(target, memory=memory, host=host, optimizer=optimizer, kernels=kernels)
     if isinstance(model, type) and issubclass(model, nn.Module):

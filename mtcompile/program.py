@@ -13,7 +13,7 @@ from torch import fx
 from mtcompile import capture, knobs
 from mtcompile.errors import StepError
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.step_graph import InputSpec, OutputSpec, placeholders, results, source, step_outputs
+from mtcompile.passes.step_graph import InputSpec, OutputSpec, has_random, placeholders, results, source, step_outputs
 from mtcompile.runtime.arena import Layout, layout_of, view
 from mtcompile.runtime.cpu import CpuMemory
 from mtcompile.runtime.executor import Delays, Prepared, execute, prepare
@@ -95,16 +95,10 @@ def describe_compiled(
         frozenset(spec.index for spec, _ in outputs if spec.kind == "mutation"),
         frozenset(spec.index for spec, name in inputs if name in backward_reads and spec.role in ("param", "input", "buffer")),
         frozenset(spec.index for spec, name in outputs if spec.kind == "output" and name in values),
-        any(schedule.buffers[n].role == "rng" for n in schedule.buffers) or _has_random(step),
+        any(schedule.buffers[n].role == "rng" for n in schedule.buffers) or has_random(step),
         engine.home.version,
         {phase: prepare(schedule, phase) for phase in PHASES},
     )
-
-
-def _has_random(step: fx.GraphModule) -> bool:
-    from mtcompile.passes.step_graph import is_random
-
-    return any(is_random(n) for child in step.children() for n in child.graph.nodes)  # type: ignore[union-attr]
 
 
 class Program:

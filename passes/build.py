@@ -29,10 +29,12 @@ from mtcompile.runtime.schedule import aligned
 RegionId = tuple[str, int]
 
 
-def build(joint: fx.GraphModule) -> fx.GraphModule:
+def build(joint: fx.GraphModule, whole: bool = False) -> fx.GraphModule:
     """The step graph of ``joint`` (normalized): nothing moved, nothing recomputed, every value on the device except
-    the placeholders, which are at home on the host (tangents arrive on the device)."""
+    the placeholders, which are at home on the host (tangents arrive on the device). ``whole``: one region per phase."""
     region, blocks = assign(joint.graph)
+    if whole:
+        region, blocks = {node: (phase, 0) for node, (phase, _) in region.items()}, ("model",)
     ordered = in_order(joint.graph, region)
     outputs: list[fx.Node] = list(joint.graph.output_node().args[0])
     specs: tuple[OutputSpec, ...] = joint.meta["outputs"]

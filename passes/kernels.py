@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.step_graph import (
     body_outputs,
+    is_random,
     iter_tensors,
     kernel_of,
     placeholders,
@@ -77,7 +78,7 @@ def trim(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         made = results(region)
         used = [item for item in made if item.users]
         old = kernel_of(step, region)
-        random = any(is_impure(n) for n in old.graph.nodes if n.op == "call_function")
+        random = any(is_random(n) for n in old.graph.nodes)
         if len(used) == len(body_outputs(old)):
             continue
         if not used and not random:
@@ -122,12 +123,7 @@ def _with_outputs(kernel: fx.GraphModule, keep: Iterable[int]) -> tuple[fx.Graph
 
 def drop_dead(body: fx.Graph) -> None:
     """Drop operations nobody needs; those that advance the generator stay."""
-    body.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or is_impure(n))
-
-
-def is_impure(node: fx.Node) -> bool:
-    """Advances the generator, and so must run even when its result is not read."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    body.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or is_random(n))
 
 
 def saved_states(body: fx.GraphModule) -> dict[str, int]:

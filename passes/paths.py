@@ -15,7 +15,7 @@ from mtcompile.passes.cost import Machine
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.recompute import crossing_values, saved_values
 from mtcompile.passes.step_graph import regions, results
-from mtcompile.passes.variants import Variant, variants
+from mtcompile.passes.variants import Variant, fused_variant, variants
 from mtcompile.runtime.schedule import gib
 
 Path = tuple[Plan, ...]
@@ -72,10 +72,15 @@ def paths(
     return tuple(found)
 
 
-def everything(step: fx.GraphModule, base: Plan, machine: Machine, param_nbytes: Mapping[str, int]) -> Plan:
-    """Nothing moved and nothing recomputed."""
+def everything(
+    step: fx.GraphModule, base: Plan, machine: Machine, param_nbytes: Mapping[str, int], fused: bool = False
+) -> Plan:
+    """Nothing moved, and nothing recomputed but what costs nothing in ``fused`` kernels."""
     stay = Decision("activation", "*", "device", 0, "everything fits")
-    kept = [_variant(b, b.variants[-1], "everything fits") for b in _blocks(step, machine)]
+    kept = [
+        _variant(b, fused_variant(step, b.region) if fused else b.variants[-1], "everything fits")
+        for b in _blocks(step, machine)
+    ]
     home = [Decision("params", block, "device", nbytes, "everything fits") for block, nbytes in param_nbytes.items()]
     return _with(replace(base, lookahead=1), [stay, *kept, *home])
 

@@ -57,39 +57,28 @@ class DoesNotFit(Exception):
         self.tier, self.minimum, self.causes = tier, minimum, causes
 
 
+BIT_EQUAL = "dtypes as the module's; every value, gradient and update bit-equal to plain PyTorch (eager kernels)"
+FUSED = (
+    "dtypes as the module's; kernels by Inductor: within rounding of plain PyTorch, and the same bits whatever moves "
+    "(for the same variants); updates by the optimizer itself"
+)
+
+
 def make_plan(
     step: fx.GraphModule,
     machine: Machine,
     budgets: Budgets,
     workspace: Workspace = workspace_nbytes,
     fixed_params: Mapping[str, str] | None = None,
+    numerics: str = BIT_EQUAL,
 ) -> Planned:
     """The plan for ``step``, with its rewritten graph and schedule (deps derived, not yet proven).
 
     ``fixed_params``: home tier per block where earlier programs of the same model have decided it. Raises DoesNotFit.
     """
-    blocks = list(dict.fromkeys(step.meta["homes"].values()))
     sizes = _param_nbytes(step)
-    fixed = tuple(
-        Decision("params", b, fixed_params.get(b, "host"), sizes.get(b, 0), "decided by the model's first program")
-        for b in blocks
-        if fixed_params is not None
-    )
-    base = Plan(
-        decisions=fixed,
-        budget_bytes={"device": budgets.device, "host": budgets.host},
-        machine=machine.name,
-        numerics="dtypes as the module's; every value, gradient and update bit-equal to plain PyTorch (eager kernels)",
-    )
-
-    def evaluate(plan: Plan) -> Planned:
-        rewritten = rewrite(step, plan)
-        resident = resident_nbytes(sizes, plan, budgets.state_copies)
-        resident["device"] += budgets.reserve
-        resident["host"] += len(step.meta["homes"]) * _SCALAR_STATE_NBYTES
-        schedule = lower(rewritten, plan, machine, resident, workspace)
-        return Planned(replace(plan, step_time_us=span_us(simulate(schedule))), rewritten, schedule)
-
+    base = _base(step, machine, budgets, fixed_params, numerics)
+    evaluate = _evaluator(step, machine, budgets, workspace)
     open_params = sizes if fixed_params is None else {}
     ways = paths(step, base, machine, open_params, budgets.host_activations)
     full = evaluate(everything(step, base, machine, open_params))
@@ -99,12 +88,67 @@ def make_plan(
         frontier = _frontier(ways, full, evaluate, budgets)
         least = frontier[0].planned
         best = _choose(frontier, evaluate, budgets)
-    minimum = least.schedule.peak_nbytes["device"]
+    minimum = min(least.schedule.peak_nbytes["device"], best.schedule.peak_nbytes["device"])
+    return _finished(best, sizes, budgets, minimum)
+
+
+def resident_plan(
+    step: fx.GraphModule,
+    machine: Machine,
+    budgets: Budgets,
+    workspace: Workspace = workspace_nbytes,
+    fixed_params: Mapping[str, str] | None = None,
+    numerics: str = FUSED,
+) -> Planned | None:
+    """Everything on the device and nothing recomputed but what is free in fused kernels; None when that does not fit."""
+    sizes = _param_nbytes(step)
+    open_params = sizes if fixed_params is None else {}
+    plan = everything(step, _base(step, machine, budgets, fixed_params, numerics), machine, open_params, fused=True)
+    if any(plan.params(block) != "device" for block in sizes):
+        return None
+    full = _evaluator(step, machine, budgets, workspace)(plan)
+    return _finished(full, sizes, budgets, full.schedule.peak_nbytes["device"]) if _fits(full, budgets) else None
+
+
+def relowered(planned: Planned, machine: Machine, workspace: Workspace) -> Planned:
+    """The same plan with other kernels: what they need beside their operands is measured anew."""
+    schedule = lower(planned.step, planned.plan, machine, planned.schedule.resident_nbytes, workspace)
+    return Planned(replace(planned.plan, peak_bytes=dict(schedule.peak_nbytes)), planned.step, schedule)
+
+
+def _base(
+    step: fx.GraphModule, machine: Machine, budgets: Budgets, fixed_params: Mapping[str, str] | None, numerics: str
+) -> Plan:
+    sizes = _param_nbytes(step)
+    fixed = tuple(
+        Decision("params", b, fixed_params.get(b, "host"), sizes.get(b, 0), "decided by the model's first program")
+        for b in dict.fromkeys(step.meta["homes"].values())
+        if fixed_params is not None
+    )
+    limits = {"device": budgets.device, "host": budgets.host}
+    return Plan(decisions=fixed, budget_bytes=limits, machine=machine.name, numerics=numerics)
+
+
+def _evaluator(step: fx.GraphModule, machine: Machine, budgets: Budgets, workspace: Workspace) -> Callable[[Plan], Planned]:
+    sizes = _param_nbytes(step)
+
+    def evaluate(plan: Plan) -> Planned:
+        rewritten = rewrite(step, plan)
+        resident = resident_nbytes(sizes, plan, budgets.state_copies)
+        resident["device"] += budgets.reserve
+        resident["host"] += len(step.meta["homes"]) * _SCALAR_STATE_NBYTES
+        schedule = lower(rewritten, plan, machine, resident, workspace)
+        return Planned(replace(plan, step_time_us=span_us(simulate(schedule))), rewritten, schedule)
+
+    return evaluate
+
+
+def _finished(best: Planned, sizes: Mapping[str, int], budgets: Budgets, minimum: int) -> Planned:
     busy = busy_us(simulate(best.schedule))
     plan = replace(
         best.plan,
         peak_bytes=dict(best.schedule.peak_nbytes),
-        minimum_device_bytes=min(minimum, best.schedule.peak_nbytes["device"]),
+        minimum_device_bytes=minimum,
         state_bytes=int(sum(sizes.values()) * (2 + budgets.state_copies)),
         limiting_resource=max(busy, key=lambda q: busy[q]) if busy else "",
     )

@@ -16,11 +16,12 @@ from typing import Any
 from torch import fx
 from torch.fx.node import map_arg
 
-from mtcompile.passes.kernels import attach, drop_dead, install, is_impure, saved_states
+from mtcompile.passes.kernels import attach, drop_dead, install, saved_states
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.step_graph import (
     add_call,
     body_outputs,
+    is_random,
     is_region,
     kernel_of,
     placeholders,
@@ -188,7 +189,7 @@ def _inline(
             continue
         operands, keywords = map_arg((node.args, node.kwargs), env.__getitem__)
         target: Any = node.target
-        if states is not None and is_impure(node):
+        if states is not None and is_random(node):
             operands, target = (states[node.meta["rng_state"]], node.target, *operands), replay
         env[node] = body.create_node("call_function", target, operands, keywords, name=node.name)
         env[node].meta = {"val": node.meta["val"]} if "val" in node.meta else {}

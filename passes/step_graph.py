@@ -84,8 +84,19 @@ def restride(x: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...]) ->
 
 
 def is_random(node: fx.Node) -> bool:
-    """True for an operation that advances a generator (a replayed one does not)."""
-    return node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    """True for an operation that advances a generator (a replayed one does not; attention without dropout does not)."""
+    if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
+            return given != 0.0
+    return True
+
+
+def has_random(step: fx.GraphModule) -> bool:
+    """Whether any kernel of a step graph advances a generator."""
+    return any(is_random(node) for kernel in step.children() for node in kernel.graph.nodes)
 
 
 def is_view(node: fx.Node) -> bool:

@@ -6,12 +6,13 @@ import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from mtcompile.passes.cost import Machine, node_cost
-from mtcompile.passes.kernels import is_impure, saved_states
+from mtcompile.passes.kernels import saved_states
 from mtcompile.passes.recompute import saved_values
-from mtcompile.passes.step_graph import body_outputs, is_view, kernel_of, results
+from mtcompile.passes.step_graph import body_outputs, is_random, is_view, kernel_of, results
 
 _POINTS = 5  # of a block's trade-off, its two ends included
 
@@ -42,7 +43,7 @@ def variants(step: fx.GraphModule, region: fx.Node, machine: Machine) -> tuple[V
     def point(kept: Iterable[int]) -> Variant:
         kept = tuple(sorted(kept))
         made = _made_again([n for i, n in enumerate(saved) if i not in kept], {saved[i] for i in kept})
-        random = {node.meta["rng_state"] for node in made if is_impure(node)}
+        random = {node.meta["rng_state"] for node in made if is_random(node)}
         nbytes = sum(sizes[i] for i in kept) + sum(state_nbytes[name] for name in random)
         return Variant(kept, nbytes, sum(node_cost(node).time_us(machine) for node in made))
 
@@ -52,6 +53,20 @@ def variants(step: fx.GraphModule, region: fx.Node, machine: Machine) -> tuple[V
         rest = [point(i for i in now.kept if i != dropped) for dropped in now.kept]
         points.append(min(rest, key=lambda v: ((v.time_us - now.time_us) / max(1, now.nbytes - v.nbytes), v.kept)))
     return _thinned(_lower_hull(points[::-1]))
+
+
+def fused_variant(step: fx.GraphModule, region: fx.Node) -> Variant:
+    """For kernels that fuse pointwise operations: what those alone make from other saved values or from inputs is not
+    kept, since reading it would cost what making it again costs."""
+    outputs = body_outputs(kernel_of(step, region))
+    saved = [outputs[int(item.args[1])] for item in saved_values(region)]
+    kept = set(range(len(saved)))
+    for position in reversed(range(len(saved))):  # the last first: each from those before it
+        made = _made_again([saved[position]], {saved[i] for i in kept if i != position})
+        if all(torch.Tag.pointwise in getattr(node.target, "tags", ()) and not is_random(node) for node in made):
+            kept.discard(position)
+    sizes = [item.meta["nbytes"] for item in saved_values(region)]
+    return Variant(tuple(sorted(kept)), sum(sizes[i] for i in kept), 0.0)
 
 
 def _size(region: fx.Node, position: int) -> int:
