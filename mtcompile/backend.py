@@ -86,6 +86,7 @@ class Door(Engine):
             "budget_device_bytes": self.memory,
             "peak_device_bytes": self.peak_device_bytes,
             "planned_peak_device_bytes": self.last.schedule.peak_nbytes["device"] if self.last else 0,
+            "arena_device_bytes": self._arenas["device"].numel() if "device" in self._arenas else 0,
             "programs": self.programs,
         }
 
@@ -113,5 +114,6 @@ def mtcompile_backend(graph: fx.GraphModule, inputs: list[Any], *, options: Any 
 
 
 def reports() -> list[dict[str, Any]]:
-    """For each torch.compile call of this backend still in use: budget, measured and planned peak in bytes, programs."""
+    """For each torch.compile call of this backend still in use: budget, measured and planned peak in bytes, how much of
+    it stays allocated from step to step (the arena), programs."""
     return [door.report() for door in _doors.values()]
