@@ -32,7 +32,8 @@ def pipeline() -> tuple[Pass, ...]:
 
 
 def rewrite(step: fx.GraphModule, plan: Plan, after: Callable[[str, fx.GraphModule], None] | None = None) -> fx.GraphModule:
-    """A rewritten copy of ``step``; linted after every pass, and shown to ``after(name, step)`` if given."""
+    """A rewritten copy of ``step``; linted after every pass, and shown to ``after(name, step)`` if given. Its graph is
+    what counts: its Python code is not generated (``step.recompile()`` does)."""
     from mtcompile.passes.step_graph import copy_step
 
     step = copy_step(step)
@@ -40,7 +41,5 @@ def rewrite(step: fx.GraphModule, plan: Plan, after: Callable[[str, fx.GraphModu
         step = transform(step, plan)
         step.graph.lint()
         if after is not None:
-            step.recompile()
             after(transform.__name__, step)
-    step.recompile()
     return step

@@ -144,6 +144,7 @@ def _evaluator(step: fx.GraphModule, machine: Machine, budgets: Budgets, workspa
 
 
 def _finished(best: Planned, sizes: Mapping[str, int], budgets: Budgets, minimum: int) -> Planned:
+    best.step.recompile()
     busy = busy_us(simulate(best.schedule))
     plan = replace(
         best.plan,

@@ -11,18 +11,14 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from mtcompile.capture import AllocatorPeak
 from mtcompile.kernels import Workspaces
 from mtcompile.passes import rewrite
 from mtcompile.passes.check import check_schedule, same_computation
 from mtcompile.passes.cost import Machine
 from mtcompile.passes.lower import lower
-from mtcompile.passes.step_graph import placeholders, step_outputs
-from mtcompile.runtime.arena import arena, layout_of
-from mtcompile.runtime.cpu import Arenas, CpuMemory
-from mtcompile.runtime.executor import Delays, execute, prepare
+from mtcompile.runtime.executor import Delays
 from mtcompile.runtime.verify import verify
-from tests.tracing import equal, interpret, random_plan, trace
+from tests.tracing import equal, interpret, random_plan, run, trace
 
 UNARY = {
     "tanh": torch.tanh,
@@ -68,43 +64,6 @@ class RandomModel(nn.Module):
                 a = UNARY[name](a) if name in UNARY else BINARY[name](a, b)
             values.append(a)
         return sum(v.mean() for v in values[-3:])
-
-
-def run(
-    step: Any, schedule: Any, inputs: list[torch.Tensor], seed: int, delays: Delays | None
-) -> tuple[list[torch.Tensor], int]:
-    """Both phases on the emulated device, poisoned; the results as by interpretation, and the measured peak."""
-    nodes = {node.name: node for node in step.graph.nodes}
-    layouts = {name: layout_of(nodes[name].meta["val"]) for name in schedule.buffers}
-    arenas = Arenas(arena(schedule.arena_nbytes["device"]), arena(schedule.arena_nbytes["host"]))
-    memory = CpuMemory(schedule, layouts, arenas, check=True)
-    for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
-        constants = step.meta["constants"]
-        tangent = torch.ones(tuple(node.meta["val"].shape))
-        memory.bind(
-            node.name,
-            tangent if spec.role == "tangent" else constants[spec.name] if spec.role == "constant" else inputs[spec.index],
-        )
-    for node in step_outputs(step):
-        if schedule.buffers[node.name].kind == "home":
-            layout = layouts[node.name]
-            memory.bind(node.name, torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype))
-    kernels = {name: module.forward for name, module in step.named_children()}
-    torch.manual_seed(seed)
-    measured = []
-    for phase in ("forward", "backward"):
-        base = schedule.arena_nbytes["device"] + sum(
-            t.untyped_storage().nbytes()
-            for t, b in ((t, schedule.buffers[name]) for name, t in memory.tensors.items())
-            if b.tier == "device" and (b.kind == "pooled" or (b.role == "tangent" and phase == "backward"))
-        )
-        with torch.no_grad(), AllocatorPeak() as peak:
-            execute(prepare(schedule, phase), memory, kernels, delays)
-        assert peak.nbytes is not None
-        measured.append(base + peak.nbytes)
-    state = torch.get_rng_state()
-    results = [memory.tensors[node.name] for node in step_outputs(step)]
-    return [*results, state], max(measured)
 
 
 OPERATION = st.tuples(st.sampled_from([*UNARY, *WEIGHTED, *BINARY]), st.integers(0, 20), st.integers(0, 20))

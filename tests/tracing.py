@@ -1,4 +1,5 @@
-"""Trace a model to its joint and step graph, and run a step graph by interpretation, the reference."""
+"""Trace a model to its joint and step graph; run a step graph by interpretation, the reference, and its schedule on the
+emulated device."""
 
 from __future__ import annotations
 
@@ -9,11 +10,15 @@ import torch
 from torch import fx, nn
 
 from mtcompile import capture
+from mtcompile.capture import AllocatorPeak
 from mtcompile.passes.build import build
 from mtcompile.passes.normalize import normalize
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.recompute import saved_values
-from mtcompile.passes.step_graph import placeholders, regions, results
+from mtcompile.passes.step_graph import placeholders, regions, results, step_outputs
+from mtcompile.runtime.arena import arena, layout_of
+from mtcompile.runtime.cpu import Arenas, CpuMemory
+from mtcompile.runtime.executor import Delays, execute, prepare
 
 
 @dataclass
@@ -60,6 +65,43 @@ def interpret(step: fx.GraphModule, inputs: list[torch.Tensor], seed: int = 3) -
 
 def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def run(
+    step: Any, schedule: Any, inputs: list[torch.Tensor], seed: int, delays: Delays | None
+) -> tuple[list[torch.Tensor], int]:
+    """Both phases on the emulated device, poisoned; the results as by interpretation, and the measured peak."""
+    nodes = {node.name: node for node in step.graph.nodes}
+    layouts = {name: layout_of(nodes[name].meta["val"]) for name in schedule.buffers}
+    arenas = Arenas(arena(schedule.arena_nbytes["device"]), arena(schedule.arena_nbytes["host"]))
+    memory = CpuMemory(schedule, layouts, arenas, check=True)
+    for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
+        constants = step.meta["constants"]
+        tangent = torch.ones(tuple(node.meta["val"].shape))
+        memory.bind(
+            node.name,
+            tangent if spec.role == "tangent" else constants[spec.name] if spec.role == "constant" else inputs[spec.index],
+        )
+    for node in step_outputs(step):
+        if schedule.buffers[node.name].kind == "home":
+            layout = layouts[node.name]
+            memory.bind(node.name, torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype))
+    kernels = {name: module.forward for name, module in step.named_children()}
+    torch.manual_seed(seed)
+    measured = []
+    for phase in ("forward", "backward"):
+        base = schedule.arena_nbytes["device"] + sum(
+            t.untyped_storage().nbytes()
+            for t, b in ((t, schedule.buffers[name]) for name, t in memory.tensors.items())
+            if b.tier == "device" and (b.kind == "pooled" or (b.role == "tangent" and phase == "backward"))
+        )
+        with torch.no_grad(), AllocatorPeak() as peak:
+            execute(prepare(schedule, phase), memory, kernels, delays)
+        assert peak.nbytes is not None
+        measured.append(base + peak.nbytes)
+    state = torch.get_rng_state()
+    results = [memory.tensors[node.name] for node in step_outputs(step)]
+    return [*results, state], max(measured)
 
 
 def random_plan(step: fx.GraphModule, choose: Any) -> Plan:

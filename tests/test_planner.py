@@ -1,0 +1,89 @@
+"""The planner's promises: more memory is never slower, the peak grows with the budget and stays within it, and every plan
+gives the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mtcompile.kernels import Workspaces
+from mtcompile.passes.check import check_schedule, same_computation
+from mtcompile.passes.cost import Machine
+from mtcompile.passes.planner import Budgets, DoesNotFit, make_plan
+from mtcompile.passes.recompute import saved_values
+from mtcompile.passes.step_graph import regions
+from mtcompile.passes.variants import variants
+from mtcompile.runtime.executor import Delays
+from mtcompile.runtime.verify import verify
+from tests.test_train import CASES, make
+from tests.tracing import equal, interpret, run, trace
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_ten_budgets_from_floor_to_resident(name: str) -> None:
+    traced = trace(*make(name))
+    expected = interpret(traced.step, traced.inputs)
+    workspaces = Workspaces()
+    free = make_plan(traced.step, Machine(), Budgets(), workspaces).plan
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(traced.step, Machine(), Budgets(1), workspaces)
+    least, most = caught.value.minimum, free.peak_bytes["device"]
+    assert least <= most
+    plans = []
+    for i in range(10):
+        budget = least + (most - least) * i // 9
+        planned = make_plan(traced.step, Machine(), Budgets(budget), workspaces)
+        plans.append(planned.plan)
+        assert planned.plan.peak_bytes["device"] <= budget
+        same_computation(traced.joint, planned.step)
+        check_schedule(planned.step, planned.schedule)
+        verify(planned.schedule)
+        found, measured = run(planned.step, planned.schedule, traced.inputs, 3, Delays(i, 100.0))
+        assert equal(found, expected), budget
+        resident = planned.schedule.resident_nbytes["device"]
+        assert measured + resident <= planned.plan.peak_bytes["device"]
+    peaks = [plan.peak_bytes["device"] for plan in plans]
+    times = [plan.step_time_us for plan in plans]
+    assert peaks == sorted(peaks)
+    assert times == sorted(times, reverse=True)
+    assert plans[-1].step_time_us == free.step_time_us
+
+
+def test_variants_trade_bytes_for_time() -> None:
+    traced = trace(*make("gpt2"))
+    for region in regions(traced.step):
+        if region.meta["phase"] != "forward" or not saved_values(region):
+            continue
+        found = variants(traced.step, region, Machine())
+        assert found[0].kept == () and found[-1].time_us == 0.0
+        assert len(found[-1].kept) == len(saved_values(region))
+        assert [v.nbytes for v in found] == sorted(v.nbytes for v in found)
+        assert [v.time_us for v in found] == sorted((v.time_us for v in found), reverse=True)
+
+
+def test_chains_of_blocks_are_recomputed_where_nothing_may_go_home() -> None:
+    """Without host memory for activations, the smallest budgets keep only some of the values between blocks."""
+
+    class Deep(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(12))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + torch.tanh(layer(x))
+            return x.square().mean()
+
+    torch.manual_seed(0)
+    traced = trace(Deep(), {"x": torch.randn(256, 16)})
+    for node in traced.step.graph.find_nodes(op="placeholder"):
+        node.meta["tier"] = "device"
+    traced.step.meta["homes"] = {}
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(traced.step, Machine(), Budgets(1, host_activations=False))
+    planned = make_plan(traced.step, Machine(), Budgets(caught.value.minimum, host_activations=False))
+    assert all(i.op != "copy" for i in planned.schedule.instructions)
+    assert any(i.label.endswith("_again") for i in planned.schedule.instructions)
+    found, _ = run(planned.step, planned.schedule, traced.inputs, 3, None)
+    assert equal(found, interpret(traced.step, traced.inputs))
