@@ -23,7 +23,7 @@ from mtcompile.program import Compiled, Program, Tangents
 from mtcompile.sizes import parse_bytes
 from mtcompile.specialize import Key, is_symbolic, size_key, specialize
 
-_OPTIONS = ("activation_memory", "offload", "kernels")
+_OPTIONS = ("activation_memory", "offload", "kernels", "loss_chunks")
 _doors: weakref.WeakValueDictionary[int, Door] = weakref.WeakValueDictionary()
 
 
@@ -37,7 +37,13 @@ class Door(Engine):
         if not isinstance(options.get("offload", True), bool):
             raise TypeError(f"expected offload to be True or False, found {options['offload']!r}")
         knobs = {"device": "activation_memory", "host": ""}
-        super().__init__(parse_bytes(options.get("activation_memory")), None, knobs, options.get("kernels", "eager"))
+        super().__init__(
+            parse_bytes(options.get("activation_memory")),
+            None,
+            knobs,
+            options.get("kernels", "eager"),
+            options.get("loss_chunks", 1),
+        )
         self.options = options  # held, so that its identity stays this door's
         self.offload: bool = options.get("offload", True)
         self.programs = 0
@@ -61,6 +67,10 @@ class Door(Engine):
     def _program(self, graph: fx.GraphModule, inputs: Any) -> Program:
         self.programs += 1
         return Program(self, capture.describe(graph, inputs, lambda tensor: None))
+
+    def needs_loss_head(self, joint: fx.GraphModule) -> bool:
+        """A piece between graph breaks may have no loss."""
+        return bool(joint.graph.find_nodes(op="call_function", target=torch.ops.aten.nll_loss_forward.default))
 
     def place(self, step: fx.GraphModule) -> None:
         step.meta["homes"] = {}
@@ -99,6 +109,7 @@ def mtcompile_backend(graph: fx.GraphModule, inputs: list[Any], *, options: Any 
                        ``"4GiB"`` or a number; default no limit
     offload            whether activations may wait in host memory (default True)
     kernels            ``"eager"`` (default): the kernels of plain PyTorch, bit for bit; ``"inductor"``: compiled ones
+    loss_chunks        as in ``mtcompile.compile``
 
     Raises ValueError and TypeError for options that cannot be honoured, and BudgetError, at the first call of a graph,
     when no plan fits.

@@ -20,6 +20,7 @@ from mtcompile.passes import rewrite
 from mtcompile.passes.build import build
 from mtcompile.passes.check import check_schedule, same_computation
 from mtcompile.passes.cost import Machine
+from mtcompile.passes.loss_head import chunk_loss
 from mtcompile.passes.normalize import normalize
 from mtcompile.passes.planner import (
     BIT_EQUAL,
@@ -46,9 +47,12 @@ class Engine:
     """Compiles and runs programs. ``memory``, ``host``: budgets in bytes, None for no limit; ``knobs``: what the caller
     calls them."""
 
-    def __init__(self, memory: int | None, host: int | None, knobs: dict[str, str], kernels: str) -> None:
+    def __init__(self, memory: int | None, host: int | None, knobs: dict[str, str], kernels: str, loss_chunks: int) -> None:
         if kernels not in KERNELS:
             raise ValueError(f"expected kernels to be one of {', '.join(KERNELS)}, found {kernels!r}")
+        if not isinstance(loss_chunks, int) or isinstance(loss_chunks, bool) or loss_chunks < 1:
+            raise ValueError(f"expected loss_chunks to be a whole number of 1 or more, found {loss_chunks!r}")
+        self.loss_chunks = loss_chunks
         self.memory, self.host, self.knobs, self.kernels = memory, host, knobs, kernels
         self.machine = Machine()
         self.home = Home()
@@ -67,6 +71,10 @@ class Engine:
 
     def place(self, step: fx.GraphModule) -> None:
         """Where the step graph's inputs are at home."""
+
+    def needs_loss_head(self, joint: fx.GraphModule) -> bool:
+        """Whether a training graph without one cannot be what ``loss_chunks`` was meant for."""
+        return True
 
     def constraints(self, step: fx.GraphModule, reserved: int) -> tuple[Budgets, dict[str, str] | None]:
         """What a plan for ``step`` must keep to: the budgets, and the home tiers already decided by block."""
@@ -113,6 +121,11 @@ class Engine:
             joint = normalize(joint)
         except NotImplementedError as error:
             raise CaptureError(f"the model uses {error}; expected ATen operations only") from None
+        if self.loss_chunks > 1 and not chunk_loss(joint, self.loss_chunks) and tangents and self.needs_loss_head(joint):
+            raise CaptureError(
+                f"loss_chunks={self.loss_chunks}: expected a linear layer followed by a mean cross-entropy whose logits nobody "
+                "else reads, found none; return the loss without the logits, or leave loss_chunks out"
+            )
         step, planned = self._plan(joint, reserved)
         planned, kernels = self._kernels(planned)
         same_computation(joint, planned.step)
@@ -128,6 +141,8 @@ class Engine:
         step = build(joint)
         self.place(step)
         numerics = FUSED if self.kernels == "inductor" else BIT_EQUAL
+        if self.loss_chunks > 1:
+            numerics += f"; the loss head's sums over tokens (loss, weight and bias gradients) in {self.loss_chunks} chunks"
         budgets, fixed = self.constraints(step, reserved)
         if self.kernels == "inductor":
             whole = build(joint, whole=True)

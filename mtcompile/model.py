@@ -33,9 +33,13 @@ _UNKNOWN_STATE_COPIES = 2.0
 class ModelEngine(Engine):
     """``memory``, ``host``: bytes; without ``memory``, half of what is free."""
 
-    def __init__(self, model: nn.Module, call: Any, memory: int | None, host: int | None, kernels: str) -> None:
+    def __init__(
+        self, model: nn.Module, call: Any, memory: int | None, host: int | None, kernels: str, loss_chunks: int
+    ) -> None:
         free = psutil.virtual_memory().available
-        super().__init__(memory if memory is not None else free // 2, host, {"device": "memory", "host": "host"}, kernels)
+        super().__init__(
+            memory if memory is not None else free // 2, host, {"device": "memory", "host": "host"}, kernels, loss_chunks
+        )
         self.model = weakref.ref(model)
         self.optimizer: torch.optim.Optimizer | None = None
         self.call = capture.front_end(call, self._backend)

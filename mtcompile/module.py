@@ -89,17 +89,29 @@ def _attach(model: nn.Module, options: dict[str, Any]) -> None:
     def call(*args: Any, **kwargs: Any) -> Any:
         return plain.__call__(model, *args, **kwargs)
 
-    engine = ModelEngine(model, call, options["memory"], options["host"], options["kernels"])
+    engine = ModelEngine(model, call, options["memory"], options["host"], options["kernels"], options["loss_chunks"])
     engine.optimizer = options["optimizer"]
     object.__setattr__(model, "_mt_engine", engine)
 
 
 @overload
-def compile(model: M, *, memory: Size = ..., host: Size = ..., optimizer: Any = ..., kernels: str = ...) -> M: ...
+def compile(
+    model: M, *, memory: Size = ..., host: Size = ..., optimizer: Any = ..., kernels: str = ..., loss_chunks: int = ...
+) -> M: ...
 @overload
-def compile(model: type[M], *, memory: Size = ..., host: Size = ..., optimizer: Any = ..., kernels: str = ...) -> type[M]: ...
+def compile(
+    model: type[M], *, memory: Size = ..., host: Size = ..., optimizer: Any = ..., kernels: str = ..., loss_chunks: int = ...
+) -> type[M]: ...
 @overload
-def compile(model: None = None, *, memory: Size = ..., host: Size = ..., optimizer: Any = ..., kernels: str = ...) -> Any: ...
+def compile(
+    model: None = None,
+    *,
+    memory: Size = ...,
+    host: Size = ...,
+    optimizer: Any = ...,
+    kernels: str = ...,
+    loss_chunks: int = ...,
+) -> Any: ...
 
 
 def compile(
@@ -109,6 +121,7 @@ def compile(
     host: Size = None,
     optimizer: torch.optim.Optimizer | None = None,
     kernels: str = "eager",
+    loss_chunks: int = 1,
 ) -> Any:
     """Train ``model`` inside a device-memory budget, with the bits of plain PyTorch.
 
@@ -120,15 +133,19 @@ def compile(
     optimizer  the optimizer that will step the model (or ``model.bind(optimizer)`` later): its state is planned for
     kernels    ``"eager"``: the kernels of plain PyTorch, bit for bit; ``"inductor"``: compiled by Inductor, within
                rounding of them, and the same bits at every budget where the same is recomputed
+    loss_chunks  compute a linear layer followed by a mean cross-entropy in that many chunks of tokens, so that whole-batch
+               logits never exist; the order of summation over tokens then differs from the plain run's, and the plan's
+               numerics say so. CaptureError where there is no such head, or where somebody else reads its logits
 
     The first call captures and plans; ``BudgetError`` (with ``.minimum_bytes``) when no plan fits, ``CaptureError``
     when the model cannot be captured. Raises ValueError and TypeError for options that cannot be honoured.
     """
     if kernels not in KERNELS:
         raise ValueError(f"expected kernels to be one of {', '.join(KERNELS)}, found {kernels!r}")
-    options = {"memory": parse_bytes(memory), "host": parse_bytes(host), "optimizer": optimizer, "kernels": kernels}
+    options: dict[str, Any] = {"memory": parse_bytes(memory), "host": parse_bytes(host), "optimizer": optimizer}
+    options |= {"kernels": kernels, "loss_chunks": loss_chunks}
     if model is None:
-        return lambda target: compile(target, memory=memory, host=host, optimizer=optimizer, kernels=kernels)
+        return lambda target: compile(target, **{**options, "memory": memory, "host": host})
     if isinstance(model, type) and issubclass(model, nn.Module):
         if optimizer is not None:
             raise TypeError("expected no optimizer= when compiling a class; call model.bind(optimizer) on the instance")
