@@ -15,7 +15,7 @@ from mtcompile.passes.cost import Machine
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.recompute import crossing_values, saved_values
 from mtcompile.passes.step_graph import regions, results
-from mtcompile.passes.variants import Variant, fused_variant, variants
+from mtcompile.passes.variants import Variant, fused_variant, save_all, variants
 from mtcompile.runtime.schedule import gib
 
 Path = tuple[Plan, ...]
@@ -58,7 +58,8 @@ def paths(
     found: list[Path] = []
     if host:
         everything_saved = _with(
-            ahead, [_variant(b, b.variants[-1], "kept at home: costs transfers, no recomputation") for b in blocks]
+            ahead,
+            [_variant(b.name, b.saved, b.variants[-1], "kept at home: costs transfers, no recomputation") for b in blocks],
         )
         found.append((base, _with(base, everything_saved.decisions)))
         found.append(_path(ahead, [*_by_density(keep + vary), *params]))
@@ -72,15 +73,15 @@ def paths(
     return tuple(found)
 
 
-def everything(
-    step: fx.GraphModule, base: Plan, machine: Machine, param_nbytes: Mapping[str, int], fused: bool = False
-) -> Plan:
+def everything(step: fx.GraphModule, base: Plan, param_nbytes: Mapping[str, int], fused: bool = False) -> Plan:
     """Nothing moved, and nothing recomputed but what costs nothing in ``fused`` kernels."""
     stay = Decision("activation", "*", "device", 0, "everything fits")
-    kept = [
-        _variant(b, fused_variant(step, b.region) if fused else b.variants[-1], "everything fits")
-        for b in _blocks(step, machine)
-    ]
+    kept = []
+    for region in regions(step):
+        if region.meta["phase"] == "forward":
+            saved = tuple(saved_values(region))
+            variant = fused_variant(step, region) if fused else save_all(region)
+            kept.append(_variant(step.meta["blocks"][region.meta["block"]], saved, variant, "everything fits"))
     home = [Decision("params", block, "device", nbytes, "everything fits") for block, nbytes in param_nbytes.items()]
     return _with(replace(base, lookahead=1), [stay, *kept, *home])
 
@@ -128,10 +129,10 @@ def _by_density(upgrades: list[_Upgrade]) -> list[_Upgrade]:
     return sorted(upgrades, key=lambda u: (-u.gain_us / max(1, u.nbytes), u.order))
 
 
-def _variant(block: _Block, variant: Variant, reason: str) -> Decision:
-    kept = tuple(block.saved[i].name for i in variant.kept)
-    choice = "save" if len(kept) == len(block.saved) else "keep" if kept else "recompute"
-    return Decision("variant", block.name, choice, variant.nbytes, reason, () if choice == "save" else kept)
+def _variant(block: str, saved: tuple[fx.Node, ...], variant: Variant, reason: str) -> Decision:
+    kept = tuple(saved[i].name for i in variant.kept)
+    choice = "save" if len(kept) == len(saved) else "keep" if kept else "recompute"
+    return Decision("variant", block, choice, variant.nbytes, reason, () if choice == "save" else kept)
 
 
 def _variant_upgrades(block: _Block) -> list[_Upgrade]:
@@ -142,7 +143,7 @@ def _variant_upgrades(block: _Block) -> list[_Upgrade]:
         why = f"{gib(nbytes)} more kept saves {gain / 1e3:.3f} ms of recomputation"
         stay = [_on_device(block.saved[i], "kept on the device") for i in other.kept if i not in one.kept]
         order = (2, step, -block.index)
-        found.append(_Upgrade(gain, nbytes, order, (_variant(block, other, why), *stay)))
+        found.append(_Upgrade(gain, nbytes, order, (_variant(block.name, block.saved, other, why), *stay)))
     return found
 
 

@@ -25,8 +25,8 @@ from mtcompile.runtime.trace import busy_us, span_us
 
 _SCALAR_STATE_NBYTES = ALIGNMENT  # step counters of a parameter's optimizer state, on the host wherever the rest is
 # Limits in evaluations, not seconds: the same input gives the same plan.
-_POINTS_PER_PATH = 8
-_POINTS_BETWEEN = 6  # two neighbours of the frontier, if they lie on one path
+_POINTS_PER_PATH = 6
+_POINTS_BETWEEN = 4  # two neighbours of the frontier, if they lie on one path
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def make_plan(
     evaluate = _evaluator(step, machine, budgets, workspace)
     open_params = sizes if fixed_params is None else {}
     ways = paths(step, base, machine, open_params, budgets.host_activations)
-    full = evaluate(everything(step, base, machine, open_params))
+    full = evaluate(everything(step, base, open_params))
     if _fits(full, budgets):
         best, least = full, evaluate(ways[0][0])
     else:
@@ -103,7 +103,7 @@ def resident_plan(
     """Everything on the device and nothing recomputed but what is free in fused kernels; None when that does not fit."""
     sizes = _param_nbytes(step)
     open_params = sizes if fixed_params is None else {}
-    plan = everything(step, _base(step, machine, budgets, fixed_params, numerics), machine, open_params, fused=True)
+    plan = everything(step, _base(step, machine, budgets, fixed_params, numerics), open_params, fused=True)
     if any(plan.params(block) != "device" for block in sizes):
         return None
     full = _evaluator(step, machine, budgets, workspace)(plan)

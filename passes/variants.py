@@ -14,6 +14,7 @@ from mtcompile.passes.kernels import saved_states
 from mtcompile.passes.recompute import saved_values
 from mtcompile.passes.step_graph import body_outputs, is_random, is_view, kernel_of, results
 
+_MANY = 48  # saved values from which on the order of dropping is taken from each one's cost alone
 _POINTS = 5  # of a block's trade-off, its two ends included
 
 
@@ -48,11 +49,22 @@ def variants(step: fx.GraphModule, region: fx.Node, machine: Machine) -> tuple[V
         return Variant(kept, nbytes, sum(node_cost(node).time_us(machine) for node in made))
 
     points = [point(range(len(saved)))]
+    if len(saved) > _MANY:
+        full = points[0]
+        alone = [point(i for i in full.kept if i != dropped) for dropped in full.kept]
+        first = sorted(full.kept, key=lambda i: (alone[i].time_us / max(1, sizes[i]), i))
+        points += [point(first[count:]) for count in range(1, len(first) + 1, -(-len(first) // _MANY))]
+        points += [point(())] if points[-1].kept else []
     while points[-1].kept:
         now = points[-1]
         rest = [point(i for i in now.kept if i != dropped) for dropped in now.kept]
         points.append(min(rest, key=lambda v: ((v.time_us - now.time_us) / max(1, now.nbytes - v.nbytes), v.kept)))
     return _thinned(_lower_hull(points[::-1]))
+
+
+def save_all(region: fx.Node) -> Variant:
+    saved = saved_values(region)
+    return Variant(tuple(range(len(saved))), sum(item.meta["nbytes"] for item in saved), 0.0)
 
 
 def fused_variant(step: fx.GraphModule, region: fx.Node) -> Variant:
