@@ -117,8 +117,7 @@ def test_it_is_listed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [gpt, vit])
-@pytest.mark.parametrize("offload", [True, False])
+@pytest.mark.parametrize(("make", "offload"), [(gpt, True), (gpt, False), (vit, True)])
 def test_ten_budgets(make: Any, offload: bool) -> None:
     """Equal bits at each; the allocator's peak is within the budget; planned peak and time are monotone."""
     model, batch = make()

@@ -20,7 +20,7 @@ from tests.tracing import equal, interpret, run, trace
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "t5"])  # which takes minutes: ten plans of two stacks
 def test_ten_budgets_from_floor_to_resident(name: str) -> None:
     traced = trace(*make(name))
     expected = interpret(traced.step, traced.inputs)
