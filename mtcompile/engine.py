@@ -89,8 +89,8 @@ class Engine:
     # ------------------------------------------------------------------------------------------------------- compiling
 
     def compile(self, program: Program, tangents: Tangents) -> Compiled:
-        """The program planned for one gradient pattern, thread count and free memory; made on first use, and so is the
-        error when nothing fits."""
+        """The program planned for one gradient pattern, thread count and free memory; made on first use. That nothing
+        fits beside a waiting step is remembered too: every step would ask again."""
         reserved = self.held_nbytes()
         key = (tangents, torch.get_num_threads(), reserved)
         known = program.compiled.get(key)
@@ -98,6 +98,8 @@ class Engine:
             try:
                 known = self._compile(program, tangents, reserved)
             except BudgetError as error:
+                if not reserved:
+                    raise
                 known = str(error), error.minimum_bytes  # not the error: its traceback would hold the call's tensors
             program.compiled[key] = known
         if isinstance(known, tuple):
