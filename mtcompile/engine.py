@@ -63,7 +63,6 @@ class Engine:
         self.peak_device_bytes = 0
         self.peak_host_bytes = 0
         self._frames: list[weakref.ref[Frame]] = []
-        self._measured: set[tuple[int, str]] = set()
         self._arenas: dict[str, torch.Tensor] = {}
         self._views: list[dict[str, torch.Tensor]] = []
 
@@ -251,13 +250,6 @@ class Engine:
         if not any(views is compiled.views for views in self._views):
             self._views.append(compiled.views)
         return Arenas(self._arenas["device"], self._arenas["host"]), compiled.views
-
-    def measuring(self, compiled: Compiled, phase: str) -> bool:
-        """Whether to ask the allocator for its events: the first step of every program, and always under MT_CHECK."""
-        key = (id(compiled), phase)
-        first = key not in self._measured
-        self._measured.add(key)
-        return first or knobs.check()
 
     def measured(self, compiled: Compiled, nbytes: int) -> None:
         self.peak_device_bytes = max(self.peak_device_bytes, nbytes)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_gpt.py"
-SMALL = ["--layers", "2", "--width", "64", "--batch", "2", "--seq", "32", "--steps", "3"]
+SMALL = ["--layers", "3", "--width", "64", "--batch", "2", "--seq", "32", "--steps", "3"]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
