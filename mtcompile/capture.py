@@ -337,6 +337,13 @@ def inductor(body: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[.
         return standalone_compile(fx.GraphModule(body, copied), list(inputs), dynamic_shapes="from_example_inputs")
 
 
+def inductor_cache() -> str:
+    """The directory of Inductor's disk cache."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return str(cache_dir())
+
+
 # -------------------------------------------------------------------------------------------------------------- autograd
 
 

@@ -32,7 +32,7 @@ from mtcompile.passes.planner import (
     relowered,
     resident_plan,
 )
-from mtcompile.passes.step_graph import has_random, listing
+from mtcompile.passes.step_graph import copy_step, has_random, listing
 from mtcompile.program import Compiled, Frame, Program, Tangents, describe_compiled, run_forward
 from mtcompile.runtime.arena import arena
 from mtcompile.runtime.cpu import Arenas
@@ -41,17 +41,21 @@ from mtcompile.runtime.trace import Trace
 from mtcompile.runtime.verify import verify
 
 KERNELS = ("eager", "inductor")
+_AUTO_CHUNKS = (1, 4, 16, 64)  # what loss_chunks="auto" chooses among
 
 
 class Engine:
     """Compiles and runs programs. ``memory``, ``host``: budgets in bytes, None for no limit; ``knobs``: what the caller
     calls them."""
 
-    def __init__(self, memory: int | None, host: int | None, knobs: dict[str, str], kernels: str, loss_chunks: int) -> None:
+    def __init__(
+        self, memory: int | None, host: int | None, knobs: dict[str, str], kernels: str, loss_chunks: int | str
+    ) -> None:
         if kernels not in KERNELS:
             raise ValueError(f"expected kernels to be one of {', '.join(KERNELS)}, found {kernels!r}")
-        if not isinstance(loss_chunks, int) or isinstance(loss_chunks, bool) or loss_chunks < 1:
-            raise ValueError(f"expected loss_chunks to be a whole number of 1 or more, found {loss_chunks!r}")
+        number = isinstance(loss_chunks, int) and not isinstance(loss_chunks, bool) and loss_chunks >= 1
+        if not number and loss_chunks != "auto":
+            raise ValueError(f'expected loss_chunks to be a whole number of 1 or more, or "auto", found {loss_chunks!r}')
         self.loss_chunks = loss_chunks
         self.memory, self.host, self.knobs, self.kernels = memory, host, knobs, kernels
         self.machine = Machine()
@@ -122,12 +126,7 @@ class Engine:
             joint = normalize(joint)
         except NotImplementedError as error:
             raise CaptureError(f"the model uses {error}; expected ATen operations only") from None
-        if self.loss_chunks > 1 and not chunk_loss(joint, self.loss_chunks) and tangents and self.needs_loss_head(joint):
-            raise CaptureError(
-                f"loss_chunks={self.loss_chunks}: expected a linear layer followed by a mean cross-entropy whose logits nobody "
-                "else reads, found none; return the loss without the logits, or leave loss_chunks out"
-            )
-        step, planned = self._plan(joint, reserved)
+        joint, step, planned = self._loss_head(joint, reserved, bool(tangents))
         planned, kernels = self._kernels(planned)
         same_computation(joint, planned.step)
         check_schedule(planned.step, planned.schedule)
@@ -137,13 +136,41 @@ class Engine:
         self._show(step, planned)
         return compiled
 
-    def _plan(self, joint: fx.GraphModule, reserved: int) -> tuple[fx.GraphModule, Planned]:
+    def _loss_head(
+        self, joint: fx.GraphModule, reserved: int, training: bool
+    ) -> tuple[fx.GraphModule, fx.GraphModule, Planned]:
+        """The joint graph with its loss head in as many chunks as asked for, its step graph and its plan: for "auto", the
+        fastest that fits."""
+        found: list[tuple[fx.GraphModule, fx.GraphModule, Planned]] = []
+        refused: list[BudgetError] = []
+        for chunks in _AUTO_CHUNKS if self.loss_chunks == "auto" else (int(self.loss_chunks),):
+            candidate = copy_step(joint)
+            if chunks > 1 and not chunk_loss(candidate, chunks):
+                if self.loss_chunks == "auto":
+                    break
+                if training and self.needs_loss_head(joint):
+                    raise CaptureError(
+                        f"loss_chunks={chunks}: expected a linear layer followed by a mean cross-entropy whose logits nobody "
+                        "else reads, found none; return the loss without the logits, or leave loss_chunks out"
+                    )
+            try:
+                found.append((candidate, *self._plan(candidate, reserved, chunks)))
+            except BudgetError as error:
+                refused.append(error)
+            else:
+                if found[-1][-1].plan.all_resident:
+                    break
+        if not found:
+            raise min(refused, key=lambda error: error.minimum_bytes)
+        return min(found, key=lambda each: each[-1].plan.step_time_us)
+
+    def _plan(self, joint: fx.GraphModule, reserved: int, chunks: int) -> tuple[fx.GraphModule, Planned]:
         """The step graph and its plan: for kernels that fuse, one region per phase where everything fits."""
         step = build(joint)
         self.place(step)
         numerics = FUSED if self.kernels == "inductor" else BIT_EQUAL
-        if self.loss_chunks > 1:
-            numerics += f"; the loss head's sums over tokens (loss, weight and bias gradients) in {self.loss_chunks} chunks"
+        if chunks > 1:
+            numerics += f"; the loss head's sums over tokens (loss, weight and bias gradients) in {chunks} chunks"
         budgets, fixed = self.constraints(step, reserved)
         if self.kernels == "inductor":
             whole = build(joint, whole=True)
@@ -156,7 +183,7 @@ class Engine:
             return step, make_plan(step, self.machine, budgets, self.workspaces, fixed, numerics)
         except DoesNotFit as error:
             if self.relax(error):
-                return self._plan(joint, reserved)
+                return self._plan(joint, reserved, chunks)
             raise self._budget_error(error, reserved) from None
 
     def relax(self, error: DoesNotFit) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from mtcompile import capture
+from mtcompile.compile_ahead import compile_ahead, compiled_before
 from mtcompile.passes.memory import output_nbytes, workspace_nbytes
 from mtcompile.passes.step_graph import body_outputs, is_random, placeholders, replay, save_rng, storage_nbytes
 from mtcompile.randomness import around, explicit
@@ -82,7 +83,9 @@ class InductorKernels:
         new = [k for k in kernels if (k.meta["key"], threads) not in self.known]
         console = Console(stderr=True)
         quiet = not console.is_terminal or len(new) < 2
-        for kernel in track(new, "compiling kernels", console=console, transient=True, disable=quiet):
+        for _ in track(compile_ahead(new), "compiling kernels", len(new), console=console, transient=True, disable=quiet):
+            pass
+        for kernel in track(new, "loading kernels", console=console, transient=True, disable=quiet):
             built = _inductor_kernel(kernel, workspaces(kernel))
             if built.why_eager:
                 print(f"mtcompile: kernel {kernel.meta['name']} stays eager: {built.why_eager}", file=sys.stderr)
@@ -90,13 +93,18 @@ class InductorKernels:
         return {str(kernel.meta["name"]): self.known[kernel.meta["key"], threads] for kernel in kernels}
 
 
-def _inductor_kernel(kernel: fx.GraphModule, eager_workspace: int) -> Built:
+def compile_kernel(kernel: fx.GraphModule) -> Call:
+    """By Inductor, from its disk cache where it has been there."""
     random = any(is_random(n) or n.target in (save_rng, replay) for n in kernel.graph.nodes)
+    if random:
+        return around(capture.inductor(explicit(kernel), [torch.get_rng_state(), *_examples(kernel)]))
+    return capture.inductor(kernel, _examples(kernel))
+
+
+def _inductor_kernel(kernel: fx.GraphModule, eager_workspace: int) -> Built:
     try:
-        if random:
-            call = around(capture.inductor(explicit(kernel), [torch.get_rng_state(), *_examples(kernel)]))
-        else:
-            call = capture.inductor(kernel, _examples(kernel))
+        call = compile_kernel(kernel)
+        compiled_before(kernel).touch()
         inputs = _examples(kernel)
         state = torch.get_rng_state()
         with torch.no_grad():

@@ -34,7 +34,7 @@ class ModelEngine(Engine):
     """``memory``, ``host``: bytes; without ``memory``, half of what is free."""
 
     def __init__(
-        self, model: nn.Module, call: Any, memory: int | None, host: int | None, kernels: str, loss_chunks: int
+        self, model: nn.Module, call: Any, memory: int | None, host: int | None, kernels: str, loss_chunks: int | str
     ) -> None:
         free = psutil.virtual_memory().available
         super().__init__(

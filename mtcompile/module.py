@@ -96,11 +96,17 @@ def _attach(model: nn.Module, options: dict[str, Any]) -> None:
 
 @overload
 def compile(
-    model: M, *, memory: Size = ..., host: Size = ..., optimizer: Any = ..., kernels: str = ..., loss_chunks: int = ...
+    model: M, *, memory: Size = ..., host: Size = ..., optimizer: Any = ..., kernels: str = ..., loss_chunks: int | str = ...
 ) -> M: ...
 @overload
 def compile(
-    model: type[M], *, memory: Size = ..., host: Size = ..., optimizer: Any = ..., kernels: str = ..., loss_chunks: int = ...
+    model: type[M],
+    *,
+    memory: Size = ...,
+    host: Size = ...,
+    optimizer: Any = ...,
+    kernels: str = ...,
+    loss_chunks: int | str = ...,
 ) -> type[M]: ...
 @overload
 def compile(
@@ -110,7 +116,7 @@ def compile(
     host: Size = ...,
     optimizer: Any = ...,
     kernels: str = ...,
-    loss_chunks: int = ...,
+    loss_chunks: int | str = ...,
 ) -> Any: ...
 
 
@@ -121,7 +127,7 @@ def compile(
     host: Size = None,
     optimizer: torch.optim.Optimizer | None = None,
     kernels: str = "eager",
-    loss_chunks: int = 1,
+    loss_chunks: int | str = 1,
 ) -> Any:
     """Train ``model`` inside a device-memory budget, with the bits of plain PyTorch.
 
@@ -135,7 +141,8 @@ def compile(
                rounding of them, and the same bits at every budget where the same is recomputed
     loss_chunks  compute a linear layer followed by a mean cross-entropy in that many chunks of tokens, so that whole-batch
                logits never exist; the order of summation over tokens then differs from the plain run's, and the plan's
-               numerics say so. CaptureError where there is no such head, or where somebody else reads its logits
+               numerics say so. CaptureError where there is no such head, or where somebody else reads its logits.
+               ``"auto"``: the plan chooses, and leaves the head whole where that is as fast or where it has none
 
     The first call captures and plans; ``BudgetError`` (with ``.minimum_bytes``) when no plan fits, ``CaptureError``
     when the model cannot be captured. Raises ValueError and TypeError for options that cannot be honoured.

@@ -65,6 +65,11 @@ class Plan:
         decision = self.find("activation", value) or self.find("activation", "*")
         return decision.choice if decision else "host"
 
+    @property
+    def all_resident(self) -> bool:
+        """Nothing moves and nothing is computed again."""
+        return all(d.choice in ("device", "save") for d in self.decisions)
+
     def having(self, decision: Decision) -> Plan:
         """The same plan with one decision made otherwise."""
         others = tuple(d for d in self.decisions if (d.kind, d.subject) != (decision.kind, decision.subject))

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +65,33 @@ def test_inductor_kernels_at_four_budgets(capfd: pytest.CaptureFixture[str]) -> 
         earlier = by_kernels.setdefault(tuple(sorted({k.split("_")[1] for k in runs})), found)
         assert all(torch.equal(a, b) for r, e in zip(found, earlier, strict=True) for a, b in zip(r, e, strict=True))  # type: ignore[arg-type]
     assert "stays eager" not in capfd.readouterr().err
+
+
+_WITH_WORKERS = """
+import torch
+from mtcompile import compile_ahead
+from tests.test_inductor import data, minimum_bytes, run, small
+compile_ahead._cores = lambda: 4  # a machine with cores for it
+model = small()
+found, compiled = run(model, int(minimum_bytes(model, data()) * 1.3), "inductor")
+counted = torch._dynamo.utils.counters["inductor"]
+kernels = {i.kernel for i in compiled.schedule.instructions if i.op == "run"}
+print(len(kernels), counted["fxgraph_cache_hit"], counted["fxgraph_cache_miss"], float(found[-2][0].sum()))
+"""
+
+
+@pytest.mark.slow
+def test_workers_compile_into_the_disk_cache(tmp_path: Path) -> None:
+    """Every kernel is then loaded, none compiled in the process itself; a second start starts no worker."""
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    said = []
+    for _ in range(2):
+        started = subprocess.run([sys.executable, "-c", _WITH_WORKERS], capture_output=True, text=True, check=True, env=env)
+        kernels, loaded, compiled, _ = started.stdout.splitlines()[-1].split()
+        assert int(kernels) == int(loaded) >= 3 and compiled == "0"
+        assert len(list(tmp_path.glob("mtcompile/*"))) == int(kernels)
+        said.append(started.stdout)
+    assert said[0] == said[1]
 
 
 def test_random_operations_are_those_of_the_plain_run() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -133,3 +134,20 @@ def test_in_a_model_with_blocks() -> None:
         for one, other in zip(copied.parameters(), plain.parameters(), strict=True):
             assert one.grad is not None and other.grad is not None
             assert torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_auto_takes_as_few_chunks_as_the_budget_allows() -> None:
+    chosen = []
+    for memory in (None, "96MiB", "36MiB"):
+        torch.compiler.reset()
+        compiled = mtcompile.compile(Head(32768), memory=memory, loss_chunks="auto")
+        compiled(**data(32768, 171)).backward()
+        assert compiled.plan is not None
+        report = compiled.memory_report()
+        assert report["peak_device_bytes"] <= report["planned_peak_device_bytes"] <= report["budget_device_bytes"]
+        found = re.search(r"in (\d+) chunks", compiled.plan.numerics)
+        chosen.append(int(found[1]) if found else 1)
+    assert chosen[0] == 1 < chosen[1] <= chosen[2]
+    reading = mtcompile.compile(Head(logits=True), memory="64MiB", loss_chunks="auto")
+    loss, logits = reading(**data())
+    assert logits.shape == (3, 10, 60) and loss.isfinite()

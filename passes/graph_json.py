@@ -1,0 +1,189 @@
+"""Graphs as JSON text: kernels' bodies and whole step graphs, with the shapes of every value but no tensor's content.
+
+A graph is ``{"format", "nodes", "kernels"}``. A node is ``{"op", "name", "target", "args", "kwargs", "meta"}``; operands and
+torch's enumerations are objects of one key (``{"node": "mm_1"}``, ``{"dtype": "float32"}``), tuples ``{"tuple": [...]}``; a
+value is its dtype, size, strides, offset and the bytes of its storage. ``kernels`` are the graphs that regions call.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import fx
+
+from mtcompile.passes.kernels import kernel_key
+from mtcompile.passes.step_graph import InputSpec, OutputSpec, offload, prefetch, replay, restride, save_rng
+
+FORMAT = "mtcompile-graph-1"
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    f.__name__: f for f in (operator.getitem, save_rng, replay, restride, prefetch, offload)
+}
+_Operator: Any = type(torch.ops.aten.add.Tensor)
+_ENUMERATIONS = {
+    "dtype": torch.dtype,
+    "layout": torch.layout,
+    "memory_format": torch.memory_format,
+}
+_META = ("phase", "block", "role", "tier", "nbytes", "name", "key", "rng_state")
+
+
+class GraphFormatError(ValueError):
+    """Text that is not a graph of this format, or a graph that it has no words for."""
+
+
+def graph_to_json(graph: fx.GraphModule) -> str:
+    """A kernel's body, or a step graph with its kernels. Raises GraphFormatError for what the format has no words for."""
+    return json.dumps(_graph(graph))
+
+
+def graph_from_json(text: str) -> fx.GraphModule:
+    """What ``graph_to_json`` wrote; values are tensors without content (device ``meta``). Raises GraphFormatError."""
+    try:
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise GraphFormatError(f"expected a graph of format {FORMAT!r}")
+        return _module(data)
+    except (KeyError, TypeError, AttributeError, IndexError, json.JSONDecodeError) as error:
+        raise GraphFormatError(f"a field is missing or of the wrong type: {error!r}") from None
+
+
+# --------------------------------------------------------------------------------------------------------------- writing
+
+
+def _graph(module: fx.GraphModule) -> dict[str, Any]:
+    nodes = [
+        {
+            "op": node.op,
+            "name": node.name,
+            "target": _target(node.target) if node.op == "call_function" else str(node.target),
+            "args": _encoded(node.args),
+            "kwargs": {key: _encoded(value) for key, value in node.kwargs.items()},
+            "meta": _meta(node.meta),
+        }
+        for node in module.graph.nodes
+    ]
+    step = {
+        "inputs": [asdict(spec) for spec in module.meta.get("inputs", ())],
+        "outputs": [asdict(spec) for spec in module.meta.get("outputs", ())],
+        "blocks": list(module.meta.get("blocks", ())),
+        "homes": dict(module.meta.get("homes", {})),
+    }
+    kernels = {name: _graph(kernel) for name, kernel in module.named_children() if isinstance(kernel, fx.GraphModule)}
+    return {"format": FORMAT, "name": module.meta.get("name", ""), "nodes": nodes, "kernels": kernels, "step": step}
+
+
+def _target(target: Any) -> str:
+    name = getattr(target, "__name__", "")
+    if _FUNCTIONS.get(name) is target:
+        return str(name)
+    if isinstance(target, _Operator):
+        return str(target)
+    raise GraphFormatError(f"expected an operator of torch.ops or of the step graph, found {target!r}")
+
+
+def _encoded(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, fx.Node):
+        return {"node": value.name}
+    if isinstance(value, (list, tuple)):
+        items = [_encoded(item) for item in value]
+        return items if isinstance(value, list) else {"tuple": items}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if isinstance(value, _Operator):
+        return {"operator": str(value)}
+    for kind, type_ in _ENUMERATIONS.items():
+        if isinstance(value, type_):
+            return {kind: str(value).removeprefix("torch.")}
+    raise GraphFormatError(f"expected an argument of ATen, found {value!r}")
+
+
+def _meta(meta: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: meta[key] for key in _META if key in meta}
+    return {**kept, "val": _value(meta["val"])} if "val" in meta else kept
+
+
+def _value(val: Any) -> Any:
+    if isinstance(val, torch.Tensor):
+        dtype = str(val.dtype).removeprefix("torch.")
+        nbytes = val.untyped_storage().nbytes()
+        return [dtype, list(val.shape), list(val.stride()), int(val.storage_offset()), int(nbytes)]
+    if isinstance(val, (tuple, list)):
+        return {"tuple": [_value(item) for item in val]}
+    return {"scalar": val if isinstance(val, (bool, int, float, type(None))) else None}
+
+
+# --------------------------------------------------------------------------------------------------------------- reading
+
+
+def _module(data: Mapping[str, Any]) -> fx.GraphModule:
+    owner = torch.nn.Module()
+    for name, kernel in data["kernels"].items():
+        owner.add_module(name, _module(kernel))
+    graph = fx.Graph()
+    env: dict[str, fx.Node] = {}
+    for row in data["nodes"]:
+        target = _function(row["target"]) if row["op"] == "call_function" else row["target"]
+        args, kwargs = _decoded(row["args"], env), {key: _decoded(value, env) for key, value in row["kwargs"].items()}
+        node = graph.create_node(row["op"], target, args, kwargs, name=row["name"])
+        node.meta = {key: value for key, value in row["meta"].items() if key != "val"}
+        if "val" in row["meta"]:
+            node.meta["val"] = _tensors(row["meta"]["val"])
+        env[row["name"]] = node
+    module = fx.GraphModule(owner, graph, class_name=data["name"] or "Step")
+    if data["step"]["inputs"]:
+        module.meta.update(
+            inputs=tuple(InputSpec(**row) for row in data["step"]["inputs"]),
+            outputs=tuple(OutputSpec(**row) for row in data["step"]["outputs"]),
+            blocks=tuple(data["step"]["blocks"]),
+            homes=data["step"]["homes"],
+            constants={},
+            kernels={kernel.meta["key"]: kernel for _, kernel in module.named_children()},
+        )
+    else:
+        module.meta.update(name=data["name"], key=kernel_key(graph))
+    return module
+
+
+def _function(name: str) -> Any:
+    return _FUNCTIONS[name] if name in _FUNCTIONS else _operator(name)
+
+
+def _operator(name: str) -> Any:
+    namespace, packet, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+
+def _decoded(value: Any, env: Mapping[str, fx.Node]) -> Any:
+    if isinstance(value, list):
+        return [_decoded(item, env) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tuple":
+        return tuple(_decoded(item, env) for item in content)
+    if kind == "node":
+        return env[content]
+    if kind == "device":
+        return torch.device(content)
+    if kind == "operator":
+        return _operator(content)
+    found = getattr(torch, content)
+    if not isinstance(found, _ENUMERATIONS[kind]):
+        raise GraphFormatError(f"expected a {kind}, found {content!r}")
+    return found
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple(_tensors(item) for item in value["tuple"]) if "tuple" in value else value["scalar"]
+    name, size, stride, offset, nbytes = value
+    dtype = getattr(torch, name)
+    whole = torch.empty(nbytes // dtype.itemsize, dtype=dtype, device="meta")
+    return whole.as_strided(size, stride, offset)
