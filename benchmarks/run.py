@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -109,6 +110,14 @@ def measure(name: str, share: float | None) -> dict[str, Any]:
     }
 
 
+def about() -> dict[str, Any]:
+    """What a result file says of where it was made."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    machine = names[0].split(":")[1].strip() if names else platform.machine()
+    return {"machine": f"{machine}, {os.cpu_count()} cores", "commit": commit}
+
+
 def table(results: list[dict[str, Any]]) -> str:
     lines = ["Time and peak of a forward and backward; ratios are of median step times in the same run.", ""]
     for result in results:
@@ -178,9 +187,7 @@ def main() -> int:
                 results.append({"case": case, "share": share, "error": made.stderr.strip().splitlines()[-1]})
             else:
                 results.append(json.loads(made.stdout.splitlines()[-1]))
-            commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-            about = {"machine": platform.processor() or platform.machine(), "commit": commit, "results": results}
-            args.json.write_text(json.dumps(about, indent=1))
+            args.json.write_text(json.dumps({**about(), "results": results}, indent=1))
             args.json.with_suffix(".md").write_text(table(results))
     print(table(results))
     return 0

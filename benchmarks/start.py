@@ -1,9 +1,9 @@
 """How long the first step takes with compiled kernels, from a cold and from a warm disk cache, and how many kernels a deep
-model needs.
+model needs; beside plain torch.compile.
 
     python -m benchmarks.start --layers 24
 
-Each start is a process of its own, with the same cache directory.
+Each start is a process of its own, with the same cache directory. Imports are not counted, ``compile`` is.
 """
 
 from __future__ import annotations
@@ -15,20 +15,28 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
+from benchmarks.run import about
 
-def first_step(layers: int, share: float) -> dict[str, Any]:
+PEERS = ("mtcompile", "torch.compile")
+
+
+def first_step(peer: str, layers: int, share: float) -> dict[str, Any]:
     import torch
 
-    import mtcompile
+    import mtcompile.module
     from benchmarks.models import Case, make
 
     model, tokens, targets = make(Case("start", layers, 128, 4, 4, 64))
+    started = time.perf_counter()
+    if peer == "torch.compile":
+        torch.compile(model, fullgraph=True)(tokens, targets).backward()
+        return {"first_step_s": time.perf_counter() - started, "threads": torch.get_num_threads()}
     # Below what everything resident needs, so that there is a kernel per distinct region, not one per phase.
     state = sum(p.nbytes for p in model.parameters()) * 4
     compiled = mtcompile.compile(model, memory=int(state * share), kernels="inductor")
-    started = time.perf_counter()
     compiled(tokens, targets).backward()
     seconds = time.perf_counter() - started
     schedule: Any = compiled.schedule
@@ -40,20 +48,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--share", type=float, default=0.5, help="device budget as a share of the training state")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--child", choices=PEERS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(first_step(args.layers, args.share)))
+        print(json.dumps(first_step(args.child, args.layers, args.share)))
         return 0
-    with tempfile.TemporaryDirectory() as cache:
-        rows = []
-        for name in ("cold", "warm", "warm"):
-            command = [sys.executable, "-m", "benchmarks.start", "--child", f"--layers={args.layers}", f"--share={args.share}"]
-            env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
-            made = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-            rows.append(json.loads(made.stdout.splitlines()[-1]))
-            print(name, rows[-1])
-        print(f"first step, cold over warm: {rows[0]['first_step_s'] / min(r['first_step_s'] for r in rows[1:]):.1f}x")
+    rows = []
+    for peer in PEERS:
+        with tempfile.TemporaryDirectory() as cache:
+            starts = []
+            for name in ("cold", "warm", "warm"):
+                command = [sys.executable, "-m", "benchmarks.start", f"--layers={args.layers}", f"--share={args.share}"]
+                env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "MT_CACHE": cache}
+                made = subprocess.run([*command, "--child", peer], capture_output=True, text=True, check=True, env=env)
+                starts.append({"peer": peer, "cache": name, **json.loads(made.stdout.splitlines()[-1])})
+                print(starts[-1])
+            ratio = starts[0]["first_step_s"] / min(row["first_step_s"] for row in starts[1:])
+            print(f"{peer}: first step, cold over warm: {ratio:.1f}x")
+            rows += starts
+    if args.json:
+        args.json.write_text(json.dumps({**about(), "results": rows}, indent=1))
     return 0
 
 

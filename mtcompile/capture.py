@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -335,6 +336,21 @@ def inductor(body: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[.
     copied.output(copied.graph_copy(body.graph, {}))
     with torch.no_grad():
         return standalone_compile(fx.GraphModule(body, copied), list(inputs), dynamic_shapes="from_example_inputs")
+
+
+def probe_inductor() -> threading.Thread:
+    """Import Inductor, and let it find out in a thread which vector instructions run here: that is waiting for other
+    processes, a second or two, while this one goes on tracing."""
+    from torch._inductor import compile_fx, cpu_vec_isa
+
+    def probe() -> None:
+        with contextlib.suppress(Exception):  # the compilation itself meets the error again
+            cpu_vec_isa.pick_vec_isa()
+
+    assert compile_fx is not None  # its imports are those of a compilation: none is left for the thread
+    thread = threading.Thread(target=probe, daemon=True)
+    thread.start()
+    return thread
 
 
 def inductor_cache() -> str:

@@ -3,9 +3,12 @@ steps are alive. ``model.py`` adds a model's home; ``backend.py`` is the torch.c
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import warnings
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +32,12 @@ from mtcompile.passes.planner import (
     DoesNotFit,
     Planned,
     make_plan,
+    may_be_resident,
     relowered,
     resident_plan,
 )
 from mtcompile.passes.step_graph import copy_step, has_random, listing
+from mtcompile.plan_cache import key_of, remember, remembered
 from mtcompile.program import Compiled, Frame, Program, Tangents, describe_compiled, run_forward
 from mtcompile.runtime.arena import arena
 from mtcompile.runtime.cpu import Arenas
@@ -42,6 +47,18 @@ from mtcompile.runtime.verify import verify
 
 KERNELS = ("eager", "inductor")
 _AUTO_CHUNKS = (1, 4, 16, 64)  # what loss_chunks="auto" chooses among
+
+
+@contextlib.contextmanager
+def _collecting_later() -> Iterator[None]:
+    """Tracing and planning make many objects and few cycles: looking for garbage among them costs a tenth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Engine:
@@ -99,7 +116,8 @@ class Engine:
         known = program.compiled.get(key)
         if known is None or (isinstance(known, Compiled) and known.home_version != self.home.version):
             try:
-                known = self._compile(program, tangents, reserved)
+                with _collecting_later():
+                    known = self._compile(program, tangents, reserved)
             except BudgetError as error:
                 if not reserved:
                     raise
@@ -121,12 +139,15 @@ class Engine:
         return None if self.memory is None else self.memory - reserved
 
     def _compile(self, program: Program, tangents: Tangents, reserved: int) -> Compiled:
+        probing = capture.probe_inductor() if self.kernels == "inductor" else None
         joint = capture.joint_graph(program.description, tangents)
         try:
             joint = normalize(joint)
         except NotImplementedError as error:
             raise CaptureError(f"the model uses {error}; expected ATen operations only") from None
         joint, step, planned = self._loss_head(joint, reserved, bool(tangents))
+        if probing is not None:
+            probing.join()
         planned, kernels = self._kernels(planned)
         same_computation(joint, planned.step)
         check_schedule(planned.step, planned.schedule)
@@ -172,7 +193,7 @@ class Engine:
         if chunks > 1:
             numerics += f"; the loss head's sums over tokens (loss, weight and bias gradients) in {chunks} chunks"
         budgets, fixed = self.constraints(step, reserved)
-        if self.kernels == "inductor":
+        if self.kernels == "inductor" and may_be_resident(step, budgets):
             whole = build(joint, whole=True)
             whole.meta["homes"] = step.meta["homes"]
             self.place(whole)
@@ -180,7 +201,12 @@ class Engine:
             if resident is not None:
                 return whole, resident
         try:
-            return step, make_plan(step, self.machine, budgets, self.workspaces, fixed, numerics)
+            key = key_of(step, self.machine, budgets, fixed, numerics)
+            known = remembered(key)
+            planned = make_plan(step, self.machine, budgets, self.workspaces, fixed, numerics, known)
+            if known is None or planned.plan.decisions != known.decisions:
+                remember(key, planned.plan)
+            return step, planned
         except DoesNotFit as error:
             if self.relax(error):
                 return self._plan(joint, reserved, chunks)

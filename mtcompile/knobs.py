@@ -23,3 +23,11 @@ def debug() -> int:
 def dump() -> str:
     """MT_DUMP=dir: write the plan, schedule and step graphs of each program there."""
     return os.environ.get("MT_DUMP", "")
+
+
+def cache() -> str:
+    """MT_CACHE=dir: where plans are remembered between runs (default mtcompile in the user's cache folder; 0: nowhere)."""
+    folder = os.environ.get("MT_CACHE", "")
+    if folder == "0":
+        return ""
+    return folder or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "mtcompile")

@@ -71,14 +71,18 @@ def make_plan(
     workspace: Workspace = workspace_nbytes,
     fixed_params: Mapping[str, str] | None = None,
     numerics: str = BIT_EQUAL,
+    known: Plan | None = None,
 ) -> Planned:
     """The plan for ``step``, with its rewritten graph and schedule (deps derived, not yet proven).
 
-    ``fixed_params``: home tier per block where earlier programs of the same model have decided it. Raises DoesNotFit.
+    ``fixed_params``: home tier per block where earlier programs of the same model have decided it. ``known``: the plan
+    found for all of this before; taken without a search if it still fits. Raises DoesNotFit.
     """
     sizes = _param_nbytes(step)
     base = _base(step, machine, budgets, fixed_params, numerics)
     evaluate = _evaluator(step, machine, budgets, workspace)
+    if known is not None and _fits(again := evaluate(known), budgets):
+        return _finished(again, sizes, budgets, known.minimum_device_bytes)
     open_params = sizes if fixed_params is None else {}
     ways = paths(step, base, machine, open_params, budgets.host_activations)
     full = evaluate(everything(step, base, open_params))
@@ -108,6 +112,11 @@ def resident_plan(
         return None
     full = _evaluator(step, machine, budgets, workspace)(plan)
     return _finished(full, sizes, budgets, full.schedule.peak_nbytes["device"]) if _fits(full, budgets) else None
+
+
+def may_be_resident(step: fx.GraphModule, budgets: Budgets) -> bool:
+    """Whether the training state alone fits on the device."""
+    return budgets.device is None or sum(_param_nbytes(step).values()) * (2 + budgets.state_copies) <= budgets.device
 
 
 def relowered(planned: Planned, machine: Machine, workspace: Workspace) -> Planned:
