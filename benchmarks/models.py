@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One model and batch. ``vocabulary``: rows of the embedding."""
+    """One model and batch. ``vocabulary``: rows of the embedding. ``shares``: budgets as shares of the plain peak beside the
+    gradients, which every backward returns; None is no budget."""
 
     name: str
     layers: int
@@ -21,12 +22,14 @@ class Case:
     batch: int
     seq: int
     vocabulary: int = 1024
+    shares: tuple[float | None, ...] = (None, 0.5, 0.25)
 
 
 CPU = (
-    Case("gpt-11m", layers=6, width=384, heads=6, batch=16, seq=128),
+    Case("gpt-11m", layers=6, width=384, heads=6, batch=8, seq=128),
     Case("deep-narrow", layers=24, width=128, heads=4, batch=8, seq=128),
-    Case("short-wide", layers=2, width=768, heads=12, batch=12, seq=128),
+    # Two blocks: one alone holds more than half of what both do, so nobody fits into less.
+    Case("short-wide", layers=2, width=768, heads=12, batch=12, seq=128, shares=(None, 0.75)),
 )
 
 

@@ -58,7 +58,7 @@ def mtcompiled(kernels: str, offload: bool = True) -> Callable[[Gpt, int | None]
     return make
 
 
-SHARES = (0.5, 0.25, 0.0)
+SHARES = (0.5, 0.25)
 PEERS: dict[str, Callable[[Gpt, int | None], Call]] = {
     "plain": plain,
     "checkpoint": checkpointed,

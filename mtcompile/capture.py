@@ -218,16 +218,7 @@ def joint_graph(description: Description, tangents: tuple[bool, ...] | None) -> 
     ``tangents[i]``: whether computed output i receives a gradient; others are detached, so that no backward is traced
     for them. None: inference, the forward only. Raises CaptureError.
     """
-    graph = fx.GraphModule(description.graph, _with_detached(description.graph.graph, tangents))
-    fakes = tuple(_fake(node) for node in description.graph.graph.find_nodes(op="placeholder"))
-    fake_mode = next((f.fake_mode for f in fakes if hasattr(f, "fake_mode")), None) or torch._guards.detect_fake_mode()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(tracing(TracingContext(fake_mode)))
-        stack.enter_context(torch.set_grad_enabled(tangents is not None))
-        stack.enter_context(_rng_preserved())
-        for device, enabled, dtype in description.autocast:  # a retrace happens in a backward, outside the user's autocast
-            if enabled != torch.is_autocast_enabled(device) or enabled:
-                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+    with _tracing(description, tangents) as (stack, graph, fakes):
         try:
             joint = aot_export_joint_with_descriptors(stack, graph, fakes, ignore_shape_env=True).graph_module
         except CaptureError:
@@ -238,6 +229,40 @@ def joint_graph(description: Description, tangents: tuple[bool, ...] | None) -> 
                 + next(iter(str(error).splitlines()), "")
             ) from error
     return _annotate(joint, description)
+
+
+def joint_key(description: Description, tangents: tuple[bool, ...] | None) -> str | None:
+    """Text that is equal for two programs only if ``joint_graph`` makes the same of both: torch's own key of what it would
+    trace, which knows the settings that tracing depends on. None where torch can promise no such key."""
+    modules = [str(list((n.meta.get("nn_module_stack") or {}).values())) for n in description.graph.graph.nodes]
+    try:
+        from torch._functorch._aot_autograd.autograd_cache import autograd_cache_key
+        from torch._functorch._aot_autograd.schemas import AOTConfig
+
+        with _tracing(description, tangents) as (_, graph, fakes):
+            settings = AOTConfig(None, None, None, None, 0, 0, False, is_export=True, ignore_shape_env=True)
+            traced = autograd_cache_key(graph, fakes, settings)[0]
+    except Exception:  # an operation, setting or torch version that it does not know to be safe
+        return None
+    return repr((traced, description.inputs, description.computed, tangents, modules, torch.get_default_dtype()))
+
+
+@contextlib.contextmanager
+def _tracing(
+    description: Description, tangents: tuple[bool, ...] | None
+) -> Iterator[tuple[contextlib.ExitStack, fx.GraphModule, tuple[torch.Tensor, ...]]]:
+    """What is traced, its inputs, and the settings it is traced under."""
+    graph = fx.GraphModule(description.graph, _with_detached(description.graph.graph, tangents))
+    fakes = tuple(_fake(node) for node in description.graph.graph.find_nodes(op="placeholder"))
+    fake_mode = next((f.fake_mode for f in fakes if hasattr(f, "fake_mode")), None) or torch._guards.detect_fake_mode()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tracing(TracingContext(fake_mode)))
+        stack.enter_context(torch.set_grad_enabled(tangents is not None))
+        stack.enter_context(_rng_preserved())
+        for device, enabled, dtype in description.autocast:  # a retrace happens in a backward, outside the user's autocast
+            if enabled != torch.is_autocast_enabled(device) or enabled:
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+        yield stack, graph, fakes
 
 
 def _with_detached(graph: fx.Graph, tangents: tuple[bool, ...] | None) -> fx.Graph:

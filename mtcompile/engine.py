@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile import capture, knobs
+from mtcompile import cache, capture, knobs
 from mtcompile.errors import BudgetError, CaptureError
 from mtcompile.home import Home
 from mtcompile.kernels import InductorKernels, Workspaces, eager_kernel
@@ -37,7 +37,6 @@ from mtcompile.passes.planner import (
     resident_plan,
 )
 from mtcompile.passes.step_graph import copy_step, has_random, listing
-from mtcompile.plan_cache import key_of, remember, remembered
 from mtcompile.program import Compiled, Frame, Program, Tangents, describe_compiled, run_forward
 from mtcompile.runtime.arena import arena
 from mtcompile.runtime.cpu import Arenas
@@ -140,11 +139,7 @@ class Engine:
 
     def _compile(self, program: Program, tangents: Tangents, reserved: int) -> Compiled:
         probing = capture.probe_inductor() if self.kernels == "inductor" else None
-        joint = capture.joint_graph(program.description, tangents)
-        try:
-            joint = normalize(joint)
-        except NotImplementedError as error:
-            raise CaptureError(f"the model uses {error}; expected ATen operations only") from None
+        joint = self._joint(program.description, tangents)
         joint, step, planned = self._loss_head(joint, reserved, bool(tangents))
         if probing is not None:
             probing.join()
@@ -156,6 +151,18 @@ class Engine:
         compiled = describe_compiled(self, tangents, planned.plan, planned.step, planned.schedule, kernels)
         self._show(step, planned)
         return compiled
+
+    def _joint(self, description: capture.Description, tangents: Tangents) -> fx.GraphModule:
+        """The normalized joint graph; from an earlier run where Inductor, whose parts make the key, is there anyway."""
+        key = capture.joint_key(description, tangents) if self.kernels == "inductor" else None
+        joint = cache.read_joint(key)
+        if joint is None:
+            try:
+                joint = normalize(capture.joint_graph(description, tangents))
+            except NotImplementedError as error:
+                raise CaptureError(f"the model uses {error}; expected ATen operations only") from None
+            cache.write_joint(key, joint)
+        return joint
 
     def _loss_head(
         self, joint: fx.GraphModule, reserved: int, training: bool
@@ -201,11 +208,11 @@ class Engine:
             if resident is not None:
                 return whole, resident
         try:
-            key = key_of(step, self.machine, budgets, fixed, numerics)
-            known = remembered(key)
+            key = cache.plan_key(step, self.machine, budgets, fixed, numerics)
+            known = cache.read_plan(key)
             planned = make_plan(step, self.machine, budgets, self.workspaces, fixed, numerics, known)
             if known is None or planned.plan.decisions != known.decisions:
-                remember(key, planned.plan)
+                cache.write_plan(key, planned.plan)
             return step, planned
         except DoesNotFit as error:
             if self.relax(error):

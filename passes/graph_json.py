@@ -1,4 +1,4 @@
-"""Graphs as JSON text: kernels' bodies and whole step graphs, with the shapes of every value but no tensor's content.
+"""Joint graphs, kernels' bodies and whole step graphs as JSON text, with the shapes of every value but no tensor's content.
 
 A graph is ``{"format", "nodes", "kernels"}``. A node is ``{"op", "name", "target", "args", "kwargs", "meta"}``; operands and
 torch's enumerations are objects of one key (``{"node": "mm_1"}``, ``{"dtype": "float32"}``), tuples ``{"tuple": [...]}``; a
@@ -29,7 +29,7 @@ _ENUMERATIONS = {
     "layout": torch.layout,
     "memory_format": torch.memory_format,
 }
-_META = ("phase", "block", "role", "tier", "nbytes", "name", "key", "rng_state")
+_META = ("phase", "block", "role", "tier", "nbytes", "name", "key", "rng_state", "seq_nr", "module_path")
 
 
 class GraphFormatError(ValueError):
@@ -37,7 +37,7 @@ class GraphFormatError(ValueError):
 
 
 def graph_to_json(graph: fx.GraphModule) -> str:
-    """A kernel's body, or a step graph with its kernels. Raises GraphFormatError for what the format has no words for."""
+    """Of a joint graph, a kernel's body, or a step graph with its kernels. GraphFormatError where the format has no words."""
     return json.dumps(_graph(graph))
 
 

@@ -75,20 +75,24 @@ class CpuMemory:
         if buffer.kind == "pooled":
             self.live -= buffer.nbytes
         if self.check and tensor.numel():
-            if buffer.kind == "pooled":
-                storage = tensor.untyped_storage()
-                ctypes.memset(storage.data_ptr(), _POISON, storage.nbytes())
-            else:
-                ctypes.memset(tensor.data_ptr(), _POISON, span_nbytes(tensor))
+            self._poison(tensor, _POISON)
+
+    def _poison(self, tensor: torch.Tensor, value: int) -> None:
+        ctypes.memset(tensor.data_ptr(), value, span_nbytes(tensor))
 
     def copy(self, reads: Sequence[str], writes: Sequence[str]) -> None:
-        for read, write in zip(reads, writes, strict=True):
-            source, target = self.tensors[read], self.tensors[write]
+        for target, source in self._pairs(reads, writes):
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), span_nbytes(source))
+
+    def _pairs(self, reads: Sequence[str], writes: Sequence[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(target, source) of a copy. Raises RuntimeError where their bytes would not mean the same."""
+        pairs = [(self.tensors[write], self.tensors[read]) for read, write in zip(reads, writes, strict=True)]
+        for name, (target, source) in zip(writes, pairs, strict=True):
             if not self.trusted and (source.stride() != target.stride() or source.dtype != target.dtype):
                 raise RuntimeError(
-                    f"copy {read} -> {write}: expected equal strides and dtype, found {source.stride()} {target.stride()}"
+                    f"copy to {name}: expected equal strides and dtype, found {layout_of(source)} and {layout_of(target)}"
                 )
-            ctypes.memmove(target.data_ptr(), source.data_ptr(), span_nbytes(source))
+        return pairs
 
     def run(self, kernel: Callable[..., Any], reads: Sequence[str], writes: Sequence[str], workspace: int) -> None:
         self._reserve(workspace, "workspace")

@@ -14,12 +14,30 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mtcompile.runtime.schedule import Instruction, Phase, Queue, Schedule
 from mtcompile.runtime.trace import Record
+
+
+class Fence(Protocol):
+    """The order of a phase on a device that runs behind the threads that give it work: there a queue's progress is what
+    has been issued, and these make the device keep to it."""
+
+    def begin(self, queues: Iterable[Queue]) -> None: ...
+
+    def on(self, queue: Queue) -> AbstractContextManager[Any]:
+        """Entered by the thread that issues ``queue``, for the length of the phase."""
+
+    def wait(self, queue: Queue, index: int) -> None:
+        """What is issued to ``queue`` from now on starts after instruction ``index``, which has been signalled."""
+
+    def signal(self, queue: Queue, index: int) -> None: ...
+
+    def end(self, queues: Iterable[Queue], failed: bool) -> None: ...
 
 
 class Memory(Protocol):
@@ -107,53 +125,67 @@ def execute(
     memory: Memory,
     kernels: Mapping[str, Callable[..., Any]],
     delays: Delays | None = None,
+    fence: Fence | None = None,
 ) -> list[Record]:
-    """Run one phase; returns when every queue is drained. Raises what the failing instruction raised."""
+    """Run one phase; returns when every queue is drained (with a ``fence``: issued, and drained into the compute queue).
+    Raises what the failing instruction raised."""
     progress = _Progress()
     records: list[Record] = []
     start = time.perf_counter_ns()
 
     def drain(queue: Queue) -> None:
+        try:
+            with fence.on(queue) if fence is not None else nullcontext():
+                issue(queue)
+        except BaseException as error:  # an interrupt too must stop the other queues before it goes on
+            progress.fail(error)
+
+    def issue(queue: Queue) -> None:
         sleep = random.Random(f"{delays.seed}/{queue}/{prepared.phase}") if delays else None
         clock = time.perf_counter_ns
         alloc, free, copy, run = memory.alloc, memory.free, memory.copy, memory.run
-        try:
-            for item in prepared.lanes[queue]:
-                for other, dep in item.waits:
-                    progress.wait(other, dep)
-                if progress.failure is not None:
-                    return
-                if sleep is not None and delays is not None:
-                    time.sleep(sleep.random() * delays.longest_us / 1e6)
-                instruction = item.instruction
-                op = instruction.op
-                if op == "alloc":
-                    alloc(instruction.writes[0])
-                elif op == "free":
-                    free(instruction.writes[0])
+        for item in prepared.lanes[queue]:
+            for other, dep in item.waits:
+                progress.wait(other, dep)
+                if fence is not None:
+                    fence.wait(queue, dep)
+            if progress.failure is not None:
+                return
+            if sleep is not None and delays is not None:
+                time.sleep(sleep.random() * delays.longest_us / 1e6)
+            instruction = item.instruction
+            op = instruction.op
+            if op == "alloc":
+                alloc(instruction.writes[0])
+            elif op == "free":
+                free(instruction.writes[0])
+            else:
+                began = clock()
+                if op == "copy":
+                    copy(instruction.reads, instruction.writes)
                 else:
-                    began = clock()
-                    if op == "copy":
-                        copy(instruction.reads, instruction.writes)
-                    else:
-                        run(kernels[instruction.kernel], instruction.reads, instruction.writes, instruction.workspace)
-                    records.append(Record(item.index, queue, (began - start) / 1e3, (clock() - start) / 1e3))
-                if item.signals:
-                    progress.complete(queue, item.index)
-        except BaseException as error:  # an interrupt too must stop the other queues before it goes on
-            progress.fail(error)
+                    run(kernels[instruction.kernel], instruction.reads, instruction.writes, instruction.workspace)
+                records.append(Record(item.index, queue, (began - start) / 1e3, (clock() - start) / 1e3))
+            if item.signals:
+                if fence is not None:
+                    fence.signal(queue, item.index)
+                progress.complete(queue, item.index)
 
     threads = [
         threading.Thread(target=drain, args=(queue,), name=f"mtcompile-{queue}", daemon=True)
         for queue in prepared.lanes
         if queue != "compute"
     ]
+    if fence is not None:
+        fence.begin(prepared.lanes)
     for thread in threads:
         thread.start()
     if "compute" in prepared.lanes:
         drain("compute")
     for thread in threads:
         thread.join()
+    if fence is not None:
+        fence.end(prepared.lanes, failed=progress.failure is not None)
     if progress.failure is not None:
         raise progress.failure
     if threads:

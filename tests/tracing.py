@@ -67,26 +67,34 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def run(
-    step: Any, schedule: Any, inputs: list[torch.Tensor], seed: int, delays: Delays | None
-) -> tuple[list[torch.Tensor], int]:
-    """Both phases on the emulated device, poisoned; the results as by interpretation, and the measured peak."""
-    nodes = {node.name: node for node in step.graph.nodes}
-    layouts = {name: layout_of(nodes[name].meta["val"]) for name in schedule.buffers}
-    arenas = Arenas(arena(schedule.arena_nbytes["device"]), arena(schedule.arena_nbytes["host"]))
-    memory = CpuMemory(schedule, layouts, arenas, check=True)
+def bind(memory: CpuMemory, step: Any, inputs: list[torch.Tensor]) -> dict[str, Any]:
+    """Give a step its inputs and the homes of its results; the kernels it calls."""
+    constants = step.meta["constants"]
     for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
-        constants = step.meta["constants"]
         tangent = torch.ones(tuple(node.meta["val"].shape))
         memory.bind(
             node.name,
             tangent if spec.role == "tangent" else constants[spec.name] if spec.role == "constant" else inputs[spec.index],
         )
     for node in step_outputs(step):
-        if schedule.buffers[node.name].kind == "home":
-            layout = layouts[node.name]
+        if memory.schedule.buffers[node.name].kind == "home":
+            layout = memory.layouts[node.name]
             memory.bind(node.name, torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype))
-    kernels = {name: module.forward for name, module in step.named_children()}
+    return {name: module.forward for name, module in step.named_children()}
+
+
+def layouts_and_arenas(step: Any, schedule: Any) -> tuple[dict[str, Any], Arenas]:
+    nodes = {node.name: node for node in step.graph.nodes}
+    layouts = {name: layout_of(nodes[name].meta["val"]) for name in schedule.buffers}
+    return layouts, Arenas(arena(schedule.arena_nbytes["device"]), arena(schedule.arena_nbytes["host"]))
+
+
+def run(
+    step: Any, schedule: Any, inputs: list[torch.Tensor], seed: int, delays: Delays | None
+) -> tuple[list[torch.Tensor], int]:
+    """Both phases on the emulated device, poisoned; the results as by interpretation, and the measured peak."""
+    memory = CpuMemory(schedule, *layouts_and_arenas(step, schedule), check=True)
+    kernels = bind(memory, step, inputs)
     torch.manual_seed(seed)
     measured = []
     for phase in ("forward", "backward"):

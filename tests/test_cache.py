@@ -55,7 +55,7 @@ def test_the_second_run_does_not_search(searches: list[int], monkeypatch: pytest
     found, second = run(model, memory)
     assert len(searches) == 1 and len(proofs) == 2
     assert same(expected, found) and second.plan == first.plan and rows(second) == rows(first)
-    other, third = run(model, memory + 4096)  # another budget is another question
+    other, _ = run(model, memory + 4096)  # another budget is another question
     assert len(searches) == 2 and same(expected, other)
 
     _, resident = run(model, 2**30)

@@ -1,0 +1,96 @@
+"""What is remembered between runs, on disk: joint graphs, so that nothing is traced, and plans, so that nothing is searched.
+
+What comes from here is text, never code. A plan is decisions: it is rewritten, lowered, measured against the budgets and
+proven as a new one is, and dropped where it no longer fits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from mtcompile import knobs, passes
+from mtcompile.passes.graph_json import GraphFormatError, graph_from_json, graph_to_json
+from mtcompile.passes.plan import Plan, plan_from_json
+from mtcompile.passes.step_graph import listing
+
+
+def read_joint(key: str | None) -> fx.GraphModule | None:
+    """A normalized joint graph; ``key`` is capture.joint_key's."""
+    text = _read("joints", key and _digest(key))
+    try:
+        return graph_from_json(text) if text else None
+    except GraphFormatError:
+        return None
+
+
+def write_joint(key: str | None, joint: fx.GraphModule) -> None:
+    if key is None or joint.meta["constants"]:  # a tensor's content is not written
+        return
+    with contextlib.suppress(GraphFormatError):
+        _write("joints", _digest(key), graph_to_json(joint))
+
+
+def plan_key(step: fx.GraphModule, *constraints: Any) -> str:
+    """By the step graph with its kernels' bodies, and what the plan must keep to."""
+    kernels = sorted(step.meta["kernels"])
+    return _digest("\n".join([listing(step), *kernels, *map(repr, [step.meta["homes"], *constraints])]))
+
+
+def read_plan(key: str) -> Plan | None:
+    text = _read("plans", key)
+    try:
+        return plan_from_json(text) if text else None
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def write_plan(key: str, plan: Plan) -> None:
+    _write("plans", key, plan.to_json())
+
+
+def _digest(text: str) -> str:
+    """With what else it depends on: threads, torch, and these sources, so that another version starts anew."""
+    about = f"{torch.__version__} {torch.get_num_threads()} {_sources()}"
+    return hashlib.sha256(f"{about}\n{text}".encode()).hexdigest()
+
+
+def _path(kind: str, key: str) -> Path | None:
+    folder = knobs.cache()
+    return Path(folder, kind, f"{key}.json") if folder else None
+
+
+def _read(kind: str, key: str | None) -> str | None:
+    path = _path(kind, key) if key else None
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return path.read_text() if path else None
+    return None
+
+
+def _write(kind: str, key: str, text: str) -> None:
+    """Whole or not at all; a disk that refuses costs the next run its time."""
+    path = _path(kind, key)
+    if path is None:
+        return
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False) as file:
+            file.write(text)
+        os.replace(file.name, path)
+
+
+@cache
+def _sources() -> str:
+    digest = hashlib.sha256()
+    for file in (__file__, passes.__file__):
+        for path in sorted(Path(str(file)).parent.glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
