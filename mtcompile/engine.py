@@ -74,7 +74,7 @@ class Engine:
             raise ValueError(f'expected loss_chunks to be a whole number of 1 or more, or "auto", found {loss_chunks!r}')
         self.loss_chunks = loss_chunks
         self.memory, self.host, self.knobs, self.kernels = memory, host, knobs, kernels
-        self.machine = Machine()
+        self.machine = Machine(fuses=kernels == "inductor")
         self.home = Home()
         self.workspaces = Workspaces()
         self.inductor = InductorKernels()

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
+import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from mtcompile.passes.step_graph import is_view, iter_tensors, replay, span_nbytes
 
+aten = torch.ops.aten
+# Beside pointwise operations, what is compiled together with its neighbours.
+_REDUCTIONS = {
+    aten.native_layer_norm.default,
+    aten.native_layer_norm_backward.default,
+    aten._softmax.default,
+    aten._softmax_backward_data.default,
+    aten._log_softmax.default,
+    aten._log_softmax_backward_data.default,
+    aten.sum.dim_IntList,
+    aten.mean.dim,
+}
+_FUSED = 3  # of the bytes that fusible operations move one by one, the share that is left: one in so many (an estimate)
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
     """Speeds of one machine: GB/s per direction and queue, dense FLOP/s, and the microseconds one operation costs to
-    issue. The defaults are of the emulated device on a small CPU."""
+    issue. ``fuses``: its kernels are compiled. The defaults are of the emulated device on a small CPU."""
 
     name: str = "emulated"
     flops: float = 5e10
@@ -22,6 +37,7 @@ class Machine:
     h2d_gbps: float = 5.0
     d2h_gbps: float = 5.0
     issue_us: float = 5.0
+    fuses: bool = False
 
     def copy_us(self, nbytes: int, queue: str) -> float:
         return nbytes / (self.d2h_gbps if queue == "d2h" else self.h2d_gbps) / 1e3
@@ -32,12 +48,19 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
+    """``fusible_nbytes``, ``fusible``: how much of the bytes and operations is of operations that a compiler joins."""
+
     flops: int
     nbytes: int
     operations: int
+    fusible_nbytes: int = 0
+    fusible: int = 0
 
     def time_us(self, machine: Machine) -> float:
-        return machine.run_us(self.flops, self.nbytes, self.operations)
+        if not machine.fuses:
+            return machine.run_us(self.flops, self.nbytes, self.operations)
+        left = self.nbytes - self.fusible_nbytes + self.fusible_nbytes // _FUSED
+        return machine.run_us(self.flops, left, self.operations - self.fusible)
 
 
 def kernel_cost(kernel: fx.GraphModule) -> Cost:
@@ -51,7 +74,7 @@ def kernel_cost(kernel: fx.GraphModule) -> Cost:
 def body_cost(body: fx.Graph) -> Cost:
     """FLOPs, bytes read and written, and number of operations of a body run operation by operation."""
     costs = [node_cost(node) for node in body.nodes if node.op == "call_function" and not is_view(node)]
-    return Cost(sum(c.flops for c in costs), sum(c.nbytes for c in costs), sum(c.operations for c in costs))
+    return Cost(*(sum(parts) for parts in zip(*map(astuple, costs), strict=True))) if costs else Cost(0, 0, 0)
 
 
 def node_cost(node: fx.Node) -> Cost:
@@ -60,7 +83,8 @@ def node_cost(node: fx.Node) -> Cost:
         return Cost(0, 0, 0)
     nbytes = sum(span_nbytes(v) for v in iter_tensors(node))
     nbytes += sum(span_nbytes(v) for operand in node.all_input_nodes for v in iter_tensors(operand))
-    return Cost(node_flops(node), nbytes, 1)
+    fusible = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _REDUCTIONS
+    return Cost(node_flops(node), nbytes, 1, nbytes * fusible, int(fusible))
 
 
 def node_flops(node: fx.Node) -> int:

@@ -18,6 +18,7 @@ from mtcompile.passes.step_graph import is_random, is_view, iter_tensors, span_n
 
 _MAX_PIECES = 16  # of a forward graph without layers; more gives smaller regions than their copies are worth
 _MIN_PIECE_NODES = 6
+_FEWEST_PIECES = 6
 
 
 def assign(graph: fx.Graph) -> tuple[Mapping[fx.Node, tuple[str, int]], tuple[str, ...]]:
@@ -98,6 +99,10 @@ def _segments(nodes: list[fx.Node]) -> list[tuple[str, list[fx.Node]]]:
     layers = [_weight(run) for label, run in runs if label]
     if layers:
         runs = _merge_small(runs, statistics.median(layers) / 4)
+        parts = -(-_FEWEST_PIECES // len(layers))
+        if parts > 1:  # so few layers that one alone holds much of what the step holds
+            target = int(statistics.median(layers) / parts)
+            runs = [piece for label, run in runs for piece in (_cut_narrow(label, run, target) if label else [(label, run)])]
         limit = 4 * max(layers)
     else:
         limit = max(1, sum(_weight(run) for _, run in runs) // _MAX_PIECES)
