@@ -50,6 +50,8 @@ def paths(
     """Candidate plans in paths; the first path starts at the floor. ``base``: what is decided already.
     ``param_nbytes``: bytes of the home blocks whose tier is still open. ``host``: whether activations may go home."""
     blocks = _blocks(step, machine)
+    lighter = [b for b in blocks if b.variants[0].kept]  # than recomputing all of it
+    base = _with(base, [_variant(b.name, b.saved, b.variants[0], "weighs less than what replaying needs") for b in lighter])
     params = _param_upgrades(param_nbytes, machine)
     keep = [u for b in blocks for u in _crossing_upgrades(b, machine)]
     vary = [u for b in blocks for u in _variant_upgrades(b)]

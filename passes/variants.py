@@ -29,7 +29,7 @@ class Variant:
 
 
 def variants(step: fx.GraphModule, region: fx.Node, machine: Machine) -> tuple[Variant, ...]:
-    """From recompute-all to save-all, each keeping more than the one before and costing less time per byte it frees.
+    """From the fewest bytes to those that cost no time, each with more bytes and less time than the one before.
 
     From save-all downwards, the value that costs least time per byte is dropped next; of these points the lower convex
     hull over (bytes, time) is what a planner needs.
@@ -98,10 +98,11 @@ def _made_again(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.Node]:
 
 
 def _lower_hull(points: list[Variant]) -> list[Variant]:
-    """Of points by rising bytes, those on the lower convex hull of time over bytes, both ends included."""
+    """The lower convex hull of time over bytes, from the fewest bytes on. That is not always recompute-all: replaying a
+    random operation may keep a generator's state that weighs more than its result."""
     hull: list[Variant] = []
-    for point in points:
-        if hull and point.nbytes <= hull[-1].nbytes and len(hull) > 1:  # states weighed more than what was dropped
+    for point in sorted(points, key=lambda v: (v.nbytes, v.time_us, len(v.kept))):
+        if hull and point.time_us >= hull[-1].time_us:
             continue
         while len(hull) >= 2 and _slope(hull[-2], point) <= _slope(hull[-2], hull[-1]):
             hull.pop()

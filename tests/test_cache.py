@@ -1,4 +1,4 @@
-"""Plans remembered between runs: the search is left out, the proof is not, and what no longer fits is planned anew."""
+"""What is remembered between runs: the search and the tracing are left out, the proof is not; what differs starts anew."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import mtcompile
-from mtcompile import engine
+from mtcompile import capture, engine
 from mtcompile.passes import planner
 from tests.test_backend import Gpt, tokens
 from tests.training import adamw, minimum_bytes, same, train
@@ -66,3 +67,57 @@ def test_the_second_run_does_not_search(searches: list[int], monkeypatch: pytest
     for file in tmp_path.glob("plans/*.json"):
         file.write_text("{")
     assert same(expected, run(model, memory)[0]) and len(searches) == 4
+
+
+class Scaled(torch.nn.Module):
+    """Its graph depends on an attribute, its parts on the names of its modules."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.dropout(layer(x).relu() * self.scale, 0.5)
+        return x.square().mean()
+
+
+@pytest.mark.slow
+def test_what_is_remembered_is_not_traced_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MT_CACHE", str(tmp_path))
+    traced: list[int] = []
+    trace = capture.joint_graph
+    monkeypatch.setattr(capture, "joint_graph", lambda *args: (traced.append(1), trace(*args))[1])
+
+    def loss_of(scale: float, x: torch.Tensor, autocast: bool = False) -> tuple[torch.Tensor, ...]:
+        torch.compiler.reset()
+        model = mtcompile.compile(Scaled(scale), memory="1MiB", kernels="inductor")
+        plain = Scaled(scale)
+        results = []
+        for one in (model, plain):
+            torch.manual_seed(1)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                loss = one(x)
+            loss.backward()
+            results.append(loss.detach())
+        assert torch.allclose(*results, rtol=1e-2 if autocast else 1e-5)
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(one.grad, other.grad, rtol=2e-2 if autocast else 1e-5, atol=1e-3 if autocast else 1e-7)  # type: ignore[arg-type]
+        return (results[0], *(p.grad for p in model.parameters()))  # type: ignore[return-value]
+
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    first = loss_of(2.0, x)
+    assert len(traced) == 1
+    again = loss_of(2.0, x)
+    assert len(traced) == 1
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    loss_of(3.0, x)
+    assert len(traced) == 2
+    loss_of(2.0, x[:3])
+    assert len(traced) == 3
+    loss_of(2.0, x, autocast=True)
+    assert len(traced) == 4
+    loss_of(2.0, x.clone().requires_grad_())
+    assert len(traced) == 5

@@ -3,6 +3,8 @@ gives the same bits."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from mtcompile.passes.cost import Machine
 from mtcompile.passes.planner import Budgets, DoesNotFit, make_plan
 from mtcompile.passes.recompute import saved_values
 from mtcompile.passes.step_graph import regions
-from mtcompile.passes.variants import variants
+from mtcompile.passes.variants import save_all, variants
 from mtcompile.runtime.executor import Delays
 from mtcompile.runtime.verify import verify
 from tests.test_train import CASES, make
@@ -56,10 +58,9 @@ def test_variants_trade_bytes_for_time() -> None:
         if region.meta["phase"] != "forward" or not saved_values(region):
             continue
         found = variants(traced.step, region, Machine())
-        assert found[0].kept == () and found[-1].time_us == 0.0
-        assert len(found[-1].kept) == len(saved_values(region))
-        assert [v.nbytes for v in found] == sorted(v.nbytes for v in found)
-        assert [v.time_us for v in found] == sorted((v.time_us for v in found), reverse=True)
+        assert found[-1].time_us == 0.0 and found[-1].nbytes <= save_all(region).nbytes
+        for one, other in itertools.pairwise(found):
+            assert one.nbytes < other.nbytes and one.time_us > other.time_us
 
 
 def test_chains_of_blocks_are_recomputed_where_nothing_may_go_home() -> None:
