@@ -27,7 +27,7 @@ class Case:
 
 CPU = (
     Case("gpt-11m", layers=6, width=384, heads=6, batch=8, seq=128),
-    Case("deep-narrow", layers=24, width=128, heads=4, batch=8, seq=128),
+    Case("deep-narrow", layers=24, width=128, heads=4, batch=8, seq=128, shares=(None, 0.25)),
     # Two blocks: one alone holds more than half of what both do, so nobody fits into less.
     Case("short-wide", layers=2, width=768, heads=12, batch=12, seq=128, shares=(None, 0.75)),
 )

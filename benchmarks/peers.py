@@ -72,3 +72,4 @@ PEERS: dict[str, Callable[[Gpt, int | None], Call]] = {
     "mtcompile inductor, no offload": mtcompiled("inductor", offload=False),
 }
 RESIDENT = ("plain", "torch.compile", "mtcompile eager", "mtcompile inductor")
+WITHIN = tuple(peer for peer in PEERS if peer not in ("plain", "torch.compile"))  # which hold what the budget is a share of

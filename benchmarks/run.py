@@ -5,7 +5,7 @@
 Each case runs in a process of its own. There all peers train the same model; their steps are taken in turn, so that
 whatever else the machine does falls on all of them. Figures: median step time, the allocator's own peak over forward
 and backward (beside parameters), and how far each loss is from the plain one. A case with a budget holds every peer to
-it: one that needs more is left out of the comparison and its peak is shown. On the emulated device the host's memory
+it: one that needs more is left out of the comparison and its peak is shown (the two that save everything always do). On the emulated device the host's memory
 and the device's are the same chips; peers without offload are therefore measured beside mtcompile without it.
 """
 
@@ -32,7 +32,7 @@ def measure(name: str, share: float | None) -> dict[str, Any]:
     import torch
 
     from benchmarks.models import CPU, flops_per_step, make
-    from benchmarks.peers import PEERS, RESIDENT
+    from benchmarks.peers import PEERS, RESIDENT, WITHIN
     from mtcompile.backend import reports
     from mtcompile.capture import AllocatorPeak
 
@@ -68,7 +68,7 @@ def measure(name: str, share: float | None) -> dict[str, Any]:
         budget = int(gradients + share * (resident - gradients))
     peers = []
     for peer, build in PEERS.items():
-        if share is None and peer not in RESIDENT:
+        if peer not in (RESIDENT if share is None else WITHIN):
             continue
         torch.compiler.reset()
         own = copy.deepcopy(model)

@@ -244,7 +244,21 @@ def joint_key(description: Description, tangents: tuple[bool, ...] | None) -> st
             traced = autograd_cache_key(graph, fakes, settings)[0]
     except Exception:  # an operation, setting or torch version that it does not know to be safe
         return None
-    return repr((traced, description.inputs, description.computed, tangents, modules, torch.get_default_dtype()))
+    return repr((traced, description.inputs, description.computed, tangents, modules, _settings()))
+
+
+def _settings() -> tuple[Any, ...]:
+    """What decides, beside the graph itself, which operations a trace consists of, and is not in torch's key."""
+    sdp = torch.backends.cuda
+    return (
+        torch.get_default_dtype(),
+        str(torch.get_default_device()),
+        torch.get_float32_matmul_precision(),
+        (sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled(), sdp.cudnn_sdp_enabled()),
+        torch.backends.mha.get_fastpath_enabled(),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cpu.get_cpu_capability(),
+    )
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from torch import fx
 from mtcompile import cache, capture, knobs
 from mtcompile.errors import BudgetError, CaptureError
 from mtcompile.home import Home
-from mtcompile.kernels import InductorKernels, Workspaces, eager_kernel
+from mtcompile.kernels import EagerKernels, InductorKernels
 from mtcompile.passes import rewrite
 from mtcompile.passes.build import build
 from mtcompile.passes.check import check_schedule, same_computation
@@ -76,7 +76,7 @@ class Engine:
         self.memory, self.host, self.knobs, self.kernels = memory, host, knobs, kernels
         self.machine = Machine(fuses=kernels == "inductor")
         self.home = Home()
-        self.workspaces = Workspaces()
+        self.eager = EagerKernels()
         self.inductor = InductorKernels()
         self.last: Compiled | None = None
         self.last_trace: Trace | None = None
@@ -204,13 +204,13 @@ class Engine:
             whole = build(joint, whole=True)
             whole.meta["homes"] = step.meta["homes"]
             self.place(whole)
-            resident = resident_plan(whole, self.machine, budgets, self.workspaces, fixed, numerics)
+            resident = resident_plan(whole, self.machine, budgets, self.eager.workspace, fixed, numerics)
             if resident is not None:
                 return whole, resident
         try:
             key = cache.plan_key(step, self.machine, budgets, fixed, numerics)
             known = cache.read_plan(key)
-            planned = make_plan(step, self.machine, budgets, self.workspaces, fixed, numerics, known)
+            planned = make_plan(step, self.machine, budgets, self.eager.workspace, fixed, numerics, known)
             if known is None or planned.plan.decisions != known.decisions:
                 cache.write_plan(key, planned.plan)
             return step, planned
@@ -227,10 +227,10 @@ class Engine:
         """What each kernel of the plan is run by; the schedule again, with what those need."""
         used = {i.kernel for i in planned.schedule.instructions if i.op == "run"}
         bodies: dict[str, Any] = {str(n): m for n, m in planned.step.named_children() if n in used}
-        eager = {name: eager_kernel(body, self.workspaces(body)) for name, body in bodies.items()}
+        eager = {name: self.eager(body) for name, body in bodies.items()}
         if self.kernels == "eager":
             return planned, {name: built.call for name, built in eager.items()}
-        built = self.inductor.build(bodies.values(), self.workspaces)
+        built = self.inductor.build(bodies.values(), self.eager)
         again = relowered(planned, self.machine, lambda body: built[body.meta["name"]].workspace)
         limit = planned.schedule.limit_nbytes.get("device")
         if limit is not None and again.schedule.peak_nbytes["device"] > limit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import fx
 from mtcompile import capture
 from mtcompile.compile_ahead import compile_ahead, compiled_before
 from mtcompile.passes.memory import output_nbytes, workspace_nbytes
-from mtcompile.passes.step_graph import body_outputs, is_random, placeholders, replay, save_rng, storage_nbytes
+from mtcompile.passes.step_graph import body_outputs, is_random, iter_tensors, placeholders, replay, save_rng, storage_nbytes
 from mtcompile.randomness import around, explicit
 from mtcompile.runtime.schedule import aligned
 
@@ -31,29 +31,43 @@ class Built:
     why_eager: str = ""
 
 
-class Workspaces:
-    """Measured workspace of eager kernels, by kernel and thread count; a kernel is measured at most once."""
+class EagerKernels:
+    """Bodies run operation by operation, each intermediate dropped after its last use; measured, by kernel and thread
+    count, at most once."""
 
     def __init__(self) -> None:
-        self.known: dict[tuple[str, int], int] = {}
+        self.known: dict[tuple[str, int], Built] = {}
 
-    def __call__(self, kernel: fx.GraphModule) -> int:
+    def __call__(self, kernel: fx.GraphModule) -> Built:
         key = (kernel.meta["key"], torch.get_num_threads())
         if key not in self.known:
-            self.known[key] = measure_workspace(kernel, kernel.forward)
+            self.known[key] = _eager_kernel(kernel)
         return self.known[key]
 
-
-def eager_kernel(kernel: fx.GraphModule, workspace: int, why: str = "") -> Built:
-    """The body run operation by operation; each intermediate is dropped after its last use."""
-    return Built(kernel.forward, workspace, why)
+    def workspace(self, kernel: fx.GraphModule) -> int:
+        return self(kernel).workspace
 
 
-def measure_workspace(kernel: fx.GraphModule, call: Call) -> int:
-    """Bytes of device memory a kernel allocates beside its results: the allocator's own events around one run.
+def _eager_kernel(kernel: fx.GraphModule) -> Built:
+    workspace, larger = measure(kernel, kernel.forward)
+    if not larger:
+        return Built(kernel.forward, workspace)
 
-    By shapes alone where no measurement is possible (another profiler is active).
-    """
+    def call(*args: torch.Tensor) -> list[torch.Tensor]:
+        """With results of the bytes that were declared: some operations return the start of a larger storage."""
+        made = list(kernel.forward(*args))
+        for position in larger:
+            made[position] = torch.empty_strided(
+                made[position].shape, made[position].stride(), dtype=made[position].dtype
+            ).copy_(made[position])
+        return made
+
+    return Built(call, measure(kernel, call)[0])
+
+
+def measure(kernel: fx.GraphModule, call: Call) -> tuple[int, tuple[int, ...]]:
+    """Bytes of device memory a kernel allocates beside its results, from the allocator's own events around one run (by
+    shapes alone where another profiler is active); and which results hold more bytes than declared."""
     inputs = _examples(kernel)
     state = torch.get_rng_state()
     try:
@@ -61,10 +75,20 @@ def measure_workspace(kernel: fx.GraphModule, call: Call) -> int:
             results = call(*inputs)
     finally:
         torch.set_rng_state(state)
+    declared = [aligned(storage_nbytes(node.meta["val"])) for node in body_outputs(kernel)]
+    held = [tensor.untyped_storage().nbytes() for tensor in results]
     del results
+    larger = tuple(i for i, (one, other) in enumerate(zip(held, declared, strict=True)) if one > other)
     if peak.nbytes is None:
-        return workspace_nbytes(kernel)
-    return aligned(max(0, peak.nbytes - output_nbytes(kernel)))
+        return workspace_nbytes(kernel), larger
+    return aligned(max(0, peak.nbytes - output_nbytes(kernel))) + _by_values(kernel), larger
+
+
+def _by_values(kernel: fx.GraphModule) -> int:
+    """Room for operations whose own buffers depend on the values they are given, which the measurement's are not: as many
+    bytes as their operands and results have."""
+    nodes = [n for n in kernel.graph.nodes if "_embedding_bag" in str(n.target)]
+    return sum(aligned(storage_nbytes(v)) for n in nodes for near in (n, *n.all_input_nodes) for v in iter_tensors(near))
 
 
 class InductorKernels:
@@ -73,7 +97,7 @@ class InductorKernels:
     def __init__(self) -> None:
         self.known: dict[tuple[str, int], Built] = {}
 
-    def build(self, kernels: Iterable[fx.GraphModule], workspaces: Workspaces) -> dict[str, Built]:
+    def build(self, kernels: Iterable[fx.GraphModule], eager: EagerKernels) -> dict[str, Built]:
         """By name. Says on standard error, once per kernel, why one is eager."""
         from rich.console import Console
         from rich.progress import track
@@ -86,7 +110,7 @@ class InductorKernels:
         for _ in track(compile_ahead(new), "compiling kernels", len(new), console=console, transient=True, disable=quiet):
             pass
         for kernel in track(new, "loading kernels", console=console, transient=True, disable=quiet):
-            built = _inductor_kernel(kernel, workspaces(kernel))
+            built = _inductor_kernel(kernel, eager)
             if built.why_eager:
                 print(f"mtcompile: kernel {kernel.meta['name']} stays eager: {built.why_eager}", file=sys.stderr)
             self.known[kernel.meta["key"], threads] = built
@@ -101,7 +125,7 @@ def compile_kernel(kernel: fx.GraphModule) -> Call:
     return capture.inductor(kernel, _examples(kernel))
 
 
-def _inductor_kernel(kernel: fx.GraphModule, eager_workspace: int) -> Built:
+def _inductor_kernel(kernel: fx.GraphModule, eager: EagerKernels) -> Built:
     try:
         call = compile_kernel(kernel)
         compiled_before(kernel).touch()
@@ -112,11 +136,11 @@ def _inductor_kernel(kernel: fx.GraphModule, eager_workspace: int) -> Built:
         torch.set_rng_state(state)
         wrong = wrong or _keeps_memory(kernel, call)
         if wrong:
-            return eager_kernel(kernel, eager_workspace, wrong)
-        return Built(call, measure_workspace(kernel, call))
+            return replace(eager(kernel), why_eager=wrong)
+        return Built(call, measure(kernel, call)[0])
     except Exception as error:
         first = next(iter(str(error).splitlines()), "")
-        return eager_kernel(kernel, eager_workspace, f"Inductor raised {type(error).__name__}: {first}")
+        return replace(eager(kernel), why_eager=f"Inductor raised {type(error).__name__}: {first}")
 
 
 def _unlike_declared(kernel: fx.GraphModule, inputs: list[torch.Tensor], results: Any) -> str:

@@ -42,6 +42,10 @@ class Machine:
     def copy_us(self, nbytes: int, queue: str) -> float:
         return nbytes / (self.d2h_gbps if queue == "d2h" else self.h2d_gbps) / 1e3
 
+    def contention_us(self, nbytes: int) -> float:
+        """What copies cost the kernels they hide behind: their bytes go through the same memory."""
+        return nbytes / self.memory_gbps / 1e3
+
     def run_us(self, flops: int, nbytes: int, operations: int) -> float:
         return max(flops / self.flops * 1e6, nbytes / self.memory_gbps / 1e3) + self.issue_us * operations
 

@@ -18,14 +18,15 @@ from mtcompile.passes.lower import Workspace, lower
 from mtcompile.passes.memory import workspace_nbytes
 from mtcompile.passes.paths import Path, everything, paths
 from mtcompile.passes.plan import Decision, Plan
-from mtcompile.passes.step_graph import placeholders
+from mtcompile.passes.step_graph import placeholders, regions
 from mtcompile.runtime.schedule import ALIGNMENT, Schedule, aligned
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us, span_us
 
 _SCALAR_STATE_NBYTES = ALIGNMENT  # step counters of a parameter's optimizer state, on the host wherever the rest is
-# Limits in evaluations, not seconds: the same input gives the same plan.
-_POINTS_PER_PATH = 6
+# Limits in evaluations, not seconds: the same input gives the same plan. One costs time in proportion to the regions.
+_REGIONS_PER_PATH = 150  # evaluated, but ...
+_POINTS_PER_PATH = 6, 12  # ... at least and at most so many plans of each
 _POINTS_BETWEEN = 4  # two neighbours of the frontier, if they lie on one path
 
 
@@ -89,7 +90,9 @@ def make_plan(
     if _fits(full, budgets):
         best, least = full, evaluate(ways[0][0])
     else:
-        frontier = _frontier(ways, full, evaluate, budgets)
+        few, many = _POINTS_PER_PATH
+        each = min(max(few, _REGIONS_PER_PATH // len(regions(step))), many)
+        frontier = _frontier(ways, full, evaluate, budgets, each)
         least = frontier[0].planned
         best = _choose(frontier, evaluate, budgets)
     minimum = min(least.schedule.peak_nbytes["device"], best.schedule.peak_nbytes["device"])
@@ -147,7 +150,9 @@ def _evaluator(step: fx.GraphModule, machine: Machine, budgets: Budgets, workspa
         resident["device"] += budgets.reserve
         resident["host"] += len(step.meta["homes"]) * _SCALAR_STATE_NBYTES
         schedule = lower(rewritten, plan, machine, resident, workspace)
-        return Planned(replace(plan, step_time_us=span_us(simulate(schedule))), rewritten, schedule)
+        copied = sum(i.nbytes for i in schedule.instructions if i.op == "copy")
+        time_us = span_us(simulate(schedule)) + machine.contention_us(copied)
+        return Planned(replace(plan, step_time_us=time_us), rewritten, schedule)
 
     return evaluate
 
@@ -187,12 +192,14 @@ def _fits(planned: Planned, budgets: Budgets) -> bool:
     return all(n is None or planned.schedule.peak_nbytes[tier] <= n for tier, n in limits.items())
 
 
-def _frontier(ways: tuple[Path, ...], full: Planned, evaluate: Callable[[Plan], Planned], budgets: Budgets) -> list[_Point]:
+def _frontier(
+    ways: tuple[Path, ...], full: Planned, evaluate: Callable[[Plan], Planned], budgets: Budgets, each: int
+) -> list[_Point]:
     """Points by rising peak, each faster than all before it. Raises DoesNotFit when no candidate fits."""
     points = [_Point(full, (full.plan,), 0)]
     for way in ways:
         last = len(way) - 1
-        count = min(len(way), _POINTS_PER_PATH)
+        count = min(len(way), each)
         for position in sorted({round(i * last / max(1, count - 1)) for i in range(count)}):
             points.append(_Point(evaluate(way[position]), way, position))
     least = min(points, key=lambda point: point.peak)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -141,13 +142,21 @@ class CudaMemory(CpuMemory):
     """The bytes of one step on a CUDA device: placed slots in arenas, pooled values from torch's caching allocator. Pooled
     values are freed on the compute queue alone, so the allocator's own order is enough for them."""
 
-    def __init__(self, *args: Any, api: Api, **options: Any) -> None:
+    def __init__(self, *args: Any, api: Api, staging: Mapping[Queue, Staging] | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self.api = api
+        self.staging = staging  # where host memory could not be pinned
 
     def copy(self, reads: Sequence[str], writes: Sequence[str]) -> None:
-        for target, source in runs_of_bytes(self._pairs(reads, writes)):
-            self.api.copy(target, source)
+        pairs = runs_of_bytes(self._pairs(reads, writes))
+        to_device = self.schedule.buffers[writes[0]].tier == "device"
+        for target, source in pairs:
+            if self.staging is None:
+                self.api.copy(target, source)
+            elif to_device:
+                self.staging["h2d"].to_device(target, source)
+            else:
+                self.staging["d2h"].to_host(target, source)
 
     def _poison(self, tensor: torch.Tensor, value: int) -> None:
         self.api.fill(bytes_of(tensor, 0, span_nbytes(tensor)), value)
@@ -189,6 +198,55 @@ def _same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------- host memory
+
+
+class Staging:
+    """A ring of pinned chunks through which one queue's copies go where the memory at home is not pinned. The issuing thread
+    then waits for the device as it goes round; no other does."""
+
+    def __init__(self, api: Api, chunks: Sequence[torch.Tensor]) -> None:
+        self.api, self.chunks = api, chunks
+        self.used: list[Any] = [None] * len(chunks)  # the event after which each may be written again
+        self.next = 0
+
+    def to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        for start, chunk, slot in self._pieces(source.numel()):
+            if self.used[slot] is not None:
+                self.api.block(self.used[slot])
+            chunk.copy_(source[start : start + chunk.numel()])
+            self.api.copy(target[start : start + chunk.numel()], chunk)
+            self.used[slot] = self._now()
+
+    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Returns when all bytes are there. Each chunk is read while the next is on its way."""
+        flying: deque[tuple[int, torch.Tensor, Any]] = deque()
+
+        def land() -> None:
+            start, chunk, event = flying.popleft()
+            self.api.block(event)
+            target[start : start + chunk.numel()].copy_(chunk)
+
+        for start, chunk, _ in self._pieces(source.numel()):
+            if len(flying) == len(self.chunks):
+                land()
+            self.api.copy(chunk, source[start : start + chunk.numel()])
+            flying.append((start, chunk, self._now()))
+        while flying:
+            land()
+
+    def _pieces(self, nbytes: int) -> Iterator[tuple[int, torch.Tensor, int]]:
+        """(start, the chunk's part, its slot) of each piece."""
+        start = 0
+        while start < nbytes:
+            slot, self.next = self.next, (self.next + 1) % len(self.chunks)
+            chunk = self.chunks[slot][: nbytes - start]
+            yield start, chunk, slot
+            start += chunk.numel()
+
+    def _now(self) -> Any:
+        event = self.api.new_event()
+        self.api.record(event, self.api.current_stream())
+        return event
 
 
 class NotPinned(RuntimeError):

@@ -14,7 +14,7 @@ from mtcompile.passes.cost import Machine
 from mtcompile.passes.lower import lower
 from mtcompile.passes.step_graph import step_outputs
 from mtcompile.runtime.arena import Layout, arena, view
-from mtcompile.runtime.cuda import CudaMemory, Fence, NotPinned, Streams, pinned, runs_of_bytes
+from mtcompile.runtime.cuda import CudaMemory, Fence, NotPinned, Staging, Streams, pinned, runs_of_bytes
 from mtcompile.runtime.executor import execute, prepare
 from mtcompile.runtime.schedule import Schedule
 from tests.fake_cuda import FakeCuda
@@ -31,9 +31,13 @@ def planned(traced: Traced, seed: int) -> tuple[Any, Schedule]:
     return step, lower(step, plan, Machine(), {})
 
 
-def on_fake(step: Any, schedule: Schedule, inputs: list[torch.Tensor], cuda: FakeCuda, fence: type[Fence] = Fence) -> list[Any]:
+def on_fake(
+    step: Any, schedule: Schedule, inputs: list[torch.Tensor], cuda: FakeCuda, fence: type[Fence] = Fence, staged: int = 0
+) -> list[Any]:
+    """``staged``: bytes of a chunk where home memory is not pinned."""
     layouts, arenas = layouts_and_arenas(step, schedule)
-    memory = CudaMemory(schedule, layouts, arenas, check=True, api=cuda)
+    rings: Any = {q: Staging(cuda, [torch.empty(staged, dtype=torch.uint8) for _ in range(3)]) for q in ("h2d", "d2h")}
+    memory = CudaMemory(schedule, layouts, arenas, check=True, api=cuda, staging=rings if staged else None)
     bind(memory, step, inputs)
     kernels = {name: cuda.kernel(module) for name, module in step.named_children()}
     streams = Streams(cuda)
@@ -55,6 +59,18 @@ def test_equal_bits_in_whatever_order_the_streams_run(name: str) -> None:
         step, schedule = planned(traced, seed)
         for eager in (0.0, 0.5, 0.95):
             assert equal(expected, on_fake(step, schedule, traced.inputs, FakeCuda(seed, eager)))
+
+
+@pytest.mark.parametrize("staged", [64, 1000, 100_000])
+def test_memory_that_is_not_pinned_goes_through_a_ring(staged: int) -> None:
+    traced = trace(*make("tied"))
+    expected = interpret(traced.step, traced.inputs)
+    for seed in range(4):
+        step, schedule = planned(traced, seed)
+        for eager in (0.0, 0.6):
+            cuda = FakeCuda(seed, eager)
+            assert equal(expected, on_fake(step, schedule, traced.inputs, cuda, staged=staged))
+            assert not cuda.copies or max(cuda.copies) <= staged
 
 
 @pytest.mark.parametrize("broken", ["wait", "begin", "end"])

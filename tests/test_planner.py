@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from mtcompile.kernels import Workspaces
+from mtcompile.kernels import EagerKernels
 from mtcompile.passes.check import check_schedule, same_computation
 from mtcompile.passes.cost import Machine
 from mtcompile.passes.planner import Budgets, DoesNotFit, make_plan
@@ -26,7 +26,7 @@ from tests.tracing import equal, interpret, run, trace
 def test_ten_budgets_from_floor_to_resident(name: str) -> None:
     traced = trace(*make(name))
     expected = interpret(traced.step, traced.inputs)
-    workspaces = Workspaces()
+    workspaces = EagerKernels().workspace
     free = make_plan(traced.step, Machine(), Budgets(), workspaces).plan
     with pytest.raises(DoesNotFit) as caught:
         make_plan(traced.step, Machine(), Budgets(1), workspaces)

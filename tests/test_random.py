@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from mtcompile.kernels import Workspaces
+from mtcompile.kernels import EagerKernels
 from mtcompile.passes import rewrite
 from mtcompile.passes.check import check_schedule, same_computation
 from mtcompile.passes.cost import Machine
@@ -67,7 +67,7 @@ class RandomModel(nn.Module):
 
 
 OPERATION = st.tuples(st.sampled_from([*UNARY, *WEIGHTED, *BINARY]), st.integers(0, 20), st.integers(0, 20))
-WORKSPACES = Workspaces()
+WORKSPACES = EagerKernels().workspace
 
 
 @pytest.mark.slow

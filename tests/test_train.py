@@ -172,3 +172,28 @@ def test_delays_and_poison_change_nothing(seed: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("MT_CHECK_SEED", str(seed))
     found, _, _ = compiled_run(model, data, int(minimum_bytes(model, data) * 1.2))
     assert same(expected, found)
+
+
+class Bag(nn.Module):
+    """An operation whose result is the start of a larger storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.head = nn.EmbeddingBag(50, 8, mode="max"), nn.Linear(8, 8)
+
+    def forward(self, words: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        return self.head(self.bag(words, starts)).square().mean()
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_results_of_more_bytes_than_declared(mode: str) -> None:
+    torch.manual_seed(0)
+    model = Bag()
+    model.bag.mode = mode
+    data = {"words": _labels(50, 40), "starts": torch.arange(0, 40, 4)}
+    plain = copy.deepcopy(model)
+    expected = train(plain, adamw(plain.parameters()), data)
+    for budget in (None, minimum_bytes(model, data)):
+        found, report, _ = compiled_run(model, data, budget)
+        assert same(expected, found)
+        assert report["peak_device_bytes"] <= report["planned_peak_device_bytes"]
