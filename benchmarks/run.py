@@ -5,8 +5,9 @@
 Each case runs in a process of its own. There all peers train the same model; their steps are taken in turn, so that
 whatever else the machine does falls on all of them. Figures: median step time, the allocator's own peak over forward
 and backward (beside parameters), and how far each loss is from the plain one. A case with a budget holds every peer to
-it: one that needs more is left out of the comparison and its peak is shown (the two that save everything always do). On the emulated device the host's memory
-and the device's are the same chips; peers without offload are therefore measured beside mtcompile without it.
+it: one that needs more is left out of the comparison and its peak is shown (the two that save everything are not run).
+On the emulated device the host's memory and the device's are the same chips; peers without offload are therefore
+measured beside mtcompile without it as well.
 """
 
 from __future__ import annotations
