@@ -272,7 +272,7 @@ def _tracing(
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing(TracingContext(fake_mode)))
         stack.enter_context(torch.set_grad_enabled(tangents is not None))
-        stack.enter_context(_rng_preserved())
+        stack.enter_context(rng_preserved())
         for device, enabled, dtype in description.autocast:  # a retrace happens in a backward, outside the user's autocast
             if enabled != torch.is_autocast_enabled(device) or enabled:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
@@ -354,7 +354,7 @@ def _module_path(path: str) -> str:
 
 
 @contextlib.contextmanager
-def _rng_preserved() -> Iterator[None]:
+def rng_preserved() -> Iterator[None]:
     state = torch.get_rng_state()
     try:
         yield

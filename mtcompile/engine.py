@@ -154,7 +154,7 @@ class Engine:
 
     def _joint(self, description: capture.Description, tangents: Tangents) -> fx.GraphModule:
         """The normalized joint graph; from an earlier run where Inductor, whose parts make the key, is there anyway."""
-        key = capture.joint_key(description, tangents) if self.kernels == "inductor" else None
+        key = capture.joint_key(description, tangents) if self.kernels == "inductor" and knobs.cache() else None
         joint = cache.read_joint(key)
         if joint is None:
             try:
@@ -172,7 +172,7 @@ class Engine:
         found: list[tuple[fx.GraphModule, fx.GraphModule, Planned]] = []
         refused: list[BudgetError] = []
         for chunks in _AUTO_CHUNKS if self.loss_chunks == "auto" else (int(self.loss_chunks),):
-            candidate = copy_step(joint)
+            candidate = joint if chunks == 1 else copy_step(joint)
             if chunks > 1 and not chunk_loss(candidate, chunks):
                 if self.loss_chunks == "auto":
                     break

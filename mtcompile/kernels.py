@@ -69,12 +69,8 @@ def measure(kernel: fx.GraphModule, call: Call) -> tuple[int, tuple[int, ...]]:
     """Bytes of device memory a kernel allocates beside its results, from the allocator's own events around one run (by
     shapes alone where another profiler is active); and which results hold more bytes than declared."""
     inputs = _examples(kernel)
-    state = torch.get_rng_state()
-    try:
-        with torch.no_grad(), capture.AllocatorPeak() as peak:
-            results = call(*inputs)
-    finally:
-        torch.set_rng_state(state)
+    with capture.rng_preserved(), torch.no_grad(), capture.AllocatorPeak() as peak:
+        results = call(*inputs)
     declared = [aligned(storage_nbytes(node.meta["val"])) for node in body_outputs(kernel)]
     held = [tensor.untyped_storage().nbytes() for tensor in results]
     del results
@@ -130,10 +126,8 @@ def _inductor_kernel(kernel: fx.GraphModule, eager: EagerKernels) -> Built:
         call = compile_kernel(kernel)
         compiled_before(kernel).touch()
         inputs = _examples(kernel)
-        state = torch.get_rng_state()
-        with torch.no_grad():
+        with capture.rng_preserved(), torch.no_grad():
             wrong = _unlike_declared(kernel, inputs, call(*inputs))
-        torch.set_rng_state(state)
         wrong = wrong or _keeps_memory(kernel, call)
         if wrong:
             return replace(eager(kernel), why_eager=wrong)
@@ -162,10 +156,8 @@ def _unlike_declared(kernel: fx.GraphModule, inputs: list[torch.Tensor], results
 def _keeps_memory(kernel: fx.GraphModule, call: Call) -> str:
     """Why a kernel's bytes cannot be promised: some are still held when its results are gone."""
     inputs = _examples(kernel)
-    state = torch.get_rng_state()
-    with torch.no_grad(), capture.AllocatorPeak() as peak:
+    with capture.rng_preserved(), torch.no_grad(), capture.AllocatorPeak() as peak:
         call(*inputs)
-    torch.set_rng_state(state)
     kept = sum(nbytes for _, nbytes in peak.events)
     return f"it keeps {kept} bytes after its results are gone" if kept > 0 else ""
 

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from mtcompile.passes.kernels import drop_dead
 from mtcompile.passes.memory import owner
-from mtcompile.passes.step_graph import is_random, is_view
+from mtcompile.passes.step_graph import is_view
 
 aten = torch.ops.aten
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -59,7 +61,7 @@ def chunk_loss(joint: fx.GraphModule, chunks: int) -> int:
     for head in heads:
         _rewrite(joint.graph, head, chunks)
     if heads:
-        joint.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or is_random(n))
+        drop_dead(joint.graph)
         joint.graph.lint()
         joint.recompile()
     return len(heads)
@@ -197,13 +199,14 @@ Add = Callable[..., fx.Node]
 
 
 def _adder(graph: fx.Graph, like: fx.Node) -> Add:
-    """Append an operation whose result is known by running it on fake tensors; phase and place are those of ``like``."""
-    mode = _val(like).fake_mode  # type: ignore[attr-defined]
+    """Append an operation whose result is known by running it on tensors without content (fake ones of a trace, or those of
+    a graph read from text); phase and place are those of ``like``."""
+    mode: Any = getattr(_val(like), "fake_mode", None) or nullcontext()
 
     def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = graph.call_function(target, args, kwargs)
         with mode, torch.no_grad():
-            val = target(*fx.node.map_arg(args, _val), **kwargs)
+            val = target(*fx.node.map_arg(args, _val), **{k: v for k, v in kwargs.items() if k != "device"})
         node.meta.update({k: v for k, v in like.meta.items() if k in ("phase", "seq_nr", "module_path")}, val=val)
         return node
 

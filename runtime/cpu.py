@@ -12,7 +12,7 @@ import torch
 from mtcompile.runtime.arena import Layout, layout_of, span_nbytes, view
 from mtcompile.runtime.schedule import Schedule, gib
 
-_POISON = 0xFF  # every float type reads NaN, every index far out of range
+POISON = 0xFF  # every float type reads NaN, every index far out of range
 
 
 class LimitError(RuntimeError):
@@ -75,10 +75,13 @@ class CpuMemory:
         if buffer.kind == "pooled":
             self.live -= buffer.nbytes
         if self.check and tensor.numel():
-            self._poison(tensor, _POISON)
+            self._poison(tensor, whole=buffer.kind == "pooled")
 
-    def _poison(self, tensor: torch.Tensor, value: int) -> None:
-        ctypes.memset(tensor.data_ptr(), value, span_nbytes(tensor))
+    def _poison(self, tensor: torch.Tensor, whole: bool) -> None:
+        """Overwrite its bytes; ``whole``: all of its storage, which is nobody else's."""
+        storage = tensor.untyped_storage()
+        pointer, nbytes = (storage.data_ptr(), storage.nbytes()) if whole else (tensor.data_ptr(), span_nbytes(tensor))
+        ctypes.memset(pointer, POISON, nbytes)
 
     def copy(self, reads: Sequence[str], writes: Sequence[str]) -> None:
         for target, source in self._pairs(reads, writes):
@@ -87,10 +90,10 @@ class CpuMemory:
     def _pairs(self, reads: Sequence[str], writes: Sequence[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(target, source) of a copy. Raises RuntimeError where their bytes would not mean the same."""
         pairs = [(self.tensors[write], self.tensors[read]) for read, write in zip(reads, writes, strict=True)]
-        for name, (target, source) in zip(writes, pairs, strict=True):
-            if not self.trusted and (source.stride() != target.stride() or source.dtype != target.dtype):
+        for read, write, (target, source) in () if self.trusted else zip(reads, writes, pairs, strict=True):
+            if source.stride() != target.stride() or source.dtype != target.dtype:
                 raise RuntimeError(
-                    f"copy to {name}: expected equal strides and dtype, found {layout_of(source)} and {layout_of(target)}"
+                    f"copy {read} -> {write}: expected equal strides and dtype, found {layout_of(source)} {layout_of(target)}"
                 )
         return pairs
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from mtcompile.runtime.arena import span_nbytes
-from mtcompile.runtime.cpu import CpuMemory
+from mtcompile.runtime.cpu import POISON, CpuMemory
 from mtcompile.runtime.schedule import ALIGNMENT, Queue
 
 _COPYING: tuple[Queue, ...] = ("h2d", "d2h")
@@ -158,8 +158,10 @@ class CudaMemory(CpuMemory):
             else:
                 self.staging["d2h"].to_host(target, source)
 
-    def _poison(self, tensor: torch.Tensor, value: int) -> None:
-        self.api.fill(bytes_of(tensor, 0, span_nbytes(tensor)), value)
+    def _poison(self, tensor: torch.Tensor, whole: bool) -> None:
+        before = tensor.storage_offset() * tensor.element_size() if whole else 0
+        nbytes = tensor.untyped_storage().nbytes() if whole else span_nbytes(tensor)
+        self.api.fill(bytes_of(tensor, -before, nbytes), POISON)
 
 
 def bytes_of(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:

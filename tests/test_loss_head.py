@@ -13,7 +13,9 @@ from torch.nn import functional as F
 
 import mtcompile
 from mtcompile.passes.build import build
+from mtcompile.passes.graph_json import graph_from_json, graph_to_json
 from mtcompile.passes.loss_head import chunk_loss
+from mtcompile.passes.step_graph import listing
 from tests.test_backend import Gpt, tokens
 from tests.test_train import make
 from tests.tracing import interpret, trace
@@ -59,6 +61,15 @@ def test_near_the_whole(chunks: int, bias: bool, dtype: torch.dtype) -> None:
         assert torch.allclose(one.float(), other.float(), rtol=tolerance, atol=tolerance / 10)
     sizes = {tuple(n.meta["val"].shape) for n in chunked.joint.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)}
     assert (30, 60) not in sizes
+
+
+def test_a_graph_read_from_text_is_chunked_alike() -> None:
+    """Its values are tensors without content, of no trace."""
+    for dtype in (torch.float32, torch.bfloat16):
+        chunked = trace(Head(dtype=dtype), data())
+        again = graph_from_json(graph_to_json(chunked.joint))
+        assert chunk_loss(chunked.joint, 4) == chunk_loss(again, 4) == 1
+        assert listing(build(again)) == listing(build(chunked.joint))
 
 
 def test_everything_ignored_is_nan_as_in_the_whole() -> None:
