@@ -35,7 +35,7 @@ def measure(name: str, share: float | None) -> dict[str, Any]:
     from benchmarks.models import CPU, flops_per_step, make
     from benchmarks.peers import PEERS, RESIDENT, WITHIN
     from mtcompile.backend import reports
-    from mtcompile.capture import AllocatorPeak
+    from mtcompile.internals import AllocatorPeak
 
     case = next(case for case in CPU if case.name == name)
     model, tokens, targets = make(case)

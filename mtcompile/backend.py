@@ -15,35 +15,33 @@ import torch
 from torch import fx
 
 from mtcompile import capture
-from mtcompile.engine import Engine
+from mtcompile.device import choose
+from mtcompile.engine import Engine, check_options
 from mtcompile.errors import BudgetError
 from mtcompile.passes.planner import Budgets
 from mtcompile.passes.step_graph import placeholders
 from mtcompile.program import Compiled, Program, Tangents
+from mtcompile.runtime.device import Device
 from mtcompile.sizes import parse_bytes
 from mtcompile.specialize import Key, is_symbolic, size_key, specialize
 
 _OPTIONS = ("activation_memory", "offload", "kernels", "loss_chunks")
-_doors: weakref.WeakValueDictionary[int, Door] = weakref.WeakValueDictionary()
+_doors: weakref.WeakValueDictionary[tuple[int, torch.device], Door] = weakref.WeakValueDictionary()
 
 
 class Door(Engine):
-    """All graphs of one torch.compile call: they share one budget."""
+    """All graphs of one torch.compile call on one device: they share one budget."""
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: Mapping[str, Any], device: Device) -> None:
         unknown = sorted(set(options) - set(_OPTIONS))
         if unknown:
             raise ValueError(f"expected options among {', '.join(_OPTIONS)}, found {', '.join(unknown)}")
         if not isinstance(options.get("offload", True), bool):
             raise TypeError(f"expected offload to be True or False, found {options['offload']!r}")
+        kernels, loss_chunks = options.get("kernels", "eager"), options.get("loss_chunks", 1)
+        check_options(kernels, loss_chunks)
         knobs = {"device": "activation_memory", "host": ""}
-        super().__init__(
-            parse_bytes(options.get("activation_memory")),
-            None,
-            knobs,
-            options.get("kernels", "eager"),
-            options.get("loss_chunks", 1),
-        )
+        super().__init__(device, parse_bytes(options.get("activation_memory")), None, knobs, kernels, loss_chunks)
         self.options = options  # held, so that its identity stays this door's
         self.offload: bool = options.get("offload", True)
         self.programs = 0
@@ -66,7 +64,7 @@ class Door(Engine):
 
     def _program(self, graph: fx.GraphModule, inputs: Any) -> Program:
         self.programs += 1
-        return Program(self, capture.describe(graph, inputs, lambda tensor: None))
+        return Program(self, capture.describe(graph, inputs, lambda tensor: None, self.device.where, at_home=False))
 
     def needs_loss_head(self, joint: fx.GraphModule) -> bool:
         """A piece between graph breaks may have no loss."""
@@ -118,9 +116,10 @@ def mtcompile_backend(graph: fx.GraphModule, inputs: list[Any], *, options: Any 
         raise ValueError(f"expected no mode, found {mode!r}; pass options=")
     if options is None:
         options = {}
-    door = _doors.get(id(options))
+    where = capture.device_of(graph, inputs)
+    door = _doors.get((id(options), where))
     if door is None:
-        door = _doors[id(options)] = Door(options)
+        door = _doors[id(options), where] = Door(options, choose(where))
     return door.graph(graph, inputs)
 
 

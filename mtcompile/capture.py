@@ -1,4 +1,5 @@
-"""From the graph Dynamo captured to a joint (forward + backward) ATen graph. The only file that uses private torch APIs.
+"""From the graph Dynamo captured to a joint (forward + backward) ATen graph. With ``internals.py``, the only file that uses
+private torch APIs.
 
 Dynamo itself is entered by the public door, ``torch.compile(fn, backend=...)``: it keeps the guards and checks them at
 every call, replays Python side effects, rebuilds pytree outputs and makes a new graph when a guard fails. What reaches
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,16 +23,21 @@ from torch._guards import TracingContext, tracing
 from torch.utils import _pytree as pytree
 
 from mtcompile.errors import CaptureError
-from mtcompile.passes.step_graph import InputSpec, OutputSpec
+from mtcompile.passes.step_graph import InputSpec, OutputSpec, generator_state, is_random, set_generator_state
+from mtcompile.runtime.schedule import aligned
 
+_CPU = torch.device("cpu")
 _RECOMPILE_LIMIT = 512  # signatures of one model; Dynamo's own default of 8 is for functions, not for training runs
 
 
 # ------------------------------------------------------------------------------------------------------------ front end
 
 
-def front_end(fn: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+def front_end(
+    fn: Callable[..., Any], backend: Callable[..., Any], device: torch.device = _CPU
+) -> Callable[..., Any]:
     """``fn`` captured whole (no graph breaks), with static shapes; ``backend(graph_module, inputs)`` compiles a graph.
+    Parameters may be at home on the host while inputs are on ``device``.
 
     Raises CaptureError with the user's own source line where ``fn`` cannot be captured.
     """
@@ -44,11 +49,12 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any]) -> Callable[.
         recompile_limit=_RECOMPILE_LIMIT,
         accumulated_recompile_limit=8 * _RECOMPILE_LIMIT,
     )
+    devices = _mixing(device)
     torch._dynamo.config.ignore_logging_functions |= _logging_functions()
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            with settings:
+            with settings, devices:
                 return compiled(*args, **kwargs)
         except TorchDynamoException as error:
             cause = error.__cause__ or error
@@ -57,6 +63,27 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any]) -> Callable[.
             raise CaptureError(_capture_message(error)) from error
 
     return call
+
+
+def _mixing(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """While tracing, an operation of host and device operands is the device's: at home is not where it computes."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    return torch._functorch.config.patch(fake_tensor_prefer_device_type=device.type)  # type: ignore[no-any-return]
+
+
+def sent(values: Any, device: torch.device) -> tuple[Any, int]:
+    """A call's arguments with every tensor of the host on ``device``, and the bytes that are there for it."""
+    nbytes = 0
+
+    def there(value: Any) -> Any:
+        nonlocal nbytes
+        if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter) or value.device.type != "cpu":
+            return value
+        nbytes += aligned(value.untyped_storage().nbytes())
+        return value.to(device, non_blocking=True)
+
+    return pytree.tree_map(there, values), nbytes
 
 
 def _logging_functions() -> set[Any]:
@@ -117,6 +144,7 @@ class Description:
 
     ``inputs``: a spec per input of the graph. ``outputs``: how to rebuild each of its outputs. ``computed``: the outputs
     the program must produce: (name, differentiable, is a scalar). ``autocast``: (device, enabled, dtype) at the call.
+    ``device``: where it computes. ``at_home``: whether its parameters need not be there.
     """
 
     graph: fx.GraphModule
@@ -124,20 +152,37 @@ class Description:
     outputs: tuple[Passed | Computed | Constant, ...]
     computed: tuple[tuple[str, bool, bool], ...]
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    device: torch.device
+    at_home: bool
 
 
-def _autocast_state() -> tuple[tuple[str, bool, torch.dtype], ...]:
-    return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
+def _autocast_state(device: torch.device) -> tuple[tuple[str, bool, torch.dtype], ...]:
+    kinds = [d for d in dict.fromkeys(("cpu", "cuda", device.type)) if torch.amp.is_autocast_available(d)]
+    return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in kinds)
+
+
+def device_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> torch.device:
+    """Where a graph of Dynamo's computes: the first device other than the host among its inputs and values."""
+    values = [*inputs, *(node.meta.get("example_value") for node in graph.graph.nodes)]
+    found = (v.device for v in values if isinstance(v, torch.Tensor) and v.device.type not in ("cpu", "meta"))
+    return next(found, _CPU)
 
 
 def describe(
-    graph: fx.GraphModule, inputs: Sequence[Any], names: Callable[[torch.Tensor], tuple[str, str] | None]
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    names: Callable[[torch.Tensor], tuple[str, str] | None],
+    device: torch.device = _CPU,
+    at_home: bool = True,
 ) -> Description:
     """Read Dynamo's graph; ``names(tensor)`` gives (role, path) of the model's own parameters and buffers.
 
-    ``graph`` is changed: outputs become those the program computes, each with storage of its own.
+    ``graph`` is changed: outputs become those the program computes, each with storage of its own; with ``at_home``, what
+    was said of the host, where parameters are read, is said of ``device``, where they are when they are used.
     Raises CaptureError for inputs or outputs that have no static shape.
     """
+    if at_home and device.type != "cpu":
+        _retarget(graph, device)
     specs = []
     slots = list(graph.graph.find_nodes(op="placeholder"))
     for index, (node, tensor) in enumerate(zip(slots, inputs, strict=True)):
@@ -148,7 +193,8 @@ def describe(
             )
         known = names(tensor)
         role, name = known if known else ("input", _input_name(node))
-        specs.append(InputSpec(role, name, index, tensor.requires_grad))  # type: ignore[arg-type]
+        there = role == "input" and device.type != "cpu" and tensor.device == device
+        specs.append(InputSpec(role, name, index, tensor.requires_grad, "device" if there else "host"))  # type: ignore[arg-type]
 
     output = graph.graph.output_node()
     outputs: list[Passed | Computed | Constant] = []
@@ -182,7 +228,24 @@ def describe(
     )
     output.args = (tuple(kept),)
     graph.recompile()
-    return Description(graph, tuple(specs), tuple(outputs), computed, _autocast_state())
+    return Description(graph, tuple(specs), tuple(outputs), computed, _autocast_state(device), device, at_home)
+
+
+def _retarget(graph: fx.GraphModule, device: torch.device) -> None:
+    """Every constant that names the host names ``device``."""
+
+    def moved(value: Any) -> Any:
+        return device if isinstance(value, torch.device) and value.type == "cpu" else value
+
+    for module in graph.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            node.args, node.kwargs = pytree.tree_map(moved, (node.args, node.kwargs))
+            if node.kwargs.get("device") == "cpu":
+                node.kwargs = {**node.kwargs, "device": device}
+            if node.op == "call_method" and node.target == "to":
+                node.args = tuple(device if argument == "cpu" else argument for argument in node.args)
+            if node.op == "call_method" and node.target == "cpu":
+                node.target, node.args = "to", (node.args[0], device)
 
 
 def _fake(node: fx.Node) -> torch.Tensor:
@@ -244,7 +307,8 @@ def joint_key(description: Description, tangents: tuple[bool, ...] | None) -> st
             traced = autograd_cache_key(graph, fakes, settings)[0]
     except Exception:  # an operation, setting or torch version that it does not know to be safe
         return None
-    return repr((traced, description.inputs, description.computed, tangents, modules, _settings()))
+    about = description.inputs, description.computed, description.device, description.at_home
+    return repr((traced, about, tangents, modules, _settings()))
 
 
 def _settings() -> tuple[Any, ...]:
@@ -270,13 +334,25 @@ def _tracing(
     fakes = tuple(_fake(node) for node in description.graph.graph.find_nodes(op="placeholder"))
     fake_mode = next((f.fake_mode for f in fakes if hasattr(f, "fake_mode")), None) or torch._guards.detect_fake_mode()
     with contextlib.ExitStack() as stack:
+        if description.at_home and description.device.type != "cpu":
+            fakes = tuple(_there(fake, fake_mode, description.device) for fake in fakes)
+            stack.enter_context(_mixing(description.device))
+            stack.enter_context(description.device)  # factories that name no device
         stack.enter_context(tracing(TracingContext(fake_mode)))
         stack.enter_context(torch.set_grad_enabled(tangents is not None))
-        stack.enter_context(rng_preserved())
+        stack.enter_context(rng_preserved("cpu"))
+        stack.enter_context(rng_preserved(str(description.device)))
         for device, enabled, dtype in description.autocast:  # a retrace happens in a backward, outside the user's autocast
             if enabled != torch.is_autocast_enabled(device) or enabled:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
         yield stack, graph, fakes
+
+
+def _there(fake: torch.Tensor, mode: Any, device: torch.device) -> torch.Tensor:
+    """The same fake tensor on ``device``."""
+    with mode:
+        made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=device)
+    return made.requires_grad_(fake.requires_grad)
 
 
 def _with_detached(graph: fx.Graph, tangents: tuple[bool, ...] | None) -> fx.Graph:
@@ -335,12 +411,23 @@ def _annotate(joint: fx.GraphModule, description: Description) -> fx.GraphModule
         results.append(value)
         described.append(spec)
     output.args = (tuple(results),)
-    joint.meta["inputs"], joint.meta["outputs"] = tuple(specs), tuple(described)
+    joint.meta.update(inputs=tuple(specs), outputs=tuple(described), device=str(description.device))
     for node in joint.graph.nodes:
+        _check_generator(node, description.device)
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
         if stack:
             node.meta["module_path"] = _module_path(str(list(stack.values())[-1][0]))
     return joint
+
+
+def _check_generator(node: fx.Node, device: torch.device) -> None:
+    """One generator's states are saved and replayed: the device's."""
+    val = node.meta.get("val")
+    if is_random(node) and isinstance(val, torch.Tensor) and val.device.type != device.type:
+        raise CaptureError(
+            f"{node.target} draws random numbers on {val.device}, expected on {device}, where the graph computes: "
+            f"pass device= to it"
+        )
 
 
 def _is_none(value: Any) -> bool:
@@ -354,93 +441,9 @@ def _module_path(path: str) -> str:
 
 
 @contextlib.contextmanager
-def rng_preserved() -> Iterator[None]:
-    state = torch.get_rng_state()
+def rng_preserved(device: str) -> Iterator[None]:
+    state = generator_state(device)
     try:
         yield
     finally:
-        torch.set_rng_state(state)
-
-
-# -------------------------------------------------------------------------------------------------------------- inductor
-
-
-def inductor(body: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Sequence[torch.Tensor]]:
-    """``body`` (ATen operations, functional) compiled for tensors like ``inputs``. Inductor keeps what it made on disk
-    (TORCHINDUCTOR_CACHE_DIR), keyed by graph, shapes, torch version and device."""
-    from torch._inductor import standalone_compile
-
-    # A module of its own: Inductor's passes change the graph they are given.
-    copied = fx.Graph()
-    copied.output(copied.graph_copy(body.graph, {}))
-    with torch.no_grad():
-        return standalone_compile(fx.GraphModule(body, copied), list(inputs), dynamic_shapes="from_example_inputs")
-
-
-def probe_inductor() -> threading.Thread:
-    """Import Inductor, and let it find out in a thread which vector instructions run here: that is waiting for other
-    processes, a second or two, while this one goes on tracing."""
-    from torch._inductor import compile_fx, cpu_vec_isa
-
-    def probe() -> None:
-        with contextlib.suppress(Exception):  # the compilation itself meets the error again
-            cpu_vec_isa.pick_vec_isa()
-
-    assert compile_fx is not None  # its imports are those of a compilation: none is left for the thread
-    thread = threading.Thread(target=probe, daemon=True)
-    thread.start()
-    return thread
-
-
-def inductor_cache() -> str:
-    """The directory of Inductor's disk cache."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return str(cache_dir())
-
-
-# -------------------------------------------------------------------------------------------------------------- autograd
-
-
-def keeps_graph() -> bool:
-    """True inside a backward called with retain_graph=True (or create_graph=True)."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
-
-
-def storage_holders(tensor: torch.Tensor) -> int:
-    """How many tensors and storages share the tensor's memory, those of C++ included."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
-# ---------------------------------------------------------------------------------------------------- allocator's events
-
-
-class AllocatorPeak:
-    """Largest sum of live bytes that this thread allocated since entry, from the allocator's own events.
-
-    ``nbytes`` after exit: the peak over bytes live at entry; None where another profiler was already active.
-    """
-
-    def __init__(self) -> None:
-        self.nbytes: int | None = None
-        self.events: list[tuple[int, int]] = []
-        self._profile: Any = None
-
-    def __enter__(self) -> AllocatorPeak:
-        if not torch._C._autograd._profiler_enabled():
-            self._profile = torch.autograd.profiler.profile(profile_memory=True)
-            self._profile.__enter__()
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        if self._profile is None:
-            return
-        self._profile.__exit__(*exc)
-        found = self._profile.kineto_results.events()
-        memory = ((e.start_ns(), e.nbytes()) for e in found if e.name() == "[memory]")
-        self.events = sorted(memory, key=lambda event: event[0])  # stable: events of the same nanosecond keep their order
-        live = peak = 0
-        for _, nbytes in self.events:
-            live += nbytes
-            peak = max(peak, live)
-        self.nbytes = peak
+        set_generator_state(device, state)

@@ -3,6 +3,7 @@ then loads. Graphs go to the workers (``compile_worker.py``) as text; only "done
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import queue
@@ -15,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from mtcompile import capture
+from mtcompile import internals
 from mtcompile.passes.graph_json import graph_to_json
 
 _FEWEST = 3  # kernels worth the start of a process that imports torch
@@ -23,12 +24,16 @@ _MOST_WORKERS = 8
 _FEWEST_CORES = 4  # below, their start costs what they save: in one process Inductor runs the C++ compiler in parallel
 
 
-def compiled_before(kernel: fx.GraphModule) -> Path:
-    """A file that exists where the disk cache has held this kernel: by its body, shapes, thread count and torch version."""
+def compiled_before(kernel: fx.GraphModule, record: bool = False) -> bool:
+    """Whether the disk cache has held this kernel (by its body, shapes, thread count and torch version), which a file
+    beside it says; ``record``: it does now."""
     text = f"{torch.__version__} {torch.get_num_threads()} {kernel.meta['key']}"
-    folder = Path(capture.inductor_cache(), "mtcompile")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / hashlib.sha256(text.encode()).hexdigest()
+    file = Path(internals.inductor_cache(), "mtcompile", hashlib.sha256(text.encode()).hexdigest())
+    if record:
+        with contextlib.suppress(OSError):  # a disk that refuses costs the next run its time
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+    return record or file.exists()
 
 
 def compile_ahead(kernels: Sequence[fx.GraphModule]) -> Iterator[None]:
@@ -36,7 +41,7 @@ def compile_ahead(kernels: Sequence[fx.GraphModule]) -> Iterator[None]:
 
     A worker that fails leaves its kernels to the caller, who meets the same error and can say so.
     """
-    new = [kernel for kernel in kernels if not compiled_before(kernel).exists()]
+    new = [kernel for kernel in kernels if not compiled_before(kernel)]
     if len(new) < _FEWEST or _cores() < _FEWEST_CORES:
         return
     count = min(len(new), _cores(), _MOST_WORKERS)
@@ -58,7 +63,7 @@ def compile_ahead(kernels: Sequence[fx.GraphModule]) -> Iterator[None]:
 def _feed(waiting: queue.SimpleQueue[str], done: queue.SimpleQueue[bool]) -> None:
     """One worker's end in this process: True for each kernel compiled, False when it is over."""
     command = [sys.executable, "-m", "mtcompile.compile_worker", str(torch.get_num_threads())]
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": capture.inductor_cache(), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": internals.inductor_cache(), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     try:
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env

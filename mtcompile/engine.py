@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile import cache, capture, knobs
+from mtcompile import cache, capture, internals, knobs
 from mtcompile.errors import BudgetError, CaptureError
 from mtcompile.home import Home
 from mtcompile.kernels import EagerKernels, InductorKernels
+from mtcompile.machine import machine_of
 from mtcompile.passes import rewrite
 from mtcompile.passes.build import build
 from mtcompile.passes.check import check_schedule, same_computation
-from mtcompile.passes.cost import Machine
 from mtcompile.passes.loss_head import chunk_loss
 from mtcompile.passes.normalize import normalize
 from mtcompile.passes.planner import (
@@ -36,11 +36,11 @@ from mtcompile.passes.planner import (
     relowered,
     resident_plan,
 )
-from mtcompile.passes.step_graph import copy_step, has_random, listing
+from mtcompile.passes.step_graph import copy_step, generator_nbytes, has_random, listing
 from mtcompile.program import Compiled, Frame, Program, Tangents, describe_compiled, run_forward
-from mtcompile.runtime.arena import arena
 from mtcompile.runtime.cpu import Arenas
-from mtcompile.runtime.schedule import aligned, gib
+from mtcompile.runtime.device import Device
+from mtcompile.runtime.schedule import Tier, aligned, gib
 from mtcompile.runtime.trace import Trace
 from mtcompile.runtime.verify import verify
 
@@ -60,24 +60,36 @@ def _collecting_later() -> Iterator[None]:
             gc.enable()
 
 
+def check_options(kernels: str, loss_chunks: int | str) -> None:
+    """Raise ValueError for what cannot be honoured."""
+    if kernels not in KERNELS:
+        raise ValueError(f"expected kernels to be one of {', '.join(KERNELS)}, found {kernels!r}")
+    number = isinstance(loss_chunks, int) and not isinstance(loss_chunks, bool) and loss_chunks >= 1
+    if not number and loss_chunks != "auto":
+        raise ValueError(f'expected loss_chunks to be a whole number of 1 or more, or "auto", found {loss_chunks!r}')
+
+
 class Engine:
     """Compiles and runs programs. ``memory``, ``host``: budgets in bytes, None for no limit; ``knobs``: what the caller
     calls them."""
 
     def __init__(
-        self, memory: int | None, host: int | None, knobs: dict[str, str], kernels: str, loss_chunks: int | str
+        self,
+        device: Device,
+        memory: int | None,
+        host: int | None,
+        knobs: dict[str, str],
+        kernels: str,
+        loss_chunks: int | str,
     ) -> None:
-        if kernels not in KERNELS:
-            raise ValueError(f"expected kernels to be one of {', '.join(KERNELS)}, found {kernels!r}")
-        number = isinstance(loss_chunks, int) and not isinstance(loss_chunks, bool) and loss_chunks >= 1
-        if not number and loss_chunks != "auto":
-            raise ValueError(f'expected loss_chunks to be a whole number of 1 or more, or "auto", found {loss_chunks!r}')
         self.loss_chunks = loss_chunks
         self.memory, self.host, self.knobs, self.kernels = memory, host, knobs, kernels
-        self.machine = Machine(fuses=kernels == "inductor")
-        self.home = Home()
-        self.eager = EagerKernels()
-        self.inductor = InductorKernels()
+        self.device = device
+        self.machine = machine_of(device.where, kernels == "inductor", staged=False)
+        self.home = Home(device, self.moved)
+        self.eager = EagerKernels(device.where)
+        self.inductor = InductorKernels(device.where)
+        self.staged = self.in_backward = False
         self.last: Compiled | None = None
         self.last_trace: Trace | None = None
         self.peak_device_bytes = 0
@@ -101,6 +113,9 @@ class Engine:
 
     def settle(self, step: fx.GraphModule, planned: Planned) -> None:
         """Called when a plan has been proven, before it first runs."""
+
+    def moved(self, parameter: torch.nn.Parameter) -> None:
+        """Called when a parameter has gone to another device."""
 
     def begin_training_forward(self) -> None:
         """Called before a training forward."""
@@ -131,14 +146,14 @@ class Engine:
     def reserve(step: fx.GraphModule) -> int:
         """Device bytes held beside a schedule: the generator's state as a step found it, and as a backward did (on the
         emulated device both are in the memory that counts)."""
-        return 2 * aligned(torch.get_rng_state().numel()) if has_random(step) else 0
+        return 2 * aligned(generator_nbytes(step.meta["device"])) if has_random(step) else 0
 
     def available(self, reserved: int) -> int | None:
         """Device bytes of the budget that are left beside ``reserved``."""
         return None if self.memory is None else self.memory - reserved
 
     def _compile(self, program: Program, tangents: Tangents, reserved: int) -> Compiled:
-        probing = capture.probe_inductor() if self.kernels == "inductor" else None
+        probing = internals.probe_inductor() if self.kernels == "inductor" else None
         joint = self._joint(program.description, tangents)
         joint, step, planned = self._loss_head(joint, reserved, bool(tangents))
         if probing is not None:
@@ -148,9 +163,23 @@ class Engine:
         check_schedule(planned.step, planned.schedule)
         verify(planned.schedule)
         self.settle(step, planned)
+        if self.device.staging is not None and not self.staged:
+            self._say_not_pinned()
+            return self._compile(program, tangents, reserved)
         compiled = describe_compiled(self, tangents, planned.plan, planned.step, planned.schedule, kernels)
         self._show(step, planned)
         return compiled
+
+    def _say_not_pinned(self) -> None:
+        """Plan again for slower copies: host memory could not be pinned, which is known once it is taken."""
+        self.staged = True
+        self.machine = machine_of(self.device.where, self.machine.fuses, staged=True)
+        warnings.warn(
+            "host memory could not be pinned (expected room under the limit on locked memory, ulimit -l; under WSL about "
+            "1 GiB is all there is): copies go through a small pinned ring, and the plan counts on "
+            f"{self.machine.h2d_gbps:.0f} GB/s. Raise the limit for full speed; results are the same",
+            stacklevel=2,
+        )
 
     def _joint(self, description: capture.Description, tangents: Tangents) -> fx.GraphModule:
         """The normalized joint graph; from an earlier run where Inductor, whose parts make the key, is there anyway."""
@@ -292,7 +321,8 @@ class Engine:
     def arenas(self, compiled: Compiled) -> tuple[Arenas, dict[str, torch.Tensor] | None]:
         """The tiers' arenas, shared by all programs, and what is known of the program's slots in them. No device slot
         lives from one phase to the next; host slots do, so while a step is alive another has a host arena of its own."""
-        needed = {tier: compiled.schedule.arena_nbytes.get(tier, 0) for tier in ("device", "host")}
+        tiers: tuple[Tier, ...] = ("device", "host")
+        needed: dict[Tier, int] = {tier: compiled.schedule.arena_nbytes.get(tier, 0) for tier in tiers}
         own = bool(self.alive())
         for tier, nbytes in needed.items():
             size = self._arenas[tier].numel() if tier in self._arenas else -1
@@ -302,11 +332,12 @@ class Engine:
                 for views in self._views:  # they would hold the old arena
                     views.clear()
                 self._views.clear()
-                self._arenas.pop(tier, None)
-                self._arenas[tier] = arena(nbytes)
+                if self._arenas.pop(tier, None) is not None:
+                    self.device.synchronize()  # of a step that was dropped, copies may be on their way
+                self._arenas[tier] = self.device.arena(tier, nbytes)
         self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes())
         if own:
-            return Arenas(self._arenas["device"], arena(needed["host"])), None
+            return Arenas(self._arenas["device"], self.device.arena("host", needed["host"])), None
         if not any(views is compiled.views for views in self._views):
             self._views.append(compiled.views)
         return Arenas(self._arenas["device"], self._arenas["host"]), compiled.views

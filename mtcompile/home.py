@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from mtcompile.capture import storage_holders
+from mtcompile.internals import storage_holders
 from mtcompile.passes.step_graph import span_nbytes
-from mtcompile.runtime.arena import Layout, arena, layout_of, view
+from mtcompile.runtime.arena import Layout, layout_of, view
+from mtcompile.runtime.device import Device
 from mtcompile.runtime.schedule import aligned
 
 
@@ -24,9 +25,11 @@ class Place:
 
 
 class Home:
-    """Slabs of parameters by block. ``tiers``: block -> home tier, decided by the model's first program."""
+    """Slabs of parameters by block. ``tiers``: block -> home tier, decided by the model's first program. ``moved``: called
+    with a parameter that has gone to another device, for what follows it."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device, moved: Callable[[torch.nn.Parameter], None]) -> None:
+        self.device, self.moved = device, moved
         self.blocks: dict[str, str] = {}  # parameter -> block
         self.tiers: dict[str, str] = {}
         self.slabs: dict[str, torch.Tensor] = {}
@@ -47,15 +50,39 @@ class Home:
             for name in names:
                 offsets[name] = total
                 total += aligned(span_nbytes(parameters[name].data))
-            self.slabs[key] = arena(total)
+            self.slabs[key] = self._slab(key, total)
             for name in names:
                 self.blocks[name] = key
                 self._place(name, parameters[name], layouts[name], offsets[name])
 
+    def arrange(self) -> None:
+        """Every slab goes where its tier says."""
+        for key, slab in list(self.slabs.items()):
+            new = self._slab(key, slab.numel()) if slab.device != self._where(key) else None
+            if new is not None:
+                self.slabs[key] = new
+                for name, block in self.blocks.items():
+                    if block == key:
+                        place = self.places[name]
+                        self._place(name, place.parameter, place.layout, place.offset)
+
+    def _where(self, key: str) -> torch.device:
+        return self.device.where if self.tiers.get(key) == "device" else torch.device("cpu")
+
+    def _slab(self, key: str, nbytes: int) -> torch.Tensor:
+        return self.device.arena("host" if self._where(key).type == "cpu" else "device", nbytes)  # type: ignore[no-any-return]
+
     def _place(self, name: str, parameter: torch.nn.Parameter, layout: Layout, offset: int) -> None:
         at_home = view(self.slabs[self.blocks[name]], offset, layout)
         at_home.copy_(parameter.data)
-        parameter.data = at_home
+        grad = parameter.grad
+        if grad is not None and grad.device != at_home.device:
+            parameter.grad = None  # a gradient is where its parameter is
+        before, parameter.data = parameter.device, at_home
+        if before != at_home.device:
+            if grad is not None:
+                parameter.grad = grad.to(at_home.device)
+            self.moved(parameter)
         self.places[name] = Place(parameter, layout, offset, at_home.data_ptr())
 
     def settle(self, name: str, parameter: torch.nn.Parameter) -> None:
@@ -72,11 +99,11 @@ class Home:
 
     def gradient_slab(self, nbytes: int) -> torch.Tensor:
         """A slab of at least that size that nobody else holds; reused once the old gradients are gone."""
-        for slab, alone in self._gradients:
-            if slab.numel() >= nbytes and storage_holders(slab) <= alone:
-                return slab
+        for old, alone in self._gradients:
+            if old.numel() >= nbytes and storage_holders(old) <= alone:
+                return old
         self._gradients = [(s, alone) for s, alone in self._gradients if storage_holders(s) > alone]
-        slab = arena(nbytes)
+        slab: torch.Tensor = self.device.arena("host", nbytes)
         self._gradients.append((slab, storage_holders(slab)))
         return slab
 

@@ -11,10 +11,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile import capture
+from mtcompile import capture, internals
 from mtcompile.compile_ahead import compile_ahead, compiled_before
+from mtcompile.device import allocator_peak
 from mtcompile.passes.memory import output_nbytes, workspace_nbytes
-from mtcompile.passes.step_graph import body_outputs, is_random, iter_tensors, placeholders, replay, save_rng, storage_nbytes
+from mtcompile.passes.step_graph import (
+    body_outputs,
+    generator_state,
+    is_random,
+    iter_tensors,
+    placeholders,
+    replay,
+    save_rng,
+    storage_nbytes,
+)
 from mtcompile.randomness import around, explicit
 from mtcompile.runtime.schedule import aligned
 
@@ -33,51 +43,64 @@ class Built:
 
 class EagerKernels:
     """Bodies run operation by operation, each intermediate dropped after its last use; measured, by kernel and thread
-    count, at most once."""
+    count, at most once. ``device``: where they run."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.known: dict[tuple[str, int], Built] = {}
 
     def __call__(self, kernel: fx.GraphModule) -> Built:
         key = (kernel.meta["key"], torch.get_num_threads())
         if key not in self.known:
-            self.known[key] = _eager_kernel(kernel)
+            self.known[key] = _eager_kernel(kernel, self.device)
         return self.known[key]
 
     def workspace(self, kernel: fx.GraphModule) -> int:
         return self(kernel).workspace
 
 
-def _eager_kernel(kernel: fx.GraphModule) -> Built:
-    workspace, larger = measure(kernel, kernel.forward)
-    if not larger:
-        return Built(kernel.forward, workspace)
+def _eager_kernel(kernel: fx.GraphModule, device: torch.device) -> Built:
+    measured = measure(kernel, kernel.forward, device)
+    if not measured.larger:
+        return Built(kernel.forward, measured.workspace)
 
     def call(*args: torch.Tensor) -> list[torch.Tensor]:
         """With results of the bytes that were declared: some operations return the start of a larger storage."""
         made = list(kernel.forward(*args))
-        for position in larger:
-            made[position] = torch.empty_strided(
-                made[position].shape, made[position].stride(), dtype=made[position].dtype
-            ).copy_(made[position])
+        for position in measured.larger:
+            old = made[position]
+            made[position] = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=old.device).copy_(old)
         return made
 
-    return Built(call, measure(kernel, call)[0])
+    return Built(call, measure(kernel, call, device).workspace)
 
 
-def measure(kernel: fx.GraphModule, call: Call) -> tuple[int, tuple[int, ...]]:
-    """Bytes of device memory a kernel allocates beside its results, from the allocator's own events around one run (by
-    shapes alone where another profiler is active); and which results hold more bytes than declared."""
-    inputs = _examples(kernel)
-    with capture.rng_preserved(), torch.no_grad(), capture.AllocatorPeak() as peak:
-        results = call(*inputs)
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """``workspace``: bytes of device memory allocated beside results. ``larger``: which results hold more bytes than
+    declared. ``kept``: bytes still held when the results are gone."""
+
+    workspace: int
+    larger: tuple[int, ...] = ()
+    kept: int = 0
+
+
+def measure(kernel: fx.GraphModule, call: Call, device: torch.device) -> Measured:
+    """From the allocator's own events around one run; by shapes alone where another profiler is active, or where a GPU has
+    no room for a run of its own beside what it holds."""
     declared = [aligned(storage_nbytes(node.meta["val"])) for node in body_outputs(kernel)]
-    held = [tensor.untyped_storage().nbytes() for tensor in results]
-    del results
+    try:
+        inputs = _examples(kernel, device)
+        with capture.rng_preserved(str(device)), torch.no_grad(), allocator_peak(device) as peak:
+            results = call(*inputs)
+            held = [tensor.untyped_storage().nbytes() for tensor in results]
+            del results
+    except torch.OutOfMemoryError:
+        return Measured(workspace_nbytes(kernel) + _by_values(kernel))
     larger = tuple(i for i, (one, other) in enumerate(zip(held, declared, strict=True)) if one > other)
     if peak.nbytes is None:
-        return workspace_nbytes(kernel), larger
-    return aligned(max(0, peak.nbytes - output_nbytes(kernel))) + _by_values(kernel), larger
+        return Measured(workspace_nbytes(kernel), larger)
+    return Measured(aligned(max(0, peak.nbytes - output_nbytes(kernel))) + _by_values(kernel), larger, peak.kept)
 
 
 def _by_values(kernel: fx.GraphModule) -> int:
@@ -88,9 +111,11 @@ def _by_values(kernel: fx.GraphModule) -> int:
 
 
 class InductorKernels:
-    """Kernels compiled by Inductor, one per distinct body and thread count; eager where it cannot."""
+    """Kernels compiled by Inductor, one per distinct body and thread count; eager where it cannot. ``device``: where they
+    run."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.known: dict[tuple[str, int], Built] = {}
 
     def build(self, kernels: Iterable[fx.GraphModule], eager: EagerKernels) -> dict[str, Built]:
@@ -103,35 +128,41 @@ class InductorKernels:
         new = [k for k in kernels if (k.meta["key"], threads) not in self.known]
         console = Console(stderr=True)
         quiet = not console.is_terminal or len(new) < 2
-        for _ in track(compile_ahead(new), "compiling kernels", len(new), console=console, transient=True, disable=quiet):
+        # Worker processes are for the C++ compiler; for a GPU Inductor has its own, and each of ours would take its memory.
+        ahead = compile_ahead(new) if self.device.type == "cpu" else iter(())
+        for _ in track(ahead, "compiling kernels", len(new), console=console, transient=True, disable=quiet):
             pass
         for kernel in track(new, "loading kernels", console=console, transient=True, disable=quiet):
-            built = _inductor_kernel(kernel, eager)
+            built = _inductor_kernel(kernel, eager, self.device)
             if built.why_eager:
                 print(f"mtcompile: kernel {kernel.meta['name']} stays eager: {built.why_eager}", file=sys.stderr)
             self.known[kernel.meta["key"], threads] = built
         return {str(kernel.meta["name"]): self.known[kernel.meta["key"], threads] for kernel in kernels}
 
 
-def compile_kernel(kernel: fx.GraphModule) -> Call:
+def compile_kernel(kernel: fx.GraphModule, device: torch.device) -> Call:
     """By Inductor, from its disk cache where it has been there."""
     random = any(is_random(n) or n.target in (save_rng, replay) for n in kernel.graph.nodes)
     if random:
-        return around(capture.inductor(explicit(kernel), [torch.get_rng_state(), *_examples(kernel)]))
-    return capture.inductor(kernel, _examples(kernel))
+        where = str(device)
+        examples = [generator_state(where), *_examples(kernel, device)]
+        return around(internals.inductor(explicit(kernel, where), examples), where)
+    return internals.inductor(kernel, _examples(kernel, device))
 
 
-def _inductor_kernel(kernel: fx.GraphModule, eager: EagerKernels) -> Built:
+def _inductor_kernel(kernel: fx.GraphModule, eager: EagerKernels, device: torch.device) -> Built:
     try:
-        call = compile_kernel(kernel)
-        compiled_before(kernel).touch()
-        inputs = _examples(kernel)
-        with capture.rng_preserved(), torch.no_grad():
+        call = compile_kernel(kernel, device)
+        compiled_before(kernel, record=True)
+        inputs = _examples(kernel, device)
+        with capture.rng_preserved(str(device)), torch.no_grad():
             wrong = _unlike_declared(kernel, inputs, call(*inputs))
-        wrong = wrong or _keeps_memory(kernel, call)
+        measured = measure(kernel, call, device)
+        if not wrong and measured.kept > 0:
+            wrong = f"it keeps {measured.kept} bytes after its results are gone"
         if wrong:
             return replace(eager(kernel), why_eager=wrong)
-        return Built(call, measure(kernel, call)[0])
+        return Built(call, measured.workspace)
     except Exception as error:
         first = next(iter(str(error).splitlines()), "")
         return replace(eager(kernel), why_eager=f"Inductor raised {type(error).__name__}: {first}")
@@ -153,22 +184,13 @@ def _unlike_declared(kernel: fx.GraphModule, inputs: list[torch.Tensor], results
     return ""
 
 
-def _keeps_memory(kernel: fx.GraphModule, call: Call) -> str:
-    """Why a kernel's bytes cannot be promised: some are still held when its results are gone."""
-    inputs = _examples(kernel)
-    with capture.rng_preserved(), torch.no_grad(), capture.AllocatorPeak() as peak:
-        call(*inputs)
-    kept = sum(nbytes for _, nbytes in peak.events)
-    return f"it keeps {kept} bytes after its results are gone" if kept > 0 else ""
+def _examples(kernel: fx.GraphModule, device: torch.device) -> list[torch.Tensor]:
+    return [_example(node, device) for node in placeholders(kernel.graph)]
 
 
-def _examples(kernel: fx.GraphModule) -> list[torch.Tensor]:
-    return [_example(node.meta["val"]) for node in placeholders(kernel.graph)]
-
-
-def _example(val: torch.Tensor) -> torch.Tensor:
-    """Zeros of that layout (valid as indices); a generator's state where the shape says it is one."""
-    state = torch.get_rng_state()
-    if val.dtype == torch.uint8 and tuple(val.shape) == tuple(state.shape):
-        return state
-    return torch.empty_strided(tuple(val.shape), tuple(val.stride()), dtype=val.dtype).zero_()
+def _example(node: fx.Node, device: torch.device) -> torch.Tensor:
+    """Zeros of that layout (valid as indices); a generator's state where one is taken."""
+    if any(user.target is replay and user.args[0] is node for user in node.users):
+        return generator_state(str(device))
+    val = node.meta["val"]
+    return torch.empty_strided(tuple(val.shape), tuple(val.stride()), dtype=val.dtype, device=device).zero_()

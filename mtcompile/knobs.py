@@ -20,6 +20,11 @@ def debug() -> int:
     return int(os.environ.get("MT_DEBUG", "0") or 0)
 
 
+def trace() -> bool:
+    """MT_TRACE=1: on a GPU, ask its clock when each instruction ran (``last_trace`` otherwise says when it was issued)."""
+    return os.environ.get("MT_TRACE", "0") not in ("", "0")
+
+
 def dump() -> str:
     """MT_DUMP=dir: write the plan, schedule and step graphs of each program there."""
     return os.environ.get("MT_DUMP", "")

@@ -6,15 +6,17 @@ import gc
 import weakref
 from typing import Any
 
-import psutil
 import torch
 from torch import fx, nn
 
 from mtcompile import capture
+from mtcompile.device import free_nbytes, total_nbytes
 from mtcompile.engine import Engine
 from mtcompile.errors import StepError
 from mtcompile.passes.planner import Budgets, DoesNotFit, Planned
 from mtcompile.program import Program
+from mtcompile.runtime.device import Device
+from mtcompile.runtime.schedule import gib
 
 # Optimizer state per parameter, in parameter sizes, of the torch.optim classes; anything else is taken as Adam's.
 _STATE_COPIES = {
@@ -31,18 +33,43 @@ _UNKNOWN_STATE_COPIES = 2.0
 
 
 class ModelEngine(Engine):
-    """``memory``, ``host``: bytes; without ``memory``, half of what is free."""
+    """``memory``, ``host``: bytes; without ``memory``, what ``free_nbytes`` says. The model is on the host."""
 
     def __init__(
-        self, model: nn.Module, call: Any, memory: int | None, host: int | None, kernels: str, loss_chunks: int | str
+        self,
+        model: nn.Module,
+        call: Any,
+        device: Device,
+        memory: int | None,
+        host: int | None,
+        kernels: str,
+        loss_chunks: int | str,
+        optimizer: torch.optim.Optimizer | None,
     ) -> None:
-        free = psutil.virtual_memory().available
-        super().__init__(
-            memory if memory is not None else free // 2, host, {"device": "memory", "host": "host"}, kernels, loss_chunks
-        )
+        there = total_nbytes(device)
+        if memory is not None and there is not None and memory > there:
+            raise ValueError(f"expected memory of at most the {there} bytes ({gib(there)}) of {device.where}, found {memory}")
+        self.optimizer = optimizer
+        for parameter in model.parameters():  # at home on the host, all of them
+            self.moved(parameter)
+        memory = memory if memory is not None else free_nbytes(device)
+        super().__init__(device, memory, host, {"device": "memory", "host": "host"}, kernels, loss_chunks)
         self.model = weakref.ref(model)
-        self.optimizer: torch.optim.Optimizer | None = None
-        self.call = capture.front_end(call, self._backend)
+        self.sent_nbytes = 0  # of the call's tensors, copied to the device for its length
+        self._captured = capture.front_end(call, self._backend, device.where)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's call. Tensors of the host that are passed to it go to the device first."""
+        if self.device.where.type != "cpu":
+            (args, kwargs), self.sent_nbytes = capture.sent((args, kwargs), self.device.where)
+        return self._captured(*args, **kwargs)
+
+    def moved(self, parameter: nn.Parameter) -> None:
+        """Optimizer state goes where its parameter went (step counters stay on the host)."""
+        state = self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.device != parameter.device:
+                state[key] = value.to(parameter.device)
 
     def _backend(self, graph: Any, inputs: Any) -> Program:
         """What Dynamo calls with a captured graph."""
@@ -50,7 +77,7 @@ class ModelEngine(Engine):
         assert model is not None
         names: dict[int, tuple[str, str]] = {id(b): ("buffer", n) for n, b in model.named_buffers()}
         names |= {id(p): ("param", n) for n, p in model.named_parameters()}
-        return Program(self, capture.describe(graph, inputs, lambda tensor: names.get(id(tensor))))
+        return Program(self, capture.describe(graph, inputs, lambda tensor: names.get(id(tensor)), self.device.where))
 
     def place(self, step: fx.GraphModule) -> None:
         step.meta["homes"] |= {name: block for name, block in self.home.blocks.items() if name in step.meta["homes"]}
@@ -67,11 +94,13 @@ class ModelEngine(Engine):
         elsewhere = {b for b, tier in self.home.tiers.items() if tier == "device"} - set(step.meta["homes"].values())
         if free is not None:  # resident parameters that this program does not read take their room all the same
             free -= sum(int(self.home.slabs[b].numel() * (2 + copies)) for b in elsewhere)
-        return Budgets(free, self.host, copies, reserve=self.reserve(step)), fixed
+        return Budgets(free, self.host, copies, reserve=self.reserve(step) + self.sent_nbytes), fixed
 
     def relax(self, error: DoesNotFit) -> bool:
         """A later program that does not fit beside resident parameters sends them home."""
         if error.tier != "device" or "device" not in self.home.tiers.values() or self.alive():
+            return False
+        if self.device.where.type != "cpu" and self.in_backward:  # autograd expects gradients where parameters were
             return False
         self.home.tiers = dict.fromkeys(self.home.tiers, "host")
         self.home.version += 1
@@ -83,6 +112,7 @@ class ModelEngine(Engine):
         for block in dict.fromkeys(step.meta["homes"].values()):
             self.home.tiers.setdefault(block, planned.plan.params(block))
         self.home.adopt(step.meta["homes"], dict(model.named_parameters()))
+        self.home.arrange()
         for key in self.home.slabs:
             self.home.tiers.setdefault(key, "host")
 

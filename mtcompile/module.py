@@ -8,7 +8,8 @@ from typing import Any, NoReturn, TypeVar, overload
 import torch
 from torch import nn
 
-from mtcompile.engine import KERNELS
+from mtcompile.device import choose
+from mtcompile.engine import check_options
 from mtcompile.errors import MtcompileError
 from mtcompile.model import ModelEngine
 from mtcompile.passes.plan import Plan
@@ -89,14 +90,22 @@ def _attach(model: nn.Module, options: dict[str, Any]) -> None:
     def call(*args: Any, **kwargs: Any) -> Any:
         return plain.__call__(model, *args, **kwargs)
 
-    engine = ModelEngine(model, call, options["memory"], options["host"], options["kernels"], options["loss_chunks"])
-    engine.optimizer = options["optimizer"]
+    if any(t.device.type != "cpu" for t in (*model.parameters(), *model.buffers())):
+        plain._apply(model, lambda tensor: tensor.cpu())
+    engine = ModelEngine(model, call, **options)
     object.__setattr__(model, "_mt_engine", engine)
 
 
 @overload
 def compile(
-    model: M, *, memory: Size = ..., host: Size = ..., optimizer: Any = ..., kernels: str = ..., loss_chunks: int | str = ...
+    model: M,
+    *,
+    memory: Size = ...,
+    host: Size = ...,
+    optimizer: Any = ...,
+    kernels: str = ...,
+    loss_chunks: int | str = ...,
+    device: str | torch.device | None = ...,
 ) -> M: ...
 @overload
 def compile(
@@ -107,6 +116,7 @@ def compile(
     optimizer: Any = ...,
     kernels: str = ...,
     loss_chunks: int | str = ...,
+    device: str | torch.device | None = ...,
 ) -> type[M]: ...
 @overload
 def compile(
@@ -117,6 +127,7 @@ def compile(
     optimizer: Any = ...,
     kernels: str = ...,
     loss_chunks: int | str = ...,
+    device: str | torch.device | None = ...,
 ) -> Any: ...
 
 
@@ -128,14 +139,18 @@ def compile(
     optimizer: torch.optim.Optimizer | None = None,
     kernels: str = "eager",
     loss_chunks: int | str = 1,
+    device: str | torch.device | None = None,
 ) -> Any:
     """Train ``model`` inside a device-memory budget, with the bits of plain PyTorch.
 
     model      an ``nn.Module`` (returned, now compiled), or a class of modules (a subclass is returned whose instances
                are compiled); without it, a decorator
     memory     bytes of device memory for everything mtcompile holds there: ``"16GiB"``, ``"16GB"`` or a number;
-               default half of what is free
+               default nine tenths of what is free on a GPU, half of it on the emulated device
     host       bytes of host memory; default unlimited
+    device     where it computes: ``"cuda"``, ``"cuda:1"``, or ``"cpu"``, which emulates a device in host memory; default
+               the GPU if there is one. The model's parameters and buffers go home, to host memory (and back to the device
+               where the plan keeps them there); tensors passed to it are sent to the device
     optimizer  the optimizer that will step the model (or ``model.bind(optimizer)`` later): its state is planned for
     kernels    ``"eager"``: the kernels of plain PyTorch, bit for bit; ``"inductor"``: compiled by Inductor, within
                rounding of them, and the same bits at every budget where the same is recomputed
@@ -147,12 +162,12 @@ def compile(
     The first call captures and plans; ``BudgetError`` (with ``.minimum_bytes``) when no plan fits, ``CaptureError``
     when the model cannot be captured. Raises ValueError and TypeError for options that cannot be honoured.
     """
-    if kernels not in KERNELS:
-        raise ValueError(f"expected kernels to be one of {', '.join(KERNELS)}, found {kernels!r}")
+    check_options(kernels, loss_chunks)
     options: dict[str, Any] = {"memory": parse_bytes(memory), "host": parse_bytes(host), "optimizer": optimizer}
     options |= {"kernels": kernels, "loss_chunks": loss_chunks}
     if model is None:
-        return lambda target: compile(target, **{**options, "memory": memory, "host": host})
+        return lambda target: compile(target, **{**options, "device": device, "memory": memory, "host": host})
+    options["device"] = choose(device)
     if isinstance(model, type) and issubclass(model, nn.Module):
         if optimizer is not None:
             raise TypeError("expected no optimizer= when compiling a class; call model.bind(optimizer) on the instance")

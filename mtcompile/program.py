@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
-from mtcompile import capture, knobs
+from mtcompile import capture, internals, knobs
+from mtcompile.device import allocator_peak
 from mtcompile.errors import StepError
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.step_graph import InputSpec, OutputSpec, has_random, placeholders, results, source, step_outputs
+from mtcompile.passes.step_graph import (
+    InputSpec,
+    OutputSpec,
+    generator_state,
+    has_random,
+    placeholders,
+    results,
+    set_generator_state,
+    source,
+    step_outputs,
+)
 from mtcompile.runtime.arena import Layout, layout_of, view
 from mtcompile.runtime.cpu import CpuMemory
 from mtcompile.runtime.executor import Delays, Prepared, execute, prepare
-from mtcompile.runtime.schedule import PHASES, Phase, Schedule, aligned
+from mtcompile.runtime.schedule import PHASES, Phase, Queue, Schedule, aligned
 from mtcompile.runtime.trace import Record, Trace, shifted
 
 if TYPE_CHECKING:
@@ -124,7 +136,9 @@ class Program:
                 self.engine.home.settle(spec.name, tensor)  # type: ignore[arg-type]
         if torch.is_grad_enabled() and any(self.pattern):
             self.engine.begin_training_forward()
-            made = _Step.apply(self, *inputs)  # type: ignore[no-untyped-call]
+            # Before autograd looks at the inputs: planning may send a parameter to another device.
+            compiled = self.engine.compile(self, self.pattern)
+            made = _Step.apply(self, compiled, *inputs)  # type: ignore[no-untyped-call]
         else:
             made = self.engine.infer(self, inputs)
         return tuple(self._rebuild(output, inputs, made) for output in self.description.outputs)
@@ -141,8 +155,8 @@ class _Step(torch.autograd.Function):
     """Forward and backward of one training step, as autograd sees them."""
 
     @staticmethod
-    def forward(ctx: Any, program: Program, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        frame, outputs = run_forward(program.engine, program.engine.compile(program, program.pattern), inputs)
+    def forward(ctx: Any, program: Program, compiled: Compiled, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        frame, outputs = run_forward(program.engine, compiled, inputs)
         ctx.program, ctx.frame = program, frame
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
@@ -155,7 +169,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled() or capture.keeps_graph():
+        if torch.is_grad_enabled() or internals.keeps_graph():
             raise StepError(
                 "backward was called with retain_graph=True or create_graph=True; a compiled step runs backward once "
                 "and frees what it saved. Call loss.backward() without them, or run the plain model for double backward"
@@ -165,8 +179,8 @@ class _Step(torch.autograd.Function):
             raise StepError("backward was already run for this forward; run the forward again")
         ctx.frame = None
         if all(t is None for t in tangents):
-            return (None,) * (1 + len(frame.inputs))
-        return (None, *run_backward(ctx.program, frame, tangents))
+            return (None,) * (2 + len(frame.inputs))
+        return (None, None, *run_backward(ctx.program, frame, tangents))
 
 
 def run_forward(
@@ -177,34 +191,34 @@ def run_forward(
     write_back: bool = True,
 ) -> tuple[Frame, tuple[torch.Tensor, ...]]:
     """Run the forward phase. Buffers change only when all of it has succeeded; on an error the generator is put back."""
-    generator = torch.get_rng_state() if compiled.random else None
+    device = str(engine.device.where)
+    generator = generator_state(device) if compiled.random else None
     if snapshots is None:  # the old version is what this step reads, also after the new one has been written
         snapshots = {i: inputs[i].detach().clone() for i in compiled.mutated}
     arenas, views = engine.arenas(compiled)
-    memory = CpuMemory(compiled.schedule, compiled.layouts, arenas, knobs.check(), compiled.settled, views)
+    memory = engine.device.memory(compiled.schedule, compiled.layouts, arenas, knobs.check(), compiled.settled, views)
     for spec, name in compiled.inputs:
         if spec.role == "constant":
             memory.bind(name, compiled.step.meta["constants"][spec.name])
         elif spec.role != "tangent":
             memory.bind(name, snapshots.get(spec.index, inputs[spec.index].detach()))
-    news = {}
-    for result, name in compiled.outputs:
-        if result.kind == "mutation":
-            news[result.index] = torch.empty_like(snapshots[result.index])
-            memory.bind(name, news[result.index])
+    news = {result.index: name for result, name in compiled.outputs if result.kind == "mutation"}
+    for index, name in news.items():
+        if compiled.schedule.buffers[name].kind == "home":
+            memory.bind(name, torch.empty_like(snapshots[index]))
     versions = tuple(t._version for t in inputs)
     frame = Frame(compiled, memory, inputs, snapshots, versions, generator)
     try:
         _execute(engine, frame, "forward")
     except BaseException:
         if generator is not None:
-            torch.set_rng_state(generator)
+            set_generator_state(device, generator)
         memory.tensors.clear()
         raise
     if write_back:
         with torch.no_grad():
-            for index, new in news.items():
-                inputs[index].copy_(new)
+            for index, name in news.items():
+                inputs[index].copy_(memory.tensors[name])
     outputs = []
     for result, name in compiled.outputs:
         if result.kind == "output":
@@ -224,9 +238,14 @@ def run_backward(program: Program, frame: Frame, tangents: Sequence[torch.Tensor
     again = frame.evicted or pattern != frame.compiled.tangents
     _check_versions(frame, program, again)
     if again:
-        frame = _retrace(program, frame, pattern)
+        engine.in_backward = True
+        try:
+            frame = _retrace(program, frame, pattern)
+        finally:
+            engine.in_backward = False
     compiled, memory = frame.compiled, frame.memory
-    now = torch.get_rng_state() if compiled.random else None
+    device = str(engine.device.where)
+    now = generator_state(device) if compiled.random else None
     gradients: dict[int, torch.Tensor] = {}
     try:
         _bind_backward(engine, compiled, memory, frame.inputs, tangents)
@@ -236,7 +255,7 @@ def run_backward(program: Program, frame: Frame, tangents: Sequence[torch.Tensor
                 gradients[result.index] = memory.tensors[name]
     except BaseException:
         if now is not None:
-            torch.set_rng_state(now)
+            set_generator_state(device, now)
         raise
     finally:
         memory.tensors.clear()
@@ -255,7 +274,8 @@ def _bind_backward(
             tangent, layout = tangents[spec.index], compiled.layouts[name]
             assert tangent is not None
             if tuple(tangent.stride()) != layout.stride:  # some backward formulas give other bits for other strides
-                tangent = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype).copy_(tangent)
+                like = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=tangent.device)
+                tangent = like.copy_(tangent)
             memory.bind(name, tangent)
     homes = [
         (spec, name)
@@ -278,13 +298,10 @@ def _retrace(program: Program, frame: Frame, pattern: tuple[bool, ...]) -> Frame
     frame.memory.tensors.clear()
     compiled = engine.compile(program, pattern)
     program.pattern = pattern
-    now = torch.get_rng_state()
-    try:
+    with capture.rng_preserved(str(engine.device.where)):
         if frame.generator is not None:
-            torch.set_rng_state(frame.generator)
+            set_generator_state(str(engine.device.where), frame.generator)
         again, _ = run_forward(engine, compiled, frame.inputs, frame.snapshots, write_back=False)
-    finally:
-        torch.set_rng_state(now)
     return again
 
 
@@ -311,32 +328,46 @@ def _check_versions(frame: Frame, program: Program, again: bool) -> None:
 def _execute(engine: Engine, frame: Frame, phase: Phase) -> None:
     compiled, memory = frame.compiled, frame.memory
     delays = Delays(knobs.check_seed()) if memory.check else None
-    # Bodies are ATen after autocast: casting again would change the numbers.
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+    # The host waits for what the caller may read or change next: weights, and at the end of a backward gradients.
+    visible: tuple[Queue, ...] = ("h2d", "d2h") if phase == "backward" or compiled.mutated else ("h2d",)
+    fence = engine.device.fence(visible, timed=knobs.trace())
+    with torch.no_grad(), _without_autocast(engine.device.where.type):
         if phase == "forward":  # the allocator knows the size of what is freed only if it saw it made
             frame.measured = knobs.check() or not compiled.settled
         if frame.measured:
-            base = _device_nbytes(memory) + engine.held_nbytes()
-            with capture.AllocatorPeak() as peak:
-                records = execute(compiled.phases[phase], memory, compiled.kernels, delays)
+            base = _device_nbytes(memory, engine.device.where) + engine.held_nbytes()
+            with allocator_peak(engine.device.where) as peak:
+                records = execute(compiled.phases[phase], memory, compiled.kernels, delays, fence)
             if peak.nbytes is not None:
                 engine.measured(compiled, base + peak.nbytes)
         else:
-            records = execute(compiled.phases[phase], memory, compiled.kernels, delays)
+            records = execute(compiled.phases[phase], memory, compiled.kernels, delays, fence)
     compiled.passed.add(phase)
     frame.records += shifted(records, max((r.end_us for r in frame.records), default=0.0))
     engine.last_trace = Trace(tuple(frame.records), "measured")
 
 
-def _device_nbytes(memory: CpuMemory) -> int:
-    """Bytes on the device when a phase starts: persistent state, the arena, and what the allocator gave for the rest."""
+@contextlib.contextmanager
+def _without_autocast(device: str) -> Iterator[None]:
+    """Bodies are ATen after autocast: casting again would change the numbers."""
+    with torch.autocast("cpu", enabled=False):
+        if device == "cpu" or not torch.amp.is_autocast_available(device):
+            yield
+        else:
+            with torch.autocast(device, enabled=False):
+                yield
+
+
+def _device_nbytes(memory: CpuMemory, where: torch.device) -> int:
+    """Bytes on the device when a phase starts: persistent state, the arena, and what the allocator gave for the rest (a
+    generator's state is planned as a value of the device, but is in host memory)."""
     schedule = memory.schedule
     fixed = schedule.arena_nbytes.get("device", 0) + schedule.resident_nbytes.get("device", 0)
     buffers = (schedule.buffers[name] for name in memory.tensors)
     return fixed + sum(
         memory.tensors[b.name].untyped_storage().nbytes()
         for b in buffers
-        if b.tier == "device" and (b.kind == "pooled" or b.role == "tangent")
+        if b.tier == "device" and (b.kind == "pooled" or b.role == "tangent") and memory.tensors[b.name].device == where
     )
 
 

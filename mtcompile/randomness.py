@@ -16,11 +16,19 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from mtcompile.passes.step_graph import body_outputs, is_random, placeholders, replay, save_rng
+from mtcompile.passes.step_graph import (
+    body_outputs,
+    generator_state,
+    is_random,
+    placeholders,
+    replay,
+    save_rng,
+    set_generator_state,
+)
 
 
-def explicit(kernel: fx.GraphModule) -> fx.GraphModule:
-    """``kernel`` with the generator's state as first input and last output, and no hidden effects."""
+def explicit(kernel: fx.GraphModule, device: str) -> fx.GraphModule:
+    """``kernel`` with the state of the device's generator as first input and last output, and no hidden effects."""
     body = fx.Graph()
     state = body.placeholder("generator_state")
     env = {node: body.node_copy(node) for node in placeholders(kernel.graph)}
@@ -30,9 +38,10 @@ def explicit(kernel: fx.GraphModule) -> fx.GraphModule:
         if node.target is save_rng:
             env[node] = state
         elif node.target is replay:
-            env[node], _ = _draw(body, env[node.args[0]], node.args[1], node.args[2:], node.kwargs, env)
+            saved, _, target, *args = node.args
+            env[node], _ = _draw(body, device, env[saved], target, tuple(args), node.kwargs, env)
         elif is_random(node):
-            env[node], state = _draw(body, state, node.target, node.args, node.kwargs, env)
+            env[node], state = _draw(body, device, state, node.target, node.args, node.kwargs, env)
         else:
             env[node] = body.node_copy(node, env.__getitem__)
     outputs = [env[node] for node in body_outputs(kernel)]
@@ -44,19 +53,19 @@ def explicit(kernel: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(kernel, body)
 
 
-def around(call: Callable[..., Any]) -> Callable[..., Sequence[torch.Tensor]]:
+def around(call: Callable[..., Any], device: str) -> Callable[..., Sequence[torch.Tensor]]:
     """A kernel made ``explicit`` as one that reads and advances the generator."""
 
     def run(*args: torch.Tensor) -> Sequence[torch.Tensor]:
-        made: Sequence[torch.Tensor] = call(torch.get_rng_state(), *args)
-        torch.set_rng_state(made[-1])
+        made: Sequence[torch.Tensor] = call(generator_state(device), *args)
+        set_generator_state(device, made[-1])
         return made[:-1]
 
     return run
 
 
 def _draw(
-    body: fx.Graph, state: fx.Node, target: Any, args: Any, kwargs: Any, env: dict[fx.Node, fx.Node]
+    body: fx.Graph, device: str, state: fx.Node, target: Any, args: Any, kwargs: Any, env: dict[fx.Node, fx.Node]
 ) -> tuple[fx.Node, fx.Node]:
     """The results of a random operation (a tuple's are read by the getitems that follow it), and the next state."""
     tensors: list[fx.Node] = []
@@ -66,7 +75,7 @@ def _draw(
         return _Slot(len(tensors) - 1)
 
     places = map_arg((args, kwargs), slot)
-    made = body.call_function(_operator(target, *places), (state, tensors))
+    made = body.call_function(_operator(device, target, *places), (state, tensors))
     after = body.call_function(_last, (made,))
     single = len(target._schema.returns) == 1
     return (body.call_function(_first, (made,)) if single else made), after
@@ -100,9 +109,9 @@ def _filled(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return value
 
 
-def _operator(target: Any, args: Any, kwargs: Any) -> Any:
+def _operator(device: str, target: Any, args: Any, kwargs: Any) -> Any:
     """The operator for one random operation with these arguments, registered on first sight."""
-    text = f"{target} {args!r} {kwargs!r}"
+    text = f"{device} {target} {args!r} {kwargs!r}"
     name = f"random_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     namespace = torch.ops.mtcompile
     if not hasattr(namespace, name):
@@ -112,12 +121,12 @@ def _operator(target: Any, args: Any, kwargs: Any) -> Any:
             return [made] if isinstance(made, torch.Tensor) else list(made)
 
         def draw(state: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            now = torch.get_rng_state()
-            torch.set_rng_state(state)
+            now = generator_state(device)
+            set_generator_state(device, state)
             try:
-                return [*call(tensors), torch.get_rng_state()]
+                return [*call(tensors), generator_state(device)]
             finally:
-                torch.set_rng_state(now)
+                set_generator_state(device, now)
 
         operator = torch.library.custom_op(
             f"mtcompile::{name}", draw, mutates_args=(), schema="(Tensor state, Tensor[] tensors) -> Tensor[]"

@@ -16,6 +16,7 @@ from mtcompile.passes.step_graph import (
     InputSpec,
     OutputSpec,
     add_call,
+    generator_nbytes,
     is_random,
     is_view,
     placeholders,
@@ -32,6 +33,7 @@ RegionId = tuple[str, int]
 def build(joint: fx.GraphModule, whole: bool = False) -> fx.GraphModule:
     """The step graph of ``joint`` (normalized): nothing moved, nothing recomputed, every value on the device except
     the placeholders, which are at home on the host (tangents arrive on the device). ``whole``: one region per phase."""
+    device = joint.meta["device"]
     region, blocks = assign(joint.graph)
     if whole:
         region, blocks = {node: (phase, 0) for node, (phase, _) in region.items()}, ("model",)
@@ -50,13 +52,13 @@ def build(joint: fx.GraphModule, whole: bool = False) -> fx.GraphModule:
     env: dict[fx.Node, fx.Node] = {}
     for spec, node in zip(joint.meta["inputs"], placeholders(joint.graph), strict=True):
         env[node] = graph.placeholder(node.name)
-        tier = "device" if spec.role == "tangent" else "host"
+        tier = "device" if spec.role == "tangent" else spec.tier
         val = node.meta["val"]
         env[node].meta.update(val=val, nbytes=aligned(span_nbytes(val)), role=spec.role, tier=tier, name=spec.name)
     for rid, nodes in ordered:
         phase, block = rid
         leaving = [node for node in nodes if node in exported and not (is_view(node) and node not in roles)]
-        body, made = _body(nodes, needed[rid], leaving, save_states=training and phase == "forward")
+        body, made = _body(nodes, needed[rid], leaving, device if training and phase == "forward" else None)
         call = graph.create_node(
             "call_module",
             install(root, kernels, body),
@@ -72,6 +74,7 @@ def build(joint: fx.GraphModule, whole: bool = False) -> fx.GraphModule:
     step.meta.update(
         inputs=joint.meta["inputs"], outputs=specs, constants=joint.meta["constants"], blocks=blocks, kernels=kernels
     )
+    step.meta["device"] = device
     step.meta["homes"] = homes_of(step)
     step.graph.lint()
     return step
@@ -99,10 +102,10 @@ def _externals(nodes: list[fx.Node], rid: RegionId, region: Mapping[fx.Node, Reg
 
 
 def _body(
-    nodes: list[fx.Node], inputs: list[fx.Node], leaving: list[fx.Node], save_states: bool
+    nodes: list[fx.Node], inputs: list[fx.Node], leaving: list[fx.Node], states_of: str | None
 ) -> tuple[fx.Graph, list[tuple[fx.Node, Any]]]:
     """The region's ATen graph and what it returns: (node of the joint graph, its fake tensor); a generator state is a
-    node of the body."""
+    node of the body. ``states_of``: the device whose generator's states are saved, if any."""
     body = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -119,14 +122,14 @@ def _body(
 
     states: list[fx.Node] = []
     for node in nodes:
-        if save_states and is_random(node):
-            state = body.create_node("call_function", save_rng, name=f"rng_{len(states)}")
-            state.meta.update(val=torch.empty(torch.get_rng_state().numel(), dtype=torch.uint8, device="meta"), role="rng")
+        if states_of is not None and is_random(node):
+            state = body.create_node("call_function", save_rng, (states_of,), name=f"rng_{len(states)}")
+            state.meta.update(val=torch.empty(generator_nbytes(states_of), dtype=torch.uint8, device="meta"), role="rng")
             states.append(state)
         copied = body.create_node("call_function", node.target, *map_arg((node.args, node.kwargs), local), name=node.name)
         copied.meta = copy_meta(node)
-        if save_states and is_random(node):
-            copied.meta["rng_state"] = states[-1].name
+        if states_of is not None and is_random(node):
+            copied.meta.update(rng_state=states[-1].name, rng_device=states_of)
         env[node] = copied
 
     taken: set[fx.Node] = set()

@@ -101,7 +101,7 @@ def _number(node: fx.Node, env: dict[fx.Node, Any], numbering: _Numbering) -> An
     if node.target is save_rng:
         return ("state", numbering.stream)
     if node.target is replay:
-        state, target, *operands = map_arg(node.args, lambda n: _Number(env[n]))
+        state, _, target, *operands = map_arg(node.args, lambda n: _Number(env[n]))
         place = state.number[1]
         key: Any = (str(target), repr((tuple(operands), node.kwargs)), place)
         return numbering.of(key)

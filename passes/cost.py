@@ -92,7 +92,7 @@ def node_cost(node: fx.Node) -> Cost:
 
 
 def node_flops(node: fx.Node) -> int:
-    target, args = (node.args[1], node.args[2:]) if node.target is replay else (node.target, node.args)
+    target, args = (node.args[2], node.args[3:]) if node.target is replay else (node.target, node.args)
     formula = flop_registry.get(getattr(target, "overloadpacket", None))
     if formula is None or "val" not in node.meta:
         return 0

@@ -29,7 +29,7 @@ _ENUMERATIONS = {
     "layout": torch.layout,
     "memory_format": torch.memory_format,
 }
-_META = ("phase", "block", "role", "tier", "nbytes", "name", "key", "rng_state", "seq_nr", "module_path")
+_META = ("phase", "block", "role", "tier", "nbytes", "name", "key", "rng_state", "rng_device", "seq_nr", "module_path")
 
 
 class GraphFormatError(ValueError):
@@ -71,6 +71,7 @@ def _graph(module: fx.GraphModule) -> dict[str, Any]:
         "inputs": [asdict(spec) for spec in module.meta.get("inputs", ())],
         "outputs": [asdict(spec) for spec in module.meta.get("outputs", ())],
         "blocks": list(module.meta.get("blocks", ())),
+        "device": module.meta.get("device", ""),
         "homes": dict(module.meta.get("homes", {})),
     }
     kernels = {name: _graph(kernel) for name, kernel in module.named_children() if isinstance(kernel, fx.GraphModule)}
@@ -142,6 +143,7 @@ def _module(data: Mapping[str, Any]) -> fx.GraphModule:
             inputs=tuple(InputSpec(**row) for row in data["step"]["inputs"]),
             outputs=tuple(OutputSpec(**row) for row in data["step"]["outputs"]),
             blocks=tuple(data["step"]["blocks"]),
+            device=data["step"]["device"],
             homes=data["step"]["homes"],
             constants={},
             kernels={kernel.meta["key"]: kernel for _, kernel in module.named_children()},

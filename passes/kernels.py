@@ -131,5 +131,5 @@ def saved_states(body: fx.GraphModule) -> dict[str, int]:
     return {node.name: i for i, node in enumerate(body_outputs(body)) if node.target is save_rng}
 
 
-def copy_meta(node: fx.Node, keys: tuple[str, ...] = ("val", "rng_state")) -> dict[str, Any]:
+def copy_meta(node: fx.Node, keys: tuple[str, ...] = ("val", "rng_state", "rng_device")) -> dict[str, Any]:
     return {key: node.meta[key] for key in keys if key in node.meta}

@@ -190,7 +190,8 @@ def _inline(
         operands, keywords = map_arg((node.args, node.kwargs), env.__getitem__)
         target: Any = node.target
         if states is not None and is_random(node):
-            operands, target = (states[node.meta["rng_state"]], node.target, *operands), replay
+            state = states[node.meta["rng_state"]]
+            operands, target = (state, node.meta["rng_device"], node.target, *operands), replay
         env[node] = body.create_node("call_function", target, operands, keywords, name=node.name)
         env[node].meta = {"val": node.meta["val"]} if "val" in node.meta else {}
     return [env.get(node) for node in outputs]

@@ -11,7 +11,8 @@ Nodes
 ``node.meta`` of every value (placeholder or getitem): ``val`` (a fake tensor), ``nbytes``, ``role``, ``tier``. Of every
 region, prefetch and offload: ``phase`` and ``block`` (the index of the forward block it belongs to).
 ``step.meta``: ``inputs`` (InputSpec per placeholder), ``outputs`` (OutputSpec per output), ``constants`` (tensors),
-``blocks`` (their names). ``fx.Interpreter(step).run(*inputs)`` is the reference execution.
+``blocks`` (their names), ``device`` (where its kernels run, as torch names it).
+``fx.Interpreter(step).run(*inputs)`` is the reference execution.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from mtcompile.runtime.schedule import Phase, Role, aligned, gib
+from mtcompile.runtime.schedule import Phase, Role, Tier, aligned, gib
 
 Value = fx.Node  # a placeholder or a getitem of the step graph
 
@@ -32,12 +33,14 @@ Value = fx.Node  # a placeholder or a getitem of the step graph
 @dataclass(frozen=True, slots=True)
 class InputSpec:
     """Where a placeholder's tensor comes from. ``index``: position among the program's inputs; for a tangent, the
-    position of its output; -1 for a constant. ``name``: the user's name (a parameter's path), unique in the graph."""
+    position of its output; -1 for a constant. ``name``: the user's name (a parameter's path), unique in the graph.
+    ``tier``: where an input arrives."""
 
     role: Role
     name: str
     index: int
     differentiable: bool = False
+    tier: Tier = "host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +66,36 @@ def offload(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
 # ------------------------------------------------------------------------------------------------ operations in bodies
 
 
-def save_rng() -> torch.Tensor:
-    """The default CPU generator's state, to be replayed by ``replay``."""
-    return torch.get_rng_state()
+def generator_state(device: str) -> torch.Tensor:
+    """The state of a device's default generator: bytes, in host memory."""
+    return torch.get_rng_state() if device == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
-def replay(state: torch.Tensor, target: Any, *args: Any, **kwargs: Any) -> Any:
+def set_generator_state(device: str, state: torch.Tensor) -> None:
+    if device == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+def generator_nbytes(device: str) -> int:
+    """Of a state, also where there is no such device."""
+    return 16 if device.startswith("cuda") else generator_state(device).numel()
+
+
+def save_rng(device: str) -> torch.Tensor:
+    """The state of the device's default generator, to be replayed by ``replay``."""
+    return generator_state(device)
+
+
+def replay(state: torch.Tensor, device: str, target: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a random operation from a saved generator state and leave the generator's stream where it was."""
-    now = torch.get_rng_state()
-    torch.set_rng_state(state)
+    now = generator_state(device)
+    set_generator_state(device, state)
     try:
         return target(*args, **kwargs)
     finally:
-        torch.set_rng_state(now)
+        set_generator_state(device, now)
 
 
 def restride(x: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:

@@ -22,11 +22,11 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     return Layout(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
 
-def arena(nbytes: int) -> torch.Tensor:
-    """``nbytes`` of memory, aligned to ALIGNMENT (torch's CPU allocator gives no less)."""
-    made = torch.empty(nbytes, dtype=torch.uint8)
+def arena(nbytes: int, device: torch.device | None = None) -> torch.Tensor:
+    """``nbytes`` of memory, aligned to ALIGNMENT (torch's allocators give no less); without ``device``, of the host."""
+    made = torch.empty(nbytes, dtype=torch.uint8, device=device or "cpu")
     if nbytes and made.data_ptr() % ALIGNMENT:
-        made = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
+        made = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=made.device)
         skip = -made.data_ptr() % ALIGNMENT
         made = made[skip : skip + nbytes]
     return made
@@ -35,7 +35,7 @@ def arena(nbytes: int) -> torch.Tensor:
 def view(memory: torch.Tensor, offset: int, layout: Layout) -> torch.Tensor:
     """The tensor of that layout, ``offset`` bytes into ``memory``."""
     start = memory.storage_offset() + offset
-    return torch.empty(0, dtype=layout.dtype).set_(
+    return torch.empty(0, dtype=layout.dtype, device=memory.device).set_(
         memory.untyped_storage(), start // layout.dtype.itemsize, layout.size, layout.stride
     )
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mtcompile.runtime.arena import Layout, layout_of, span_nbytes, view
-from mtcompile.runtime.schedule import Schedule, gib
+from mtcompile.runtime.arena import Layout, arena, layout_of, span_nbytes, view
+from mtcompile.runtime.schedule import Queue, Schedule, Tier, gib
 
 POISON = 0xFF  # every float type reads NaN, every index far out of range
 
@@ -64,9 +64,9 @@ class CpuMemory:
             return
         known = self.views.get(name)
         if known is None:
-            arena = self.arenas.device if buffer.tier == "device" else self.arenas.host
+            memory = self.arenas.device if buffer.tier == "device" else self.arenas.host
             assert buffer.offset is not None
-            known = self.views[name] = view(arena, buffer.offset, self.layouts[name])
+            known = self.views[name] = view(memory, buffer.offset, self.layouts[name])
         self.tensors[name] = known
 
     def free(self, name: str) -> None:
@@ -120,3 +120,30 @@ class CpuMemory:
             f"{name}: expected {layout} in {declared} bytes, found {layout_of(tensor)} in "
             f"{tensor.untyped_storage().nbytes()}: torch's shape propagation is wrong about an operation that makes it"
         )
+
+
+class CpuDevice:
+    """The emulated device: its memory is the host's, its kernels run in the calling thread."""
+
+    where = torch.device("cpu")
+    staging = None
+
+    def arena(self, tier: Tier, nbytes: int) -> torch.Tensor:
+        return arena(nbytes)
+
+    def memory(
+        self,
+        schedule: Schedule,
+        layouts: Mapping[str, Layout],
+        arenas: Arenas,
+        check: bool,
+        trusted: bool,
+        views: dict[str, torch.Tensor] | None,
+    ) -> CpuMemory:
+        return CpuMemory(schedule, layouts, arenas, check, trusted, views)
+
+    def fence(self, visible: Iterable[Queue], timed: bool) -> None:
+        """None is needed: what a thread has done here is done."""
+
+    def synchronize(self) -> None:
+        """Nothing runs behind the threads."""

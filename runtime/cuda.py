@@ -11,19 +11,19 @@ streams in every order that their events allow.
 from __future__ import annotations
 
 import contextlib
-import mmap
-import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from mtcompile.runtime.arena import span_nbytes
-from mtcompile.runtime.cpu import POISON, CpuMemory
-from mtcompile.runtime.schedule import ALIGNMENT, Queue
+from mtcompile.runtime.arena import Layout, arena, span_nbytes
+from mtcompile.runtime.cpu import POISON, Arenas, CpuMemory
+from mtcompile.runtime.pinned import NotPinned, Staging, pinned
+from mtcompile.runtime.schedule import ALIGNMENT, Queue, Schedule, Tier
+from mtcompile.runtime.trace import Record
 
 _COPYING: tuple[Queue, ...] = ("h2d", "d2h")
+_CHUNKS, _CHUNK_NBYTES = 3, 32 * 2**20  # of a staging ring, per direction
 
 
 class Api(Protocol):
@@ -36,7 +36,7 @@ class Api(Protocol):
     def use(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         """Make ``stream`` this thread's current one."""
 
-    def new_event(self) -> Any: ...
+    def new_event(self, timed: bool = False) -> Any: ...
 
     def record(self, event: Any, stream: Any) -> None: ...
 
@@ -52,24 +52,32 @@ class Api(Protocol):
     def fill(self, target: torch.Tensor, value: int) -> None:
         """Of bytes, on the current stream, without waiting."""
 
+    def elapsed_us(self, start: Any, end: Any) -> float:
+        """Between two timed events; waits for the later one."""
+
+    def synchronize(self) -> None: ...
+
+    def pin(self, nbytes: int) -> torch.Tensor:
+        """Page-locked host memory. Raises NotPinned."""
+
 
 class Torch:
-    """``Api`` by torch.cuda, on one device."""
+    """``Api`` by torch's module for the device (``torch.cuda``)."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.module = device, torch.get_device_module(device)
 
     def current_stream(self) -> Any:
-        return torch.cuda.current_stream(self.device)
+        return self.module.current_stream(self.device)
 
     def new_stream(self) -> Any:
-        return torch.cuda.Stream(self.device)
+        return self.module.Stream(self.device)
 
     def use(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        return torch.cuda.stream(stream)
+        return self.module.stream(stream)  # type: ignore[no-any-return]
 
-    def new_event(self) -> Any:
-        return torch.cuda.Event()
+    def new_event(self, timed: bool = False) -> Any:
+        return self.module.Event(enable_timing=timed)
 
     def record(self, event: Any, stream: Any) -> None:
         event.record(stream)
@@ -86,13 +94,24 @@ class Torch:
     def fill(self, target: torch.Tensor, value: int) -> None:
         target.fill_(value)
 
+    def elapsed_us(self, start: Any, end: Any) -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3
+
+    def synchronize(self) -> None:
+        self.module.synchronize(self.device)
+
+    def pin(self, nbytes: int) -> torch.Tensor:
+        return pinned(nbytes, self.module.cudart())
+
 
 class Streams:
-    """The copying queues' streams, kept for the life of a model."""
+    """The copying queues' streams, kept for the life of a model; ``last``: the stream that computed most recently."""
 
     def __init__(self, api: Api) -> None:
         self.api = api
         self.copying = {queue: api.new_stream() for queue in _COPYING}
+        self.last: Any = None
 
 
 class Fence:
@@ -100,13 +119,23 @@ class Fence:
     wait only after its signal: an event that nothing has recorded would hold nothing back. ``visible``: the queues whose
     bytes at home the caller may read (gradients) or change (weights) as soon as the phase returns."""
 
-    def __init__(self, streams: Streams, visible: Iterable[Queue] = _COPYING) -> None:
-        self.api, self.visible = streams.api, frozenset(visible)
-        self.streams = {"compute": streams.api.current_stream(), **streams.copying}
+    def __init__(self, streams: Streams, visible: Iterable[Queue] = _COPYING, timed: bool = False) -> None:
+        self.api, self.visible, self.timed = streams.api, frozenset(visible), timed
+        current = streams.api.current_stream()
+        self.streams = {"compute": current, **streams.copying}
         self.events: dict[int, Any] = {}
+        self.stamps: list[tuple[int, Queue, Any]] = []
+        before, streams.last = streams.last, current
+        self.moved = None if before is None or before == current else before  # the caller's stream of the phase before
 
     def begin(self, queues: Iterable[Queue]) -> None:
         """Copies come after everything the caller has put on its stream: they write where earlier phases have read."""
+        if self.moved is not None:  # the arenas go from one stream to the other
+            event = self.api.new_event()
+            self.api.record(event, self.moved)
+            self.api.wait(self.streams["compute"], event)
+        if self.timed:
+            self.stamp("compute", -1)
         if others := [queue for queue in queues if queue in _COPYING]:
             start = self._mark("compute")
             for queue in others:
@@ -132,8 +161,20 @@ class Fence:
                     self.api.block(last)
         self.events.clear()
 
-    def _mark(self, queue: Queue) -> Any:
-        event = self.api.new_event()
+    def stamp(self, queue: Queue, index: int) -> None:
+        self.stamps.append((index, queue, self._mark(queue, timed=True)))
+
+    def records(self) -> list[Record]:
+        (_, _, start), *stamps = self.stamps
+        found: dict[int, list[float]] = {}
+        for index, _, event in stamps:
+            found.setdefault(index, []).append(self.api.elapsed_us(start, event))
+        queues = {index: queue for index, queue, _ in stamps}
+        records = [Record(index, queues[index], *times) for index, times in found.items() if len(times) == 2]
+        return sorted(records, key=lambda record: (record.start_us, record.index))
+
+    def _mark(self, queue: Queue, timed: bool = False) -> Any:
+        event = self.api.new_event(timed)
         self.api.record(event, self.streams[queue])
         return event
 
@@ -145,13 +186,13 @@ class CudaMemory(CpuMemory):
     def __init__(self, *args: Any, api: Api, staging: Mapping[Queue, Staging] | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self.api = api
-        self.staging = staging  # where host memory could not be pinned
+        self.staging = staging  # where some host memory could not be pinned
 
     def copy(self, reads: Sequence[str], writes: Sequence[str]) -> None:
         pairs = runs_of_bytes(self._pairs(reads, writes))
         to_device = self.schedule.buffers[writes[0]].tier == "device"
         for target, source in pairs:
-            if self.staging is None:
+            if self.staging is None or (source if to_device else target).is_pinned():
                 self.api.copy(target, source)
             elif to_device:
                 self.staging["h2d"].to_device(target, source)
@@ -199,70 +240,48 @@ def _same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-# ----------------------------------------------------------------------------------------------------------- host memory
+class CudaDevice:
+    """One GPU (or what torch drives alike): its streams, its arenas, and the host memory that its copies reach.
 
+    ``staging``: the rings that copies go through, once the driver has refused to pin host memory; None before.
+    """
 
-class Staging:
-    """A ring of pinned chunks through which one queue's copies go where the memory at home is not pinned. The issuing thread
-    then waits for the device as it goes round; no other does."""
+    def __init__(self, where: torch.device, api: Api | None = None) -> None:
+        self.where = where
+        self.api = api or Torch(where)
+        self.streams = Streams(self.api)
+        self.staging: dict[Queue, Staging] | None = None
 
-    def __init__(self, api: Api, chunks: Sequence[torch.Tensor]) -> None:
-        self.api, self.chunks = api, chunks
-        self.used: list[Any] = [None] * len(chunks)  # the event after which each may be written again
-        self.next = 0
+    def arena(self, tier: Tier, nbytes: int) -> torch.Tensor:
+        """``nbytes`` of a tier's memory."""
+        if tier == "device":
+            return arena(nbytes, self.where)
+        try:
+            return self.api.pin(nbytes) if nbytes else arena(0)
+        except NotPinned:
+            if self.staging is None:
+                self.staging = {queue: Staging(self.api, self._chunks()) for queue in _COPYING}
+            return arena(nbytes)
 
-    def to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        for start, chunk, slot in self._pieces(source.numel()):
-            if self.used[slot] is not None:
-                self.api.block(self.used[slot])
-            chunk.copy_(source[start : start + chunk.numel()])
-            self.api.copy(target[start : start + chunk.numel()], chunk)
-            self.used[slot] = self._now()
+    def _chunks(self) -> list[torch.Tensor]:
+        try:
+            return [self.api.pin(_CHUNK_NBYTES) for _ in range(_CHUNKS)]
+        except NotPinned:  # not even that much: right all the same, and slower still
+            return [arena(_CHUNK_NBYTES) for _ in range(_CHUNKS)]
 
-    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Returns when all bytes are there. Each chunk is read while the next is on its way."""
-        flying: deque[tuple[int, torch.Tensor, Any]] = deque()
+    def memory(
+        self,
+        schedule: Schedule,
+        layouts: Mapping[str, Layout],
+        arenas: Arenas,
+        check: bool,
+        trusted: bool,
+        views: dict[str, torch.Tensor] | None,
+    ) -> CudaMemory:
+        return CudaMemory(schedule, layouts, arenas, check, trusted, views, api=self.api, staging=self.staging)
 
-        def land() -> None:
-            start, chunk, event = flying.popleft()
-            self.api.block(event)
-            target[start : start + chunk.numel()].copy_(chunk)
+    def fence(self, visible: Iterable[Queue], timed: bool) -> Fence:
+        return Fence(self.streams, visible, timed)
 
-        for start, chunk, _ in self._pieces(source.numel()):
-            if len(flying) == len(self.chunks):
-                land()
-            self.api.copy(chunk, source[start : start + chunk.numel()])
-            flying.append((start, chunk, self._now()))
-        while flying:
-            land()
-
-    def _pieces(self, nbytes: int) -> Iterator[tuple[int, torch.Tensor, int]]:
-        """(start, the chunk's part, its slot) of each piece."""
-        start = 0
-        while start < nbytes:
-            slot, self.next = self.next, (self.next + 1) % len(self.chunks)
-            chunk = self.chunks[slot][: nbytes - start]
-            yield start, chunk, slot
-            start += chunk.numel()
-
-    def _now(self) -> Any:
-        event = self.api.new_event()
-        self.api.record(event, self.api.current_stream())
-        return event
-
-
-class NotPinned(RuntimeError):
-    """The driver refuses to pin so many bytes (a container's limit on locked memory, or WSL's on pinned memory)."""
-
-
-def pinned(nbytes: int, runtime: Any = None) -> torch.Tensor:
-    """``nbytes`` of page-locked host memory at exactly that size, rounded up to pages (torch's own rounds to powers of
-    two). ``runtime``: torch.cuda.cudart(). Raises NotPinned; nothing is held then."""
-    runtime = runtime or torch.cuda.cudart()
-    memory = mmap.mmap(-1, max(nbytes, 1))
-    tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    code = int(runtime.cudaHostRegister(tensor.data_ptr(), len(memory), 0))
-    if code:
-        raise NotPinned(f"cudaHostRegister refused {nbytes} bytes with error {code}")
-    weakref.finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, tensor.data_ptr())
-    return tensor[:nbytes]
+    def synchronize(self) -> None:
+        self.api.synchronize()

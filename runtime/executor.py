@@ -25,7 +25,10 @@ from mtcompile.runtime.trace import Record
 
 class Fence(Protocol):
     """The order of a phase on a device that runs behind the threads that give it work: there a queue's progress is what
-    has been issued, and these make the device keep to it."""
+    has been issued, and these make the device keep to it. ``timed``: the device's clock is asked when each instruction
+    ran; the host's knows only when it was issued."""
+
+    timed: bool
 
     def begin(self, queues: Iterable[Queue]) -> None: ...
 
@@ -38,6 +41,12 @@ class Fence(Protocol):
     def signal(self, queue: Queue, index: int) -> None: ...
 
     def end(self, queues: Iterable[Queue], failed: bool) -> None: ...
+
+    def stamp(self, queue: Queue, index: int) -> None:
+        """Called before and after instruction ``index`` is issued, if ``timed``."""
+
+    def records(self) -> list[Record]:
+        """When the stamped instructions ran, after ``end``; waits for the device."""
 
 
 class Memory(Protocol):
@@ -142,6 +151,7 @@ def execute(
 
     def issue(queue: Queue) -> None:
         sleep = random.Random(f"{delays.seed}/{queue}/{prepared.phase}") if delays else None
+        stamp = fence.stamp if fence is not None and fence.timed else None
         clock = time.perf_counter_ns
         alloc, free, copy, run = memory.alloc, memory.free, memory.copy, memory.run
         for item in prepared.lanes[queue]:
@@ -160,12 +170,16 @@ def execute(
             elif op == "free":
                 free(instruction.writes[0])
             else:
+                if stamp is not None:
+                    stamp(queue, item.index)
                 began = clock()
                 if op == "copy":
                     copy(instruction.reads, instruction.writes)
                 else:
                     run(kernels[instruction.kernel], instruction.reads, instruction.writes, instruction.workspace)
                 records.append(Record(item.index, queue, (began - start) / 1e3, (clock() - start) / 1e3))
+                if stamp is not None:
+                    stamp(queue, item.index)
             if item.signals:
                 if fence is not None:
                     fence.signal(queue, item.index)
@@ -188,6 +202,8 @@ def execute(
         fence.end(prepared.lanes, failed=progress.failure is not None)
     if progress.failure is not None:
         raise progress.failure
+    if fence is not None and fence.timed:
+        return fence.records()
     if threads:
         records.sort(key=lambda record: (record.start_us, record.index))
     return records

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 
 from mtcompile.passes.step_graph import body_outputs
+from mtcompile.runtime.pinned import NotPinned
 
 
 class Event:
-    """``recorded``: how often it has been put on a stream; ``done``: how many of those the device has reached."""
+    """``recorded``: how often it has been put on a stream; ``done``: how many of those the device has reached; ``at``: by
+    its clock, which counts what it has done."""
 
     def __init__(self) -> None:
-        self.recorded = self.done = 0
+        self.recorded = self.done = self.at = 0
 
 
 class Stream:
@@ -40,7 +42,8 @@ class FakeCuda:
         self.local = threading.local()
         self.log: list[tuple[str, str, Any]] = []
         self.copies: list[int] = []
-        self.blocked = 0
+        self.blocked = self.clock = 0
+        self.refuses = False  # to pin host memory
 
     # ------------------------------------------------------------------------------------------------------- the calls
 
@@ -59,8 +62,17 @@ class FakeCuda:
         finally:
             self.local.stream = before
 
-    def new_event(self) -> Event:
+    def new_event(self, timed: bool = False) -> Event:
         return Event()
+
+    def elapsed_us(self, start: Event, end: Event) -> float:
+        self.block(end)
+        return float(end.at - start.at)
+
+    def pin(self, nbytes: int) -> torch.Tensor:
+        if self.refuses:
+            raise NotPinned("as told")
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def record(self, event: Event, stream: Stream) -> None:
         with self.lock:
@@ -103,8 +115,10 @@ class FakeCuda:
         if not ready:
             return False
         what, about = self.random.choice(ready).work.popleft()
+        self.clock += 1
         if what == "record":
             about.done += 1
+            about.at = self.clock
         elif what == "run":
             with torch.no_grad():
                 about()

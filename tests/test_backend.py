@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import mtcompile
 from mtcompile.backend import reports
-from mtcompile.capture import AllocatorPeak
+from mtcompile.internals import AllocatorPeak
 from mtcompile.program import Frame
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from mtcompile import capture
+from mtcompile import capture, internals
 from mtcompile.passes.normalize import normalize
 from mtcompile.passes.step_graph import InputSpec, OutputSpec
 
@@ -89,38 +89,38 @@ def test_an_inference_graph_has_no_backward() -> None:
 def test_keeps_graph_tells_a_retained_backward(keep: bool) -> None:
     seen = []
     x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda grad: seen.append(capture.keeps_graph()))
+    x.register_hook(lambda grad: seen.append(internals.keeps_graph()))
     (x * 2).sum().backward(retain_graph=keep)
     assert seen == [keep]
 
 
 def test_storage_holders_counts_views() -> None:
     tensor = torch.ones(8)
-    alone = capture.storage_holders(tensor)
+    alone = internals.storage_holders(tensor)
     view = tensor[2:]
-    assert capture.storage_holders(tensor) == alone + 1
+    assert internals.storage_holders(tensor) == alone + 1
     del view
-    assert capture.storage_holders(tensor) == alone
+    assert internals.storage_holders(tensor) == alone
 
 
 def test_the_allocators_events_see_what_an_operation_makes_inside() -> None:
     x = torch.ones(1024)
-    with capture.AllocatorPeak() as peak:
+    with internals.AllocatorPeak() as peak:
         y = (x + x) * x  # the sum and the product are alive together
     assert peak.nbytes == 2 * 4096
     del y
-    with capture.AllocatorPeak() as peak:
+    with internals.AllocatorPeak() as peak:
         for _ in range(200):
             torch.empty(16)
     assert peak.nbytes == 64
-    with torch.profiler.profile(), capture.AllocatorPeak() as peak:
+    with torch.profiler.profile(), internals.AllocatorPeak() as peak:
         torch.empty(16)
     assert peak.nbytes is None  # another profiler is active
 
 
 def test_names_we_call_exist() -> None:
-    """Every ``torch._...`` attribute named in capture.py."""
-    source = inspect.getsource(capture)
+    """Every ``torch._...`` attribute named where private ones may be."""
+    source = inspect.getsource(capture) + inspect.getsource(internals)
     for text in (
         "torch._guards.detect_fake_mode",
         "torch._C._autograd._get_current_graph_task_keep_graph",
@@ -134,3 +134,4 @@ def test_names_we_call_exist() -> None:
             found = getattr(found, part)
     for name in ("specialize_float", "automatic_dynamic_shapes", "recompile_limit", "accumulated_recompile_limit"):
         assert hasattr(torch._dynamo.config, name)
+    assert hasattr(torch._functorch.config, "fake_tensor_prefer_device_type")

@@ -14,8 +14,9 @@ from mtcompile.passes.cost import Machine
 from mtcompile.passes.lower import lower
 from mtcompile.passes.step_graph import step_outputs
 from mtcompile.runtime.arena import Layout, arena, view
-from mtcompile.runtime.cuda import CudaMemory, Fence, NotPinned, Staging, Streams, pinned, runs_of_bytes
+from mtcompile.runtime.cuda import CudaMemory, Fence, Streams, runs_of_bytes
 from mtcompile.runtime.executor import execute, prepare
+from mtcompile.runtime.pinned import NotPinned, Staging, pinned
 from mtcompile.runtime.schedule import Schedule
 from tests.fake_cuda import FakeCuda
 from tests.test_train import make

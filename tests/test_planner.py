@@ -26,7 +26,7 @@ from tests.tracing import equal, interpret, run, trace
 def test_ten_budgets_from_floor_to_resident(name: str) -> None:
     traced = trace(*make(name))
     expected = interpret(traced.step, traced.inputs)
-    workspaces = EagerKernels().workspace
+    workspaces = EagerKernels(torch.device("cpu")).workspace
     free = make_plan(traced.step, Machine(), Budgets(), workspaces).plan
     with pytest.raises(DoesNotFit) as caught:
         make_plan(traced.step, Machine(), Budgets(1), workspaces)

@@ -67,7 +67,7 @@ class RandomModel(nn.Module):
 
 
 OPERATION = st.tuples(st.sampled_from([*UNARY, *WEIGHTED, *BINARY]), st.integers(0, 20), st.integers(0, 20))
-WORKSPACES = EagerKernels().workspace
+WORKSPACES = EagerKernels(torch.device("cpu")).workspace
 
 
 @pytest.mark.slow

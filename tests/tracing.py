@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from mtcompile import capture
-from mtcompile.capture import AllocatorPeak
+from mtcompile.internals import AllocatorPeak
 from mtcompile.passes.build import build
 from mtcompile.passes.normalize import normalize
 from mtcompile.passes.plan import Decision, Plan

@@ -1,0 +1,95 @@
+"""What else is used of torch's private APIs: Inductor, questions to autograd, and the allocator's events."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+# -------------------------------------------------------------------------------------------------------------- inductor
+
+
+def inductor(body: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Sequence[torch.Tensor]]:
+    """``body`` (ATen operations, functional) compiled for tensors like ``inputs``. Inductor keeps what it made on disk
+    (TORCHINDUCTOR_CACHE_DIR), keyed by graph, shapes, torch version and device."""
+    from torch._inductor import standalone_compile
+
+    # A module of its own: Inductor's passes change the graph they are given.
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(body.graph, {}))
+    with torch.no_grad():
+        return standalone_compile(fx.GraphModule(body, copied), list(inputs), dynamic_shapes="from_example_inputs")
+
+
+def probe_inductor() -> threading.Thread:
+    """Import Inductor, and let it find out in a thread which vector instructions run here: that is waiting for other
+    processes, a second or two, while this one goes on tracing."""
+    from torch._inductor import compile_fx, cpu_vec_isa
+
+    def probe() -> None:
+        with contextlib.suppress(Exception):  # the compilation itself meets the error again
+            cpu_vec_isa.pick_vec_isa()
+
+    assert compile_fx is not None  # its imports are those of a compilation: none is left for the thread
+    thread = threading.Thread(target=probe, daemon=True)
+    thread.start()
+    return thread
+
+
+def inductor_cache() -> str:
+    """The directory of Inductor's disk cache."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return str(cache_dir())
+
+
+# -------------------------------------------------------------------------------------------------------------- autograd
+
+
+def keeps_graph() -> bool:
+    """True inside a backward called with retain_graph=True (or create_graph=True)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def storage_holders(tensor: torch.Tensor) -> int:
+    """How many tensors and storages share the tensor's memory, those of C++ included."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+# ---------------------------------------------------------------------------------------------------- allocator's events
+
+
+class AllocatorPeak:
+    """Largest sum of live bytes that this thread allocated since entry, from the allocator's own events.
+
+    ``nbytes`` after exit: the peak over bytes live at entry; None where another profiler was already active. ``kept``:
+    what is still held then.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes: int | None = None
+        self.kept = 0
+        self._profile: Any = None
+
+    def __enter__(self) -> AllocatorPeak:
+        if not torch._C._autograd._profiler_enabled():
+            self._profile = torch.autograd.profiler.profile(profile_memory=True)
+            self._profile.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        if self._profile is None:
+            return
+        self._profile.__exit__(*exc)
+        found = self._profile.kineto_results.events()
+        memory = ((e.start_ns(), e.nbytes()) for e in found if e.name() == "[memory]")
+        events = sorted(memory, key=lambda event: event[0])  # stable: events of the same nanosecond keep their order
+        live = peak = 0
+        for _, nbytes in events:
+            live += nbytes
+            peak = max(peak, live)
+        self.nbytes, self.kept = peak, live

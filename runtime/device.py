@@ -1,0 +1,40 @@
+"""What a device is to the rest: where its kernels run, memory in its tiers, and the order of a phase on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from mtcompile.runtime.executor import Fence
+from mtcompile.runtime.schedule import Queue, Schedule, Tier
+
+
+class Device(Protocol):
+    """``where``: the ``torch.device`` of everything in the device tier. ``staging``: not None once the driver has refused
+    to pin host memory, so that copies are slower than planned."""
+
+    @property
+    def where(self) -> Any: ...
+
+    @property
+    def staging(self) -> Any: ...
+
+    def arena(self, tier: Tier, nbytes: int) -> Any:
+        """``nbytes`` of a tier's memory, as a tensor of bytes."""
+
+    def memory(
+        self,
+        schedule: Schedule,
+        layouts: Mapping[str, Any],
+        arenas: Any,
+        check: bool,
+        trusted: bool,
+        views: dict[str, Any] | None,
+    ) -> Any:
+        """The bytes of one step (``runtime/cpu.CpuMemory``)."""
+
+    def fence(self, visible: Iterable[Queue], timed: bool) -> Fence | None:
+        """For one phase. ``visible``: the queues that the host waits for at its end."""
+
+    def synchronize(self) -> None:
+        """Wait for everything that was issued."""

@@ -1,0 +1,77 @@
+"""Host memory as a device's copies want it: page-locked at exactly the size asked for, or, where that is refused, ordinary
+memory and a small ring of page-locked chunks."""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+
+class Staging:
+    """A ring of pinned chunks through which one queue's copies go where the memory at home is not pinned. The issuing thread
+    then waits for the device as it goes round; no other does."""
+
+    def __init__(self, api: Any, chunks: Sequence[torch.Tensor]) -> None:
+        self.api, self.chunks = api, chunks
+        self.used: list[Any] = [None] * len(chunks)  # the event after which each may be written again
+        self.next = 0
+
+    def to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        for start, chunk, slot in self._pieces(source.numel()):
+            if self.used[slot] is not None:
+                self.api.block(self.used[slot])
+            chunk.copy_(source[start : start + chunk.numel()])
+            self.api.copy(target[start : start + chunk.numel()], chunk)
+            self.used[slot] = self._now()
+
+    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Returns when all bytes are there. Each chunk is read while the next is on its way."""
+        flying: deque[tuple[int, torch.Tensor, Any]] = deque()
+
+        def land() -> None:
+            start, chunk, event = flying.popleft()
+            self.api.block(event)
+            target[start : start + chunk.numel()].copy_(chunk)
+
+        for start, chunk, _ in self._pieces(source.numel()):
+            if len(flying) == len(self.chunks):
+                land()
+            self.api.copy(chunk, source[start : start + chunk.numel()])
+            flying.append((start, chunk, self._now()))
+        while flying:
+            land()
+
+    def _pieces(self, nbytes: int) -> Iterator[tuple[int, torch.Tensor, int]]:
+        """(start, the chunk's part, its slot) of each piece."""
+        start = 0
+        while start < nbytes:
+            slot, self.next = self.next, (self.next + 1) % len(self.chunks)
+            chunk = self.chunks[slot][: nbytes - start]
+            yield start, chunk, slot
+            start += chunk.numel()
+
+    def _now(self) -> Any:
+        event = self.api.new_event()
+        self.api.record(event, self.api.current_stream())
+        return event
+
+
+class NotPinned(RuntimeError):
+    """The driver refuses to pin so many bytes (a container's limit on locked memory, or WSL's on pinned memory)."""
+
+
+def pinned(nbytes: int, runtime: Any) -> torch.Tensor:
+    """``nbytes`` of page-locked host memory at exactly that size, rounded up to pages (torch's own rounds to powers of
+    two). ``runtime``: torch.cuda.cudart(). Raises NotPinned; nothing is held then."""
+    memory = mmap.mmap(-1, max(nbytes, 1))
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    code = int(runtime.cudaHostRegister(tensor.data_ptr(), len(memory), 0))
+    if code:
+        raise NotPinned(f"cudaHostRegister refused {nbytes} bytes with error {code}")
+    weakref.finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, tensor.data_ptr())
+    return tensor[:nbytes]

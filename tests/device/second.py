@@ -1,0 +1,118 @@
+"""Build and load the second device (second_device.cpp), and give torch a module for it, as ``torch.cuda`` is one."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import _refs
+from torch._subclasses import fake_impls
+
+from tests.fake_cuda import Event, FakeCuda, Stream
+
+NAME = "hpu"
+SOURCE = Path(__file__).with_name("second_device.cpp")
+
+
+class LateCopies(FakeCuda):
+    """Kernels run as they are called; copies wait until something that needs them is about to run, or the host blocks."""
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        if stream is self.main:
+            self.block(event)
+        else:
+            super().wait(stream, event)
+
+
+def built() -> Path:
+    """The shared library, compiled once per version of its source and of torch."""
+    from torch.utils import cpp_extension
+
+    key = hashlib.sha256(f"{torch.__version__} {sys.version} {SOURCE.read_text()}".encode()).hexdigest()[:16]
+    library = Path(tempfile.gettempdir(), f"mtcompile-second-device-{os.getuid()}", f"{key}.so")
+    if not library.exists():
+        library.parent.mkdir(exist_ok=True)
+        new = library.with_suffix(f".{os.getpid()}")
+        abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+        where = f"-L{Path(torch.__file__).parent / 'lib'}"
+        include = [f"-I{path}" for path in cpp_extension.include_paths()]
+        command = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", abi, *include, str(SOURCE), "-o", str(new), where]
+        subprocess.run([*command, "-lc10", "-ltorch_cpu", "-ltorch"], check=True, capture_output=True)
+        new.replace(library)
+    return library
+
+
+def load() -> None:
+    torch.ops.load_library(str(built()))
+    fake_impls.is_noncontiguous_supported = _refs.is_noncontiguous_supported = lambda device: True  # as of a GPU
+    torch._register_device_module(NAME, _module())
+
+
+def _module() -> Any:
+    """Its streams are the caller's thread; its generator is the CPU's."""
+    counters = torch.ops.second_device
+    module: Any = types.ModuleType(f"torch.{NAME}")
+
+    class Event:
+        def __init__(self, enable_timing: bool = False) -> None: ...
+
+        def record(self, stream: Any) -> None: ...
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, other: Event) -> float:
+            return 0.001
+
+    class Stream:
+        def __init__(self, device: Any = None) -> None: ...
+
+        def wait_event(self, event: Any) -> None: ...
+
+    main = Stream()
+
+    @contextlib.contextmanager
+    def stream(_: Any) -> Iterator[None]:
+        yield
+
+    class Driver:
+        """Grants all host memory to be pinned."""
+
+        def cudaHostRegister(self, *_: Any) -> int:
+            return 0
+
+        def cudaHostUnregister(self, *_: Any) -> int:
+            return 0
+
+    stats = {"requested_bytes.all.current": counters.live, "requested_bytes.all.peak": counters.peak}
+    module.__dict__.update(
+        Event=Event,
+        Stream=Stream,
+        stream=stream,
+        cudart=Driver,
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        device_count=lambda: 1,
+        current_device=lambda: 0,
+        current_stream=lambda device=None: main,
+        synchronize=lambda device=None: None,
+        get_rng_state=lambda device=None: torch.get_rng_state(),
+        set_rng_state=lambda state, device=None: torch.set_rng_state(state),
+        manual_seed_all=lambda seed: None,
+        mem_get_info=lambda device=None: (2**30, 2**30),
+        memory_stats=lambda device=None: {key: read() for key, read in stats.items()},
+        reset_peak_memory_stats=lambda device=None: counters.reset_peak(),
+        get_device_properties=lambda device=None: types.SimpleNamespace(name="second device"),
+        get_amp_supported_dtype=lambda: [torch.bfloat16],
+        _lazy_init=lambda: None,
+        _is_in_bad_fork=lambda: False,
+    )
+    return module

@@ -1,0 +1,260 @@
+"""What the emulated device promises, on a device with memory of its own: equal bits at every budget, bytes within it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mtcompile
+from mtcompile.runtime import cuda
+from tests.device.reference import compare, on
+from tests.device.second import LateCopies
+from tests.test_train import make
+from tests.training import adamw, loss_of
+
+MODELS = ("llama", "tied", "cnn", "gpt2", "t5")
+
+
+def floor(model: nn.Module, data: dict[str, Any], device: torch.device) -> int:
+    copied = copy.deepcopy(model)
+    with pytest.raises(mtcompile.BudgetError) as error:
+        mtcompile.compile(copied, memory=1, optimizer=adamw(copied.parameters()), device=device)(**on(device, data))
+    return int(error.value.minimum_bytes)
+
+
+def compiled_at(model: nn.Module, memory: int | None, device: torch.device, **options: Any) -> tuple[Any, Any]:
+    copied = copy.deepcopy(model)
+    optimizer = adamw(copied.parameters())
+    return mtcompile.compile(copied, memory=memory, optimizer=optimizer, device=device, **options), optimizer
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bits_and_bytes_at_the_floor_between_and_resident(name: str, device: torch.device) -> None:
+    model, data = make(name)
+    least = floor(model, data, device)
+    for memory in (least, 2 * least, None):
+        compiled, optimizer = compiled_at(model, memory, device)
+        compare(compiled, optimizer, model, data, device)
+        report = compiled.memory_report()
+        assert 0 < report["peak_device_bytes"] <= report["planned_peak_device_bytes"] <= report["budget_device_bytes"]
+        homes = {p.device.type for p in compiled.parameters()}
+        if memory == least:
+            assert homes == {"cpu"}
+        if memory is None:
+            assert homes == {device.type}
+
+
+def test_a_step_may_be_driven_from_host_tensors_and_from_a_model_on_the_device(device: torch.device) -> None:
+    model, data = make("llama")
+    for start in ("cpu", str(device)):
+        copied = copy.deepcopy(model).to(start)
+        optimizer = adamw(copied.parameters())
+        loss_of(copied(**on(torch.device(start), data))).backward()
+        optimizer.step()  # its state is where the parameters are before they go home
+        optimizer.zero_grad()
+        sent = 4096  # the tokens and labels that are sent there
+        least = floor(model, data, device) + sent
+        compiled = mtcompile.compile(copied, memory=least, optimizer=optimizer, device=device)
+        losses = []
+        for _ in range(2):
+            loss = loss_of(compiled(**data))
+            assert loss.device == device
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[1] < losses[0]
+        assert all(p.device.type == "cpu" for p in compiled.parameters())
+
+
+def test_evaluation_and_a_second_size_between_steps(device: torch.device) -> None:
+    model, data = make("tied")
+    compiled, optimizer = compiled_at(model, 2 * floor(model, data, device), device)
+    compare(compiled, optimizer, model, data, device, steps=2)
+    plain = copy.deepcopy(compiled).to(device)
+    half = {name: value[: len(value) // 2] for name, value in on(device, data).items()}
+    with torch.no_grad():
+        assert torch.equal(compiled(**half), plain(**half))
+    compiled(**half).backward()
+    plain(**half).backward()
+    for p, q in zip(compiled.parameters(), plain.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        assert p.grad is None or torch.equal(p.grad.to(device), q.grad)
+
+
+def test_gradients_accumulate_and_inputs_receive_theirs(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    compiled = mtcompile.compile(copy.deepcopy(model), memory="1MiB", device=device)
+    plain = copy.deepcopy(model).to(device)
+    for _ in range(2):
+        x = torch.randn(8, 16)
+        one, other = x.to(device).requires_grad_(), x.to(device).requires_grad_()
+        compiled(one).square().sum().backward()
+        plain(other).square().sum().backward()
+        assert torch.equal(one.grad, other.grad)
+    for p, q in zip(compiled.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad.to(device), q.grad)
+
+
+class Casting(nn.Module):
+    """Its Python looks at devices and dtypes, as models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        place = torch.arange(8, device=self.inner.weight.device) / 8
+        h = self.inner(x + place)
+        return self.outer(torch.tanh(h).to(h.dtype) * torch.ones(8, device=x.device, dtype=h.dtype)).float().square().mean()
+
+
+def test_autocast_is_the_devices(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = Casting()
+    x = torch.randn(4, 8)
+    plain = copy.deepcopy(model).to(device)
+    for where in (torch.device("cpu"), device):
+        compiled = mtcompile.compile(copy.deepcopy(model), memory="1MiB", device=device)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            loss, expected = compiled(x.to(where)), plain(x.to(device))
+        assert torch.equal(loss, expected)
+        loss.backward()
+        expected.backward()
+        for p, q in zip(compiled.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p.grad.to(device), q.grad)
+        plain.zero_grad()
+
+
+def test_a_parameter_that_was_resident_goes_home_when_a_larger_batch_needs_its_room(device: torch.device) -> None:
+    model, data = make("tied")
+    small = {name: value[:1] for name, value in data.items()}
+    large = {name: value.repeat(16, *([1] * (value.dim() - 1))) for name, value in data.items()}
+    compiled, optimizer = compiled_at(model, floor(model, large, device), device)
+    compare(compiled, optimizer, model, small, device, steps=2)
+    resident = {p.device.type for p in compiled.parameters()}
+    now = copy.deepcopy(compiled).cpu()
+    loss = compiled(**on(device, large))
+    plain = now.to(device)
+    expected = plain(**on(device, large))
+    assert torch.equal(loss, expected)
+    loss.backward()
+    expected.backward()
+    for p, q in zip(compiled.parameters(), plain.parameters(), strict=True):
+        assert p.grad is None or torch.equal(p.grad.to(device), q.grad)
+    optimizer.step()  # its state has followed
+    assert device.type in resident and {p.device.type for p in compiled.parameters()} == {"cpu"}
+
+
+def test_the_torch_compile_door(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model, data = make("llama")
+    plain = copy.deepcopy(model).to(device)
+    own = copy.deepcopy(model).to(device)
+    torch.compiler.reset()
+    called = torch.compile(own, backend="mtcompile", options={"activation_memory": "64MiB"})
+    data = on(device, data)
+    loss, expected = loss_of(called(**data)), loss_of(plain(**data))
+    assert torch.equal(loss, expected) and loss.device == device
+    loss.backward()
+    expected.backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(own.parameters(), plain.parameters(), strict=True))
+
+
+def test_checked_runs_poison_and_delay(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MT_CHECK", "1")
+    for name in ("llama", "t5"):
+        model, data = make(name)
+        compiled, optimizer = compiled_at(model, floor(model, data, device), device)
+        compare(compiled, optimizer, model, data, device, steps=2)
+
+
+def test_a_hundred_steps_of_equal_bits(device: torch.device) -> None:
+    model, data = make("gpt2")
+    compiled, optimizer = compiled_at(model, floor(model, data, device), device)
+    compare(compiled, optimizer, model, data, device, steps=100)
+
+
+def test_a_trace_by_the_devices_clock(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MT_TRACE", "1")
+    model, data = make("llama")
+    compiled, optimizer = compiled_at(model, floor(model, data, device), device)
+    compare(compiled, optimizer, model, data, device, steps=1)
+    worked = [i for i, each in enumerate(compiled.schedule.instructions) if each.op in ("run", "copy")]
+    assert sorted(record.index for record in compiled.last_trace.records) == worked
+    assert all(record.end_us >= record.start_us for record in compiled.last_trace.records)
+
+
+def test_errors_name_the_device(device: torch.device) -> None:
+    model, _ = make("tied")
+    with pytest.raises(ValueError, match=r"expected memory of at most the \d+ bytes"):
+        mtcompile.compile(copy.deepcopy(model), memory="100TiB", device=device)
+    with pytest.raises(ValueError, match="expected device to be one that torch sees"):
+        mtcompile.compile(copy.deepcopy(model), device="xpu")
+
+
+# ------------------------------------------------------------------------- what a real GPU does by itself, and only it
+
+
+@pytest.fixture
+def late(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[LateCopies]:
+    """Copies that come as late as their events allow; the list is of the drivers made."""
+    if device.type == "cuda":
+        pytest.skip("the GPU's own copies are as late as they are")
+    made: list[LateCopies] = []
+
+    def driver(where: torch.device) -> LateCopies:
+        made.append(LateCopies(len(made), eager=0.0))
+        return made[-1]
+
+    monkeypatch.setattr(cuda, "Torch", driver)
+    return made
+
+
+@pytest.mark.parametrize("name", ["llama", "cnn", "t5"])
+def test_copies_as_late_as_their_events_allow(name: str, device: torch.device, late: list[LateCopies]) -> None:
+    model, data = make(name)
+    least = floor(model, data, device)
+    for memory in (least, 2 * least):
+        compiled, optimizer = compiled_at(model, memory, device)
+        compare(compiled, optimizer, model, data, device)
+        assert late[-1].copies and late[-1].blocked
+
+
+def test_late_copies_show_a_missing_event(device: torch.device, late: list[LateCopies], monkeypatch: Any) -> None:
+    """The test above can fail."""
+    monkeypatch.setattr(cuda.Fence, "wait", lambda *_: None)
+    model, data = make("llama")
+    compiled, optimizer = compiled_at(model, floor(model, data, device), device)
+    with pytest.raises((AssertionError, IndexError, RuntimeError)):
+        compare(compiled, optimizer, model, data, device)
+
+
+def test_where_pinning_is_refused_copies_are_staged_and_the_plan_says_so(device: torch.device, late: Any) -> None:
+    model, data = make("llama")
+    compiled, optimizer = compiled_at(model, floor(model, data, device), device)
+    late[-1].refuses = True
+    with pytest.warns(UserWarning, match="could not be pinned"):
+        compiled(**on(device, data)).loss.backward()
+    optimizer.zero_grad()
+    assert "not pinned" in compiled.plan.machine
+    compare(compiled, optimizer, model, data, device)
+
+
+def test_loss_chunks_and_clipping(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model, data = make("tied")
+    compiled, optimizer = compiled_at(model, 2 * floor(model, data, device), device, loss_chunks="auto")
+    plain = copy.deepcopy(model).to(device)
+    loss, expected = compiled(**on(device, data)), plain(**on(device, data))
+    assert torch.allclose(loss, expected)
+    loss.backward()
+    nn.utils.clip_grad_norm_(compiled.parameters(), 0.1)
+    optimizer.step()
+    assert F.mse_loss(loss, expected) < 1e-6
