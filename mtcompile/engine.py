@@ -36,6 +36,7 @@ from mtcompile.passes.planner import (
     relowered,
     resident_plan,
 )
+from mtcompile.passes.policies import POLICIES
 from mtcompile.passes.step_graph import copy_step, generator_nbytes, has_random, listing
 from mtcompile.program import Compiled, Frame, Program, Tangents, describe_compiled, run_forward
 from mtcompile.runtime.cpu import Arenas
@@ -60,8 +61,10 @@ def _collecting_later() -> Iterator[None]:
             gc.enable()
 
 
-def check_options(kernels: str, loss_chunks: int | str) -> None:
+def check_options(kernels: str, loss_chunks: int | str, policy: str = "fastest") -> None:
     """Raise ValueError for what cannot be honoured."""
+    if policy not in ("fastest", *POLICIES):
+        raise ValueError(f"expected policy to be one of fastest, {', '.join(POLICIES)}, found {policy!r}")
     if kernels not in KERNELS:
         raise ValueError(f"expected kernels to be one of {', '.join(KERNELS)}, found {kernels!r}")
     number = isinstance(loss_chunks, int) and not isinstance(loss_chunks, bool) and loss_chunks >= 1
@@ -81,8 +84,9 @@ class Engine:
         knobs: dict[str, str],
         kernels: str,
         loss_chunks: int | str,
+        policy: str = "fastest",
     ) -> None:
-        self.loss_chunks = loss_chunks
+        self.loss_chunks, self.policy = loss_chunks, policy
         self.memory, self.host, self.knobs, self.kernels = memory, host, knobs, kernels
         self.device = device
         self.machine = machine_of(device.where, kernels == "inductor", staged=False)
@@ -229,7 +233,7 @@ class Engine:
         if chunks > 1:
             numerics += f"; the loss head's sums over tokens (loss, weight and bias gradients) in {chunks} chunks"
         budgets, fixed = self.constraints(step, reserved)
-        if self.kernels == "inductor" and may_be_resident(step, budgets):
+        if self.kernels == "inductor" and self.policy == "fastest" and may_be_resident(step, budgets):
             whole = build(joint, whole=True)
             whole.meta["homes"] = step.meta["homes"]
             self.place(whole)
@@ -237,9 +241,9 @@ class Engine:
             if resident is not None:
                 return whole, resident
         try:
-            key = cache.plan_key(step, self.machine, budgets, fixed, numerics)
+            key = cache.plan_key(step, self.machine, budgets, fixed, numerics, self.policy)
             known = cache.read_plan(key)
-            planned = make_plan(step, self.machine, budgets, self.eager.workspace, fixed, numerics, known)
+            planned = make_plan(step, self.machine, budgets, self.eager.workspace, fixed, numerics, known, self.policy)
             if known is None or planned.plan.decisions != known.decisions:
                 cache.write_plan(key, planned.plan)
             return step, planned

@@ -44,6 +44,7 @@ class ModelEngine(Engine):
         host: int | None,
         kernels: str,
         loss_chunks: int | str,
+        policy: str,
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
         there = total_nbytes(device)
@@ -53,7 +54,7 @@ class ModelEngine(Engine):
         for parameter in model.parameters():  # at home on the host, all of them
             self.moved(parameter)
         memory = memory if memory is not None else free_nbytes(device)
-        super().__init__(device, memory, host, {"device": "memory", "host": "host"}, kernels, loss_chunks)
+        super().__init__(device, memory, host, {"device": "memory", "host": "host"}, kernels, loss_chunks, policy)
         self.model = weakref.ref(model)
         self.sent_nbytes = 0  # of the call's tensors, copied to the device for its length
         self._captured = capture.front_end(call, self._backend, device.where)

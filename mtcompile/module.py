@@ -91,7 +91,7 @@ def _attach(model: nn.Module, options: dict[str, Any]) -> None:
         return plain.__call__(model, *args, **kwargs)
 
     if any(t.device.type != "cpu" for t in (*model.parameters(), *model.buffers())):
-        plain._apply(model, lambda tensor: tensor.cpu())
+        plain._apply(model, lambda tensor: tensor.cpu())  # type: ignore[attr-defined]
     engine = ModelEngine(model, call, **options)
     object.__setattr__(model, "_mt_engine", engine)
 
@@ -106,6 +106,7 @@ def compile(
     kernels: str = ...,
     loss_chunks: int | str = ...,
     device: str | torch.device | None = ...,
+    policy: str = ...,
 ) -> M: ...
 @overload
 def compile(
@@ -117,6 +118,7 @@ def compile(
     kernels: str = ...,
     loss_chunks: int | str = ...,
     device: str | torch.device | None = ...,
+    policy: str = ...,
 ) -> type[M]: ...
 @overload
 def compile(
@@ -128,6 +130,7 @@ def compile(
     kernels: str = ...,
     loss_chunks: int | str = ...,
     device: str | torch.device | None = ...,
+    policy: str = ...,
 ) -> Any: ...
 
 
@@ -140,6 +143,7 @@ def compile(
     kernels: str = "eager",
     loss_chunks: int | str = 1,
     device: str | torch.device | None = None,
+    policy: str = "fastest",
 ) -> Any:
     """Train ``model`` inside a device-memory budget, with the bits of plain PyTorch.
 
@@ -159,12 +163,15 @@ def compile(
                numerics say so. CaptureError where there is no such head, or where somebody else reads its logits.
                ``"auto"``: the plan chooses, and leaves the head whole where that is as fast or where it has none
 
+    policy     ``"fastest"``: the plan is searched for; or a fixed one to compare it with: ``"resident"``,
+               ``"checkpoint-all"``, ``"megatrain"``, ``"zero3-offload"``, ``"offload-all"``
+
     The first call captures and plans; ``BudgetError`` (with ``.minimum_bytes``) when no plan fits, ``CaptureError``
     when the model cannot be captured. Raises ValueError and TypeError for options that cannot be honoured.
     """
-    check_options(kernels, loss_chunks)
+    check_options(kernels, loss_chunks, policy)
     options: dict[str, Any] = {"memory": parse_bytes(memory), "host": parse_bytes(host), "optimizer": optimizer}
-    options |= {"kernels": kernels, "loss_chunks": loss_chunks}
+    options |= {"kernels": kernels, "loss_chunks": loss_chunks, "policy": policy}
     if model is None:
         return lambda target: compile(target, **{**options, "device": device, "memory": memory, "host": host})
     options["device"] = choose(device)

@@ -18,6 +18,7 @@ from mtcompile.passes.lower import Workspace, lower
 from mtcompile.passes.memory import workspace_nbytes
 from mtcompile.passes.paths import Path, everything, paths
 from mtcompile.passes.plan import Decision, Plan
+from mtcompile.passes.policies import POLICIES
 from mtcompile.passes.step_graph import placeholders, regions
 from mtcompile.runtime.schedule import ALIGNMENT, Schedule, aligned
 from mtcompile.runtime.sim import simulate
@@ -73,8 +74,10 @@ def make_plan(
     fixed_params: Mapping[str, str] | None = None,
     numerics: str = BIT_EQUAL,
     known: Plan | None = None,
+    policy: str = "fastest",
 ) -> Planned:
-    """The plan for ``step``, with its rewritten graph and schedule (deps derived, not yet proven).
+    """The plan for ``step``, with its rewritten graph and schedule (deps derived, not yet proven): the fastest that fits, or
+    that of a fixed ``policy``.
 
     ``fixed_params``: home tier per block where earlier programs of the same model have decided it. ``known``: the plan
     found for all of this before; taken without a search if it still fits. Raises DoesNotFit.
@@ -85,7 +88,11 @@ def make_plan(
     if known is not None and _fits(again := evaluate(known), budgets):
         return _finished(again, sizes, budgets, known.minimum_device_bytes)
     open_params = sizes if fixed_params is None else {}
+    if policy != "fastest":
+        return _by_policy(evaluate(POLICIES[policy](step, base, open_params)), sizes, budgets)
     ways = paths(step, base, machine, open_params, budgets.host_activations)
+    if budgets.host_activations:  # so that no fixed policy is ever better
+        ways += tuple((made(step, base, open_params),) for name, made in POLICIES.items() if name != "resident")
     full = evaluate(everything(step, base, open_params))
     if _fits(full, budgets):
         best, least = full, evaluate(ways[0][0])
@@ -97,6 +104,14 @@ def make_plan(
         best = _choose(frontier, evaluate, budgets)
     minimum = min(least.schedule.peak_nbytes["device"], best.schedule.peak_nbytes["device"])
     return _finished(best, sizes, budgets, minimum)
+
+
+def _by_policy(planned: Planned, sizes: Mapping[str, int], budgets: Budgets) -> Planned:
+    peaks = planned.schedule.peak_nbytes
+    for tier, limit in (("device", budgets.device), ("host", budgets.host)):
+        if limit is not None and peaks[tier] > limit:
+            raise DoesNotFit(tier, peaks[tier], causes(planned, tier))
+    return _finished(planned, sizes, budgets, peaks["device"])
 
 
 def resident_plan(

@@ -109,7 +109,7 @@ def test_random_operations_are_those_of_the_plain_run() -> None:
             torch.manual_seed(2)
             expected, state = kernel(*inputs), torch.get_rng_state()
             torch.manual_seed(2)
-            found = around(explicit(kernel, "cpu"))(*inputs)
+            found = around(explicit(kernel, "cpu"), "cpu")(*inputs)
             assert torch.equal(torch.get_rng_state(), state)
             assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(expected, found, strict=True))
 

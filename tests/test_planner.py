@@ -12,6 +12,7 @@ from mtcompile.kernels import EagerKernels
 from mtcompile.passes.check import check_schedule, same_computation
 from mtcompile.passes.cost import Machine
 from mtcompile.passes.planner import Budgets, DoesNotFit, make_plan
+from mtcompile.passes.policies import POLICIES
 from mtcompile.passes.recompute import saved_values
 from mtcompile.passes.step_graph import regions
 from mtcompile.passes.variants import save_all, variants
@@ -88,3 +89,22 @@ def test_chains_of_blocks_are_recomputed_where_nothing_may_go_home() -> None:
     assert any(i.label.endswith("_again") for i in planned.schedule.instructions)
     found, _ = run(planned.step, planned.schedule, traced.inputs, 3, None)
     assert equal(found, interpret(traced.step, traced.inputs))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_fixed_policies_are_the_same_step(policy: str) -> None:
+    traced = trace(*make("llama"))
+    planned = make_plan(traced.step, Machine(), Budgets(), policy=policy)
+    same_computation(traced.joint, planned.step)
+    check_schedule(planned.step, planned.schedule)
+    verify(planned.schedule)
+    found, _ = run(planned.step, planned.schedule, traced.inputs, 3, None)
+    assert equal(found, interpret(traced.step, traced.inputs))
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(traced.step, Machine(), Budgets(planned.plan.peak_bytes["device"] - 1), policy=policy)
+    assert caught.value.minimum == planned.plan.peak_bytes["device"]
+    searched = make_plan(traced.step, Machine(), Budgets(planned.plan.peak_bytes["device"]))
+    assert searched.plan.step_time_us <= planned.plan.step_time_us
+    fetched = {i.queue for i in planned.schedule.instructions if i.op == "copy"}
+    stays = policy in ("resident", "checkpoint-all")
+    assert ("d2h" in fetched) != stays
