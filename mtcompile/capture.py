@@ -50,7 +50,9 @@ def front_end(
         accumulated_recompile_limit=8 * _RECOMPILE_LIMIT,
     )
     devices = _mixing(device)
-    torch._dynamo.config.ignore_logging_functions |= _logging_functions()
+    torch._dynamo.config.ignore_logging_functions = _Functions(
+        {*set.__iter__(torch._dynamo.config.ignore_logging_functions), *_logging_functions()}
+    )
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -84,6 +86,13 @@ def sent(values: Any, device: torch.device) -> tuple[Any, int]:
         return value.to(device, non_blocking=True)
 
     return pytree.tree_map(there, values), nbytes
+
+
+class _Functions(set[Any]):
+    """Some versions of torch sort the members of this setting for their log, which functions cannot be: they see names."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(sorted(repr(member) for member in set.__iter__(self)))
 
 
 def _logging_functions() -> set[Any]:

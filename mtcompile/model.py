@@ -66,10 +66,14 @@ class ModelEngine(Engine):
         return self._captured(*args, **kwargs)
 
     def moved(self, parameter: nn.Parameter) -> None:
-        """Optimizer state goes where its parameter went (step counters stay on the host)."""
-        state = self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}
+        """Optimizer state goes where its parameter went (a step counter only where the optimizer wants it there)."""
+        state = self.optimizer.state.get(parameter) if self.optimizer is not None else None
+        if self.optimizer is None or not state:
+            return
+        group = next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
+        counters_too = parameter.device.type == "cpu" or group.get("fused") or group.get("capturable")
         for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.device != parameter.device:
+            if isinstance(value, torch.Tensor) and (value.dim() > 0 or counters_too):
                 state[key] = value.to(parameter.device)
 
     def _backend(self, graph: Any, inputs: Any) -> Program:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from mtcompile.passes.step_graph import body_outputs
-from mtcompile.runtime.pinned import NotPinned
 
 
 class Event:
@@ -43,7 +42,6 @@ class FakeCuda:
         self.log: list[tuple[str, str, Any]] = []
         self.copies: list[int] = []
         self.blocked = self.clock = 0
-        self.refuses = False  # to pin host memory
 
     # ------------------------------------------------------------------------------------------------------- the calls
 
@@ -70,8 +68,6 @@ class FakeCuda:
         return float(end.at - start.at)
 
     def pin(self, nbytes: int) -> torch.Tensor:
-        if self.refuses:
-            raise NotPinned("as told")
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def record(self, event: Event, stream: Stream) -> None:

@@ -3,6 +3,8 @@ collected apart from the others, since loading that device changes the process."
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -10,9 +12,13 @@ from tests.device import second
 
 CUDA = torch.cuda.is_available()
 collect_ignore_glob: list[str] = []
-if not CUDA and torch.version.cuda is None:
+if CUDA:  # kernels whose sums have one order, for both sides
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.deterministic = True
+elif torch.version.cuda is None:
     second.load()
-elif not CUDA:  # a CUDA build of torch allows no second device
+else:  # a CUDA build of torch allows no second device
     collect_ignore_glob.append("test_*.py")
 
 

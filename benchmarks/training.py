@@ -1,0 +1,243 @@
+"""Whole training steps (forward, backward, AdamW) of one model by one peer: ``measure`` runs in a process of its own.
+
+All peers hold weights, gradients and AdamW's state in the shape's dtype, train on the same bytes of text, and clip nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+import mtcompile
+from benchmarks.decoder import SHAPES, Decoder, build, counted, model_flops, text
+from mtcompile.device import allocator_peak
+
+WARMUPS, STEPS = 3, 5
+_CHUNKS = 32  # of the loss, where logits of the whole batch would not fit
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """``memory``: device bytes, None for all there are; ``share``: of what the plain step needs instead. ``peers``: in the
+    order they are worth running in."""
+
+    name: str
+    shape: str
+    batch: int
+    seq: int
+    peers: tuple[str, ...]
+    memory: int | None = None
+    share: float | None = None
+
+
+_LARGE = ("mtcompile inductor", "megatrain policy", "fsdp2 offload", "mtcompile eager")
+_FITS = ("mtcompile inductor", "torch.compile", "mtcompile eager", "plain", "torch.compile budget", "checkpoint")
+GiB = 2**30
+GPU = (
+    Training("4b-fits", "qwen3-4b", 8, 1024, _FITS),
+    Training("7b-158x1024", "qwen2.5-7b", 158, 1024, _LARGE),
+    Training("7b-16x4096", "qwen2.5-7b", 16, 4096, _LARGE),
+    Training("7b-4x4096", "qwen2.5-7b", 4, 4096, _LARGE),
+    Training("14b-16x4096", "qwen3-14b", 16, 4096, _LARGE),
+    Training("8b-32k", "llama-8b", 1, 32 * 1024, _LARGE),
+    Training("8b-128k", "llama-8b", 1, 128 * 1024, _LARGE),
+    Training("7b-in-40GiB", "qwen2.5-7b", 16, 4096, _LARGE, memory=40 * GiB),
+    Training("7b-in-24GiB", "qwen2.5-7b", 4, 4096, _LARGE, memory=24 * GiB),
+)
+CPU = (
+    Training("step-11m", "gpt-11m", 4, 128, ("plain", "checkpoint", "mtcompile eager", "megatrain policy")),
+    Training("step-11m-half", "gpt-11m", 4, 128, ("mtcompile eager", "megatrain policy"), share=0.5),
+    Training("step-11m-quarter", "gpt-11m", 4, 128, ("mtcompile eager", "megatrain policy"), share=0.25),
+)
+CASES = {case.name: case for case in (*GPU, *CPU)}
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Prepared = tuple[nn.Module, Loss, torch.optim.Optimizer]
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def _plain(model: Decoder, device: torch.device, memory: int | None) -> Prepared:
+    model = model.to(device)
+    return model, model, _adamw(model)
+
+
+def _checkpoint(model: Decoder, device: torch.device, memory: int | None) -> Prepared:
+    model.recompute, model.loss_chunks = True, _CHUNKS
+    return _plain(model, device, memory)
+
+
+def _compiled(model: Decoder, device: torch.device, memory: int | None) -> Prepared:
+    model = model.to(device)
+    return model, torch.compile(model, fullgraph=True), _adamw(model)
+
+
+def _compiled_within(model: Decoder, device: torch.device, memory: int | None) -> Prepared:
+    from benchmarks.peers import compiled_within
+
+    model = model.to(device)
+    return model, compiled_within(0.5)(model, None), _adamw(model)
+
+
+def _fsdp2(model: Decoder, device: torch.device, memory: int | None) -> Prepared:
+    """FSDP2 in a world of one, parameters, gradients and optimizer on the host; blocks checkpointed."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh(device.type, (1,))
+    policy = {} if device.type == "cpu" else {"offload_policy": CPUOffloadPolicy()}
+    model.recompute, model.loss_chunks = True, _CHUNKS
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **policy)  # type: ignore[call-overload]
+    fully_shard(model, mesh=mesh, **policy)  # type: ignore[call-overload]
+    return model, model, _adamw(model)
+
+
+def _mtcompiled(kernels: str, policy: str = "fastest") -> Callable[[Decoder, torch.device, int | None], Prepared]:
+    def prepare(model: Decoder, device: torch.device, memory: int | None) -> Prepared:
+        optimizer = _adamw(model)
+        made: Any = mtcompile.compile(
+            model, memory=memory, optimizer=optimizer, device=device, kernels=kernels, loss_chunks="auto", policy=policy
+        )
+        return made, made, optimizer
+
+    return prepare
+
+
+PEERS: dict[str, Callable[[Decoder, torch.device, int | None], Prepared]] = {
+    "plain": _plain,
+    "checkpoint": _checkpoint,
+    "torch.compile": _compiled,
+    "torch.compile budget": _compiled_within,
+    "fsdp2 offload": _fsdp2,
+    # Stream everything, recompute everything, AdamW on the host after the backward: inside our own runtime.
+    "megatrain policy": _mtcompiled("eager", "megatrain"),
+    "mtcompile eager": _mtcompiled("eager"),
+    "mtcompile inductor": _mtcompiled("inductor"),
+}
+
+
+def measure(name: str, peer: str, memory: int | None) -> dict[str, Any]:
+    """One row: what ``rows`` of a result file hold. ``memory``: device bytes, for a case whose budget is a share."""
+    case = CASES[name]
+    shape = SHAPES[case.shape]
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    memory = case.memory or memory
+    if memory is not None and device.type == "cuda":  # as on a smaller card: nobody gets more, libraries included
+        torch.cuda.set_per_process_memory_fraction(memory / torch.cuda.get_device_properties(device).total_memory)
+    model = build(shape, device)
+    gc.collect()
+    process, parameters = psutil.Process(), counted(shape)[0]
+    without = process.memory_info().rss - sum(p.nbytes for p in model.parameters())
+    batch = tuple(t.to(device) for t in text(case.batch, case.seq))
+    row: dict[str, Any] = {"case": name, "peer": peer, "parameters": parameters, "budget_bytes": memory}
+    row |= {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    model, call, optimizer = PEERS[peer](model, device, memory)
+
+    def step() -> tuple[float, float, float]:
+        """Seconds of forward and backward, of the update, and the loss."""
+        _wait(device)
+        started = time.perf_counter()
+        loss = call(*batch)
+        loss.backward()
+        _wait(device)
+        half = time.perf_counter()
+        optimizer.step()
+        optimizer.zero_grad()
+        _wait(device)
+        return half - started, time.perf_counter() - half, loss.item()
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    started = time.perf_counter()
+    step()
+    first = time.perf_counter() - started
+    for _ in range(WARMUPS - 1):
+        step()
+    runs = [step() for _ in range(STEPS)]
+    row["steps_s"] = [run[0] + run[1] for run in runs]
+    row["step_s"] = statistics.median(row["steps_s"])
+    row["update_ms"] = statistics.median(run[1] for run in runs) * 1e3
+    row["loss"] = runs[-1][2]
+    row["tokens_per_s"] = case.batch * case.seq / row["step_s"]
+    row["model_tflops"] = model_flops(shape, case.batch, case.seq) / row["step_s"] / 1e12
+    row["start_s"] = first - row["step_s"]
+    row["host_bytes_per_parameter"] = max(0, process.memory_info().rss - without) / parameters
+    if device.type == "cuda":
+        row["peak_bytes"] = torch.cuda.max_memory_allocated(device)
+        row["peak_reserved_bytes"] = torch.cuda.max_memory_reserved(device)
+    elif not hasattr(model, "memory_report"):
+        row["peak_bytes"] = _peak(model, call, optimizer, batch)
+    if isinstance(model, mtcompile.CompiledModule):
+        row |= _own(model, call, optimizer, batch, statistics.median(run[0] for run in runs))
+    return row
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _peak(model: nn.Module, call: Loss, optimizer: Any, batch: Any) -> int:
+    """Of forward and backward on the emulated device: training state, and what the allocator gave beside it."""
+    state = sum(p.nbytes * 4 for p in model.parameters())  # weights, gradients, AdamW's two
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    with allocator_peak(torch.device("cpu")) as peak:
+        call(*batch).backward()
+    optimizer.zero_grad()
+    return state + (peak.nbytes or 0)
+
+
+def _own(model: Any, call: Loss, optimizer: Any, batch: Any, step_s: float) -> dict[str, Any]:
+    """What only our runs can say, from one more step that the device's clock watches."""
+    from mtcompile.passes.cost import kernel_cost
+    from mtcompile.runtime.trace import busy_us, exposed_us, span_us
+
+    with _environment("MT_TRACE", "1"):
+        call(*batch).backward()
+    optimizer.zero_grad()
+    trace, compiled = model.last_trace, model._mt_engine.last
+    bodies = dict(compiled.step.named_children())
+    flops = sum(kernel_cost(bodies[i.kernel]).flops for i in compiled.schedule.instructions if i.op == "run")
+    busy, span = busy_us(trace), span_us(trace)
+    report = model.memory_report()
+    return {
+        "hardware_tflops": flops / step_s / 1e12,
+        "busy": {queue: us / span for queue, us in busy.items()},
+        "exposed_transfer_ms": sum(exposed_us(trace, q) for q in busy if q in ("h2d", "d2h")) / 1e3,
+        "predicted_s": compiled.plan.step_time_us / 1e6,
+        "predicted_over_measured": compiled.plan.step_time_us / 1e6 / step_s,
+        "peak_bytes": report["peak_device_bytes"],
+        "planned_peak_bytes": report["planned_peak_device_bytes"],
+        "limiting_resource": compiled.plan.limiting_resource,
+        "instructions": len(compiled.schedule),
+    }
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
