@@ -1,6 +1,7 @@
 # make demo    train the example GPT inside a small memory budget
 # make check   lint, types, quick tests
 # make test    lint, types, all tests
+# make gpu     on a GPU: its tests, fixtures and benchmark (ARGS="tests"), by GPU_PYTHON, whose torch sees it
 # make clean   remove what was built, .venv included
 #
 # PYTHON=python3.12 picks the interpreter, VENV=dir the environment, JOBS=n the test processes,
@@ -10,6 +11,7 @@ SHELL       := bash
 .SHELLFLAGS := -eu -o pipefail -c
 
 PYTHON ?= python3
+GPU_PYTHON ?= $(PYTHON)
 VENV   ?= .venv
 JOBS   ?= 2
 ARGS   ?= --compare
@@ -22,7 +24,7 @@ SITE  := $(abspath $(VENV))/wheel-site
 # Test processes share the cores, so each computes on one thread; no plan comes from an earlier run.
 PYTEST := MT_CACHE=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: demo check test env lint types clean
+.PHONY: demo check test gpu env lint types clean
 .DEFAULT_GOAL := check
 
 demo: $(READY)
@@ -33,6 +35,10 @@ check: lint types
 
 test: lint types
 	@$(PYTEST)
+	@$(PYTEST) tests/device
+
+gpu:
+	@MT_CACHE=0 $(GPU_PYTHON) -m benchmarks.gpu $(filter-out --compare,$(ARGS))
 
 env: $(READY)
 

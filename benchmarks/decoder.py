@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,6 +25,9 @@ class Shape:
     head_dim: int = 128
     tied: bool = False
     dtype: torch.dtype = torch.bfloat16
+
+    def shortened(self, layers: int) -> Shape:
+        return replace(self, layers=layers)
 
 
 SHAPES = {

@@ -16,9 +16,11 @@ import torch
 from torch import fx
 
 from mtcompile import cache, capture, internals, knobs
+from mtcompile.cuda_graphs import Graphs, TorchGraphs, graphed
 from mtcompile.errors import BudgetError, CaptureError
 from mtcompile.home import Home
-from mtcompile.kernels import EagerKernels, InductorKernels
+from mtcompile.kernels import Built, EagerKernels, InductorKernels
+from mtcompile.knobs import cuda_graphs
 from mtcompile.machine import machine_of
 from mtcompile.passes import rewrite
 from mtcompile.passes.build import build
@@ -93,6 +95,8 @@ class Engine:
         self.home = Home(device, self.moved)
         self.eager = EagerKernels(device.where)
         self.inductor = InductorKernels(device.where)
+        on = device.where.type == "cuda" and cuda_graphs()
+        self.graphs: Graphs | None = TorchGraphs(device.where) if on else None
         self.staged = self.in_backward = False
         self.last: Compiled | None = None
         self.last_trace: Trace | None = None
@@ -262,7 +266,7 @@ class Engine:
         bodies: dict[str, Any] = {str(n): m for n, m in planned.step.named_children() if n in used}
         eager = {name: self.eager(body) for name, body in bodies.items()}
         if self.kernels == "eager":
-            return planned, {name: built.call for name, built in eager.items()}
+            return self._graphed(planned, bodies, eager)
         built = self.inductor.build(bodies.values(), self.eager)
         again = relowered(planned, self.machine, lambda body: built[body.meta["name"]].workspace)
         limit = planned.schedule.limit_nbytes.get("device")
@@ -270,7 +274,23 @@ class Engine:
             # Those that need more than was planned for stay as they were planned.
             built = {n: k if k.workspace <= eager[n].workspace else eager[n] for n, k in built.items()}
             again = relowered(planned, self.machine, lambda body: built[body.meta["name"]].workspace)
-        return again, {name: kernel.call for name, kernel in built.items()}
+        return self._graphed(again, bodies, built)
+
+    def _graphed(self, planned: Planned, bodies: dict[str, Any], built: dict[str, Built]) -> tuple[Planned, dict[str, Any]]:
+        """Those kernels as CUDA graphs that gain by it, as long as what they hold fits beside the plan."""
+        calls: dict[str, Any] = {name: kernel.call for name, kernel in built.items()}
+        if self.graphs is None:
+            return planned, calls
+        limit = planned.schedule.limit_nbytes.get("device")
+        room, held = None if limit is None else limit - planned.schedule.peak_nbytes["device"], 0
+        for name, kernel in built.items():
+            with capture.rng_preserved(str(self.device.where)):
+                found = graphed(bodies[name], kernel.call, kernel.workspace, self.graphs, self.eager.examples(bodies[name]))
+            if found is not None and (room is None or held + found[1] <= room):
+                calls[name] = found[0]
+                held += found[1]
+        workspaces = {name: kernel.workspace for name, kernel in built.items()}
+        return relowered(planned, self.machine, lambda body: workspaces[body.meta["name"]], held), calls
 
     def _budget_error(self, error: DoesNotFit, reserved: int) -> BudgetError:
         budget = self.memory if error.tier == "device" else self.host

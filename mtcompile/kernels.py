@@ -58,6 +58,10 @@ class EagerKernels:
     def workspace(self, kernel: fx.GraphModule) -> int:
         return self(kernel).workspace
 
+    def examples(self, kernel: fx.GraphModule) -> Callable[[], list[torch.Tensor]]:
+        """What makes inputs of the kernel's layouts."""
+        return lambda: _examples(kernel, self.device)
+
 
 def _eager_kernel(kernel: fx.GraphModule, device: torch.device) -> Built:
     measured = measure(kernel, kernel.forward, device)

@@ -137,9 +137,12 @@ def may_be_resident(step: fx.GraphModule, budgets: Budgets) -> bool:
     return budgets.device is None or sum(_param_nbytes(step).values()) * (2 + budgets.state_copies) <= budgets.device
 
 
-def relowered(planned: Planned, machine: Machine, workspace: Workspace) -> Planned:
-    """The same plan with other kernels: what they need beside their operands is measured anew."""
-    schedule = lower(planned.step, planned.plan, machine, planned.schedule.resident_nbytes, workspace)
+def relowered(planned: Planned, machine: Machine, workspace: Workspace, held: int = 0) -> Planned:
+    """The same plan with other kernels: what they need beside their operands is measured anew; ``held``: device bytes that
+    they keep from call to call."""
+    before = planned.schedule.resident_nbytes
+    resident = {**before, "device": before.get("device", 0) + held}
+    schedule = lower(planned.step, planned.plan, machine, resident, workspace)
     return Planned(replace(planned.plan, peak_bytes=dict(schedule.peak_nbytes)), planned.step, schedule)
 
 

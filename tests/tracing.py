@@ -3,51 +3,28 @@ emulated device."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from mtcompile import capture
+from mtcompile import tracing
 from mtcompile.internals import AllocatorPeak
-from mtcompile.passes.build import build
-from mtcompile.passes.normalize import normalize
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.recompute import saved_values
 from mtcompile.passes.step_graph import placeholders, regions, results, step_outputs
 from mtcompile.runtime.arena import arena, layout_of
 from mtcompile.runtime.cpu import Arenas, CpuMemory
 from mtcompile.runtime.executor import Delays, execute, prepare
-
-
-@dataclass
-class Traced:
-    joint: fx.GraphModule
-    step: fx.GraphModule
-    inputs: list[torch.Tensor]
+from mtcompile.tracing import Traced
 
 
 def trace(model: nn.Module, data: dict[str, Any]) -> Traced:
-    """The graphs of one training step whose loss receives a gradient of one."""
-    found: list[Traced] = []
-    names: dict[int, tuple[str, str]] = {id(b): ("buffer", n) for n, b in model.named_buffers()}
-    names |= {id(p): ("param", n) for n, p in model.named_parameters()}
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        description = capture.describe(graph, inputs, lambda tensor: names.get(id(tensor)))
-        scalars = tuple(d and s for _, d, s in description.computed)
-        joint = normalize(capture.joint_graph(description, scalars))
-        found.append(Traced(joint, build(joint), [t.detach().clone() for t in inputs]))
-        return graph.forward
-
+    """With inputs of its own: what the schedules of a test write to."""
     torch.compiler.reset()
-
-    def call(**inputs: Any) -> Any:  # a frame of our own: Dynamo skips those of torch.nn
-        return model(**inputs)
-
-    capture.front_end(call, backend)(**data)
-    return found[0]
+    traced = tracing.trace(model, data)
+    return replace(traced, inputs=tuple(t.detach().clone() for t in traced.inputs))
 
 
 def interpret(step: fx.GraphModule, inputs: list[torch.Tensor], seed: int = 3) -> list[torch.Tensor]:

@@ -1,0 +1,117 @@
+"""Everything that needs a GPU, for the day there is one: tests, step graphs kept as fixtures, and the benchmark.
+
+    python -m benchmarks.gpu                          # all of it; the same command goes on where it stopped
+    python -m benchmarks.gpu tests --minutes 9        # one part, starting nothing more after so long
+
+Raw results go to benchmarks/results/gpu-*.json, with the device and the commit. Without a GPU it says so and exits 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+RESULTS = Path(__file__).parent / "results"
+FIXTURES = Path(__file__).parent.parent / "tests" / "fixtures"
+PARTS = ("tests", "fixtures", "benchmark")
+# One block is enough for a plan's decisions to repeat; two show what crosses from one to the next.
+LAYERS = {"qwen2.5-7b": (16, 4096), "llama-8b": (1, 32 * 1024)}
+
+
+def tests(minutes: float) -> bool:
+    """The device tests on the GPU, and some of them once more under torch's race detector. Those that have passed at this
+    commit are not run again."""
+    from benchmarks.run import about
+
+    path = RESULTS / "gpu-tests.json"
+    now = about()
+    known = json.loads(path.read_text()) if path.exists() else {}
+    rows: dict[str, Any] = known.get("tests", {}) if all(known.get(k) == v for k, v in now.items()) else {}
+    ended = time.monotonic() + 60 * minutes
+    for name, environment, chosen in (("plain", {}, ""), ("sanitized", {"TORCH_CUDA_SANITIZER": "1"}, "sanitized")):
+        passed = [test for test, row in rows.items() if row["outcome"] == "passed" and row["run"] == name]
+        left = ended - time.monotonic()
+        if left < 30:
+            print("out of time; run it again to go on")
+            break
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder, "report.xml")
+            command = [sys.executable, "-m", "pytest", "-q", "tests/device", f"--junit-xml={report}", "-m", chosen]
+            command += [f"--deselect={test.split(' ')[0]}" for test in passed]
+            try:
+                subprocess.run(command, env={**os.environ, "MT_CACHE": "0", **environment}, check=False, timeout=left)
+            except subprocess.TimeoutExpired:
+                print(f"{name}: stopped for time; what it had done is done again")
+                continue
+            for case in ElementTree.parse(report).iter("testcase"):
+                file = str(case.get("classname")).replace(".", "/") + ".py"
+                what = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
+                message = next((str(child.get("message"))[:500] for child in case if child.get("message")), "")
+                row = {"run": name, "outcome": what, "seconds": float(case.get("time") or 0), "message": message}
+                rows[f"{file}::{case.get('name')} ({name})"] = row
+        _write(path, {**now, "tests": rows})
+    failed = [test for test, row in rows.items() if row["outcome"] in ("failure", "error")]
+    print(f"{len(rows)} tests, {len(failed)} failed", *failed, sep="\n  ")
+    return not failed and bool(rows)
+
+
+def fixtures() -> bool:
+    """Step graphs as a GPU's kernels make them, for machines that have none."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from benchmarks.decoder import SHAPES, Decoder
+    from mtcompile.passes.graph_json import graph_to_json
+    from mtcompile.tracing import trace
+
+    FIXTURES.mkdir(exist_ok=True)
+    where = torch.device("cuda", torch.cuda.current_device())
+    for name, (batch, seq) in LAYERS.items():
+        shape = SHAPES[name].shortened(2)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = Decoder(shape).to(shape.dtype).train()
+            tokens = torch.zeros((batch, seq), dtype=torch.int64, device=where)
+            traced = trace(model, {"tokens": tokens, "targets": tokens}, where, loss_chunks=16)
+        path = FIXTURES / f"{name}-2-layers-{batch}x{seq}-cuda.json"
+        path.write_text(graph_to_json(traced.step))
+        print(f"{path.name}: {path.stat().st_size} bytes")
+    return True
+
+
+def benchmark(minutes: float) -> bool:
+    command = [sys.executable, "-m", "benchmarks.run", "--suite", "gpu", f"--minutes={minutes}"]
+    return subprocess.run([*command, "--json", str(RESULTS / "gpu.json")], check=False).returncode == 0
+
+
+def _write(path: Path, data: dict[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("part", nargs="*", choices=[*PARTS, []], help="default: all")
+    parser.add_argument("--minutes", type=float, default=9.0, help="per part; default 9")
+    args = parser.parse_args()
+    try:
+        import torch
+    except ImportError:
+        print("no torch here: nothing was run")
+        return 0
+    if not torch.cuda.is_available():
+        print(f"torch {torch.__version__} sees no GPU: nothing was run")
+        return 0
+    run = {"tests": lambda: tests(args.minutes), "fixtures": fixtures, "benchmark": lambda: benchmark(args.minutes)}
+    return 0 if all([run[part]() for part in args.part or PARTS]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""One training step of a model as graphs, without compiling or running it: what plans, fixtures and tests start from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from mtcompile import capture
+from mtcompile.passes.build import build
+from mtcompile.passes.loss_head import chunk_loss
+from mtcompile.passes.normalize import normalize
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """The normalized joint graph, the step graph built of it, and the tensors it takes, in order."""
+
+    joint: fx.GraphModule
+    step: fx.GraphModule
+    inputs: tuple[torch.Tensor, ...]
+
+
+def trace(model: nn.Module, data: dict[str, Any], device: torch.device | None = None, loss_chunks: int = 1) -> Traced:
+    """The step of ``model(**data)`` whose loss (its scalar outputs) receives a gradient. ``device``: where it would compute;
+    tensors may be fake, so that a model of any size can be traced. Raises CaptureError."""
+    where = device or torch.device("cpu")
+    found: list[Traced] = []
+    names: dict[int, tuple[str, str]] = {id(b): ("buffer", n) for n, b in model.named_buffers()}
+    names |= {id(p): ("param", n) for n, p in model.named_parameters()}
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        made = fx.node.map_arg(graph.graph.output_node().args[0], lambda node: node.meta["example_value"])
+        description = capture.describe(graph, inputs, lambda tensor: names.get(id(tensor)), where)
+        scalars = tuple(differentiable and scalar for _, differentiable, scalar in description.computed)
+        joint = normalize(capture.joint_graph(description, scalars))
+        if loss_chunks > 1:
+            chunk_loss(joint, loss_chunks)
+        found.append(Traced(joint, build(joint), tuple(inputs)))
+        return lambda *_: made  # shapes alone: nothing runs
+
+    def call(**inputs: Any) -> Any:  # a frame of our own: Dynamo skips those of torch.nn
+        return model(**inputs)
+
+    capture.front_end(call, backend, where)(**data)
+    return found[0]
