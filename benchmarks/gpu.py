@@ -51,6 +51,9 @@ def tests(minutes: float) -> bool:
             except subprocess.TimeoutExpired:
                 print(f"{name}: stopped for time; what it had done is done again")
                 continue
+            if not report.exists():
+                print(f"{name}: pytest made no report")
+                return False
             for case in ElementTree.parse(report).iter("testcase"):
                 file = str(case.get("classname")).replace(".", "/") + ".py"
                 what = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")

@@ -18,6 +18,7 @@ from mtcompile.passes.step_graph import (
     add_call,
     generator_nbytes,
     is_random,
+    is_seed,
     is_view,
     placeholders,
     save_rng,
@@ -164,7 +165,7 @@ def _output_role(spec: OutputSpec) -> str:
 
 
 def _value_meta(node: fx.Node, val: torch.Tensor, roles: Mapping[fx.Node, str]) -> dict[str, Any]:
-    role = node.meta.get("role", "activation")
+    role = node.meta.get("role", "rng" if is_seed(node) else "activation")
     return {"val": val, "nbytes": aligned(storage_nbytes(val)), "role": roles.get(node, role), "tier": "device"}
 
 

@@ -114,6 +114,20 @@ def is_random(node: fx.Node) -> bool:
     return True
 
 
+_SEEDS = ("philox_seed", "philox_offset", "rng_state", "unused")  # results of attention, by the names in its schema
+
+
+def is_seed(node: fx.Node) -> bool:
+    """True for what attention says of the random numbers it drew: for some kernels it is in host memory whatever its
+    declaration says, so it is passed on as it is, and neither copied nor made again."""
+    if node.target is not operator.getitem:
+        return False
+    made: Any = node.args[0]
+    position: Any = node.args[1]
+    returns = getattr(getattr(made.target, "_schema", None), "returns", ())
+    return position < len(returns) and returns[position].name in _SEEDS
+
+
 def has_random(step: fx.GraphModule) -> bool:
     """Whether any kernel of a step graph advances a generator."""
     return any(is_random(node) for kernel in step.children() for node in kernel.graph.nodes)

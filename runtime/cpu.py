@@ -114,6 +114,8 @@ class CpuMemory:
     def _compare(self, name: str, tensor: torch.Tensor) -> None:
         layout, declared = self.layouts[name], self.schedule.buffers[name].nbytes
         fits = tensor.untyped_storage().nbytes() <= declared
+        if fits and self.schedule.buffers[name].role == "rng":  # passed on as it is, whatever it is
+            return
         if fits and tensor.dtype == layout.dtype and tensor.shape == layout.size and tensor.stride() == layout.stride:
             return
         raise RuntimeError(

@@ -126,6 +126,54 @@ def test_one_event_per_dependency_that_crosses_queues() -> None:
     assert len(recorded) == len(awaited) + len(bounds) + sum(bool(queues) for queues in phases.values())
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_the_caller_may_go_on_on_another_stream(told: bool) -> None:
+    """A backward on another stream than its forward comes after it; untold, some order gives other bits."""
+    traced = trace(*make("llama"))
+    expected = interpret(traced.step, traced.inputs)
+    wrong = 0
+    for seed in range(8):
+        step, schedule = planned(traced, seed)
+        cuda = FakeCuda(seed, eager=0.0)
+        memory = CudaMemory(schedule, *layouts_and_arenas(step, schedule), check=True, api=cuda)
+        bind(memory, step, traced.inputs)
+        kernels = {name: cuda.kernel(module) for name, module in step.named_children()}
+        streams = Streams(cuda)
+        torch.manual_seed(3)
+        try:
+            for phase in ("forward", "backward"):
+                with cuda.use(cuda.new_stream()), torch.no_grad():
+                    execute(prepare(schedule, phase), memory, kernels, fence=Fence(streams))
+                if not told:
+                    streams.last = None
+            cuda.synchronize()
+        except IndexError:  # an operation saw poison as an index
+            wrong += 1
+            continue
+        results = [memory.tensors[node.name] for node in step_outputs(step)]
+        wrong += not equal(expected, [*results, torch.get_rng_state()])
+    assert bool(wrong) != told
+
+
+def test_a_timed_phase_is_recorded_by_the_devices_clock() -> None:
+    traced = trace(*make("llama"))
+    step, schedule = planned(traced, 1)
+    cuda = FakeCuda(0, eager=0.0)  # so that all of it runs after it was issued
+    memory = CudaMemory(schedule, *layouts_and_arenas(step, schedule), api=cuda)
+    bind(memory, step, traced.inputs)
+    kernels = {name: cuda.kernel(module) for name, module in step.named_children()}
+    fence = Fence(Streams(cuda), timed=True)
+    with torch.no_grad():
+        records = execute(prepare(schedule, "forward"), memory, kernels, fence=fence)
+    worked = {i: each.queue for i, each in schedule.phase("forward") if each.op in ("run", "copy")}
+    assert {record.index: record.queue for record in records} == worked
+    assert all(0 < record.start_us < record.end_us for record in records)
+    ends = {record.index: record.end_us for record in records}
+    for record in records:
+        waited = [ends[dep] for dep in schedule.instructions[record.index].deps if dep in ends]
+        assert all(end < record.end_us for end in waited)
+
+
 def test_an_error_waits_for_the_copies_in_flight() -> None:
     traced = trace(*make("llama"))
     step, schedule = planned(traced, 1)

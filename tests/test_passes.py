@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from random import Random
 from typing import Any
 
@@ -17,7 +18,7 @@ from mtcompile.passes.lower import lower
 from mtcompile.passes.memory import body_peak
 from mtcompile.passes.plan import Plan, plan_from_json
 from mtcompile.passes.planner import Budgets, make_plan
-from mtcompile.passes.step_graph import kernel_of, listing, regions
+from mtcompile.passes.step_graph import is_seed, kernel_of, listing, regions
 from mtcompile.runtime.schedule import from_json
 from mtcompile.runtime.verify import ScheduleError, verify
 from tests.corrupt import mutants
@@ -182,3 +183,14 @@ def test_without_parameters() -> None:
     x = torch.randn(4, requires_grad=True)
     traced = trace(Functional(), {"x": x})
     assert torch.equal(interpret(traced.step, traced.inputs)[1], x.cos())
+
+
+def test_what_attention_says_of_its_random_numbers_is_passed_on() -> None:
+    graph = fx.Graph()
+    q = graph.placeholder("q")
+    for packet in (torch.ops.aten._scaled_dot_product_efficient_attention, torch.ops.aten._scaled_dot_product_flash_attention):
+        call = graph.call_function(packet.default, (q, q, q))
+        names = [result.name for result in packet.default._schema.returns]
+        found = [names[i] for i in range(len(names)) if is_seed(graph.call_function(operator.getitem, (call, i)))]
+        assert found in (["philox_seed", "philox_offset"], ["rng_state", "unused"])
+    assert not is_seed(q) and not is_seed(graph.call_function(torch.ops.aten.sin.default, (q,)))
