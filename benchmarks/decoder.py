@@ -84,12 +84,12 @@ class Decoder(nn.Module):
             x = self._run(block, x, cos, sin) if self.recompute else block(x, cos, sin)
         x, targets = self.norm(x).flatten(0, 1), targets.flatten()
         if self.loss_chunks == 1:
-            return F.cross_entropy(self.head(x), targets)
+            return F.cross_entropy(self.head(x).float(), targets)
         pieces = zip(x.chunk(self.loss_chunks), targets.chunk(self.loss_chunks), strict=True)
         return torch.stack([self._run(self._loss, h, t) for h, t in pieces]).sum() / targets.numel()
 
     def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(x), targets, reduction="sum")
+        return F.cross_entropy(self.head(x).float(), targets, reduction="sum")
 
     @staticmethod
     def _run(part: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -108,6 +108,16 @@ def build(shape: Shape, device: torch.device, seed: int = 0) -> Decoder:
             drawn = torch.empty(p.shape, dtype=p.dtype, device=device)
             p.copy_(drawn.normal_(0.0, 0.02, generator=generator) if p.dim() > 1 else drawn.fill_(1.0))
     return model.train()
+
+
+def fake(shape: Shape) -> Decoder:
+    """Without memory for its weights; under a FakeTensorMode."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(shape.dtype)
+    try:
+        return Decoder(shape).train()
+    finally:
+        torch.set_default_dtype(before)
 
 
 def text(batch: int, seq: int) -> tuple[Tensor, Tensor]:

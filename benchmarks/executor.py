@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mtcompile
-from benchmarks.decoder import SHAPES, Decoder
+from benchmarks.decoder import SHAPES, fake
 from benchmarks.models import Case, make
 from mtcompile.machine import PRESETS
 from mtcompile.passes.planner import Budgets, Planned, make_plan
@@ -79,7 +79,7 @@ MEMORY = 130 * 2**30
 def shaped(name: str, batch: int, seq: int) -> tuple[Planned, dict[str, Layout]]:
     """A step of that shape, planned for ``GPU`` with ``MEMORY``."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = Decoder(SHAPES[name]).to(SHAPES[name].dtype).train()
+        model = fake(SHAPES[name])
         tokens = torch.zeros((batch, seq), dtype=torch.int64)
         traced = trace(model, {"tokens": tokens, "targets": tokens}, loss_chunks=64)
     planned = make_plan(traced.step, GPU, Budgets(device=MEMORY))

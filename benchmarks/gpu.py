@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -27,40 +26,29 @@ LAYERS = {"qwen2.5-7b": (16, 4096), "llama-8b": (1, 32 * 1024)}
 
 
 def tests(minutes: float) -> bool:
-    """The device tests on the GPU, and some of them once more under torch's race detector. Those that have passed at this
-    commit are not run again."""
+    """The device tests on the GPU. Those that have passed at this commit are not run again."""
     from benchmarks.run import about
 
     path = RESULTS / "gpu-tests.json"
     now = about()
     known = json.loads(path.read_text()) if path.exists() else {}
     rows: dict[str, Any] = known.get("tests", {}) if all(known.get(k) == v for k, v in now.items()) else {}
-    ended = time.monotonic() + 60 * minutes
-    for name, environment, chosen in (("plain", {}, ""), ("sanitized", {"TORCH_CUDA_SANITIZER": "1"}, "sanitized")):
-        passed = [test for test, row in rows.items() if row["outcome"] == "passed" and row["run"] == name]
-        left = ended - time.monotonic()
-        if left < 30:
-            print("out of time; run it again to go on")
-            break
-        with tempfile.TemporaryDirectory() as folder:
-            report = Path(folder, "report.xml")
-            command = [sys.executable, "-m", "pytest", "-q", "tests/device", f"--junit-xml={report}", "-m", chosen]
-            command += [f"--deselect={test.split(' ')[0]}" for test in passed]
-            try:
-                subprocess.run(command, env={**os.environ, "MT_CACHE": "0", **environment}, check=False, timeout=left)
-            except subprocess.TimeoutExpired:
-                print(f"{name}: stopped for time; what it had done is done again")
-                continue
-            if not report.exists():
-                print(f"{name}: pytest made no report")
-                return False
-            for case in ElementTree.parse(report).iter("testcase"):
-                file = str(case.get("classname")).replace(".", "/") + ".py"
-                what = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
-                message = next((str(child.get("message"))[:500] for child in case if child.get("message")), "")
-                row = {"run": name, "outcome": what, "seconds": float(case.get("time") or 0), "message": message}
-                rows[f"{file}::{case.get('name')} ({name})"] = row
-        _write(path, {**now, "tests": rows})
+    passed = [test for test, row in rows.items() if row["outcome"] == "passed"]
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-q", "tests/device", f"--junit-xml={report}"]
+        command += [f"--deselect={test}" for test in passed]
+        try:
+            subprocess.run(command, env={**os.environ, "MT_CACHE": "0"}, check=False, timeout=60 * minutes)
+        except subprocess.TimeoutExpired:
+            print("stopped for time: pytest made no report")
+        for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
+            file = str(case.get("classname")).replace(".", "/") + ".py"
+            what = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
+            message = next((str(child.get("message"))[:500] for child in case if child.get("message")), "")
+            row = {"outcome": what, "seconds": float(case.get("time") or 0), "message": message}
+            rows[f"{file}::{case.get('name')}"] = row
+    _write(path, {**now, "tests": rows})
     failed = [test for test, row in rows.items() if row["outcome"] in ("failure", "error")]
     print(f"{len(rows)} tests, {len(failed)} failed", *failed, sep="\n  ")
     return not failed and bool(rows)
@@ -71,7 +59,7 @@ def fixtures() -> bool:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from benchmarks.decoder import SHAPES, Decoder
+    from benchmarks.decoder import SHAPES, fake
     from mtcompile.passes.graph_json import graph_to_json
     from mtcompile.tracing import trace
 
@@ -80,7 +68,7 @@ def fixtures() -> bool:
     for name, (batch, seq) in LAYERS.items():
         shape = SHAPES[name].shortened(2)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            model = Decoder(shape).to(shape.dtype).train()
+            model = fake(shape)
             tokens = torch.zeros((batch, seq), dtype=torch.int64, device=where)
             traced = trace(model, {"tokens": tokens, "targets": tokens}, where, loss_chunks=16)
         path = FIXTURES / f"{name}-2-layers-{batch}x{seq}-cuda.json"

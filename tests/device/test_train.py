@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mtcompile
+from mtcompile import program
 from mtcompile.runtime import cuda
 from mtcompile.runtime.pinned import NotPinned
 from tests.device.models import make
@@ -34,7 +37,6 @@ def compiled_at(model: nn.Module, memory: int | None, device: torch.device, **op
     return mtcompile.compile(copied, memory=memory, optimizer=optimizer, device=device, **options), optimizer
 
 
-@pytest.mark.sanitized
 @pytest.mark.parametrize("name", MODELS)
 def test_bits_and_bytes_at_the_floor_between_and_resident(name: str, device: torch.device) -> None:
     model, data = make(name)
@@ -198,6 +200,41 @@ def test_errors_name_the_device(device: torch.device) -> None:
         mtcompile.compile(copy.deepcopy(model), memory="100TiB", device=device)
     with pytest.raises(ValueError, match="expected device to be one that torch sees"):
         mtcompile.compile(copy.deepcopy(model), device="xpu")
+
+
+class Seen(TorchDispatchMode):
+    """Stands for torch's race detector where there is no CUDA: the operations it would have been shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_torchs_race_detector_finds_nothing(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it raises where two streams touch a pointer that no event orders. It sees what runs under its mode: the
+    kernels and copies of our phases."""
+    model, data = make("decoder")
+    compiled, optimizer = compiled_at(model, floor(model, data, device), device)
+    mode: Any = Seen() if device.type != "cuda" else importlib.import_module("torch.cuda._sanitizer").CUDASanitizerDispatchMode()
+    execute, copy_now = program.execute, cuda.Torch.copy
+
+    def watched(*args: Any) -> Any:
+        with mode:
+            return execute(*args)
+
+    def watched_copy(self: cuda.Torch, target: torch.Tensor, source: torch.Tensor) -> None:
+        with mode:
+            copy_now(self, target, source)
+
+    monkeypatch.setattr(program, "execute", watched)
+    monkeypatch.setattr(cuda.Torch, "copy", watched_copy)
+    compare(compiled, optimizer, model, data, device)
+    if device.type != "cuda":
+        assert {"aten.mm.default", "aten.copy_.default"} <= set(mode.names)
 
 
 # ------------------------------------------------------------------------------------------------- copies that come late
