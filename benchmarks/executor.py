@@ -19,7 +19,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mtcompile
-from benchmarks.decoder import SHAPES, fake
 from benchmarks.models import Case, make
 from mtcompile.machine import PRESETS
 from mtcompile.passes.planner import Budgets, Planned, make_plan
@@ -27,6 +26,7 @@ from mtcompile.runtime.arena import Layout, layout_of
 from mtcompile.runtime.cpu import Arenas, CpuMemory
 from mtcompile.runtime.executor import execute, prepare
 from mtcompile.runtime.schedule import PHASES, Schedule
+from mtcompile.shapes import SHAPES, fake
 from mtcompile.tracing import trace
 
 STEPS = 30

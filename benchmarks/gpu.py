@@ -59,8 +59,8 @@ def fixtures() -> bool:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from benchmarks.decoder import SHAPES, fake
     from mtcompile.passes.graph_json import graph_to_json
+    from mtcompile.shapes import SHAPES, fake
     from mtcompile.tracing import trace
 
     FIXTURES.mkdir(exist_ok=True)

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import training
-from benchmarks.decoder import FORMULA, SHAPES
 from benchmarks.training import Training
+from mtcompile.shapes import FORMULA, SHAPES
 
 WARMUPS, ROUNDS = 1, 5  # after two steps that compile and measure the peak
 _LONGEST_S = 420  # one peer of one case; on a GPU a whole call may take ten minutes

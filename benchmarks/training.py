@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 import mtcompile
-from benchmarks.decoder import SHAPES, Decoder, build, counted, model_flops, text
+from benchmarks.decoder import Checkpointed, build, text
 from mtcompile.device import allocator_peak
+from mtcompile.shapes import SHAPES, counted, model_flops
 
 WARMUPS, STEPS = 3, 5
 _CHUNKS = 32  # of the loss, where logits of the whole batch would not fit
@@ -69,29 +70,29 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def _plain(model: Decoder, device: torch.device, memory: int | None) -> Prepared:
+def _plain(model: Checkpointed, device: torch.device, memory: int | None) -> Prepared:
     model = model.to(device)
     return model, model, _adamw(model)
 
 
-def _checkpoint(model: Decoder, device: torch.device, memory: int | None) -> Prepared:
+def _checkpoint(model: Checkpointed, device: torch.device, memory: int | None) -> Prepared:
     model.recompute, model.loss_chunks = True, _CHUNKS
     return _plain(model, device, memory)
 
 
-def _compiled(model: Decoder, device: torch.device, memory: int | None) -> Prepared:
+def _compiled(model: Checkpointed, device: torch.device, memory: int | None) -> Prepared:
     model = model.to(device)
     return model, torch.compile(model, fullgraph=True), _adamw(model)
 
 
-def _compiled_within(model: Decoder, device: torch.device, memory: int | None) -> Prepared:
+def _compiled_within(model: Checkpointed, device: torch.device, memory: int | None) -> Prepared:
     from benchmarks.peers import compiled_within
 
     model = model.to(device)
     return model, compiled_within(0.5)(model, None), _adamw(model)
 
 
-def _fsdp2(model: Decoder, device: torch.device, memory: int | None) -> Prepared:
+def _fsdp2(model: Checkpointed, device: torch.device, memory: int | None) -> Prepared:
     """FSDP2 in a world of one, parameters, gradients and optimizer on the host; blocks checkpointed."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -108,8 +109,8 @@ def _fsdp2(model: Decoder, device: torch.device, memory: int | None) -> Prepared
     return model, model, _adamw(model)
 
 
-def _mtcompiled(kernels: str, policy: str = "fastest") -> Callable[[Decoder, torch.device, int | None], Prepared]:
-    def prepare(model: Decoder, device: torch.device, memory: int | None) -> Prepared:
+def _mtcompiled(kernels: str, policy: str = "fastest") -> Callable[[Checkpointed, torch.device, int | None], Prepared]:
+    def prepare(model: Checkpointed, device: torch.device, memory: int | None) -> Prepared:
         optimizer = _adamw(model)
         made: Any = mtcompile.compile(
             model, memory=memory, optimizer=optimizer, device=device, kernels=kernels, loss_chunks="auto", policy=policy
@@ -119,7 +120,7 @@ def _mtcompiled(kernels: str, policy: str = "fastest") -> Callable[[Decoder, tor
     return prepare
 
 
-PEERS: dict[str, Callable[[Decoder, torch.device, int | None], Prepared]] = {
+PEERS: dict[str, Callable[[Checkpointed, torch.device, int | None], Prepared]] = {
     "plain": _plain,
     "checkpoint": _checkpoint,
     "torch.compile": _compiled,

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from benchmarks import run, training
-from benchmarks.decoder import SHAPES, Decoder, counted, model_flops, text
+from benchmarks.decoder import text
+from mtcompile.shapes import SHAPES, Decoder, counted, model_flops
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.decoder import Decoder, Shape, build
+from benchmarks.decoder import build
+from mtcompile.shapes import Shape
 from tests.test_train import make as make_other
 
 
@@ -29,7 +30,7 @@ def make(name: str) -> tuple[nn.Module, dict[str, Any]]:
     """A model on the host and its inputs."""
     torch.manual_seed(0)
     if name == "decoder":
-        model: Decoder = build(Shape(32, 64, 3, 4, 2, 128, head_dim=8, dtype=torch.float32), torch.device("cpu"))
+        model = build(Shape(32, 64, 3, 4, 2, 128, head_dim=8, dtype=torch.float32), torch.device("cpu"))
         tokens = torch.randint(0, 128, (2, 2, 16))
         return model, {"tokens": tokens[0], "targets": tokens[1]}
     if name == "dropping":

@@ -219,7 +219,9 @@ def test_torchs_race_detector_finds_nothing(device: torch.device, monkeypatch: p
     kernels and copies of our phases."""
     model, data = make("decoder")
     compiled, optimizer = compiled_at(model, floor(model, data, device), device)
-    mode: Any = Seen() if device.type != "cuda" else importlib.import_module("torch.cuda._sanitizer").CUDASanitizerDispatchMode()
+    mode: Any = Seen()
+    if device.type == "cuda":
+        mode = importlib.import_module("torch.cuda._sanitizer").CUDASanitizerDispatchMode()
     execute, copy_now = program.execute, cuda.Torch.copy
 
     def watched(*args: Any) -> Any:

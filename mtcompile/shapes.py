@@ -1,0 +1,122 @@
+"""Decoders of the shapes that are trained today, by name: for plans before there is a model, and for benchmarks.
+
+Plain PyTorch: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, cross-entropy of the next token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a decoder. ``tied``: the head's weight is the embedding's."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    head_dim: int = 128
+    tied: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    def shortened(self, layers: int) -> Shape:
+        return replace(self, layers=layers)
+
+
+SHAPES = {
+    "gpt-11m": Shape(320, 1280, 6, 5, 5, 2048, head_dim=64, dtype=torch.float32),
+    "qwen3-4b": Shape(2560, 9728, 36, 32, 8, 151936, tied=True),
+    "qwen2.5-7b": Shape(3584, 18944, 28, 28, 4, 152064),
+    "llama-8b": Shape(4096, 14336, 32, 32, 8, 128256),
+    "llama-70b": Shape(8192, 28672, 80, 64, 8, 128256),
+    "megatrain-120b": Shape(10240, 28672, 108, 80, 8, 128256),
+    "qwen3-14b": Shape(5120, 17408, 40, 40, 8, 151936),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape, wide, narrow = shape, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.before, self.between = nn.RMSNorm(shape.hidden, eps=1e-6), nn.RMSNorm(shape.hidden, eps=1e-6)
+        self.q, self.k, self.v = (nn.Linear(shape.hidden, n, bias=False) for n in (wide, narrow, narrow))
+        self.o = nn.Linear(wide, shape.hidden, bias=False)
+        self.gate, self.up = (nn.Linear(shape.hidden, shape.intermediate, bias=False) for _ in range(2))
+        self.down = nn.Linear(shape.intermediate, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, seq, _ = x.shape
+        h = self.before(x)
+        q, k, v = (project(h).view(batch, seq, -1, self.shape.head_dim).transpose(1, 2) for project in (self.q, self.k, self.v))
+        q, k = (t * cos + torch.cat((-t.chunk(2, -1)[1], t.chunk(2, -1)[0]), -1) * sin for t in (q, k))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.shape.heads != self.shape.kv_heads)
+        x = x + self.o(attended.transpose(1, 2).reshape(batch, seq, -1))
+        h = self.between(x)
+        made: Tensor = x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return made
+
+
+class Decoder(nn.Module):
+    """(batch, seq) tokens and the tokens that follow them -> the mean loss."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.hidden, eps=1e-6)
+        self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+        if shape.tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        place = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.float32)
+        even = torch.arange(0, self.shape.head_dim, 2, device=tokens.device, dtype=torch.float32)
+        angle = torch.cat([torch.outer(place, 1e6 ** (-even / self.shape.head_dim))] * 2, -1)
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        for block in self.blocks:
+            x = self.run_block(block, x, cos, sin)
+        return self.loss(self.norm(x).flatten(0, 1), targets.flatten())
+
+    def run_block(self, block: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        made: Tensor = block(x, cos, sin)
+        return made
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x).float(), targets)
+
+
+def fake(shape: Shape) -> Decoder:
+    """In the shape's dtype; without memory for its weights under a FakeTensorMode."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(shape.dtype)
+    try:
+        return Decoder(shape).train()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def counted(shape: Shape) -> tuple[int, int]:
+    """Parameters, and those of them that are in matrix products (all but the embedding's, unless the head uses it)."""
+    wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    block = shape.hidden * (2 * wide + 2 * narrow + 3 * shape.intermediate + 2)
+    table = shape.vocabulary * shape.hidden
+    every = shape.layers * block + table * (1 if shape.tied else 2) + shape.hidden
+    return every, shape.layers * block + table
+
+
+FORMULA = "6 N T + 6 L T S (heads x head size): N parameters in matrix products, L layers, T tokens, S length; causal attention"
+
+
+def model_flops(shape: Shape, batch: int, seq: int) -> int:
+    """By FORMULA, per step, whatever is recomputed."""
+    tokens = batch * seq
+    return 6 * counted(shape)[1] * tokens + 6 * shape.layers * tokens * seq * shape.heads * shape.head_dim
