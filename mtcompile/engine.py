@@ -3,12 +3,9 @@ steps are alive. ``model.py`` adds a model's home; ``backend.py`` is the torch.c
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import warnings
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +43,10 @@ from mtcompile.runtime.device import Device
 from mtcompile.runtime.schedule import Tier, aligned, gib
 from mtcompile.runtime.trace import Trace
 from mtcompile.runtime.verify import verify
+from mtcompile.tracing import collecting_later
 
 KERNELS = ("eager", "inductor")
 _AUTO_CHUNKS = (1, 4, 16, 64)  # what loss_chunks="auto" chooses among
-
-
-@contextlib.contextmanager
-def _collecting_later() -> Iterator[None]:
-    """Tracing and planning make many objects and few cycles: looking for garbage among them costs a tenth of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def check_options(kernels: str, loss_chunks: int | str, policy: str = "fastest") -> None:
@@ -138,7 +124,7 @@ class Engine:
         known = program.compiled.get(key)
         if known is None or (isinstance(known, Compiled) and known.home_version != self.home.version):
             try:
-                with _collecting_later():
+                with collecting_later():
                     known = self._compile(program, tangents, reserved)
             except BudgetError as error:
                 if not reserved:

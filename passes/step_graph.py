@@ -242,19 +242,33 @@ def add_move(graph: fx.Graph, target: Any, values: list[fx.Node], phase: Phase, 
 
 
 def copy_step(step: fx.GraphModule) -> fx.GraphModule:
-    """A copy with a graph of its own and the same kernels."""
-    owner = torch.nn.Module()
-    for name, module in step.named_children():
-        owner.add_module(name, module)
+    """A copy with a graph of its own and the same kernels. It cannot be called before ``recompile()``: most copies are
+    candidates that never are, and generating code is a quarter of what planning costs."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     outputs = graph.graph_copy(step.graph, env)
     graph.output(outputs)
     for old, new in env.items():
         new.meta = dict(old.meta)
-    copied = fx.GraphModule(owner, graph, class_name="Step")
+    copied = _NotYetCode(torch.nn.Module(), fx.Graph(), class_name="Step")
+    copied.take(graph)
+    for name in dict.fromkeys(str(node.target) for node in graph.nodes if is_region(node)):
+        copied.add_module(name, step.get_submodule(name))
     copied.meta.update(step.meta)
     return copied
+
+
+class _NotYetCode(fx.GraphModule):
+    """A GraphModule that takes a graph without generating its code."""
+
+    def take(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        graph.owning_module = self
+        type(self).forward = _no_code  # of this instance: GraphModule makes a class for each
+
+
+def _no_code(self: fx.GraphModule, *inputs: Any) -> Any:
+    raise RuntimeError("call recompile() first")
 
 
 # ------------------------------------------------------------------------------------------------------------- printing
