@@ -47,6 +47,16 @@ def inductor_cache() -> str:
     return str(cache_dir())
 
 
+# ------------------------------------------------------------------------------------------------------- without memory
+
+
+def without_memory() -> contextlib.AbstractContextManager[Any]:
+    """Tensors made inside have shapes and devices and no content."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 # -------------------------------------------------------------------------------------------------------------- autograd
 
 

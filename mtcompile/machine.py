@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
+from math import inf
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from mtcompile.passes.cost import Machine
 
-# Sustained bf16 FLOP/s, device memory and link in GB/s; the link per direction.
-PRESETS = {
-    "h200-sxm": Machine("h200-sxm", 6.0e14, 4300.0, 50.0, 50.0),
-    "gh200": Machine("gh200", 6.0e14, 3700.0, 377.0, 297.0),
-    "h100-sxm": Machine("h100-sxm", 6.0e14, 3000.0, 50.0, 50.0),
-    "b200": Machine("b200", 1.4e15, 7000.0, 50.0, 50.0),
-    "a100-pcie": Machine("a100-pcie", 2.0e14, 1800.0, 25.0, 25.0),
-    "rtx3090": Machine("rtx3090", 5.5e13, 850.0, 25.0, 25.0),
-    "rtx4090": Machine("rtx4090", 1.3e14, 920.0, 25.0, 25.0),
-    "rtx5090": Machine("rtx5090", 1.6e14, 1600.0, 50.0, 50.0),
+
+def _preset(name: str, flops: float, memory: float, h2d: float, d2h: float, host: float, gigabytes: int) -> Machine:
+    return Machine(name, flops, memory, h2d, d2h, host_gbps=host, device_nbytes=gigabytes * 10**9)
+
+
+PRESETS = {  # sustained bf16 FLOP/s, GB/s of device memory, link to and from the device, host memory; GB of device memory
+    machine.name: machine
+    for machine in (
+        _preset("h200-sxm", 6.0e14, 4300.0, 50.0, 50.0, 200.0, 141),
+        _preset("gh200", 6.0e14, 3700.0, 377.0, 297.0, 348.0, 96),
+        _preset("h100-sxm", 6.0e14, 3000.0, 50.0, 50.0, 250.0, 80),
+        _preset("b200", 1.4e15, 7000.0, 50.0, 50.0, 300.0, 192),
+        _preset("a100-pcie", 2.0e14, 1800.0, 25.0, 25.0, 150.0, 80),
+        _preset("rtx3090", 5.5e13, 850.0, 25.0, 25.0, 40.0, 24),
+        _preset("rtx4090", 1.3e14, 920.0, 25.0, 25.0, 70.0, 24),
+        _preset("rtx5090", 1.6e14, 1600.0, 50.0, 50.0, 70.0, 32),
+    )
 }
 _NAMED = (  # part of torch's name -> preset; the first that fits
     ("GH200", "gh200"),
@@ -55,3 +65,25 @@ def _accelerator(where: torch.device) -> Machine:
             return PRESETS[preset]
     units = int(getattr(properties, "multi_processor_count", 1))
     return Machine(name, _FLOPS_PER_UNIT * units, 20.0 * units, 25.0, 25.0)
+
+
+def named(machine: str | Machine) -> Machine:
+    """A preset by name, or a JSON file with Machine's fields (those left out as on the emulated device). Raises ValueError."""
+    if isinstance(machine, Machine):
+        return machine
+    if machine in PRESETS:
+        return PRESETS[machine]
+    if not machine.endswith(".json"):
+        raise ValueError(f"expected machine to be one of {', '.join(PRESETS)} or a .json file, found {machine!r}")
+    try:
+        data = json.loads(Path(machine).read_text())
+        kinds = {name: type(value) for name, value in asdict(Machine()).items()}
+        if not isinstance(data, dict) or set(data) - set(kinds):
+            raise ValueError(f"expected an object with fields among {', '.join(kinds)}")
+        for name, value in data.items():
+            found = float if kinds[name] is float and type(value) is int else type(value)
+            if found is not kinds[name] or (found is float and not 0 < value < inf) or (found is int and value < 0):
+                raise ValueError(f"{name}: expected a {kinds[name].__name__}{' above 0' * (found is float)}, found {value!r}")
+        return Machine(**{"name": Path(machine).stem, **data})
+    except (OSError, ValueError) as error:
+        raise ValueError(f"machine file {machine}: {error}") from None

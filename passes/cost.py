@@ -28,8 +28,9 @@ _FUSED = 3  # of the bytes that fusible operations move one by one, the share th
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Speeds of one machine: GB/s per direction and queue, dense FLOP/s, and the microseconds one operation costs to
-    issue. ``fuses``: its kernels are compiled. The defaults are of the emulated device on a small CPU."""
+    """Speeds of one machine: GB/s of the device's memory, of the link per direction and of the host's memory, dense FLOP/s,
+    and the microseconds one operation costs to issue. ``fuses``: its kernels are compiled. ``device_nbytes``: the memory of
+    its device, 0 where it has what it is given. The defaults are of the emulated device on a small CPU."""
 
     name: str = "emulated"
     flops: float = 5e10
@@ -38,9 +39,17 @@ class Machine:
     d2h_gbps: float = 5.0
     issue_us: float = 5.0
     fuses: bool = False
+    host_gbps: float = 10.0
+    device_nbytes: int = 0
 
     def copy_us(self, nbytes: int, queue: str) -> float:
         return nbytes / (self.d2h_gbps if queue == "d2h" else self.h2d_gbps) / 1e3
+
+    def update_us(self, host_nbytes: int, device_nbytes: int, state_copies: float) -> float:
+        """Of an elementwise optimizer, by parameter bytes at home in each tier: it reads weight, gradient and state, and
+        writes weight and state, once each."""
+        passes = 3 + 2 * state_copies
+        return passes * (host_nbytes / self.host_gbps + device_nbytes / self.memory_gbps) / 1e3
 
     def contention_us(self, nbytes: int) -> float:
         """What copies cost the kernels they hide behind: their bytes go through the same memory."""

@@ -27,7 +27,7 @@ from mtcompile.runtime.trace import busy_us, span_us
 _SCALAR_STATE_NBYTES = ALIGNMENT  # step counters of a parameter's optimizer state, on the host wherever the rest is
 # Limits in evaluations, not seconds: the same input gives the same plan. One costs time in proportion to the regions.
 _REGIONS_PER_PATH = 150  # evaluated, but ...
-_POINTS_PER_PATH = 6, 12  # ... at least and at most so many plans of each
+_FEWEST_POINTS, _MOST_POINTS = 6, 12  # ... at least and at most so many plans of each
 _POINTS_BETWEEN = 4  # two neighbours of the frontier, if they lie on one path
 
 
@@ -42,6 +42,10 @@ class Budgets:
     state_copies: float = 2.0
     host_activations: bool = True
     reserve: int = 0
+
+    @property
+    def limits(self) -> dict[str, int | None]:
+        return {"device": self.device, "host": self.host}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,33 +86,72 @@ def make_plan(
     ``fixed_params``: home tier per block where earlier programs of the same model have decided it. ``known``: the plan
     found for all of this before; taken without a search if it still fits. Raises DoesNotFit.
     """
-    sizes = _param_nbytes(step)
-    base = _base(step, machine, budgets, fixed_params, numerics)
-    evaluate = _evaluator(step, machine, budgets, workspace)
-    if known is not None and _fits(again := evaluate(known), budgets):
-        return _finished(again, sizes, budgets, known.minimum_device_bytes)
-    open_params = sizes if fixed_params is None else {}
-    if policy != "fastest":
-        return _by_policy(evaluate(POLICIES[policy](step, base, open_params)), sizes, budgets)
-    ways = paths(step, base, machine, open_params, budgets.host_activations)
-    if budgets.host_activations:  # so that no fixed policy is ever better
-        ways += tuple((made(step, base, open_params),) for name, made in POLICIES.items() if name != "resident")
-    full = evaluate(everything(step, base, open_params))
-    if _fits(full, budgets):
-        best, least = full, evaluate(ways[0][0])
-    else:
-        few, many = _POINTS_PER_PATH
-        each = min(max(few, _REGIONS_PER_PATH // len(regions(step))), many)
-        frontier = _frontier(ways, full, evaluate, budgets, each)
-        least = frontier[0].planned
-        best = _choose(frontier, evaluate, budgets)
-    minimum = min(least.schedule.peak_nbytes["device"], best.schedule.peak_nbytes["device"])
-    return _finished(best, sizes, budgets, minimum)
+    candidates = Candidates(step, machine, budgets, workspace, fixed_params, numerics)
+    if known is not None and _fits(again := candidates.evaluate(known), budgets):
+        return _finished(again, candidates.sizes, budgets, known.minimum_device_bytes)
+    return candidates.best(budgets.device, budgets.host) if policy == "fastest" else candidates.by_policy(policy, budgets)
+
+
+class Candidates:
+    """The candidate plans of one step, each evaluated once: ``best`` chooses among them, budget after budget."""
+
+    def __init__(
+        self,
+        step: fx.GraphModule,
+        machine: Machine,
+        budgets: Budgets,
+        workspace: Workspace = workspace_nbytes,
+        fixed_params: Mapping[str, str] | None = None,
+        numerics: str = BIT_EQUAL,
+    ) -> None:
+        self.step, self.machine, self.budgets = step, machine, budgets
+        self.sizes = _param_nbytes(step)
+        self.open_params = self.sizes if fixed_params is None else {}
+        self.base = _base(step, self.sizes, machine, budgets, fixed_params, numerics)
+        self.evaluate = _evaluator(step, self.sizes, machine, budgets, workspace)
+        self._points: list[_Point] = []
+
+    def best(self, device: int | None, host: int | None) -> Planned:
+        """The fastest within these bytes. Raises DoesNotFit."""
+        budgets = replace(self.budgets, device=device, host=host)
+        if not self._points:
+            full = self.evaluate(everything(self.step, self.base, self.open_params))
+            if _fits(full, budgets):  # nothing need be searched; the floor is said all the same
+                least = self.evaluate(self._ways()[0][0])
+                minimum = min(planned.schedule.peak_nbytes["device"] for planned in (least, full))
+                return _finished(full, self.sizes, budgets, minimum)
+            self._points = self._evaluated(full)
+        frontier = _frontier(self._points, budgets)
+        best = _choose(frontier, self.evaluate, budgets)
+        minimum = min(frontier[0].peak, best.schedule.peak_nbytes["device"])
+        return _finished(best, self.sizes, budgets, minimum)
+
+    def by_policy(self, policy: str, budgets: Budgets) -> Planned:
+        """The plan of a fixed policy. Raises DoesNotFit."""
+        planned = self.evaluate(POLICIES[policy](self.step, self.base, self.open_params))
+        return _by_policy(planned, self.sizes, budgets)
+
+    def _ways(self) -> tuple[Path, ...]:
+        ways = paths(self.step, self.base, self.machine, self.open_params, self.budgets.host_activations)
+        if self.budgets.host_activations:  # so that no fixed policy is ever better
+            made = (policy(self.step, self.base, self.open_params) for name, policy in POLICIES.items() if name != "resident")
+            ways += tuple((plan,) for plan in made)
+        return ways
+
+    def _evaluated(self, full: Planned) -> list[_Point]:
+        each = min(max(_FEWEST_POINTS, _REGIONS_PER_PATH // len(regions(self.step))), _MOST_POINTS)
+        points = [_Point(full, (full.plan,), 0)]
+        for way in self._ways():
+            last = len(way) - 1
+            count = min(len(way), each)
+            for position in sorted({round(i * last / max(1, count - 1)) for i in range(count)}):
+                points.append(_Point(self.evaluate(way[position]), way, position))
+        return points
 
 
 def _by_policy(planned: Planned, sizes: Mapping[str, int], budgets: Budgets) -> Planned:
     peaks = planned.schedule.peak_nbytes
-    for tier, limit in (("device", budgets.device), ("host", budgets.host)):
+    for tier, limit in budgets.limits.items():
         if limit is not None and peaks[tier] > limit:
             raise DoesNotFit(tier, peaks[tier], causes(planned, tier))
     return _finished(planned, sizes, budgets, peaks["device"])
@@ -123,13 +166,12 @@ def resident_plan(
     numerics: str = FUSED,
 ) -> Planned | None:
     """Everything on the device and nothing recomputed but what is free in fused kernels; None when that does not fit."""
-    sizes = _param_nbytes(step)
-    open_params = sizes if fixed_params is None else {}
-    plan = everything(step, _base(step, machine, budgets, fixed_params, numerics), open_params, fused=True)
-    if any(plan.params(block) != "device" for block in sizes):
+    own = Candidates(step, machine, budgets, workspace, fixed_params, numerics)
+    plan = everything(step, own.base, own.open_params, fused=True)
+    if any(plan.params(block) != "device" for block in own.sizes):
         return None
-    full = _evaluator(step, machine, budgets, workspace)(plan)
-    return _finished(full, sizes, budgets, full.schedule.peak_nbytes["device"]) if _fits(full, budgets) else None
+    full = own.evaluate(plan)
+    return _finished(full, own.sizes, budgets, full.schedule.peak_nbytes["device"]) if _fits(full, budgets) else None
 
 
 def may_be_resident(step: fx.GraphModule, budgets: Budgets) -> bool:
@@ -147,21 +189,24 @@ def relowered(planned: Planned, machine: Machine, workspace: Workspace, held: in
 
 
 def _base(
-    step: fx.GraphModule, machine: Machine, budgets: Budgets, fixed_params: Mapping[str, str] | None, numerics: str
+    step: fx.GraphModule,
+    sizes: Mapping[str, int],
+    machine: Machine,
+    budgets: Budgets,
+    fixed_params: Mapping[str, str] | None,
+    numerics: str,
 ) -> Plan:
-    sizes = _param_nbytes(step)
     fixed = tuple(
         Decision("params", b, fixed_params.get(b, "host"), sizes.get(b, 0), "decided by the model's first program")
         for b in dict.fromkeys(step.meta["homes"].values())
         if fixed_params is not None
     )
-    limits = {"device": budgets.device, "host": budgets.host}
-    return Plan(decisions=fixed, budget_bytes=limits, machine=machine.name, numerics=numerics)
+    return Plan(decisions=fixed, budget_bytes=budgets.limits, machine=machine.name, numerics=numerics)
 
 
-def _evaluator(step: fx.GraphModule, machine: Machine, budgets: Budgets, workspace: Workspace) -> Callable[[Plan], Planned]:
-    sizes = _param_nbytes(step)
-
+def _evaluator(
+    step: fx.GraphModule, sizes: Mapping[str, int], machine: Machine, budgets: Budgets, workspace: Workspace
+) -> Callable[[Plan], Planned]:
     def evaluate(plan: Plan) -> Planned:
         rewritten = rewrite(step, plan)
         resident = resident_nbytes(sizes, plan, budgets.state_copies)
@@ -180,12 +225,14 @@ def _finished(best: Planned, sizes: Mapping[str, int], budgets: Budgets, minimum
     busy = busy_us(simulate(best.schedule))
     plan = replace(
         best.plan,
+        budget_bytes=budgets.limits,
         peak_bytes=dict(best.schedule.peak_nbytes),
         minimum_device_bytes=minimum,
         state_bytes=int(sum(sizes.values()) * (2 + budgets.state_copies)),
         limiting_resource=max(busy, key=lambda q: busy[q]) if busy else "",
     )
-    return Planned(plan, best.step, best.schedule)
+    limits = {tier: n for tier, n in budgets.limits.items() if n is not None}
+    return Planned(plan, best.step, replace(best.schedule, limit_nbytes=limits))
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,20 +253,11 @@ class _Point:
 
 
 def _fits(planned: Planned, budgets: Budgets) -> bool:
-    limits = {"device": budgets.device, "host": budgets.host}
-    return all(n is None or planned.schedule.peak_nbytes[tier] <= n for tier, n in limits.items())
+    return all(n is None or planned.schedule.peak_nbytes[tier] <= n for tier, n in budgets.limits.items())
 
 
-def _frontier(
-    ways: tuple[Path, ...], full: Planned, evaluate: Callable[[Plan], Planned], budgets: Budgets, each: int
-) -> list[_Point]:
+def _frontier(points: list[_Point], budgets: Budgets) -> list[_Point]:
     """Points by rising peak, each faster than all before it. Raises DoesNotFit when no candidate fits."""
-    points = [_Point(full, (full.plan,), 0)]
-    for way in ways:
-        last = len(way) - 1
-        count = min(len(way), each)
-        for position in sorted({round(i * last / max(1, count - 1)) for i in range(count)}):
-            points.append(_Point(evaluate(way[position]), way, position))
     least = min(points, key=lambda point: point.peak)
     if budgets.device is not None and least.peak > budgets.device:
         raise DoesNotFit("device", least.peak, causes(least.planned, "device"))

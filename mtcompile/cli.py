@@ -1,0 +1,110 @@
+"""The command line: ``mtcompile plan MODEL``."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+FITS, DOES_NOT_FIT, WRONG = 0, 3, 2  # exit codes
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+class Optimizer(str, Enum):
+    adamw = "adamw"
+    adam = "adam"
+    sgd_momentum = "sgd-momentum"
+    sgd = "sgd"
+
+
+@app.callback()
+def main() -> None:
+    """Train models larger than the device's memory: see README.md."""
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="a built-in shape (llama-8b), a Hugging Face config.json or file.py:factory")],
+    batch: Annotated[int, typer.Option(min=1, help="sequences per step")] = 1,
+    seq: Annotated[int, typer.Option(min=1, help="tokens per sequence")] = 2048,
+    memory: Annotated[str, typer.Option(help="device bytes: 16GiB, 141GB or a number (default: the machine's)")] = "",
+    host: Annotated[str, typer.Option(help="host bytes (default: no limit)")] = "",
+    machine: Annotated[str, typer.Option(help="a preset such as h200-sxm or rtx4090, or a .json file")] = "h200-sxm",
+    optimizer: Annotated[Optimizer, typer.Option(help="whose state is planned for, in the parameters' dtype")] = Optimizer.adamw,
+    policy: Annotated[list[str] | None, typer.Option(help="compare with a fixed strategy, or all; may be repeated")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
+) -> None:
+    """Say what a training step will need and take, without allocating anything.
+
+    Exit code 0: it fits; 3: it does not; 2: something asked for is wrong.
+
+    A factory takes (batch, seq) and returns (module, keyword arguments); it is called where tensors take no memory.
+    """
+    from mtcompile.errors import MtcompileError
+    from mtcompile.forecast import plan as forecast
+    from mtcompile.passes.policies import POLICIES
+
+    policies = tuple(POLICIES) if "all" in (policy or ()) else tuple(policy or ())
+    options: dict[str, Any] = {"memory": memory or None, "host": host or None, "machine": machine, "policies": policies}
+    try:
+        made = forecast(_model(model, batch, seq), batch=batch, seq=seq, optimizer=optimizer.value, **options)
+    except (ValueError, MtcompileError) as error:
+        print(f"mtcompile plan: {error}", file=sys.stderr)
+        raise typer.Exit(WRONG) from None
+    print(made.to_json(indent=1) if as_json else made)
+    raise typer.Exit(FITS if made.feasible else DOES_NOT_FIT)
+
+
+def _model(text: str, batch: int, seq: int) -> str | Callable[[], Any]:
+    """A built-in shape's name, or what makes (module, arguments). Raises ValueError."""
+    path, _, factory = text.partition(":")
+    if not factory and not text.endswith(".json"):
+        return text
+
+    def make() -> Any:
+        return _from_file(path, factory)(batch, seq) if factory else _from_config(text, batch, seq)
+
+    make.__name__ = text
+    return make
+
+
+def _from_file(path: str, name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path) if path.endswith(".py") else None
+    if spec is None or spec.loader is None or not Path(path).exists():
+        raise ValueError(f"expected file.py:factory, found no such file: {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise ValueError(f"expected a function {name!r} in {path}, found none")
+    return getattr(module, name)
+
+
+def _from_config(path: str, batch: int, seq: int) -> Any:
+    """A causal language model of a Hugging Face configuration, with random weights: nothing is fetched."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise ValueError("a Hugging Face configuration needs the package transformers: pip install transformers") from None
+    import torch
+
+    try:
+        fields = json.loads(Path(path).read_text())
+        config = AutoConfig.for_model(**{"use_cache": False, **fields})
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"expected a Hugging Face config file with a model_type, found {path}: {error}") from None
+    dtype = getattr(torch, str(fields.get("dtype") or fields.get("torch_dtype") or "float32"))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    finally:
+        torch.set_default_dtype(before)
+    tokens = torch.zeros((batch, seq), dtype=torch.int64)
+    return model, {"input_ids": tokens, "labels": tokens}

@@ -1,0 +1,146 @@
+"""Plans before anything runs: the figures add up, agree with what is compiled, and the command line says what it finds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import mtcompile
+from mtcompile.cli import app
+from mtcompile.machine import PRESETS, named
+from mtcompile.passes.cost import Machine
+from mtcompile.passes.planner import Budgets, Candidates, DoesNotFit, make_plan
+from mtcompile.passes.policies import POLICIES
+from tests.test_train import make
+from tests.tracing import trace
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    made = CliRunner().invoke(app, ["plan", *arguments])
+    return made.exit_code, made.output
+
+
+def test_the_ledger_adds_up_and_names_every_byte() -> None:
+    found = mtcompile.plan("gpt-11m", batch=4, seq=64, memory="40MiB", machine="rtx4090")
+    assert found.feasible and found.ledger is not None and found.planned is not None
+    for tier, parts in found.ledger.items():
+        assert sum(parts.values()) == found.peak_bytes[tier]
+        assert 0 <= parts["other"] <= 2**20
+    assert found.peak_bytes["device"] <= 40 * 2**20
+    assert found.state_bytes == pytest.approx(4 * 4 * found.parameters, rel=0.01)
+    assert found.step_time_us > found.update_us > 0 and found.tokens == 256
+    assert found.tokens_per_s == pytest.approx(256 / found.step_time_us * 1e6)
+    assert all(saved >= 0 for saved in (found.next_gib_us or {}).values())
+    text = str(found)
+    assert "fits:" in text and "workspace" in text and "numerics" in text
+
+
+def test_it_plans_what_compile_then_runs() -> None:
+    model, data = make("tied")
+    forecast = mtcompile.plan(lambda: (make("tied")[0], data), memory="1MiB", machine=Machine())
+    compiled: Any = mtcompile.compile(model, memory="1MiB", optimizer=torch.optim.AdamW(model.parameters()), device="cpu")
+    compiled(**data).backward()
+    assert forecast.planned is not None
+    assert [d.choice for d in forecast.planned.plan.decisions] == [d.choice for d in compiled.plan.decisions]
+    assert forecast.parameters == sum(p.numel() for p in model.parameters())
+    assert forecast.state_bytes >= compiled.memory_report()["state_bytes"]
+
+
+def test_what_does_not_fit_says_how_much_is_short_and_what_would() -> None:
+    found = mtcompile.plan("gpt-11m", batch=4, seq=64, memory="3MiB")
+    assert not found.feasible and found.short_bytes > 0 and len(found.ways_out) == 3
+    assert found.minimum_device_bytes == 3 * 2**20 + found.short_bytes
+    again = mtcompile.plan("gpt-11m", batch=4, seq=64, memory=found.minimum_device_bytes)
+    assert again.feasible and again.peak_bytes["device"] <= found.minimum_device_bytes
+    host = mtcompile.plan("gpt-11m", batch=4, seq=64, memory="40MiB", host="1MiB")
+    assert not host.feasible and "host memory" in host.ways_out[0]
+
+
+def test_candidates_give_every_budget_what_a_search_of_its_own_would() -> None:
+    traced = trace(*make("gpt2"))
+    most = make_plan(traced.step, Machine(), Budgets()).plan.peak_bytes["device"]
+    candidates = Candidates(traced.step, Machine(), Budgets())
+    with pytest.raises(DoesNotFit) as caught:
+        candidates.best(1, None)
+    for share in (0.0, 0.3, 0.7, 1.0):
+        budget = int(caught.value.minimum + share * (most - caught.value.minimum))
+        one, other = candidates.best(budget, None), make_plan(traced.step, Machine(), Budgets(budget))
+        assert one.plan.decisions == other.plan.decisions and one.schedule == other.schedule
+
+
+def test_machines_come_from_presets_and_files(tmp_path: Path) -> None:
+    assert named("gh200") is PRESETS["gh200"]
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"h2d_gbps": 12, "device_nbytes": 8 * 10**9}))
+    mine = named(str(path))
+    assert (mine.name, mine.h2d_gbps, mine.device_nbytes) == ("mine", 12, 8 * 10**9)
+    wrongs = ['{"speed": 1}', '{"h2d_gbps": 0}', '{"h2d_gbps": "fast"}', '{"device_nbytes": 1.5}', '{"fuses": 1}', "[]", "{"]
+    for wrong in wrongs:
+        path.write_text(wrong)
+        with pytest.raises(ValueError, match=r"machine file .*mine\.json"):
+            named(str(path))
+    with pytest.raises(ValueError, match="expected machine to be one of h200-sxm"):
+        named("abacus")
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    code, text = run("gpt-11m", "--batch", "2", "--seq", "64", "--memory", "60MiB", "--json", "--policy", "all")
+    found = json.loads(text)
+    assert code == 0 and found["feasible"] and {row["policy"] for row in found["rows"]} == set(POLICIES)
+    for key in ("parameters", "state_bytes", "budget_bytes", "peak_bytes", "minimum_device_bytes", "step_time_us"):
+        assert found[key]
+    assert found["limiting_resource"] and found["busy"]["compute"] > 0 and found["precision"] == "model"
+    fitting = [row["step_time_us"] for row in found["rows"] if row["feasible"]]
+    assert fitting and found["step_time_us"] <= min(fitting) * 1.000001
+    code, text = run("gpt-11m", "--batch", "2", "--seq", "64", "--memory", "1MiB")
+    assert code == 3 and "does not fit" in text and "Ways out" in text
+    (tmp_path / "own.py").write_text(
+        "import torch\n"
+        "def make(batch, seq):\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(seq, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))\n"
+        "    class Loss(torch.nn.Module):\n"
+        "        def __init__(self):\n            super().__init__()\n            self.model = model\n"
+        "        def forward(self, x):\n            return self.model(x).square().mean()\n"
+        "    return Loss(), {'x': torch.zeros(batch, seq)}\n"
+    )
+    code, text = run(f"{tmp_path}/own.py:make", "--batch", "4", "--seq", "16", "--memory", "1MiB")
+    assert code == 0 and "own.py:make" in text
+    config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_attention_heads": 4, "vocab_size": 100}))
+    code, text = run(f"{tmp_path}/config.json", "--seq", "32")
+    assert code == 0 and "fits:" in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("nobody",),
+        ("gpt-11m", "--memory", "12XB"),
+        ("gpt-11m", "--machine", "abacus"),
+        ("gpt-11m", "--policy", "hope"),
+        ("/none/such.json",),
+        ("/none/such.py:make",),
+    ],
+)
+def test_what_cannot_be_read_is_said_in_a_line(arguments: tuple[str, ...]) -> None:
+    code, text = run(*arguments)
+    assert code == 2 and text.startswith("mtcompile plan: ") and "expected" in text and "Traceback" not in text
+
+
+def test_a_module_of_real_tensors_is_planned_without_being_run() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).square().mean()
+
+    found = mtcompile.plan(Loss(), {"x": torch.zeros(4, 8)}, memory="1MiB")
+    assert found.feasible and found.parameters == 72
