@@ -36,7 +36,7 @@ def plan(
     memory: Annotated[str, typer.Option(help="device bytes: 16GiB, 141GB or a number (default: the machine's)")] = "",
     host: Annotated[str, typer.Option(help="host bytes (default: no limit)")] = "",
     machine: Annotated[str, typer.Option(help="a preset such as h200-sxm or rtx4090, or a .json file")] = "h200-sxm",
-    optimizer: Annotated[Optimizer, typer.Option(help="whose state is planned for, in the parameters' dtype")] = Optimizer.adamw,
+    optimizer: Annotated[Optimizer, typer.Option(help="whose state there is, in the parameters' dtype")] = Optimizer.adamw,
     policy: Annotated[list[str] | None, typer.Option(help="compare with a fixed strategy, or all; may be repeated")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
 ) -> None:

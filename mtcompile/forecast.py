@@ -80,7 +80,9 @@ class Forecast:
 
     def to_json(self, indent: int | None = None) -> str:
         """One object with every field but ``planned``."""
-        return json.dumps(asdict(replace(self, planned=None)) | {"planned": None}, indent=indent)
+        data = asdict(replace(self, planned=None))
+        del data["planned"]
+        return json.dumps(data, indent=indent)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))

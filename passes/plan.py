@@ -47,9 +47,13 @@ class Plan:
     limiting_resource: str = ""
     machine: str = ""
     numerics: str = ""
+    # Of the decisions, by kind and subject, once somebody asks.
+    _index: dict[tuple[str, str], Decision] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def find(self, kind: str, subject: str) -> Decision | None:
-        return next((d for d in self.decisions if (d.kind, d.subject) == (kind, subject)), None)
+        if not self._index:
+            self._index.update({(d.kind, d.subject): d for d in reversed(self.decisions)})  # the first one counts
+        return self._index.get((kind, subject))
 
     def keeps(self, block: str, value: str) -> bool:
         """Whether a value that a block saves for its backward is kept (and not recomputed there)."""
@@ -76,7 +80,9 @@ class Plan:
         return replace(self, decisions=(*others, decision))
 
     def to_json(self, indent: int | None = None) -> str:
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=indent)
+        data = asdict(self)
+        del data["_index"]
+        return json.dumps({"format": FORMAT, **data}, indent=indent)
 
     def __str__(self) -> str:
         """The plan for a reader: bytes per tier, time, then a line per decision."""

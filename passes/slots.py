@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -30,12 +31,12 @@ def assign_offsets(
         first, last = start[buffer.name], end.get(buffer.name, len(instructions))
         size = aligned(buffer.nbytes)
         offset = 0
-        for low, high, other_first, other_last in sorted(rows[buffer.tier]):
+        for low, high, other_first, other_last in rows[buffer.tier]:
             if other_first <= last and first <= other_last:
                 if offset + size <= low:
                     break
                 offset = max(offset, high)
-        rows[buffer.tier].append((offset, offset + size, first, last))
+        insort(rows[buffer.tier], (offset, offset + size, first, last))
         arenas[buffer.tier] = max(arenas[buffer.tier], offset + size)
         done[buffer.name] = replace(buffer, offset=offset)
     return {name: done.get(name, buffer) for name, buffer in buffers.items()}, arenas
