@@ -223,7 +223,7 @@ def _feasible(about: Forecast, candidates: Candidates, planned: Planned) -> Fore
         if limit is not None:
             device, host = (limit + _ONE_GIB if tier == t else n for t, n in limits.limits.items())
             again = candidates.best(device, host)
-            more[tier] = step_us - again.plan.step_time_us - _update_us(candidates, again)
+            more[tier] = max(0.0, step_us - again.plan.step_time_us - _update_us(candidates, again))
     host_update = candidates.machine.update_us(
         sum(n for b, n in candidates.sizes.items() if plan.params(b) != "device"), 0, limits.state_copies
     )
