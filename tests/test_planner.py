@@ -11,7 +11,7 @@ import torch
 from mtcompile.kernels import EagerKernels
 from mtcompile.passes.check import check_schedule, same_computation
 from mtcompile.passes.cost import Machine
-from mtcompile.passes.planner import Budgets, DoesNotFit, make_plan
+from mtcompile.passes.planner import Budgets, Candidates, DoesNotFit, make_plan
 from mtcompile.passes.policies import POLICIES
 from mtcompile.passes.recompute import saved_values
 from mtcompile.passes.step_graph import regions
@@ -28,15 +28,16 @@ def test_ten_budgets_from_floor_to_resident(name: str) -> None:
     traced = trace(*make(name))
     expected = interpret(traced.step, traced.inputs)
     workspaces = EagerKernels(torch.device("cpu")).workspace
-    free = make_plan(traced.step, Machine(), Budgets(), workspaces).plan
+    candidates = Candidates(traced.step, Machine(), Budgets(), workspaces)
     with pytest.raises(DoesNotFit) as caught:
-        make_plan(traced.step, Machine(), Budgets(1), workspaces)
+        candidates.best(1, None)
+    free = candidates.best(None, None).plan
     least, most = caught.value.minimum, free.peak_bytes["device"]
     assert least <= most
     plans = []
     for i in range(10):
         budget = least + (most - least) * i // 9
-        planned = make_plan(traced.step, Machine(), Budgets(budget), workspaces)
+        planned = candidates.best(budget, None)
         plans.append(planned.plan)
         assert planned.plan.peak_bytes["device"] <= budget
         same_computation(traced.joint, planned.step)

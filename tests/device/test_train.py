@@ -275,6 +275,7 @@ def test_copies_as_late_as_their_events_allow(name: str, device: torch.device, l
         assert device.type == "cuda" or (late[-1].copies and late[-1].blocked)
 
 
+@pytest.mark.filterwarnings("ignore:the device peak")
 def test_late_copies_show_a_missing_event(device: torch.device, late: list[LateCopies], monkeypatch: Any) -> None:
     """The test above can fail."""
     monkeypatch.setattr(cuda.Fence, "wait", lambda *_: None)
