@@ -43,6 +43,8 @@ def build(shape: Shape, device: torch.device, seed: int = 0) -> Checkpointed:
     with torch.device("meta"):
         model = Checkpointed(shape).to(shape.dtype)
     model = model.to_empty(device="cpu")
+    if shape.tied:  # which that undoes
+        model.head.weight = model.embed.weight
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():

@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
-import tempfile
+import threading
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 RESULTS = Path(__file__).parent / "results"
 FIXTURES = Path(__file__).parent.parent / "tests" / "fixtures"
@@ -34,24 +34,22 @@ def tests(minutes: float) -> bool:
     known = json.loads(path.read_text()) if path.exists() else {}
     rows: dict[str, Any] = known.get("tests", {}) if all(known.get(k) == v for k, v in now.items()) else {}
     passed = [test for test, row in rows.items() if row["outcome"] == "passed"]
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "tests/device", f"--junit-xml={report}"]
-        command += [f"--deselect={test}" for test in passed]
-        try:
-            subprocess.run(command, env={**os.environ, "MT_CACHE": "0"}, check=False, timeout=60 * minutes)
-        except subprocess.TimeoutExpired:
-            print("stopped for time: pytest made no report")
-        for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
-            file = str(case.get("classname")).replace(".", "/") + ".py"
-            what = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
-            message = next((str(child.get("message"))[:500] for child in case if child.get("message")), "")
-            row = {"outcome": what, "seconds": float(case.get("time") or 0), "message": message}
-            rows[f"{file}::{case.get('name')}"] = row
+    rows = {test: rows[test] for test in passed}
+    command = [sys.executable, "-m", "pytest", "-v", "tests/device", *(f"--deselect={test}" for test in passed)]
+    environment = {**os.environ, "MT_CACHE": "0", "PYTHONUNBUFFERED": "1"}
+    options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=environment, **options) as running:
+        stop = threading.Timer(60 * minutes, running.kill)
+        stop.start()
+        for line in running.stdout or ():
+            print(line, end="", flush=True)
+            if found := re.match(r"(tests/device/\S+?::.+?) (PASSED|FAILED|ERROR|SKIPPED)", line):
+                rows[found[1]] = {"outcome": found[2].lower()}
+        stop.cancel()
     _write(path, {**now, "tests": rows})
-    failed = [test for test, row in rows.items() if row["outcome"] in ("failure", "error")]
+    failed = [test for test, row in rows.items() if row["outcome"] in ("failed", "error")]
     print(f"{len(rows)} tests, {len(failed)} failed", *failed, sep="\n  ")
-    return not failed and bool(rows)
+    return running.returncode in (0, 5) and not failed and bool(rows)  # 5: none was left to run
 
 
 def fixtures() -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import hashlib
 import json
 import os
 import platform
@@ -33,7 +34,8 @@ from benchmarks.training import Training
 from mtcompile.shapes import FORMULA, SHAPES
 
 WARMUPS, ROUNDS = 1, 5  # after two steps that compile and measure the peak
-_LONGEST_S = 420  # one peer of one case; on a GPU a whole call may take ten minutes
+_FEWEST_S = 60  # left, to start another
+_LONGEST_S = 480  # one peer of one case; on a GPU a whole call may take ten minutes
 
 
 def measure(name: str, share: float | None) -> dict[str, Any]:
@@ -121,10 +123,19 @@ def measure(name: str, share: float | None) -> dict[str, Any]:
 
 def about() -> dict[str, Any]:
     """What a result file says of where it was made."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    commit = _git("rev-parse", "HEAD")
+    if changed := _git("diff", "HEAD", "--", "mtcompile", "passes", "runtime", "benchmarks", "tests/device"):
+        commit += f"+{hashlib.sha256(changed.encode()).hexdigest()[:8]}"
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     machine = names[0].split(":")[1].strip() if names else platform.machine()
     return {"machine": f"{machine}, {os.cpu_count()} cores", "commit": commit, **_gpu()}
+
+
+def _git(*arguments: str) -> str:
+    try:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
 
 
 def _gpu() -> dict[str, str]:
@@ -189,6 +200,7 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (  # heading, field, format; a fiel
     ("compute busy", "compute_busy", "{:.1%}"),
     ("exposed transfers ms", "exposed_transfer_ms", "{:,.1f}"),
     ("peak MiB", "peak_mib", "{:,.0f}"),
+    ("planned MiB", "planned_mib", "{:,.0f}"),
     ("reserved MiB", "reserved_mib", "{:,.0f}"),
     ("host bytes/parameter", "host_bytes_per_parameter", "{:.1f}"),
     ("start s", "start_s", "{:.1f}"),
@@ -220,6 +232,7 @@ def training_table(cases: Iterable[Training], rows: list[dict[str, Any]]) -> str
                 continue
             shown = {**row, "step_ms": row["step_s"] * 1e3, "peak_mib": row["peak_bytes"] / 2**20}
             shown["compute_busy"] = row.get("busy", {}).get("compute")
+            shown["planned_mib"] = row["planned_peak_bytes"] / 2**20 if "planned_peak_bytes" in row else None
             shown["reserved_mib"] = row["peak_reserved_bytes"] / 2**20 if "peak_reserved_bytes" in row else None
             cells = ["" if shown.get(field) is None else form.format(shown[field]) for _, field, form in _COLUMNS]
             lines.append(f"| {peer} | " + " | ".join(cells) + " |")
@@ -227,13 +240,16 @@ def training_table(cases: Iterable[Training], rows: list[dict[str, Any]]) -> str
     return "\n".join(lines)
 
 
-def in_child(arguments: list[str]) -> dict[str, Any]:
+def in_child(arguments: list[str], limit_s: float | None = None) -> dict[str, Any]:
     """What a process of its own measured, or the last line of why it did not."""
     command = [sys.executable, "-m", "benchmarks.run", *arguments]
     try:
-        made = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LONGEST_S)
+        environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}  # for every peer
+        made = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=limit_s or _LONGEST_S, env=environment
+        )
     except subprocess.TimeoutExpired:
-        return {"error": f"took more than {_LONGEST_S} s"}
+        return {"error": f"took more than {limit_s or _LONGEST_S:.0f} s"}
     if made.returncode:
         return {"error": (made.stderr.strip().splitlines() or [f"ended with {made.returncode}"])[-1]}
     row: dict[str, Any] = json.loads(made.stdout.splitlines()[-1])
@@ -250,8 +266,9 @@ class Results:
         self.results: list[dict[str, Any]] = []
         if path.exists():
             before = json.loads(path.read_text())
-            if all(before.get(key) == value for key, value in self.about.items()):
-                self.rows, self.results = before.get("rows", []), before.get("results", [])
+            if self.about["commit"] and all(before.get(key) == value for key, value in self.about.items()):
+                self.rows = [row for row in before.get("rows", []) if "error" not in row]  # those are tried again
+                self.results = before.get("results", [])
 
     def write(self) -> str:
         whole = {**self.about, "rows": self.rows, "results": self.results}
@@ -289,8 +306,12 @@ def main() -> int:
         return 0
     results, started = Results(args.json, args.suite), time.monotonic()
 
+    def left() -> float | None:
+        return None if args.minutes is None else 60 * args.minutes - (time.monotonic() - started)
+
     def late() -> bool:
-        return args.minutes is not None and time.monotonic() - started > 60 * args.minutes
+        seconds = left()
+        return seconds is not None and seconds < _FEWEST_S
 
     for case in training.GPU if args.suite == "gpu" else training.CPU:
         for peer in case.peers if args.case is None or case.name in args.case else ():
@@ -298,12 +319,13 @@ def main() -> int:
             if known or late() or (args.peer is not None and peer not in args.peer):
                 continue
             print(f"{case.name}, {peer} ...", file=sys.stderr, flush=True)
-            plain = next((r for r in results.rows if r["peer"] == "plain" and "peak_bytes" in r), None)
+            alike = {other.name for other in training.CPU if (other.shape, other.batch) == (case.shape, case.batch)}
+            plain = next((r for r in results.rows if r["peer"] == "plain" and r["case"] in alike and "peak_bytes" in r), None)
             memory = int(case.share * plain["peak_bytes"]) if case.share and plain else None
             if case.share and not plain:
                 row: dict[str, Any] = {"error": "the plain step, whose peak this is a share of, was not measured"}
             else:
-                row = in_child(["--one", f"{case.name}/{peer}/{memory}"])
+                row = in_child(["--one", f"{case.name}/{peer}/{memory}"], left())
             results.rows.append({"case": case.name, "peer": peer, **row})
             results.write()
     for own in CPU if args.suite == "cpu" else ():

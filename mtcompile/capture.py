@@ -59,7 +59,7 @@ def front_end(
             with settings, devices:
                 return compiled(*args, **kwargs)
         except TorchDynamoException as error:
-            cause = error.__cause__ or error
+            cause = getattr(error, "inner_exception", None) or error.__cause__ or error
             if isinstance(cause, CaptureError):
                 raise cause from None
             raise CaptureError(_capture_message(error)) from error
@@ -82,8 +82,8 @@ def sent(values: Any, device: torch.device) -> tuple[Any, int]:
         nonlocal nbytes
         if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter) or value.device.type != "cpu":
             return value
-        nbytes += aligned(value.untyped_storage().nbytes())
-        return value.to(device, non_blocking=True)
+        nbytes += aligned(max(value.untyped_storage().nbytes(), value.numel() * value.element_size()))
+        return value.to(device)  # waits: the caller may write the next batch over it
 
     return pytree.tree_map(there, values), nbytes
 
@@ -191,6 +191,7 @@ def describe(
     Raises CaptureError for inputs or outputs that have no static shape.
     """
     if at_home and device.type != "cpu":
+        _check_factories(graph, device)
         _retarget(graph, device)
     specs = []
     slots = list(graph.graph.find_nodes(op="placeholder"))
@@ -238,6 +239,22 @@ def describe(
     output.args = (tuple(kept),)
     graph.recompile()
     return Description(graph, tuple(specs), tuple(outputs), computed, _autocast_state(device), device, at_home)
+
+
+_RANDOM_FACTORIES = (torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal)
+
+
+def _check_factories(graph: fx.GraphModule, device: torch.device) -> None:
+    """Random numbers that plain PyTorch would draw from the host's generator."""
+    for module in graph.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            made = node.meta.get("example_value")
+            drawn = node.target in _RANDOM_FACTORIES and not node.all_input_nodes and "device" not in node.kwargs
+            if drawn and isinstance(made, torch.Tensor) and made.device.type == "cpu":
+                raise CaptureError(
+                    f"the model's forward draws random numbers on the host ({getattr(node.target, '__name__', node.target)} "
+                    f"without device=), expected them on {device}, where it computes: pass device=x.device, x being an input"
+                )
 
 
 def _retarget(graph: fx.GraphModule, device: torch.device) -> None:

@@ -38,7 +38,7 @@ from mtcompile.passes.planner import (
 from mtcompile.passes.policies import POLICIES
 from mtcompile.passes.step_graph import copy_step, generator_nbytes, has_random, listing
 from mtcompile.program import Compiled, Frame, Program, Tangents, describe_compiled, run_forward
-from mtcompile.runtime.cpu import Arenas
+from mtcompile.runtime.cpu import Arenas, CpuMemory
 from mtcompile.runtime.device import Device
 from mtcompile.runtime.schedule import Tier, aligned, gib
 from mtcompile.runtime.trace import Trace
@@ -342,8 +342,12 @@ class Engine:
                 for views in self._views:  # they would hold the old arena
                     views.clear()
                 self._views.clear()
-                if self._arenas.pop(tier, None) is not None:
+                if tier in self._arenas:
                     self.device.synchronize()  # of a step that was dropped, copies may be on their way
+                    del self._arenas[tier]
+                if tier == "device":  # waiting steps have nothing there, and will take what there is then
+                    for frame in self.alive():
+                        frame.memory.leave_device()
                 self._arenas[tier] = self.device.arena(tier, nbytes)
         self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes())
         if own:
@@ -351,6 +355,12 @@ class Engine:
         if not any(views is compiled.views for views in self._views):
             self._views.append(compiled.views)
         return Arenas(self._arenas["device"], self._arenas["host"]), compiled.views
+
+    def again(self, compiled: Compiled, memory: CpuMemory) -> None:
+        """Before a backward: another program may have replaced the device's arena since its forward."""
+        if memory.arenas.device is not self._arenas.get("device"):
+            arenas, _ = self.arenas(compiled)
+            memory.take_device(arenas.device)
 
     def measured(self, compiled: Compiled, nbytes: int) -> None:
         self.peak_device_bytes = max(self.peak_device_bytes, nbytes)

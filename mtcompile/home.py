@@ -11,7 +11,7 @@ from mtcompile.internals import storage_holders
 from mtcompile.passes.step_graph import span_nbytes
 from mtcompile.runtime.arena import Layout, layout_of, view
 from mtcompile.runtime.device import Device
-from mtcompile.runtime.schedule import aligned
+from mtcompile.runtime.schedule import placed
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Home:
             offsets, total = {}, 0
             for name in names:
                 offsets[name] = total
-                total += aligned(span_nbytes(parameters[name].data))
+                total += placed(span_nbytes(parameters[name].data))
             self.slabs[key] = self._slab(key, total)
             for name in names:
                 self.blocks[name] = key

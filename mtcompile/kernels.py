@@ -196,5 +196,15 @@ def _example(node: fx.Node, device: torch.device) -> torch.Tensor:
     """Zeros of that layout (valid as indices); a generator's state where one is taken."""
     if any(user.target is replay and user.args[0] is node for user in node.users):
         return generator_state(str(device))
-    val = node.meta["val"]
-    return torch.empty_strided(tuple(val.shape), tuple(val.stride()), dtype=val.dtype, device=device).zero_()
+    val, where = node.meta["val"], torch.device("cpu") if _read_by_the_host(node) else device
+    return torch.empty_strided(tuple(val.shape), tuple(val.stride()), dtype=val.dtype, device=where).zero_()
+
+
+def _read_by_the_host(node: fx.Node) -> bool:
+    """The seed and offset of memory-efficient attention are in host memory, and its backward reads them there."""
+    for user in node.users:
+        if "efficient_attention_backward" in str(user.target):
+            names = [argument.name for argument in user.target._schema.arguments]  # type: ignore[union-attr]
+            if any(given is node and names[i] in ("philox_seed", "philox_offset") for i, given in enumerate(user.args)):
+                return True
+    return False

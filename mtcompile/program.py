@@ -29,7 +29,7 @@ from mtcompile.passes.step_graph import (
 from mtcompile.runtime.arena import Layout, layout_of, view
 from mtcompile.runtime.cpu import CpuMemory
 from mtcompile.runtime.executor import Delays, Prepared, execute, prepare
-from mtcompile.runtime.schedule import PHASES, Phase, Queue, Schedule, aligned
+from mtcompile.runtime.schedule import PHASES, Phase, Queue, Schedule, placed
 from mtcompile.runtime.trace import Record, Trace, shifted
 
 if TYPE_CHECKING:
@@ -248,6 +248,7 @@ def run_backward(program: Program, frame: Frame, tangents: Sequence[torch.Tensor
     now = generator_state(device) if compiled.random else None
     gradients: dict[int, torch.Tensor] = {}
     try:
+        engine.again(compiled, memory)
         _bind_backward(engine, compiled, memory, frame.inputs, tangents)
         _execute(engine, frame, "backward")
         for result, name in compiled.outputs:
@@ -282,13 +283,13 @@ def _bind_backward(
         for spec, name in compiled.outputs
         if spec.kind == "grad" and compiled.schedule.buffers[name].kind == "home"
     ]
-    total = sum(aligned(compiled.schedule.buffers[name].nbytes) for _, name in homes)
+    total = sum(placed(compiled.schedule.buffers[name].nbytes) for _, name in homes)
     slab = engine.home.gradient_slab(total) if homes else None
     offset = 0
     for _, name in homes:
         assert slab is not None
         memory.bind(name, view(slab, offset, compiled.layouts[name]))
-        offset += aligned(compiled.schedule.buffers[name].nbytes)
+        offset += placed(compiled.schedule.buffers[name].nbytes)
 
 
 def _retrace(program: Program, frame: Frame, pattern: tuple[bool, ...]) -> Frame:

@@ -20,7 +20,7 @@ from mtcompile.passes.paths import Path, everything, paths
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.policies import POLICIES
 from mtcompile.passes.step_graph import placeholders, regions
-from mtcompile.runtime.schedule import ALIGNMENT, Schedule, aligned
+from mtcompile.runtime.schedule import ALIGNMENT, Schedule, placed
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us, span_us
 
@@ -305,7 +305,7 @@ def _param_nbytes(step: fx.GraphModule) -> dict[str, int]:
     for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
         if spec.role == "param" and spec.name in step.meta["homes"]:
             block = step.meta["homes"][spec.name]
-            sizes[block] = sizes.get(block, 0) + aligned(node.meta["nbytes"])
+            sizes[block] = sizes.get(block, 0) + placed(node.meta["nbytes"])
     return sizes
 
 

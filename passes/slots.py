@@ -6,7 +6,7 @@ from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from mtcompile.runtime.schedule import Buffer, Instruction, aligned
+from mtcompile.runtime.schedule import Buffer, Instruction, placed
 
 
 def assign_offsets(
@@ -23,13 +23,13 @@ def assign_offsets(
             start[instruction.writes[0]] = position
         elif instruction.op == "free":
             end[instruction.writes[0]] = position
-    placed = sorted((b for b in buffers.values() if b.kind == "placed"), key=lambda b: (-b.nbytes, start[b.name], b.name))
+    slots = sorted((b for b in buffers.values() if b.kind == "placed"), key=lambda b: (-b.nbytes, start[b.name], b.name))
     arenas = {"device": 0, "host": 0}
     done: dict[str, Buffer] = {}
     rows: dict[str, list[tuple[int, int, int, int]]] = {"device": [], "host": []}  # offset, end offset, start, end
-    for buffer in placed:
+    for buffer in slots:
         first, last = start[buffer.name], end.get(buffer.name, len(instructions))
-        size = aligned(buffer.nbytes)
+        size = placed(buffer.nbytes)
         offset = 0
         for low, high, other_first, other_last in rows[buffer.tier]:
             if other_first <= last and first <= other_last:

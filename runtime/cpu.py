@@ -53,6 +53,15 @@ class CpuMemory:
         limit = schedule.peak_nbytes.get("device", 0)
         self.free_nbytes = limit - schedule.arena_nbytes.get("device", 0) - schedule.resident_nbytes.get("device", 0)
 
+    def leave_device(self) -> None:
+        """Hold nothing of the device's arena, in which nothing is live between phases."""
+        self.take_device(self.arenas.device.new_empty(0))
+
+    def take_device(self, memory: torch.Tensor) -> None:
+        """Placed slots of the device are in ``memory`` from now on."""
+        self.arenas = Arenas(memory, self.arenas.host)
+        self.views = {}
+
     def bind(self, name: str, tensor: torch.Tensor) -> None:
         self.tensors[name] = tensor
 
@@ -75,9 +84,9 @@ class CpuMemory:
         if buffer.kind == "pooled":
             self.live -= buffer.nbytes
         if self.check and tensor.numel():
-            self._poison(tensor, whole=buffer.kind == "pooled")
+            self._poison(tensor, buffer.tier, whole=buffer.kind == "pooled")
 
-    def _poison(self, tensor: torch.Tensor, whole: bool) -> None:
+    def _poison(self, tensor: torch.Tensor, tier: Tier, whole: bool) -> None:
         """Overwrite its bytes; ``whole``: all of its storage, which is nobody else's."""
         storage = tensor.untyped_storage()
         pointer, nbytes = (storage.data_ptr(), storage.nbytes()) if whole else (tensor.data_ptr(), span_nbytes(tensor))

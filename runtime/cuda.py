@@ -19,7 +19,7 @@ import torch
 from mtcompile.runtime.arena import Layout, arena, span_nbytes
 from mtcompile.runtime.cpu import POISON, Arenas, CpuMemory
 from mtcompile.runtime.pinned import NotPinned, Staging, pinned
-from mtcompile.runtime.schedule import ALIGNMENT, Queue, Schedule, Tier
+from mtcompile.runtime.schedule import PLACEMENT, Queue, Schedule, Tier
 from mtcompile.runtime.trace import Record
 
 _COPYING: tuple[Queue, ...] = ("h2d", "d2h")
@@ -102,7 +102,12 @@ class Torch:
         self.module.synchronize(self.device)
 
     def pin(self, nbytes: int) -> torch.Tensor:
-        return pinned(nbytes, self.module.cudart())
+        try:
+            return pinned(nbytes, self.module.cudart(), self.synchronize)
+        except NotPinned:
+            with contextlib.suppress(RuntimeError):  # the refusal stays the thread's last error until a launch reports it
+                torch.empty(1, device=self.device).fill_(0)
+            raise
 
 
 class Streams:
@@ -199,7 +204,9 @@ class CudaMemory(CpuMemory):
             else:
                 self.staging["d2h"].to_host(target, source)
 
-    def _poison(self, tensor: torch.Tensor, whole: bool) -> None:
+    def _poison(self, tensor: torch.Tensor, tier: Tier, whole: bool) -> None:
+        if tier == "host":  # a copy that was issued may still have to read it, and no stream orders what the host writes
+            return
         before = tensor.storage_offset() * tensor.element_size() if whole else 0
         nbytes = tensor.untyped_storage().nbytes() if whole else span_nbytes(tensor)
         self.api.fill(bytes_of(tensor, -before, nbytes), POISON)
@@ -223,7 +230,7 @@ def runs_of_bytes(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterato
             apart = target.data_ptr() - run[0].data_ptr()
             together = (
                 apart == source.data_ptr() - run[1].data_ptr()
-                and 0 <= apart - run[2] < ALIGNMENT
+                and 0 <= apart - run[2] < PLACEMENT
                 and _same_storage(target, run[0])
                 and _same_storage(source, run[1])
             )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -65,13 +65,20 @@ class NotPinned(RuntimeError):
     """The driver refuses to pin so many bytes (a container's limit on locked memory, or WSL's on pinned memory)."""
 
 
-def pinned(nbytes: int, runtime: Any) -> torch.Tensor:
+def pinned(nbytes: int, runtime: Any, synchronize: Callable[[], None]) -> torch.Tensor:
     """``nbytes`` of page-locked host memory at exactly that size, rounded up to pages (torch's own rounds to powers of
-    two). ``runtime``: torch.cuda.cudart(). Raises NotPinned; nothing is held then."""
+    two). ``runtime``: torch.cuda.cudart(). ``synchronize``: waits for the device, whose copies may still be in flight when
+    the last tensor goes. Raises NotPinned; nothing is held then."""
     memory = mmap.mmap(-1, max(nbytes, 1))
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     code = int(runtime.cudaHostRegister(tensor.data_ptr(), len(memory), 0))
     if code:
         raise NotPinned(f"cudaHostRegister refused {nbytes} bytes with error {code}")
-    weakref.finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, tensor.data_ptr())
+    pointer = tensor.data_ptr()
+
+    def release() -> None:
+        synchronize()
+        runtime.cudaHostUnregister(pointer)
+
+    weakref.finalize(tensor.untyped_storage(), release).atexit = False  # the process takes its memory with it
     return tensor[:nbytes]

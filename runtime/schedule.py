@@ -29,12 +29,21 @@ TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 ALIGNMENT = 64  # bytes; what torch's CPU allocator aligns to, so that a slot gives the same vectorised bits as a tensor
 
+# Where values start in arenas and slabs: a GPU's library looks at up to so many bytes of alignment to choose a kernel, and
+# tensors of their own have them.
+PLACEMENT = 256
+
 FORMAT = "mtcompile-schedule-1"
 
 
 def aligned(nbytes: int) -> int:
     """``nbytes`` rounded up to the granularity both tiers account in."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def placed(nbytes: int) -> int:
+    """``nbytes`` rounded up to where the next value in an arena or slab starts."""
+    return -(-nbytes // PLACEMENT) * PLACEMENT
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import run, training
-from benchmarks.decoder import text
+from benchmarks.decoder import build, text
 from mtcompile.shapes import SHAPES, Decoder, counted, model_flops
 
 
@@ -21,6 +23,13 @@ def test_parameters_are_counted_as_they_are(name: str) -> None:
         model = Decoder(SHAPES[name])
     assert counted(SHAPES[name])[0] == sum(p.numel() for p in model.parameters())
     assert model_flops(SHAPES[name], 2, 8) > 6 * 16 * counted(SHAPES[name])[1]
+
+
+def test_tied_weights_are_built_tied() -> None:
+    shape = replace(SHAPES["gpt-11m"], tied=True, layers=1)
+    model = build(shape, torch.device("cpu"))
+    assert model.head.weight is model.embed.weight
+    assert counted(shape)[0] == sum(p.numel() for p in model.parameters())
 
 
 def test_every_case_names_a_shape_and_peers_that_exist() -> None:
@@ -48,9 +57,10 @@ def test_a_table_of_what_was_and_was_not_measured() -> None:
 def test_a_run_goes_on_where_one_of_the_same_commit_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out.json"
     first = run.Results(path, "cpu")
-    first.rows.append({"case": "step-11m", "peer": "plain", "error": "stopped"})
+    done: dict[str, Any] = {"case": "step-11m", "peer": "plain", "step_s": 1.0, "peak_bytes": 1}
+    first.rows += [done, {"case": "step-11m", "peer": "checkpoint", "error": "stopped"}]
     first.write()
-    assert run.Results(path, "cpu").rows == first.rows
+    assert run.Results(path, "cpu").rows == [done]  # what failed is tried again
     assert run.Results(path, "gpu").rows == []
     path.write_text(json.dumps({**json.loads(path.read_text()), "commit": "another"}))
     assert run.Results(path, "cpu").rows == []

@@ -228,15 +228,15 @@ def test_pinned_memory_has_its_exact_size() -> None:
             calls.append(("unregister", pointer, 0))
             return 0
 
-    tensor = pinned(10_000, Runtime())
+    tensor = pinned(10_000, Runtime(), lambda: calls.append(("wait", 0, 0)))
     assert tensor.numel() == 10_000 and calls == [("register", tensor.data_ptr(), 10_000)]
     tensor.fill_(7)
     part = tensor[5:]
     del tensor
     assert len(calls) == 1  # a view still holds it
     del part
-    assert calls[1:] == [("unregister", calls[0][1], 0)]
+    assert calls[1:] == [("wait", 0, 0), ("unregister", calls[0][1], 0)]
     Runtime.code = 2
     with pytest.raises(NotPinned, match="refused 4096 bytes with error 2"):
-        pinned(4096, Runtime())
-    assert len(calls) == 3
+        pinned(4096, Runtime(), lambda: None)
+    assert len(calls) == 4

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from mtcompile.kernels import _example
 from mtcompile.passes import pipeline, rewrite
 from mtcompile.passes.check import SameComputationError, check_schedule, same_computation
 from mtcompile.passes.cost import Machine
@@ -194,3 +195,15 @@ def test_what_attention_says_of_its_random_numbers_is_passed_on() -> None:
         found = [names[i] for i in range(len(names)) if is_seed(graph.call_function(operator.getitem, (call, i)))]
         assert found in (["philox_seed", "philox_offset"], ["rng_state", "unused"])
     assert not is_seed(q) and not is_seed(graph.call_function(torch.ops.aten.sin.default, (q,)))
+
+
+def test_seeds_of_attention_are_examples_in_host_memory() -> None:
+    graph = fx.Graph()
+    backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    names = [argument.name for argument in backward._schema.arguments]
+    given = [graph.placeholder(name) for name in names[:9]]
+    for node in given:
+        node.meta["val"] = torch.empty(2, device="meta")
+    graph.output(graph.call_function(backward, tuple(given)))
+    on_host = [node.name for node in given if _example(node, torch.device("meta")).device.type == "cpu"]
+    assert on_host == ["philox_seed", "philox_offset"]

@@ -108,6 +108,8 @@ def _module() -> Any:
         set_rng_state=lambda state, device=None: torch.set_rng_state(state),
         manual_seed_all=lambda seed: None,
         mem_get_info=lambda device=None: (2**30, 2**30),
+        memory_reserved=lambda device=None: 0,
+        memory_allocated=lambda device=None: 0,
         memory_stats=lambda device=None: {key: read() for key, read in stats.items()},
         reset_peak_memory_stats=lambda device=None: counters.reset_peak(),
         get_device_properties=lambda device=None: types.SimpleNamespace(name="second device"),

@@ -194,49 +194,43 @@ def test_a_trace_by_the_devices_clock(device: torch.device, monkeypatch: pytest.
     assert all(record.end_us >= record.start_us for record in compiled.last_trace.records)
 
 
+def test_numbers_drawn_on_the_host_are_refused(device: torch.device) -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.linear(x) + torch.rand(8).to(x.device)).square().mean()
+
+    compiled: Any = mtcompile.compile(Noisy(), memory="1MiB", device=device)
+    with pytest.raises(mtcompile.CaptureError, match="rand without device="):
+        compiled(torch.randn(4, 8))
+
+
+def test_an_evaluation_between_forward_and_backward_leaves_one_arena(device: torch.device) -> None:
+    model, data = make("decoder")
+    compiled, _ = compiled_at(model, int(1.5 * floor(model, data, device)), device)
+    plain = copy.deepcopy(model).to(device)
+    data = on(device, data)
+    half = {name: value[:1] for name, value in data.items()}
+    loss, expected = compiled(**data), plain(**data)
+    (frame,) = compiled._mt_engine.alive()
+    with torch.no_grad():
+        assert torch.equal(compiled(**half), plain(**half))
+    held = {t.data_ptr() for t in (frame.memory.arenas.device, compiled._mt_engine._arenas["device"]) if t.numel()}
+    assert len(held) == 1
+    loss.backward()
+    expected.backward()
+    assert all(torch.equal(p.grad.to(device), q.grad) for p, q in zip(compiled.parameters(), plain.parameters(), strict=True))
+
+
 def test_errors_name_the_device(device: torch.device) -> None:
     model, _ = make("tied")
     with pytest.raises(ValueError, match=r"expected memory of at most the \d+ bytes"):
         mtcompile.compile(copy.deepcopy(model), memory="100TiB", device=device)
     with pytest.raises(ValueError, match="expected device to be one that torch sees"):
         mtcompile.compile(copy.deepcopy(model), device="xpu")
-
-
-class Seen(TorchDispatchMode):
-    """Stands for torch's race detector where there is no CUDA: the operations it would have been shown."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def test_torchs_race_detector_finds_nothing(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU it raises where two streams touch a pointer that no event orders. It sees what runs under its mode: the
-    kernels and copies of our phases."""
-    model, data = make("decoder")
-    compiled, optimizer = compiled_at(model, floor(model, data, device), device)
-    mode: Any = Seen()
-    if device.type == "cuda":
-        mode = importlib.import_module("torch.cuda._sanitizer").CUDASanitizerDispatchMode()
-    execute, copy_now = program.execute, cuda.Torch.copy
-
-    def watched(*args: Any) -> Any:
-        with mode:
-            return execute(*args)
-
-    def watched_copy(self: cuda.Torch, target: torch.Tensor, source: torch.Tensor) -> None:
-        with mode:
-            copy_now(self, target, source)
-
-    monkeypatch.setattr(program, "execute", watched)
-    monkeypatch.setattr(cuda.Torch, "copy", watched_copy)
-    compare(compiled, optimizer, model, data, device)
-    if device.type != "cuda":
-        assert {"aten.mm.default", "aten.copy_.default"} <= set(mode.names)
 
 
 # ------------------------------------------------------------------------------------------------- copies that come late
@@ -313,3 +307,43 @@ def test_loss_chunks_and_clipping(device: torch.device) -> None:
     nn.utils.clip_grad_norm_(compiled.parameters(), 0.1)
     optimizer.step()
     assert F.mse_loss(loss, expected) < 1e-6
+
+
+# ------------------------------------------------- last, since torch's detector stays on for the rest of the process
+
+
+class Seen(TorchDispatchMode):
+    """Stands for torch's race detector where there is no CUDA: the operations it would have been shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_torchs_race_detector_finds_nothing(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it raises where two streams touch a pointer that no event orders. It sees what runs under its mode: the
+    kernels and copies of our phases."""
+    model, data = make("decoder")
+    compiled, optimizer = compiled_at(model, floor(model, data, device), device)
+    mode: Any = Seen()
+    if device.type == "cuda":
+        mode = importlib.import_module("torch.cuda._sanitizer").CUDASanitizerDispatchMode()
+    execute, copy_now = program.execute, cuda.Torch.copy
+
+    def watched(*args: Any) -> Any:
+        with mode:
+            return execute(*args)
+
+    def watched_copy(self: cuda.Torch, target: torch.Tensor, source: torch.Tensor) -> None:
+        with mode:
+            copy_now(self, target, source)
+
+    monkeypatch.setattr(program, "execute", watched)
+    monkeypatch.setattr(cuda.Torch, "copy", watched_copy)
+    compare(compiled, optimizer, model, data, device)
+    if device.type != "cuda":
+        assert {"aten.mm.default", "aten.copy_.default"} <= set(mode.names)
