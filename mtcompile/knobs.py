@@ -41,3 +41,14 @@ def cache() -> str:
     if folder == "0":
         return ""
     return folder or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "mtcompile")
+
+
+def listed() -> dict[str, tuple[str | None, str]]:
+    """name -> (what it is set to, or None; what it does), of every variable above, by the first line of each docstring."""
+    found = {}
+    for read in list(globals().values()):
+        about, _, meaning = (getattr(read, "__doc__", None) or "").partition(":")
+        if about.startswith("MT_"):
+            name = about.partition("=")[0]
+            found[name] = (os.environ.get(name), meaning.strip().rstrip("."))
+    return found
