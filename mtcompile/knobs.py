@@ -36,7 +36,7 @@ def dump() -> str:
 
 
 def cache() -> str:
-    """MT_CACHE=dir: where plans are remembered between runs (default mtcompile in the user's cache folder; 0: nowhere)."""
+    """MT_CACHE=dir: where plans and speeds are remembered (default mtcompile in the user's cache folder; 0: nowhere)."""
     folder = os.environ.get("MT_CACHE", "")
     if folder == "0":
         return ""
