@@ -1,4 +1,5 @@
-"""What is remembered between runs, on disk: joint graphs, so that nothing is traced, and plans, so that nothing is searched.
+"""What is remembered between runs, on disk: joint graphs, so that nothing is traced, plans, so that nothing is searched, and
+this machine's speeds, so that nothing is measured.
 
 What comes from here is text, never code. A plan is decisions: it is rewritten, lowered, measured against the budgets and
 proven as a new one is, and dropped where it no longer fits.
@@ -55,6 +56,16 @@ def read_plan(key: str) -> Plan | None:
 
 def write_plan(key: str, plan: Plan) -> None:
     _write("plans", key, plan.to_json())
+
+
+def machine_path(identity: str) -> Path | None:
+    """The machine file of what ``identity`` names; it does not depend on these sources. None: nothing is remembered."""
+    return _path("machines", hashlib.sha256(identity.encode()).hexdigest()[:16])
+
+
+def write_machine(identity: str, text: str) -> None:
+    if path := machine_path(identity):
+        _write("machines", path.stem, text)
 
 
 def _digest(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The command line: ``mtcompile plan MODEL``."""
+"""The command line: ``mtcompile plan MODEL`` and ``mtcompile doctor``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-FITS, DOES_NOT_FIT, WRONG = 0, 3, 2  # exit codes
+FINE = FITS = 0  # exit codes
+WRONG, DOES_NOT_FIT, BAD = 2, 3, 4
+_WIDTH = 128  # of tables that do not go to a terminal
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
@@ -35,7 +37,7 @@ def plan(
     seq: Annotated[int, typer.Option(min=1, help="tokens per sequence")] = 2048,
     memory: Annotated[str, typer.Option(help="device bytes: 16GiB, 141GB or a number (default: the machine's)")] = "",
     host: Annotated[str, typer.Option(help="host bytes (default: no limit)")] = "",
-    machine: Annotated[str, typer.Option(help="a preset such as h200-sxm or rtx4090, or a .json file")] = "h200-sxm",
+    machine: Annotated[str, typer.Option(help="a preset such as h200-sxm or rtx4090, this, or a .json file")] = "h200-sxm",
     optimizer: Annotated[Optimizer, typer.Option(help="whose state there is, in the parameters' dtype")] = Optimizer.adamw,
     policy: Annotated[list[str] | None, typer.Option(help="compare with a fixed strategy, or all; may be repeated")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
@@ -59,6 +61,40 @@ def plan(
         raise typer.Exit(WRONG) from None
     print(made.to_json(indent=1) if as_json else made)
     raise typer.Exit(FITS if made.feasible else DOES_NOT_FIT)
+
+
+@app.command()
+def doctor(
+    quick: Annotated[bool, typer.Option("--quick", help="measure less, in a few seconds")] = False,
+    save: Annotated[Path | None, typer.Option(help="also write a machine file, for mtcompile plan --machine FILE")] = None,
+    device: Annotated[str, typer.Option(help="cuda:1, cpu, ... (default: the GPU if there is one)")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
+) -> None:
+    """Measure this machine, and say what its speeds mean for training and what would kill a run here.
+
+    The speeds are remembered: mtcompile plan MODEL --machine this.
+
+    Exit code 0: nothing is bad; 4: a limit is bad, and its row says what to do; 2: something asked for is wrong.
+    """
+    from rich.console import Console
+
+    from mtcompile import doctor as its
+    from mtcompile.device import choose
+
+    try:
+        if save is not None and save.suffix != ".json":
+            raise ValueError(f"expected --save to name a .json file, found {save}")
+        report = its.examine(choose(device or None), quick, lambda text: print(text, file=sys.stderr))
+        if as_json:
+            print(report.to_json(indent=1))
+        else:
+            its.show(report, Console() if sys.stdout.isatty() else Console(width=_WIDTH))
+        if save is not None:
+            its.save(report, save)
+    except ValueError as error:
+        print(f"mtcompile doctor: {error}", file=sys.stderr)
+        raise typer.Exit(WRONG) from None
+    raise typer.Exit(BAD if report.bad else FINE)
 
 
 def _model(text: str, batch: int, seq: int) -> str | Callable[[], Any]:

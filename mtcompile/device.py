@@ -19,12 +19,16 @@ def choose(device: str | torch.device | None) -> Device:
     """None: the GPU if there is one, else the emulated device. Raises ValueError where there is no such device."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    where = torch.device(device)
-    if where.type == "cpu":
-        return CpuDevice()
-    module = torch.get_device_module(where)
-    if not module.is_available():
-        raise ValueError(f'expected device to be one that torch sees here, found {str(where)!r}; device="cpu" emulates one')
+    try:
+        where = torch.device(device)
+        if where.type == "cpu":
+            return CpuDevice()
+        module = torch.get_device_module(where)
+        available = module.is_available()
+    except RuntimeError:  # torch has no such name, or no module for it
+        available = False
+    if not available:
+        raise ValueError(f'expected device to be one that torch sees here, found {str(device)!r}; device="cpu" emulates one')
     return CudaDevice(where if where.index is not None else torch.device(where.type, module.current_device()))
 
 

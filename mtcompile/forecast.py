@@ -106,7 +106,7 @@ def plan(
                take no memory
     data       the module's keyword arguments, tensors of the sizes meant; made from ``batch`` and ``seq`` for a shape
     memory     device bytes; default the machine's, less a reserve. ``host``: host bytes, default no limit
-    machine    a preset, a JSON file, or a ``Machine``
+    machine    a preset, ``"this"`` (as measured here), a JSON file, or a ``Machine``
     optimizer  ``adamw``, ``adam``, ``sgd-momentum`` or ``sgd``: its state, in the parameters' dtype
     policies   fixed strategies to compare with
 

@@ -36,8 +36,19 @@ def dump() -> str:
 
 
 def cache() -> str:
-    """MT_CACHE=dir: where plans are remembered between runs (default mtcompile in the user's cache folder; 0: nowhere)."""
+    """MT_CACHE=dir: where plans and speeds are remembered (default mtcompile in the user's cache folder; 0: nowhere)."""
     folder = os.environ.get("MT_CACHE", "")
     if folder == "0":
         return ""
     return folder or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "mtcompile")
+
+
+def listed() -> dict[str, tuple[str | None, str]]:
+    """name -> (what it is set to, or None; what it does), of every variable above, by the first line of each docstring."""
+    found = {}
+    for read in list(globals().values()):
+        about, _, meaning = (getattr(read, "__doc__", None) or "").partition(":")
+        if about.startswith("MT_"):
+            name = about.partition("=")[0]
+            found[name] = (os.environ.get(name), meaning.strip().rstrip("."))
+    return found

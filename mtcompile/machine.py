@@ -1,8 +1,10 @@
-"""How fast a device is, as plans assume it: published figures of the machines we know, by the name torch gives them."""
+"""How fast a device is, as plans assume it: published figures of the machines we know, by the name torch gives them, and
+this machine's as they were measured."""
 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict, replace
 from math import inf
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import Any
 
 import torch
 
+from mtcompile import cache, device, knobs
+from mtcompile.measure import QUICK, Measured, identity, measure
 from mtcompile.passes.cost import Machine
 
 
@@ -68,15 +72,53 @@ def _accelerator(where: torch.device) -> Machine:
 
 
 def named(machine: str | Machine) -> Machine:
-    """A preset by name, or a JSON file with Machine's fields (those left out as on the emulated device). Raises ValueError."""
+    """A preset by name, ``"this"``, or a JSON file with Machine's fields (those left out as on the emulated device). Raises
+    ValueError."""
     if isinstance(machine, Machine):
         return machine
     if machine in PRESETS:
         return PRESETS[machine]
+    if machine == "this":
+        return this()
     if not machine.endswith(".json"):
-        raise ValueError(f"expected machine to be one of {', '.join(PRESETS)} or a .json file, found {machine!r}")
+        expected = f"{', '.join(PRESETS)}, this (measured here) or a .json file"
+        raise ValueError(f"expected machine to be one of {expected}, found {machine!r}")
+    return _from_file(Path(machine))
+
+
+def this() -> Machine:
+    """This machine as it was measured last, or measured now, which takes seconds."""
+    where = device.choose(None)
+    path = cache.machine_path(identity(where.where))
+    with suppress(ValueError):
+        if path is not None and path.exists():
+            return _from_file(path)
+    measured = measure(where, QUICK, scratch())
+    remember(where.where, measured)
+    return measured.machine
+
+
+def remember(where: torch.device, measured: Measured) -> Path | None:
+    """Write what ``this`` reads. Returns the file; None where nothing could be written."""
+    cache.write_machine(identity(where), to_json(measured.machine))
+    path = cache.machine_path(identity(where))
+    return path if path is not None and path.exists() else None
+
+
+def scratch() -> Path:
+    """Where the disk is measured: the cache folder where there is one, else the current one."""
+    folder = Path(knobs.cache() or ".")
+    return folder if folder.is_dir() else Path.cwd()
+
+
+def to_json(machine: Machine) -> str:
+    """The text of a machine file."""
+    return json.dumps(asdict(machine), indent=1) + "\n"
+
+
+def _from_file(path: Path) -> Machine:
     try:
-        data = json.loads(Path(machine).read_text())
+        data = json.loads(path.read_text())
         kinds = {name: type(value) for name, value in asdict(Machine()).items()}
         if not isinstance(data, dict) or set(data) - set(kinds):
             raise ValueError(f"expected an object with fields among {', '.join(kinds)}")
@@ -84,6 +126,6 @@ def named(machine: str | Machine) -> Machine:
             found = float if kinds[name] is float and type(value) is int else type(value)
             if found is not kinds[name] or (found is float and not 0 < value < inf) or (found is int and value < 0):
                 raise ValueError(f"{name}: expected a {kinds[name].__name__}{' above 0' * (found is float)}, found {value!r}")
-        return Machine(**{"name": Path(machine).stem, **data})
+        return Machine(**{"name": path.stem, **data})
     except (OSError, ValueError) as error:
-        raise ValueError(f"machine file {machine}: {error}") from None
+        raise ValueError(f"machine file {path}: {error}") from None

@@ -1,0 +1,47 @@
+"""The doctor on a device with memory of its own: streams, pinned memory and the device's own limits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtcompile import doctor, measure
+from mtcompile.device import choose
+from mtcompile.runtime.pinned import NotPinned
+
+MIB = 2**20
+TINY = measure.Effort((MIB // 4, MIB), MIB, 8 * MIB, MIB // 4, 64, 64, 0.0)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("mtcompile.doctor.FULL", TINY)
+    monkeypatch.setattr("mtcompile.limits._PINS", (MIB, 2 * MIB))
+    monkeypatch.setenv("MT_CACHE", str(tmp_path))
+
+
+def test_every_figure_is_measured(device: torch.device) -> None:
+    found = doctor.examine(choose(device))
+    assert found.machine is not None and found.machine.device_nbytes > 0
+    assert all(value > 0 for value in asdict(found.machine).values() if isinstance(value, float))
+    assert "device memory" in {row.what for row in found.measurements}
+    limits = {limit.what: limit for limit in found.limits}
+    assert limits["pinned memory"].level == "ok" and limits["pinned memory"].amount == 2 * MIB
+    assert limits["device memory"].amount
+    assert all(part.found for part in found.parts if part.name == "accelerator")
+    assert json.loads(found.to_json())["machine"] == asdict(found.machine)
+
+
+def test_copies_go_through_the_ring_where_nothing_is_pinned(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, nbytes: int) -> torch.Tensor:
+        raise NotPinned(f"{nbytes} bytes")
+
+    monkeypatch.setattr("mtcompile.runtime.cuda.Torch.pin", refuse)
+    found = doctor.examine(choose(device))
+    assert found.machine is not None and found.machine.h2d_gbps > 0
+    assert "ring" in found.measurements[0].meaning
+    assert next(limit for limit in found.limits if limit.what == "pinned memory").level == "watch"
