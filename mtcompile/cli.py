@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +26,24 @@ class Optimizer(str, Enum):
     sgd = "sgd"
 
 
+class Precisions(str, Enum):
+    model = "model"
+    fp32 = "fp32"
+    bf16_master32 = "bf16-master32"
+    bf16 = "bf16"
+
+
+class Update(str, Enum):
+    step = "step"
+    backward = "backward"
+
+
+class Solve(str, Enum):
+    batch = "batch"
+    seq = "seq"
+    memory = "memory"
+
+
 @app.callback()
 def main() -> None:
     """Train models larger than the device's memory: see README.md."""
@@ -38,8 +57,12 @@ def plan(
     memory: Annotated[str, typer.Option(help="device bytes: 16GiB, 141GB or a number (default: the machine's)")] = "",
     host: Annotated[str, typer.Option(help="host bytes (default: no limit)")] = "",
     machine: Annotated[str, typer.Option(help="a preset such as h200-sxm or rtx4090, this, or a .json file")] = "h200-sxm",
-    optimizer: Annotated[Optimizer, typer.Option(help="whose state there is, in the parameters' dtype")] = Optimizer.adamw,
+    precision: Annotated[Precisions, typer.Option(help="of weights and optimizer state; model: as it says")] = Precisions.model,
+    optimizer: Annotated[Optimizer, typer.Option(help="whose state there is")] = Optimizer.adamw,
+    update: Annotated[Update, typer.Option(help="after the backward, or as gradients arrive")] = Update.step,
     policy: Annotated[list[str] | None, typer.Option(help="compare with a fixed strategy, or all; may be repeated")] = None,
+    solve: Annotated[Solve | None, typer.Option(help="plan the largest that fits; memory: the least that works")] = None,
+    force: Annotated[bool, typer.Option(help="show the leanest plan though it does not fit")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
 ) -> None:
     """Say what a training step will need and take, without allocating anything.
@@ -53,9 +76,22 @@ def plan(
     from mtcompile.passes.policies import POLICIES
 
     policies = tuple(POLICIES) if "all" in (policy or ()) else tuple(policy or ())
-    options: dict[str, Any] = {"memory": memory or None, "host": host or None, "machine": machine, "policies": policies}
+    options: dict[str, Any] = {
+        "batch": batch,
+        "seq": seq,
+        "memory": memory or None,
+        "host": host or None,
+        "machine": machine,
+        "precision": precision.value,
+        "optimizer": optimizer.value,
+        "update": update.value,
+        "policies": policies,
+        "solve": solve.value if solve else None,
+        "force": force,
+    }
     try:
-        made = forecast(_model(model, batch, seq), batch=batch, seq=seq, optimizer=optimizer.value, **options)
+        with _progress() as tell:
+            made = forecast(_model(model), tell=tell, **options)
     except (ValueError, MtcompileError) as error:
         print(f"mtcompile plan: {error}", file=sys.stderr)
         raise typer.Exit(WRONG) from None
@@ -97,13 +133,24 @@ def doctor(
     raise typer.Exit(BAD if report.bad else FINE)
 
 
-def _model(text: str, batch: int, seq: int) -> str | Callable[[], Any]:
-    """A built-in shape's name, or what makes (module, arguments). Raises ValueError."""
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr while somebody looks; gone afterwards."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("planning", total=None)
+        yield lambda what, done, of: bar.update(task, description=what, completed=done, total=of or None)
+
+
+def _model(text: str) -> str | Callable[[int, int], Any]:
+    """A built-in shape's name, or what makes (module, arguments) of a batch and sequence. Raises ValueError."""
     path, _, factory = text.partition(":")
     if not factory and not text.endswith(".json"):
         return text
 
-    def make() -> Any:
+    def make(batch: int, seq: int) -> Any:
         return _from_file(path, factory)(batch, seq) if factory else _from_config(text, batch, seq)
 
     make.__name__ = text

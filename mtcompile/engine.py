@@ -37,6 +37,7 @@ from mtcompile.passes.planner import (
 )
 from mtcompile.passes.policies import POLICIES
 from mtcompile.passes.step_graph import copy_step, generator_nbytes, has_random, listing
+from mtcompile.precision import PRECISIONS
 from mtcompile.program import Compiled, Frame, Program, Tangents, describe_compiled, run_forward
 from mtcompile.runtime.cpu import Arenas, CpuMemory
 from mtcompile.runtime.device import Device
@@ -213,13 +214,13 @@ class Engine:
                     break
         if not found:
             raise min(refused, key=lambda error: error.minimum_bytes)
-        return min(found, key=lambda each: each[-1].plan.step_time_us)
+        return min(found, key=lambda each: each[-1].plan.total_us)
 
     def _plan(self, joint: fx.GraphModule, reserved: int, chunks: int) -> tuple[fx.GraphModule, Planned]:
         """The step graph and its plan: for kernels that fuse, one region per phase where everything fits."""
         step = build(joint)
         self.place(step)
-        numerics = FUSED if self.kernels == "inductor" else BIT_EQUAL
+        numerics = f"{PRECISIONS['model'].contract()}; {FUSED if self.kernels == 'inductor' else BIT_EQUAL}"
         if chunks > 1:
             numerics += f"; the loss head's sums over tokens (loss, weight and bias gradients) in {chunks} chunks"
         budgets, fixed = self.constraints(step, reserved)

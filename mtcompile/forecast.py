@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from math import ceil, log2
 from typing import Any
 
 import torch
@@ -15,9 +17,20 @@ from mtcompile.machine import named
 from mtcompile.passes.build import build
 from mtcompile.passes.cost import Machine, kernel_cost
 from mtcompile.passes.loss_head import chunk_loss
-from mtcompile.passes.planner import BIT_EQUAL, Budgets, Candidates, DoesNotFit, Planned
+from mtcompile.passes.planner import (
+    BIT_EQUAL,
+    Budgets,
+    Candidates,
+    DoesNotFit,
+    Planned,
+    Tell,
+    resident_nbytes,
+    silent,
+)
 from mtcompile.passes.policies import POLICIES
 from mtcompile.passes.step_graph import copy_step, placeholders, storage_nbytes
+from mtcompile.passes.symbolic import MONOMIALS, evaluated, peak_expressions
+from mtcompile.precision import MOMENTS, PRECISIONS, Precision, precision_named
 from mtcompile.runtime.schedule import gib
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us
@@ -26,10 +39,11 @@ from mtcompile.shapes import SHAPES, fake
 from mtcompile.sizes import parse_bytes
 from mtcompile.tracing import Traced, trace
 
-STATE_COPIES = {"adamw": 2.0, "adam": 2.0, "sgd-momentum": 1.0, "sgd": 0.0}
-_CHUNKS, _LARGE_HEAD = 64, 0.02  # a loss head whose logits take more than that part of the device is cut into so many
+_LARGE_HEAD, _MOST_CHUNKS = 0.02, 64  # a loss head whose logits take more than that part of the device is cut
 _LEFT_FREE = 0.08  # of a machine's device memory when no budget is given
 _ONE_GIB = 2**30
+_GRAIN = 128  # tokens of a sequence that is solved for
+_MOST = 2**30  # of what is solved for
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +63,10 @@ class Forecast:
     """A step that has been planned and not run.
 
     ``ledger``: tier -> part -> bytes at the step's peak. ``step_time_us``: forward, backward and update, of which
-    ``update_us`` is the update's, after the backward; ``busy``: share of forward and backward that each queue works.
-    ``next_gib_us``: what one more GiB of a tier saves. ``ways_out``: when nothing fits. ``planned`` is None then.
+    ``update_us`` is what the update adds; ``busy``: share of forward and backward that each queue works.
+    ``next_gib_us``: what one more GiB of a tier saves. ``ways_out``: when nothing fits. ``solved``: what was asked for with
+    ``solve``, and ``peak_expressions``: the bytes of each tier as sympy prints them, of the plan that needs least.
+    ``planned`` is None when nothing fits and it was not forced.
     """
 
     model: str
@@ -69,13 +85,17 @@ class Forecast:
     tflops: float = 0.0
     limiting_resource: str = ""
     precision: str = "model"
-    numerics: str = BIT_EQUAL
+    optimizer: str = "adamw"
+    update: str = "step"
+    numerics: str = ""
     busy: Mapping[str, float] | None = None
     ledger: Mapping[str, Mapping[str, int]] | None = None
     load_host_bytes: int = 0
     next_gib_us: Mapping[str, float] | None = None
     ways_out: tuple[str, ...] = ()
     rows: tuple[Row, ...] = ()
+    solved: Mapping[str, int] | None = None
+    peak_expressions: Mapping[str, str] | None = None
     planned: Planned | None = None
 
     def to_json(self, indent: int | None = None) -> str:
@@ -89,7 +109,7 @@ class Forecast:
 
 
 def plan(
-    model: str | nn.Module | Callable[[], Any],
+    model: str | nn.Module | Callable[..., Any],
     data: Mapping[str, Any] | None = None,
     *,
     batch: int = 1,
@@ -97,83 +117,181 @@ def plan(
     memory: str | int | None = None,
     host: str | int | None = None,
     machine: str | Machine = "h200-sxm",
+    precision: str = "model",
     optimizer: str = "adamw",
+    update: str = "step",
     policies: tuple[str, ...] = (),
+    solve: str | None = None,
+    force: bool = False,
+    tell: Tell = silent,
 ) -> Forecast:
     """Plan one training step without running or allocating it.
 
     model      a built-in shape (``"llama-8b"``), a module, or what makes one, or (module, data): called where tensors
-               take no memory
+               take no memory, with batch and seq if it takes them
     data       the module's keyword arguments, tensors of the sizes meant; made from ``batch`` and ``seq`` for a shape
     memory     device bytes; default the machine's, less a reserve. ``host``: host bytes, default no limit
-    machine    a preset, ``"this"`` (as measured here), a JSON file, or a ``Machine``
-    optimizer  ``adamw``, ``adam``, ``sgd-momentum`` or ``sgd``: its state, in the parameters' dtype
+    machine    a preset, a JSON file, ``"this"`` for the one this runs on (measured), or a ``Machine``
+    precision  ``model`` (dtypes as the module's), ``fp32``, ``bf16``, or ``bf16-master32``: bf16 weights, 12 bytes each with
+               fp32 masters and AdamW's state
+    optimizer  ``adamw``, ``adam``, ``sgd-momentum`` or ``sgd``
+    update     ``step``: by optimizer.step(), after the backward; ``backward``: as gradients arrive, which keeps none of them
     policies   fixed strategies to compare with
+    solve      ``batch`` or ``seq``: plan the largest that fits (sequences in steps of 128 tokens); ``memory``: the least
+               device memory that works
+    force      show the plan that needs least even where it does not fit
+    tell       is told what is being done: (text, done, of how many)
 
     Raises ValueError for what it does not know and CaptureError for a model that cannot be captured.
     """
-    if optimizer not in STATE_COPIES:
-        raise ValueError(f"expected optimizer to be one of {', '.join(STATE_COPIES)}, found {optimizer!r}")
+    if optimizer not in MOMENTS:
+        raise ValueError(f"expected optimizer to be one of {', '.join(MOMENTS)}, found {optimizer!r}")
+    if update not in ("step", "backward"):
+        raise ValueError(f"expected update to be step or backward, found {update!r}")
+    if solve not in (None, "batch", "seq", "memory"):
+        raise ValueError(f"expected solve to be batch, seq or memory, found {solve!r}")
     if unknown := [policy for policy in policies if policy not in POLICIES]:
         raise ValueError(f"expected policies among {', '.join(POLICIES)}, found {', '.join(unknown)}")
-    there = named(machine)
+    if isinstance(model, str) and model not in SHAPES:
+        raise ValueError(f"expected a model among {', '.join(SHAPES)}, or a module, found {model!r}")
+    if solve in ("batch", "seq") and not (isinstance(model, str) or _takes_sizes(model)):
+        raise ValueError(f"solve={solve!r} expects a built-in shape or a factory of (batch, seq), found {type(model).__name__}")
+    kind, there = precision_named(precision), named(machine)
     device = parse_bytes(memory)
     if device is None and there.device_nbytes:
         device = int(there.device_nbytes * (1 - _LEFT_FREE))
-    budgets = Budgets(device, parse_bytes(host), STATE_COPIES[optimizer])
-    name = model if isinstance(model, str) else getattr(model, "__name__", type(model).__name__)
-    traced = _traced(model, data, batch, seq)
-    chunks = _chunks(traced, device)
+    copies = kind.state_copies(optimizer)
+    budgets = Budgets(device, parse_bytes(host), copies, update="backward" if update == "backward" else "step")
+    question = _Question(model, data, kind, optimizer, there, budgets, policies, force, tell)
+    if solve in ("batch", "seq"):
+        return _largest(question, solve, batch, seq)
+    first = _answer(question, batch, seq)
+    if solve == "memory" and first.minimum_device_bytes:
+        least = first.minimum_device_bytes
+        found = _answer(replace(question, budgets=replace(budgets, device=least)), batch, seq)
+        return replace(found, solved={"memory": least})
+    return first
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What is asked, but for the sizes."""
+
+    model: str | nn.Module | Callable[..., Any]
+    data: Mapping[str, Any] | None
+    precision: Precision
+    optimizer: str
+    machine: Machine
+    budgets: Budgets
+    policies: tuple[str, ...]
+    force: bool
+    tell: Tell
+
+
+@dataclass(frozen=True, slots=True)
+class _Sized:
+    """A step of some batch and sequence, and its candidate plans."""
+
+    candidates: Candidates
+    joint: fx.GraphModule
+    step: fx.GraphModule
+    tokens: int
+    chunks: int
+
+
+def _sized(question: _Question, batch: int, seq: int, like: _Sized | None = None) -> _Sized:
+    """``like``: the same step at another size, from which the chunks of the loss head and the cut into regions are taken."""
+    question.tell("capturing the step", 0, 0)
+    traced, data = _traced(question, batch, seq)
+    chunks = like.chunks if like else _chunks(traced, question.budgets.device)
     joint = copy_step(traced.joint)
     whole = chunks == 1 or not chunk_loss(joint, chunks)
-    step = traced.step if whole else build(joint)
-    numerics = BIT_EQUAL if whole else f"{BIT_EQUAL}; the loss head's sums over tokens in {chunks} chunks"
-    candidates = Candidates(step, there, budgets, numerics=numerics)
-    tokens = _tokens(data, batch, seq)
-    rows = tuple(_row(candidates, policy, budgets) for policy in policies)
+    step = traced.step if whole and not like else build(joint, like=like and like.joint)
+    numerics = f"{question.precision.contract()}; {BIT_EQUAL}"
+    if not whole:
+        numerics += f"; the loss head's sums over tokens in {chunks} chunks"
+    candidates = Candidates(step, question.machine, question.budgets, numerics=numerics, tell=question.tell)
+    return _Sized(candidates, joint, step, _tokens(data), chunks)
+
+
+def _answer(question: _Question, batch: int, seq: int) -> Forecast:
+    sized = _sized(question, batch, seq)
+    candidates, budgets, model = sized.candidates, question.budgets, question.model
     about = Forecast(
-        model=name,
-        machine=there.name,
+        model=model if isinstance(model, str) else getattr(model, "__name__", type(model).__name__),
+        machine=question.machine.name,
         feasible=False,
-        parameters=sum(p.numel() for p in _parameters(step)),
-        tokens=tokens,
-        state_bytes=int(sum(candidates.sizes.values()) * (2 + budgets.state_copies)),
+        parameters=sum(p.numel() for p in _parameters(sized.step)),
+        tokens=sized.tokens,
+        state_bytes=sum(resident_nbytes(candidates.sizes, candidates.base, budgets).values()),
         budget_bytes=budgets.limits,
         peak_bytes={},
         minimum_device_bytes=0,
-        numerics=numerics,
-        rows=rows,
+        precision=question.precision.name,
+        optimizer=question.optimizer,
+        update=budgets.update,
+        numerics=candidates.base.numerics,
+        rows=tuple(_row(candidates, policy, budgets) for policy in question.policies),
     )
     try:
         planned = candidates.best(budgets.device, budgets.host)
     except DoesNotFit as error:
-        return _refused(about, candidates, error)
+        refused = _refused(about, candidates, error)
+        if not question.force:
+            return refused
+        least = candidates.least()
+        shown = _described(refused, candidates, least)
+        return replace(shown, feasible=False, minimum_device_bytes=least.schedule.peak_nbytes["device"])
     verify(planned.schedule)
-    return _feasible(about, candidates, planned)
+    return _described(replace(about, feasible=True), candidates, planned)
 
 
-def _traced(model: Any, data: Mapping[str, Any] | None, batch: int, seq: int) -> Traced:
+def _traced(question: _Question, batch: int, seq: int) -> tuple[Traced, Mapping[str, Any]]:
+    model, data = question.model, question.data
     with without_memory():
         if isinstance(model, str):
-            if model not in SHAPES:
-                raise ValueError(f"expected a model among {', '.join(SHAPES)}, or a module, found {model!r}")
             tokens = torch.zeros((batch, seq), dtype=torch.int64)
             module: nn.Module = fake(SHAPES[model])
             data = {"tokens": tokens, "targets": tokens}
         else:
-            made = model if isinstance(model, nn.Module) else model()
+            made = model if isinstance(model, nn.Module) else model(batch, seq) if _takes_sizes(model) else model()
             module, data = made if isinstance(made, tuple) else (made, data)
         if data is None:
             raise ValueError("expected data=, the module's keyword arguments, for a model that is not a built-in shape")
+        if question.precision.weights is not None:
+            _cast(module, question.precision.weights)
         torch.compiler.reset()
-        return trace(module.train(), dict(data))
+        return trace(module.train(), dict(data)), data
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """As ``module.to(dtype)``, which fails on tensors without memory; tied parameters stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if parameter.is_floating_point():
+                cast = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                setattr(part, name, made.setdefault(id(parameter), cast))
+        for name, buffer in part.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(part, name, buffer.to(dtype))
+
+
+def _takes_sizes(model: Any) -> bool:
+    """Whether it is a function of (batch, seq)."""
+    if isinstance(model, nn.Module) or not callable(model):
+        return False
+    taken = inspect.signature(model).parameters.values()
+    return sum(p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD for p in taken) == 2
 
 
 def _chunks(traced: Traced, device: int | None) -> int:
-    """Of the loss head: one, unless its logits would take a large part of the device."""
+    """Of the loss head: one, unless its logits would take a large part of the device; then so many that one does not."""
     wide = [n for n in traced.joint.graph.nodes if n.target is torch.ops.aten._log_softmax.default]
     nbytes = max((storage_nbytes(node.meta["val"]) for node in wide), default=0)
-    return 1 if device is None or nbytes < device * _LARGE_HEAD else _CHUNKS
+    if device is None or nbytes < device * _LARGE_HEAD:
+        return 1
+    return int(min(_MOST_CHUNKS, 2 ** ceil(log2(nbytes / (device * _LARGE_HEAD)))))
 
 
 def _parameters(step: fx.GraphModule) -> list[torch.Tensor]:
@@ -181,76 +299,107 @@ def _parameters(step: fx.GraphModule) -> list[torch.Tensor]:
     return [node.meta["val"] for spec, node in specs if spec.role == "param"]
 
 
-def _tokens(data: Mapping[str, Any] | None, batch: int, seq: int) -> int:
+def _tokens(data: Mapping[str, Any]) -> int:
     """Integers of the largest integer input, which is what a language model calls tokens; else samples."""
-    tensors = [v for v in (data or {}).values() if isinstance(v, torch.Tensor)]
-    if data is None:
-        return batch * seq
+    tensors = [v for v in data.values() if isinstance(v, torch.Tensor)]
     whole = [t.numel() for t in tensors if not t.is_floating_point()]
     return max(whole, default=tensors[0].shape[0] if tensors and tensors[0].dim() else 1)
+
+
+# -------------------------------------------------------------------------------------------------------------- solving
+
+
+def _largest(question: _Question, what: str, batch: int, seq: int) -> Forecast:
+    """The plan at the largest batch or sequence that fits: where the expression of the leanest plan's peak says, made sure of
+    by planning there and one size further. Raises ValueError where the model cannot be traced at the sizes this takes."""
+
+    def at(n: int) -> tuple[int, int]:
+        return (n, seq) if what == "batch" else (batch, n * _GRAIN)
+
+    sizes = (2, 3, 5) if what == "batch" else (2, 4, 6, 7)
+    first = _sized(question, *at(sizes[-1]))
+    steps = [*(_sized(question, *at(n), first) for n in sizes[:-1]), first]
+    leanest = first.candidates.least().plan
+    planned = [sized.candidates.evaluate(leanest) for sized in steps]
+    points = [at(n) for n in sizes]
+    expressions = peak_expressions(planned[:-1], points[:-1], MONOMIALS[what])
+    for tier, expression in expressions.items():
+        said, found = evaluated(expression, *points[-1]), planned[-1].schedule.peak_nbytes[tier]
+        if said < found:
+            raise ValueError(f"solve={what!r}: the {tier} bytes are no polynomial of the {what}: {said} said, {found} found")
+
+    def fits(n: int) -> bool:
+        limits = question.budgets.limits.items()
+        return all(limit is None or evaluated(expressions[tier], *at(n)) <= limit for tier, limit in limits)
+
+    if all(limit is None for limit in question.budgets.limits.values()):
+        raise ValueError(f"solve={what!r} expects a limit to solve for, found none: give memory or host")
+    text = {tier: str(expression) for tier, expression in expressions.items()}
+    low, high = 0, 1
+    while fits(high) and high < _MOST:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    best = _answer(question, *at(max(1, low)))
+    low = max(1, low)
+    while not best.feasible and low > 1:  # where sizes are rounded up, or other chunks are taken
+        low -= 1
+        best = _answer(question, *at(low))
+    while best.feasible and (more := _answer(question, *at(low + 1))).feasible:
+        low, best = low + 1, more
+    solved = {what: low if what == "batch" else low * _GRAIN} if best.feasible else None
+    return replace(best, solved=solved, peak_expressions=text)
 
 
 # ------------------------------------------------------------------------------------------------------------ figures
 
 
-def _update_us(candidates: Candidates, planned: Planned) -> float:
-    """Of the optimizer, after the backward, where each block's parameters are at home."""
-    there = sum(n for block, n in candidates.sizes.items() if planned.plan.params(block) == "device")
-    here = sum(candidates.sizes.values()) - there
-    return candidates.machine.update_us(here, there, candidates.budgets.state_copies)
-
-
 def _row(candidates: Candidates, policy: str, budgets: Budgets) -> Row:
     planned = candidates.by_policy(policy, replace(budgets, device=None, host=None))
     peaks = dict(planned.schedule.peak_nbytes)
-    time_us = planned.plan.step_time_us + _update_us(candidates, planned)
+    time_us = planned.plan.total_us
     for tier, limit in budgets.limits.items():
         if limit is not None and peaks[tier] > limit:
             return Row(policy, False, peaks, time_us, peaks[tier] - limit, tier)
     return Row(policy, True, peaks, time_us)
 
 
-def _feasible(about: Forecast, candidates: Candidates, planned: Planned) -> Forecast:
+def _described(about: Forecast, candidates: Candidates, planned: Planned) -> Forecast:
     plan, schedule, limits = planned.plan, planned.schedule, candidates.budgets
-    update_us = _update_us(candidates, planned)
-    step_us = plan.step_time_us + update_us
     bodies: dict[str, Any] = dict(planned.step.named_children())
     flops = sum(kernel_cost(bodies[i.kernel]).flops for i in schedule.instructions if i.op == "run")
-    trace = simulate(schedule)
-    busy: dict[str, float] = {queue: us / plan.step_time_us for queue, us in busy_us(trace).items()}
+    busy: dict[str, float] = {queue: us / plan.step_time_us for queue, us in busy_us(simulate(schedule)).items()}
     more = {}
     for tier, limit in limits.limits.items():
-        if limit is not None:
+        if limit is not None and about.feasible:
             device, host = (limit + _ONE_GIB if tier == t else n for t, n in limits.limits.items())
-            again = candidates.best(device, host)
-            more[tier] = max(0.0, step_us - again.plan.step_time_us - _update_us(candidates, again))
-    host_update = candidates.machine.update_us(
-        sum(n for b, n in candidates.sizes.items() if plan.params(b) != "device"), 0, limits.state_copies
-    )
+            more[tier] = max(0.0, plan.total_us - candidates.best(device, host).plan.total_us)
     return replace(
         about,
-        feasible=True,
         peak_bytes=dict(schedule.peak_nbytes),
         minimum_device_bytes=plan.minimum_device_bytes,
-        step_time_us=step_us,
-        update_us=update_us,
-        tokens_per_s=about.tokens / step_us * 1e6,
-        tflops=flops / step_us / 1e6,
-        limiting_resource="host update" if host_update > plan.step_time_us else plan.limiting_resource,
+        step_time_us=plan.total_us,
+        update_us=plan.update_us,
+        tokens_per_s=about.tokens / plan.total_us * 1e6,
+        tflops=flops / plan.total_us / 1e6,
+        limiting_resource=plan.limiting_resource,
         busy=busy,
-        ledger=_ledger(candidates, planned),
+        ledger=_ledger(about, candidates, planned),
         load_host_bytes=sum(candidates.sizes.values()) + max(candidates.sizes.values(), default=0),
         next_gib_us=more,
         planned=planned,
     )
 
 
-def _ledger(candidates: Candidates, planned: Planned) -> dict[str, dict[str, int]]:
+def _ledger(about: Forecast, candidates: Candidates, planned: Planned) -> dict[str, dict[str, int]]:
     """tier -> part -> bytes at the moment the tier is fullest; the parts of a tier add up to its peak."""
     schedule, copies = planned.schedule, candidates.budgets.state_copies
+    master = 1.0 if PRECISIONS[about.precision].split else 0.0
     weights = {"device": 0, "host": 0}
     for block, nbytes in candidates.sizes.items():
         weights["device" if planned.plan.params(block) == "device" else "host"] += nbytes
+    held = resident_nbytes(candidates.sizes, planned.plan, candidates.budgets)
     live = most = workspace = 0
     for instruction in schedule.instructions:
         if instruction.op in ("alloc", "free"):
@@ -261,7 +410,8 @@ def _ledger(candidates: Candidates, planned: Planned) -> dict[str, dict[str, int
             most, workspace = live, instruction.workspace
     found: dict[str, dict[str, int]] = {}
     for tier, nbytes in weights.items():
-        parts = {"weights": nbytes, "gradients": nbytes, "optimizer": int(nbytes * copies)}
+        parts = {"weights": nbytes, "master": int(nbytes * master), "optimizer": int(nbytes * (copies - master))}
+        parts["gradients"] = held[tier] - sum(parts.values())
         parts["staging" if tier == "device" else "activations"] = schedule.arena_nbytes.get(tier, 0)
         if tier == "device":
             parts |= {"activations": most, "workspace": workspace}
@@ -271,21 +421,26 @@ def _ledger(candidates: Candidates, planned: Planned) -> dict[str, dict[str, int
 
 
 def _refused(about: Forecast, candidates: Candidates, error: DoesNotFit) -> Forecast:
-    """What is short, and the three cheapest ways out that were tried."""
-    limits = candidates.budgets.limits
-    limit = limits[error.tier] or 0
-    ways = [f"{error.tier} memory of {error.minimum} bytes ({gib(error.minimum)}) or more"]
-    other = "host" if error.tier == "device" else "device"
-    try:
-        need = dict.fromkeys(("device", "host"), None) | {other: limits[other]}
-        least = candidates.best(error.minimum, need["host"]) if error.tier == "device" else candidates.best(None, error.minimum)
-        ways.append(f"with that, a step of {(least.plan.step_time_us + _update_us(candidates, least)) / 1e6:.3f} s")
-    except DoesNotFit:
-        pass
+    """What is short, and the three cheapest ways out: those that cost nothing first."""
+    budgets, tier = candidates.budgets, error.tier
+    limit = budgets.limits[tier] or 0
+    other = "host" if tier == "device" else "device"
+    short = error.minimum - limit
+    ways = []
+    kept = sum(candidates.sizes.values()) - 2 * max(candidates.sizes.values(), default=0)
+    if budgets.update == "step" and tier == "host" and kept >= short:
+        ways.append(f'update="backward": no gradients are kept for a step of their own, {gib(kept)} less')
+    more = candidates.needs(other, {tier: limit})
+    if more is not None:
+        ways.append(f"{other} memory of {gib(more)} ({more} bytes) takes what the {tier} cannot")
+    with_it = dict(budgets.limits) | {tier: error.minimum}
+    then = candidates.best(with_it["device"], with_it["host"]).plan.total_us
+    ways.append(f"{tier} memory of {gib(error.minimum)} ({error.minimum} bytes) or more: a step of {then / 1e6:.3f} s then")
     parts = ", ".join(f"{what} {gib(nbytes)}" for what, nbytes in error.causes)
-    ways.append(f"less in one of its largest parts: {parts}; a smaller batch or sequence shrinks all but the state")
-    minimum = error.minimum if error.tier == "device" else 0
-    return replace(about, short_bytes=error.minimum - limit, minimum_device_bytes=minimum, ways_out=tuple(ways))
+    ways.append('fewer tokens a step: solve="batch" or solve="seq" finds how many fit')
+    ways.append(f"less in one of the largest parts: {parts}")
+    minimum = error.minimum if tier == "device" else 0
+    return replace(about, short_bytes=short, minimum_device_bytes=minimum, ways_out=tuple(ways[:3]))
 
 
 # ------------------------------------------------------------------------------------------------------------ for people
@@ -293,14 +448,18 @@ def _refused(about: Forecast, candidates: Candidates, error: DoesNotFit) -> Fore
 
 def _lines(f: Forecast) -> list[str]:
     budget = ", ".join(f"{tier} {gib(n) if n is not None else 'no limit'}" for tier, n in f.budget_bytes.items())
-    lines = [f"{f.model}: {f.parameters / 1e9:.3g} billion parameters, {f.tokens} tokens a step, on {f.machine} ({budget})"]
+    lines = [f"{f.model}: {f.parameters / 1e9:.3g} billion parameters, {f.tokens:,} tokens a step, on {f.machine} ({budget})"]
+    if f.solved and f.feasible:
+        lines += [f"  largest {what} that fits: {n}" for what, n in f.solved.items() if what != "memory"]
+        lines += [f"  least device memory: {gib(n)} ({n} bytes)" for what, n in f.solved.items() if what == "memory"]
     if not f.feasible:
         lines.append(f"does not fit: {gib(f.short_bytes)} ({f.short_bytes} bytes) short. Ways out:")
         lines += [f"  {way}" for way in f.ways_out]
-    else:
+    if f.planned is not None:
         lines.append(
-            f"fits: {f.step_time_us / 1e6:.3f} s a step ({f.update_us / 1e6:.3f} s of it the update), {f.tokens_per_s:,.0f} "
-            f"tokens/s, {f.tflops:.0f} TFLOPS with recomputation; limited by {f.limiting_resource}"
+            f"{'fits' if f.feasible else 'if there were room'}: {f.step_time_us / 1e6:.3f} s a step "
+            f"({f.update_us / 1e6:.3f} s of it for the update), {f.tokens_per_s:,.0f} tokens/s, {f.tflops:.0f} TFLOPS with "
+            f"recomputation; limited by {f.limiting_resource}"
         )
         for tier, parts in (f.ledger or {}).items():
             told = ", ".join(f"{part} {gib(nbytes)}" for part, nbytes in parts.items() if nbytes)
@@ -311,6 +470,8 @@ def _lines(f: Forecast) -> list[str]:
             lines.append(f"  one GiB more of {tier} memory: {us / 1e3:.1f} ms a step less")
         lines.append(f"  smallest device memory that works: {gib(f.minimum_device_bytes)}")
         lines.append(f"  numerics: {f.numerics}")
+    for tier, expression in (f.peak_expressions or {}).items():
+        lines.append(f"  bytes of {tier}, at least needed: {expression}")
     for row in f.rows:
         short = "" if row.feasible else f"; does not fit: {gib(row.short_bytes)} short of {row.tier} memory"
         peaks = ", ".join(f"{tier} {gib(nbytes)}" for tier, nbytes in row.peak_bytes.items())

@@ -31,11 +31,14 @@ from mtcompile.runtime.schedule import aligned
 RegionId = tuple[str, int]
 
 
-def build(joint: fx.GraphModule, whole: bool = False) -> fx.GraphModule:
+def build(joint: fx.GraphModule, whole: bool = False, like: fx.GraphModule | None = None) -> fx.GraphModule:
     """The step graph of ``joint`` (normalized): nothing moved, nothing recomputed, every value on the device except
-    the placeholders, which are at home on the host (tangents arrive on the device). ``whole``: one region per phase."""
+    the placeholders, which are at home on the host (tangents arrive on the device). ``whole``: one region per phase.
+    ``like``: cut as this graph of the same operations at other sizes would be; raises ValueError where they differ."""
     device = joint.meta["device"]
-    region, blocks = assign(joint.graph)
+    region, blocks = assign((like or joint).graph)
+    if like is not None:
+        region = _cut_alike(joint.graph, like.graph, region)
     if whole:
         region, blocks = {node: (phase, 0) for node, (phase, _) in region.items()}, ("model",)
     ordered = in_order(joint.graph, region)
@@ -158,6 +161,13 @@ def _owns_storage(view: fx.Node, nodes: list[fx.Node], leaving: list[fx.Node], t
         alone = False
     taken.add(base)
     return alone and storage_nbytes(base.meta["val"]) == val.numel() * val.element_size()
+
+
+def _cut_alike(graph: fx.Graph, other: fx.Graph, region: Mapping[fx.Node, RegionId]) -> dict[fx.Node, RegionId]:
+    one, two = list(graph.nodes), list(other.nodes)
+    if [(node.op, node.target) for node in one] != [(node.op, node.target) for node in two]:
+        raise ValueError("expected the same operations at other sizes, found others: the model does other things there")
+    return {node: region[twin] for node, twin in zip(one, two, strict=True) if twin in region}
 
 
 def _output_role(spec: OutputSpec) -> str:

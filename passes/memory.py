@@ -29,7 +29,12 @@ def made_nbytes(node: fx.Node) -> int:
 
 
 def body_peak(body: fx.Graph) -> int:
-    """Largest sum of live bytes made inside a body run in order, each storage freed after the last use of any view of it.
+    """The most of ``body_lives``."""
+    return max(body_lives(body), default=0)
+
+
+def body_lives(body: fx.Graph) -> list[int]:
+    """Live bytes made inside a body run in order, at each node, each storage freed after the last use of any view of it.
 
     Operation-internal buffers are not in it: a kernel's workspace is measured where it can be run.
     """
@@ -41,7 +46,7 @@ def body_peak(body: fx.Graph) -> int:
             while root.target is operator.getitem:  # the storages of a multi-output operation count together
                 root = root.args[0]
             last[root] = position
-    live = peak = 0
+    live, lives = 0, []
     expiring: dict[int, list[fx.Node]] = {}
     for root, position in last.items():
         expiring.setdefault(position, []).append(root)
@@ -49,11 +54,11 @@ def body_peak(body: fx.Graph) -> int:
         if node.op == "output":
             break
         live += made_nbytes(node)
-        peak = max(peak, live)
+        lives.append(live)
         if node not in last:
             live -= made_nbytes(node)
         live -= sum(made_nbytes(root) for root in expiring.get(position, ()))
-    return peak
+    return lives
 
 
 def output_nbytes(kernel: fx.GraphModule) -> int:

@@ -32,7 +32,7 @@ class _Upgrade:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class Block:
     """What the paths decide about one block."""
 
     index: int
@@ -49,9 +49,10 @@ def paths(
 ) -> tuple[Path, ...]:
     """Candidate plans in paths; the first path starts at the floor. ``base``: what is decided already.
     ``param_nbytes``: bytes of the home blocks whose tier is still open. ``host``: whether activations may go home."""
-    blocks = _blocks(step, machine)
+    blocks = blocks_of(step, machine)
     lighter = [b for b in blocks if b.variants[0].kept]  # than recomputing all of it
-    base = _with(base, [_variant(b.name, b.saved, b.variants[0], "weighs less than what replaying needs") for b in lighter])
+    why = "weighs less than what replaying needs"
+    base = _with(base, [variant_decision(b.name, b.saved, b.variants[0], why) for b in lighter])
     params = _param_upgrades(param_nbytes, machine)
     keep = [u for b in blocks for u in _crossing_upgrades(b, machine)]
     vary = [u for b in blocks for u in _variant_upgrades(b)]
@@ -59,10 +60,8 @@ def paths(
     device = ahead.having(Decision("activation", "*", "device", 0, "what is kept stays on the device"))
     found: list[Path] = []
     if host:
-        everything_saved = _with(
-            ahead,
-            [_variant(b.name, b.saved, b.variants[-1], "kept at home: costs transfers, no recomputation") for b in blocks],
-        )
+        why = "kept at home: costs transfers, no recomputation"
+        everything_saved = _with(ahead, [variant_decision(b.name, b.saved, b.variants[-1], why) for b in blocks])
         found.append((base, _with(base, everything_saved.decisions)))
         found.append(_path(ahead, [*_by_density(keep + vary), *params]))
         found.append(_path(ahead, _by_density(params + keep + vary)))
@@ -71,7 +70,8 @@ def paths(
     else:
         found.append((replace(device, lookahead=0),))
         found.append(_path(device, [*_by_density(vary), *params]))
-    found += [(_with(device, _chains(blocks, length)),) for length in _lengths(len(blocks))]
+    for length in _lengths(len(blocks)):
+        found += [(_with(start, _chains(blocks, length)),) for start in ((device, base) if host else (device,))]
     return tuple(found)
 
 
@@ -83,12 +83,12 @@ def everything(step: fx.GraphModule, base: Plan, param_nbytes: Mapping[str, int]
         if region.meta["phase"] == "forward":
             saved = tuple(saved_values(region))
             variant = fused_variant(step, region) if fused else save_all(region)
-            kept.append(_variant(step.meta["blocks"][region.meta["block"]], saved, variant, "everything fits"))
+            kept.append(variant_decision(step.meta["blocks"][region.meta["block"]], saved, variant, "everything fits"))
     home = [Decision("params", block, "device", nbytes, "everything fits") for block, nbytes in param_nbytes.items()]
     return _with(replace(base, lookahead=1), [stay, *kept, *home])
 
 
-def _blocks(step: fx.GraphModule, machine: Machine) -> list[_Block]:
+def blocks_of(step: fx.GraphModule, machine: Machine) -> list[Block]:
     backward: dict[int, list[fx.Node]] = {}
     for region in regions(step):
         if region.meta["phase"] == "backward":
@@ -101,7 +101,7 @@ def _blocks(step: fx.GraphModule, machine: Machine) -> list[_Block]:
                 known[key] = variants(step, region, machine)
             index = region.meta["block"]
             found.append(
-                _Block(
+                Block(
                     index,
                     step.meta["blocks"][index],
                     region,
@@ -131,13 +131,13 @@ def _by_density(upgrades: list[_Upgrade]) -> list[_Upgrade]:
     return sorted(upgrades, key=lambda u: (-u.gain_us / max(1, u.nbytes), u.order))
 
 
-def _variant(block: str, saved: tuple[fx.Node, ...], variant: Variant, reason: str) -> Decision:
+def variant_decision(block: str, saved: tuple[fx.Node, ...], variant: Variant, reason: str) -> Decision:
     kept = tuple(saved[i].name for i in variant.kept)
     choice = "save" if len(kept) == len(saved) else "keep" if kept else "recompute"
     return Decision("variant", block, choice, variant.nbytes, reason, () if choice == "save" else kept)
 
 
-def _variant_upgrades(block: _Block) -> list[_Upgrade]:
+def _variant_upgrades(block: Block) -> list[_Upgrade]:
     """To each next variant, its values on the device."""
     found = []
     for step, (one, other) in enumerate(zip(block.variants, block.variants[1:], strict=False)):
@@ -145,7 +145,7 @@ def _variant_upgrades(block: _Block) -> list[_Upgrade]:
         why = f"{gib(nbytes)} more kept saves {gain / 1e3:.3f} ms of recomputation"
         stay = [_on_device(block.saved[i], "kept on the device") for i in other.kept if i not in one.kept]
         order = (2, step, -block.index)
-        found.append(_Upgrade(gain, nbytes, order, (_variant(block.name, block.saved, other, why), *stay)))
+        found.append(_Upgrade(gain, nbytes, order, (variant_decision(block.name, block.saved, other, why), *stay)))
     return found
 
 
@@ -161,11 +161,11 @@ def _stay_upgrade(values: tuple[fx.Node, ...], machine: Machine, order: tuple[in
     return [_Upgrade(gain, nbytes, order, tuple(_on_device(v, "kept on the device saves two transfers") for v in values))]
 
 
-def _crossing_upgrades(block: _Block, machine: Machine) -> list[_Upgrade]:
+def _crossing_upgrades(block: Block, machine: Machine) -> list[_Upgrade]:
     return _stay_upgrade((*block.crossing, *block.others), machine, (1, 0, -block.index))
 
 
-def _saved_upgrades(block: _Block, machine: Machine) -> list[_Upgrade]:
+def _saved_upgrades(block: Block, machine: Machine) -> list[_Upgrade]:
     return _stay_upgrade(block.saved, machine, (2, 0, -block.index))
 
 
@@ -187,7 +187,7 @@ def _lengths(blocks: int) -> list[int]:
     return found
 
 
-def _chains(blocks: list[_Block], length: int) -> list[Decision]:
+def _chains(blocks: list[Block], length: int) -> list[Decision]:
     """Of every ``length`` blocks, only what enters the first is kept; the rest is computed again from there."""
     return [
         Decision("activation", value.name, "recompute", value.meta["nbytes"], f"computed again in chains of {length} blocks")

@@ -35,7 +35,8 @@ class Decision:
 class Plan:
     """What lives where. Missing subjects take the floor's choice: parameters on the host, activations on the host,
     blocks recomputed. ``lookahead``: how many regions ahead a prefetch is issued. ``peak_bytes``, ``budget_bytes`` per
-    tier; ``step_time_us`` as the simulator predicts it; ``numerics`` is the contract in words."""
+    tier; ``step_time_us``: forward and backward as the simulator predicts them; ``update_us``: what the optimizer's update
+    adds to them; ``numerics`` is the contract in words."""
 
     decisions: tuple[Decision, ...] = ()
     lookahead: int = 0
@@ -44,6 +45,7 @@ class Plan:
     minimum_device_bytes: int = 0
     state_bytes: int = 0
     step_time_us: float = 0.0
+    update_us: float = 0.0
     limiting_resource: str = ""
     machine: str = ""
     numerics: str = ""
@@ -70,6 +72,11 @@ class Plan:
         return decision.choice if decision else "host"
 
     @property
+    def total_us(self) -> float:
+        """Of a whole step: what plans are compared by."""
+        return self.step_time_us + self.update_us
+
+    @property
     def all_resident(self) -> bool:
         """Nothing moves and nothing is computed again."""
         return all(d.choice in ("device", "save") for d in self.decisions)
@@ -86,7 +93,9 @@ class Plan:
 
     def __str__(self) -> str:
         """The plan for a reader: bytes per tier, time, then a line per decision."""
-        lines = [f"plan for {self.machine or 'an unnamed machine'}: step {self.step_time_us / 1e3:.2f} ms predicted"]
+        lines = [f"plan for {self.machine or 'an unnamed machine'}: step {self.total_us / 1e3:.2f} ms predicted"]
+        if self.update_us:
+            lines[0] += f", {self.update_us / 1e3:.2f} of it the update"
         if self.limiting_resource:
             lines[0] += f", limited by {self.limiting_resource}"
         for tier, peak in self.peak_bytes.items():

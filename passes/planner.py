@@ -7,8 +7,13 @@ grows with it. ``make_plan(step graph, machine, budgets) -> Planned`` is the int
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import inf
+from typing import Literal
 
 from torch import fx
 
@@ -16,18 +21,20 @@ from mtcompile.passes import rewrite
 from mtcompile.passes.cost import Machine
 from mtcompile.passes.lower import Workspace, lower
 from mtcompile.passes.memory import workspace_nbytes
-from mtcompile.passes.paths import Path, everything, paths
+from mtcompile.passes.paths import Path, blocks_of, everything, paths
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.policies import POLICIES
-from mtcompile.passes.step_graph import placeholders, regions
+from mtcompile.passes.search import neighbours, signature
+from mtcompile.passes.step_graph import kernel_of, placeholders, regions
 from mtcompile.runtime.schedule import ALIGNMENT, Schedule, placed
 from mtcompile.runtime.sim import simulate
-from mtcompile.runtime.trace import busy_us, span_us
+from mtcompile.runtime.trace import Trace, busy_us, span_us
 
 _SCALAR_STATE_NBYTES = ALIGNMENT  # step counters of a parameter's optimizer state, on the host wherever the rest is
 # Limits in evaluations, not seconds: the same input gives the same plan. One costs time in proportion to the regions.
 _REGIONS_PER_PATH = 150  # evaluated, but ...
 _FEWEST_POINTS, _MOST_POINTS = 6, 12  # ... at least and at most so many plans of each
+_OPERATIONS_SEARCHED = 20000  # in plans that local search evaluates: many of small steps, few of large ones
 _POINTS_BETWEEN = 4  # two neighbours of the frontier, if they lie on one path
 
 
@@ -35,13 +42,15 @@ _POINTS_BETWEEN = 4  # two neighbours of the frontier, if they lie on one path
 class Budgets:
     """Bytes per tier; None is unlimited. ``state_copies``: optimizer state per parameter, in parameter sizes.
     ``host_activations``: whether activations may wait on the host. ``reserve``: device bytes that are held beside the
-    schedule at all times, such as a generator's state."""
+    schedule at all times, such as a generator's state. ``update``: after the backward (``step``), with all gradients kept
+    for it, or as gradients arrive (``backward``), when only those of two blocks are."""
 
     device: int | None = None
     host: int | None = None
     state_copies: float = 2.0
     host_activations: bool = True
     reserve: int = 0
+    update: Literal["step", "backward"] = "step"
 
     @property
     def limits(self) -> dict[str, int | None]:
@@ -55,6 +64,13 @@ class Planned:
     schedule: Schedule
 
 
+Tell = Callable[[str, int, int], None]  # what is being done, how many are done, of how many (0: nobody knows)
+
+
+def silent(what: str, done: int, of: int) -> None:
+    """Tells nobody."""
+
+
 class DoesNotFit(Exception):
     """Even the floor needs more. ``minimum`` bytes of ``tier`` are the least that works; ``causes`` the largest parts."""
 
@@ -63,9 +79,9 @@ class DoesNotFit(Exception):
         self.tier, self.minimum, self.causes = tier, minimum, causes
 
 
-BIT_EQUAL = "dtypes as the module's; every value, gradient and update bit-equal to plain PyTorch (eager kernels)"
+BIT_EQUAL = "every value, gradient and update bit-equal to plain PyTorch (eager kernels)"
 FUSED = (
-    "dtypes as the module's; kernels by Inductor: within rounding of plain PyTorch, and the same bits whatever moves "
+    "kernels by Inductor: within rounding of plain PyTorch, and the same bits whatever moves "
     "(for the same variants); updates by the optimizer itself"
 )
 
@@ -103,13 +119,19 @@ class Candidates:
         workspace: Workspace = workspace_nbytes,
         fixed_params: Mapping[str, str] | None = None,
         numerics: str = BIT_EQUAL,
+        tell: Tell = silent,
     ) -> None:
-        self.step, self.machine, self.budgets = step, machine, budgets
+        self.step, self.machine, self.budgets, self.tell = step, machine, budgets, tell
         self.sizes = _param_nbytes(step)
         self.open_params = self.sizes if fixed_params is None else {}
         self.base = _base(step, self.sizes, machine, budgets, fixed_params, numerics)
-        self.evaluate = _evaluator(step, self.sizes, machine, budgets, workspace)
+        self._evaluate = _evaluator(step, self.sizes, machine, budgets, workspace)
+        self.evaluations = 0
         self._points: list[_Point] = []
+
+    def evaluate(self, plan: Plan) -> Planned:
+        self.evaluations += 1
+        return self._evaluate(plan)
 
     def best(self, device: int | None, host: int | None) -> Planned:
         """The fastest within these bytes. Raises DoesNotFit."""
@@ -126,6 +148,18 @@ class Candidates:
         minimum = min(frontier[0].peak, best.schedule.peak_nbytes["device"])
         return _finished(best, self.sizes, budgets, minimum)
 
+    def least(self) -> Planned:
+        """The plan that needs least of the device, whatever the budgets."""
+        with contextlib.suppress(DoesNotFit):
+            self.best(0, None)
+        least = min(self._points, key=lambda point: (point.peak, point.time_us))
+        return _finished(least.planned, self.sizes, self.budgets, least.peak)
+
+    def needs(self, tier: str, limits: Mapping[str, int]) -> int | None:
+        """The fewest bytes of a tier with which some plan keeps to ``limits`` of others; after ``best`` found none."""
+        peaks = [point.planned.schedule.peak_nbytes for point in self._points]
+        return min((p[tier] for p in peaks if all(p[other] <= n for other, n in limits.items())), default=None)
+
     def by_policy(self, policy: str, budgets: Budgets) -> Planned:
         """The plan of a fixed policy. Raises DoesNotFit."""
         planned = self.evaluate(POLICIES[policy](self.step, self.base, self.open_params))
@@ -141,12 +175,34 @@ class Candidates:
     def _evaluated(self, full: Planned) -> list[_Point]:
         each = min(max(_FEWEST_POINTS, _REGIONS_PER_PATH // len(regions(self.step))), _MOST_POINTS)
         points = [_Point(full, (full.plan,), 0)]
+        sampled = []
         for way in self._ways():
-            last = len(way) - 1
-            count = min(len(way), each)
-            for position in sorted({round(i * last / max(1, count - 1)) for i in range(count)}):
-                points.append(_Point(self.evaluate(way[position]), way, position))
+            last, count = len(way) - 1, min(len(way), each)
+            sampled += [(way, position) for position in sorted({round(i * last / max(1, count - 1)) for i in range(count)})]
+        left = _OPERATIONS_SEARCHED // sum(len(kernel_of(self.step, region).graph.nodes) for region in regions(self.step))
+        for done, (way, position) in enumerate(sampled):
+            self.tell("planning", done, len(sampled) + left)
+            points.append(_Point(self.evaluate(way[position]), way, position))
+        self._explore(points, left)
         return points
+
+    def _explore(self, points: list[_Point], left: int) -> None:
+        """Adds what local search finds in so many evaluations."""
+        blocks = blocks_of(self.step, self.machine)
+        seen = {signature(point.planned.plan, blocks, self.sizes) for point in points}
+        unvaried = list(points)
+        while left > 0 and unvaried:
+            point = _most_promising(points, unvaried)
+            unvaried = [other for other in unvaried if (other.peak, other.time_us) != (point.peak, point.time_us)]
+            for plan in neighbours(point.planned.plan, blocks, self.open_params):
+                key = signature(plan, blocks, self.sizes)
+                if key not in seen and left > 0:
+                    seen.add(key)
+                    self.tell("planning", len(points), len(points) + left)
+                    left -= 1
+                    made = self.evaluate(plan)
+                    points.append(_Point(made, (made.plan,), 0))
+                    unvaried.append(points[-1])
 
 
 def _by_policy(planned: Planned, sizes: Mapping[str, int], budgets: Budgets) -> Planned:
@@ -209,33 +265,35 @@ def _evaluator(
 ) -> Callable[[Plan], Planned]:
     def evaluate(plan: Plan) -> Planned:
         rewritten = rewrite(step, plan)
-        resident = resident_nbytes(sizes, plan, budgets.state_copies)
+        resident = resident_nbytes(sizes, plan, budgets)
         resident["device"] += budgets.reserve
         resident["host"] += len(step.meta["homes"]) * _SCALAR_STATE_NBYTES
         schedule = lower(rewritten, plan, machine, resident, workspace)
         copied = sum(i.nbytes for i in schedule.instructions if i.op == "copy")
-        time_us = span_us(simulate(schedule)) + machine.contention_us(copied)
-        return Planned(replace(plan, step_time_us=time_us), rewritten, schedule)
+        trace = simulate(schedule)
+        time_us = span_us(trace) + machine.contention_us(copied)
+        update_us = _update_us(schedule, trace, machine, sizes, plan, budgets)
+        return Planned(replace(plan, step_time_us=time_us, update_us=update_us), rewritten, schedule)
 
     return evaluate
 
 
 def _finished(best: Planned, sizes: Mapping[str, int], budgets: Budgets, minimum: int) -> Planned:
     best.step.recompile()
-    busy = busy_us(simulate(best.schedule))
+    busy: dict[str, float] = {**busy_us(simulate(best.schedule)), "update": best.plan.update_us}
     plan = replace(
         best.plan,
         budget_bytes=budgets.limits,
         peak_bytes=dict(best.schedule.peak_nbytes),
         minimum_device_bytes=minimum,
-        state_bytes=int(sum(sizes.values()) * (2 + budgets.state_copies)),
-        limiting_resource=max(busy, key=lambda q: busy[q]) if busy else "",
+        state_bytes=sum(resident_nbytes(sizes, best.plan, budgets).values()),
+        limiting_resource=max(busy, key=lambda what: busy[what]),
     )
     limits = {tier: n for tier, n in budgets.limits.items() if n is not None}
     return Planned(plan, best.step, replace(best.schedule, limit_nbytes=limits))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Point:
     """A candidate: the ``position``-th plan of a path."""
 
@@ -249,7 +307,7 @@ class _Point:
 
     @property
     def time_us(self) -> float:
-        return self.planned.plan.step_time_us
+        return self.planned.plan.total_us
 
 
 def _fits(planned: Planned, budgets: Budgets) -> bool:
@@ -277,6 +335,20 @@ def _pareto(points: list[_Point]) -> list[_Point]:
         if not kept or point.time_us < kept[-1].time_us:
             kept.append(point)
     return kept
+
+
+def _most_promising(points: list[_Point], unvaried: list[_Point]) -> _Point:
+    """Of the frontier's points that were not varied yet, the one with most between it and its neighbours; when there is none,
+    the point that comes nearest to the frontier in time."""
+    frontier = _pareto(points)
+    waiting = {id(point) for point in unvaried}
+    gaps = [(a.time_us - b.time_us) * (b.peak - a.peak) for a, b in itertools.pairwise(frontier)]
+    beside = zip([inf, *gaps], [*gaps, inf], frontier, strict=True)  # its ends come first
+    on_it = [(max(before, after), point) for before, after, point in beside if id(point) in waiting]
+    if on_it:
+        return max(on_it, key=lambda pair: pair[0])[1]
+    peaks = [point.peak for point in frontier]
+    return min(unvaried, key=lambda point: point.time_us / frontier[bisect_right(peaks, point.peak) - 1].time_us)
 
 
 def _choose(frontier: list[_Point], evaluate: Callable[[Plan], Planned], budgets: Budgets) -> Planned:
@@ -309,13 +381,41 @@ def _param_nbytes(step: fx.GraphModule) -> dict[str, int]:
     return sizes
 
 
-def resident_nbytes(sizes: Mapping[str, int], plan: Plan, state_copies: float) -> dict[str, int]:
-    """Persistent bytes per tier: weights, one gradient (an older one may be held while a new one is made) and
-    optimizer state, at the home of their block."""
+def resident_nbytes(sizes: Mapping[str, int], plan: Plan, budgets: Budgets) -> dict[str, int]:
+    """Persistent bytes per tier, at the home of their block: weights, optimizer state, and gradients, of which one is held
+    (an older one may be while a new one is made) or, updated as they arrive, those of two blocks are."""
     totals = {"device": 0, "host": 0}
+    largest = {"device": 0, "host": 0}
+    held = 2 if budgets.update == "step" else 1
     for block, nbytes in sizes.items():
-        totals["device" if plan.params(block) == "device" else "host"] += int(nbytes * (2 + state_copies))
+        tier = "device" if plan.params(block) == "device" else "host"
+        totals[tier] += int(nbytes * (held + budgets.state_copies))
+        largest[tier] = max(largest[tier], nbytes)
+    if budgets.update == "backward":
+        return {tier: nbytes + 2 * largest[tier] for tier, nbytes in totals.items()}
     return totals
+
+
+def _update_us(
+    schedule: Schedule, trace: Trace, machine: Machine, sizes: Mapping[str, int], plan: Plan, budgets: Budgets
+) -> float:
+    """What the optimizer's update adds to the step. As gradients arrive, the host works on each while the backward goes
+    on, through the memory that copies use too; parameters on the device are updated by the device in any case."""
+    there = sum(nbytes for block, nbytes in sizes.items() if plan.params(block) == "device")
+    here = sum(sizes.values()) - there
+    if budgets.update == "step":
+        return machine.update_us(here, there, budgets.state_copies)
+    done = 0.0
+    for record in sorted(trace.records, key=lambda record: record.end_us):
+        instruction = schedule.instructions[record.index]
+        if instruction.op == "copy" and schedule.buffers[instruction.writes[0]].role == "grad":
+            done = max(done, record.end_us) + machine.update_us(instruction.nbytes, 0, budgets.state_copies)
+    copied = sum(i.nbytes for i in schedule.instructions if i.op == "copy" and i.phase == "backward")
+    span = span_us(trace)
+    starts = (r.start_us for r in trace.records if schedule.instructions[r.index].phase == "backward")
+    backward = span - min(starts, default=span)
+    crowded = machine.update_us(here, 0, budgets.state_copies) + copied / machine.host_gbps / 1e3 - backward
+    return max(0.0, done - span, crowded) + machine.update_us(0, there, budgets.state_copies)
 
 
 def causes(planned: Planned, tier: str) -> tuple[tuple[str, int], ...]:
