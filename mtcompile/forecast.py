@@ -291,7 +291,7 @@ def _chunks(traced: Traced, device: int | None) -> int:
     nbytes = max((storage_nbytes(node.meta["val"]) for node in wide), default=0)
     if device is None or nbytes < device * _LARGE_HEAD:
         return 1
-    return int(min(_MOST_CHUNKS, 2 ** ceil(log2(nbytes / (device * _LARGE_HEAD)))))
+    return int(min(_MOST_CHUNKS, 2 ** ceil(log2(nbytes / max(1.0, device * _LARGE_HEAD)))))
 
 
 def _parameters(step: fx.GraphModule) -> list[torch.Tensor]:
