@@ -77,7 +77,7 @@ def named(machine: str | Machine) -> Machine:
         raise ValueError(f"expected machine to be one of {', '.join(PRESETS)} or a .json file, found {machine!r}")
     try:
         data = json.loads(Path(machine).read_text())
-        kinds = {name: type(value) for name, value in asdict(Machine()).items()}
+        kinds = {name: type(value) for name, value in asdict(Machine()).items() if name != "measured"}
         if not isinstance(data, dict) or set(data) - set(kinds):
             raise ValueError(f"expected an object with fields among {', '.join(kinds)}")
         for name, value in data.items():
