@@ -3,9 +3,9 @@
     python -m benchmarks.published --json out.json
 
 TFLOPS by ``mtcompile.shapes.FORMULA`` over the predicted step, the update after the backward. Sequences of 1,024 tokens,
-X
-bandwidth comes to 22 of them on the GH200; fewer on smaller devices are assumed. One factor per machine scales the rates of its kernels, so
-that the row marked ``calibrates`` comes out as published; all other rows are predicted with it.
+as many as BATCH says: the source does not, but that its serial update takes a sixth of a step, which at the preset's host
+bandwidth comes to 22 of them on the GH200; fewer on smaller devices are assumed. One factor per machine scales the rates
+of its kernels, so that the row marked ``calibrates`` comes out as published; all other rows are predicted with it.
 
 Figures: MegaTrain, arXiv 2604.05091.
 """

@@ -1,5 +1,5 @@
 """What is remembered between runs, on disk: joint graphs, so that nothing is traced, plans, so that nothing is searched, and
-this machine's speeds, so that nothing is measured.
+this machine's speeds and times of its kernels, so that nothing is measured.
 
 What comes from here is text, never code. A plan is decisions: it is rewritten, lowered, measured against the budgets and
 proven as a new one is, and dropped where it no longer fits.
@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import tempfile
+from collections.abc import Mapping
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ from mtcompile import knobs, passes
 from mtcompile.passes.graph_json import GraphFormatError, graph_from_json, graph_to_json
 from mtcompile.passes.plan import Plan, plan_from_json
 from mtcompile.passes.step_graph import listing
+
+Times = Mapping[str, Mapping[str, tuple[float, float]]]  # queue -> what ran there -> microseconds: measured, by formula
 
 
 def read_joint(key: str | None) -> fx.GraphModule | None:
@@ -66,6 +71,29 @@ def machine_path(identity: str) -> Path | None:
 def write_machine(identity: str, text: str) -> None:
     if path := machine_path(identity):
         _write("machines", path.stem, text)
+
+
+def times_key(machine: str, device: str, kernels: str) -> str:
+    """``device``: the kind of it, so that an emulated machine is not taken for a real one; ``kernels``: eager or Inductor's."""
+    return _digest(f"times {machine} on {device}, {kernels}")
+
+
+def read_times(key: str) -> Times | None:
+    """None where nothing was measured, or where what is there makes no sense."""
+    text = _read("times", key)
+    try:
+        data = json.loads(text) if text else {}
+        times = {q: {what: (float(us), float(formula)) for what, (us, formula) in rows.items()} for q, rows in data.items()}
+    except (ValueError, TypeError, AttributeError):
+        return None
+    sound = all(0 <= us < inf for rows in times.values() for pair in rows.values() for us in pair)
+    return times if times and sound else None
+
+
+def write_times(key: str, times: Times) -> bool:
+    """Whether they are there now."""
+    _write("times", key, json.dumps(times, indent=1))
+    return read_times(key) == times
 
 
 def _digest(text: str) -> str:

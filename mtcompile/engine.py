@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
+from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from torch import fx
 
 from mtcompile import cache, capture, internals, knobs
+from mtcompile.calibration import KEPT_PHASES, Timed, known_machine
 from mtcompile.cuda_graphs import Graphs, TorchGraphs, graphed
 from mtcompile.errors import BudgetError, CaptureError
 from mtcompile.home import Home
@@ -22,6 +25,7 @@ from mtcompile.machine import machine_of
 from mtcompile.passes import rewrite
 from mtcompile.passes.build import build
 from mtcompile.passes.check import check_schedule, same_computation
+from mtcompile.passes.cost import Machine
 from mtcompile.passes.loss_head import chunk_loss
 from mtcompile.passes.normalize import normalize
 from mtcompile.passes.planner import (
@@ -63,7 +67,7 @@ def check_options(kernels: str, loss_chunks: int | str, policy: str = "fastest")
 
 class Engine:
     """Compiles and runs programs. ``memory``, ``host``: budgets in bytes, None for no limit; ``knobs``: what the caller
-    calls them."""
+    calls them. ``throttle``: speeds that the emulated device keeps to, None for its own."""
 
     def __init__(
         self,
@@ -74,17 +78,19 @@ class Engine:
         kernels: str,
         loss_chunks: int | str,
         policy: str = "fastest",
+        throttle: Machine | None = None,
     ) -> None:
         self.loss_chunks, self.policy = loss_chunks, policy
         self.memory, self.host, self.knobs, self.kernels = memory, host, knobs, kernels
-        self.device = device
-        self.machine = machine_of(device.where, kernels == "inductor", staged=False)
+        self.device, self.throttle = device, throttle
         self.home = Home(device, self.moved)
         self.eager = EagerKernels(device.where)
         self.inductor = InductorKernels(device.where)
         on = device.where.type == "cuda" and cuda_graphs()
         self.graphs: Graphs | None = TorchGraphs(device.where) if on else None
         self.staged = self.in_backward = False
+        self.machine = self.speeds()
+        self.timed: deque[Timed] = deque(maxlen=KEPT_PHASES)
         self.last: Compiled | None = None
         self.last_trace: Trace | None = None
         self.peak_device_bytes = 0
@@ -137,6 +143,13 @@ class Engine:
         self.last = known
         return known
 
+    def speeds(self) -> Machine:
+        """The machine by its figures alone, whatever was measured."""
+        fuses = self.kernels == "inductor"
+        if self.throttle is not None:
+            return replace(self.throttle, name=f"{self.throttle.name}, emulated", fuses=fuses)
+        return machine_of(self.device.where, fuses, self.staged)
+
     @staticmethod
     def reserve(step: fx.GraphModule) -> int:
         """Device bytes held beside a schedule: the generator's state as a step found it, and as a backward did (on the
@@ -148,6 +161,7 @@ class Engine:
         return None if self.memory is None else self.memory - reserved
 
     def _compile(self, program: Program, tangents: Tangents, reserved: int) -> Compiled:
+        self.machine = known_machine(self)
         probing = internals.probe_inductor() if self.kernels == "inductor" else None
         joint = self._joint(program.description, tangents)
         joint, step, planned = self._loss_head(joint, reserved, bool(tangents))
@@ -168,11 +182,10 @@ class Engine:
     def _say_not_pinned(self) -> None:
         """Plan again for slower copies: host memory could not be pinned, which is known once it is taken."""
         self.staged = True
-        self.machine = machine_of(self.device.where, self.machine.fuses, staged=True)
         warnings.warn(
             "host memory could not be pinned (expected room under the limit on locked memory, ulimit -l; under WSL about "
             "1 GiB is all there is): copies go through a small pinned ring, and the plan counts on "
-            f"{self.machine.h2d_gbps:.0f} GB/s. Raise the limit for full speed; results are the same",
+            f"{self.speeds().h2d_gbps:.0f} GB/s. Raise the limit for full speed; results are the same",
             stacklevel=2,
         )
 

@@ -30,6 +30,11 @@ def cuda_graphs() -> bool:
     return os.environ.get("MT_CUDA_GRAPHS", "0") not in ("", "0")
 
 
+def measured() -> bool:
+    """MT_MEASURED=0: plan by formulas, whatever ``calibrate`` has measured on this machine."""
+    return os.environ.get("MT_MEASURED", "1") not in ("", "0")
+
+
 def dump() -> str:
     """MT_DUMP=dir: write the plan, schedule and step graphs of each program there."""
     return os.environ.get("MT_DUMP", "")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mtcompile import cache, device, knobs
-from mtcompile.measure import QUICK, Measured, identity, measure
+from mtcompile.measure import QUICK, Findings, identity, measure
 from mtcompile.passes.cost import Machine
 
 
@@ -100,7 +100,7 @@ def this() -> Machine:
     return measured.machine
 
 
-def remember(where: torch.device, measured: Measured) -> Path | None:
+def remember(where: torch.device, measured: Findings) -> Path | None:
     """Write what ``this`` reads. Returns the file; None where nothing could be written."""
     cache.write_machine(identity(where), to_json(measured.machine))
     path = cache.machine_path(identity(where))
@@ -115,13 +115,15 @@ def scratch() -> Path:
 
 def to_json(machine: Machine) -> str:
     """The text of a machine file."""
-    return json.dumps(asdict(machine), indent=1) + "\n"
+    data = asdict(replace(machine, measured=None))
+    del data["measured"]
+    return json.dumps(data, indent=1) + "\n"
 
 
 def _from_file(path: Path) -> Machine:
     try:
         data = json.loads(path.read_text())
-        kinds = {name: type(value) for name, value in asdict(Machine()).items()}
+        kinds = {name: type(value) for name, value in asdict(Machine()).items() if name != "measured"}
         if not isinstance(data, dict) or set(data) - set(kinds):
             raise ValueError(f"expected an object with fields among {', '.join(kinds)}")
         for name, value in data.items():

@@ -70,7 +70,7 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Findings:
     machine: Machine
     measurements: tuple[Measurement, ...]
 
@@ -96,7 +96,7 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def measure(device: Device, effort: Effort, folder: Path) -> Measured:
+def measure(device: Device, effort: Effort, folder: Path) -> Findings:
     """``folder``: where the disk is measured, in a file that is gone afterwards. Raises RuntimeError where memory is short."""
     where = device.where
     link, copies = _copies(device, effort)
@@ -121,7 +121,7 @@ def measure(device: Device, effort: Effort, folder: Path) -> Measured:
         host_gbps=_rounded(update),
         device_nbytes=total_nbytes(device) or 0,
     )
-    return Measured(machine, tuple(rows))
+    return Findings(machine, tuple(rows))
 
 
 def median_s(work: Callable[[], object], at_most_s: float, wait: Callable[[], object] = lambda: None) -> float:

@@ -13,6 +13,7 @@ from mtcompile import capture
 from mtcompile.device import free_nbytes, total_nbytes
 from mtcompile.engine import Engine
 from mtcompile.errors import StepError
+from mtcompile.passes.cost import Machine
 from mtcompile.passes.planner import Budgets, DoesNotFit, Planned
 from mtcompile.program import Program
 from mtcompile.runtime.device import Device
@@ -46,6 +47,7 @@ class ModelEngine(Engine):
         loss_chunks: int | str,
         policy: str,
         optimizer: torch.optim.Optimizer | None,
+        throttle: Machine | None,
     ) -> None:
         there = total_nbytes(device)
         if memory is not None and there is not None and memory > there:
@@ -54,7 +56,8 @@ class ModelEngine(Engine):
         for parameter in model.parameters():  # at home on the host, all of them
             self.moved(parameter)
         memory = memory if memory is not None else free_nbytes(device)
-        super().__init__(device, memory, host, {"device": "memory", "host": "host"}, kernels, loss_chunks, policy)
+        names = {"device": "memory", "host": "host"}
+        super().__init__(device, memory, host, names, kernels, loss_chunks, policy, throttle)
         self.model = weakref.ref(model)
         self.sent_nbytes = 0  # of the call's tensors, copied to the device for its length
         self._captured = capture.front_end(call, self._backend, device.where)

@@ -8,10 +8,13 @@ from typing import Any, NoReturn, TypeVar, overload
 import torch
 from torch import nn
 
+from mtcompile.calibration import Calibration, calibrate
 from mtcompile.device import choose
 from mtcompile.engine import check_options
 from mtcompile.errors import MtcompileError
+from mtcompile.machine import named
 from mtcompile.model import ModelEngine
+from mtcompile.passes.cost import Machine
 from mtcompile.passes.plan import Plan
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.trace import Trace
@@ -53,6 +56,11 @@ class CompiledModule(nn.Module):
         under MT_CHECK=1).
         """
         return self._mt_engine.report()
+
+    def calibrate(self) -> Calibration:
+        """Keep what the kernels and copies of the last steps took, so that programs compiled from now on, on this machine,
+        are planned by it. Print it for a summary. Raises StepError before the second step."""
+        return calibrate(self._mt_engine)
 
     def bind(self, optimizer: torch.optim.Optimizer) -> CompiledModule:
         """Tell the planner which optimizer will step this model, when it was made after ``compile``."""
@@ -107,6 +115,7 @@ def compile(
     loss_chunks: int | str = ...,
     device: str | torch.device | None = ...,
     policy: str = ...,
+    throttle: str | Machine | None = ...,
 ) -> M: ...
 @overload
 def compile(
@@ -119,6 +128,7 @@ def compile(
     loss_chunks: int | str = ...,
     device: str | torch.device | None = ...,
     policy: str = ...,
+    throttle: str | Machine | None = ...,
 ) -> type[M]: ...
 @overload
 def compile(
@@ -131,6 +141,7 @@ def compile(
     loss_chunks: int | str = ...,
     device: str | torch.device | None = ...,
     policy: str = ...,
+    throttle: str | Machine | None = ...,
 ) -> Any: ...
 
 
@@ -144,6 +155,7 @@ def compile(
     loss_chunks: int | str = 1,
     device: str | torch.device | None = None,
     policy: str = "fastest",
+    throttle: str | Machine | None = None,
 ) -> Any:
     """Train ``model`` inside a device-memory budget, with the bits of plain PyTorch.
 
@@ -165,6 +177,8 @@ def compile(
 
     policy     ``"fastest"``: the plan is searched for; or a fixed one to compare it with: ``"resident"``,
                ``"checkpoint-all"``, ``"megatrain"``, ``"zero3-offload"``, ``"offload-all"``
+    throttle   on the emulated device, a machine whose speeds it keeps to (a preset, a JSON file or a ``Machine``): plans are
+               for that machine, and every copy and kernel takes at least the time they say. Numbers are the same
 
     The first call captures and plans; ``BudgetError`` (with ``.minimum_bytes``) when no plan fits, ``CaptureError``
     when the model cannot be captured. Raises ValueError and TypeError for options that cannot be honoured.
@@ -172,9 +186,12 @@ def compile(
     check_options(kernels, loss_chunks, policy)
     options: dict[str, Any] = {"memory": parse_bytes(memory), "host": parse_bytes(host), "optimizer": optimizer}
     options |= {"kernels": kernels, "loss_chunks": loss_chunks, "policy": policy}
+    options["throttle"] = None if throttle is None else named(throttle)
     if model is None:
         return lambda target: compile(target, **{**options, "device": device, "memory": memory, "host": host})
     options["device"] = choose(device)
+    if throttle is not None and options["device"].where.type != "cpu":
+        raise ValueError(f'expected throttle= with device="cpu" only, found {options["device"].where}')
     if isinstance(model, type) and issubclass(model, nn.Module):
         if optimizer is not None:
             raise TypeError("expected no optimizer= when compiling a class; call model.bind(optimizer) on the instance")

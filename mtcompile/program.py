@@ -332,17 +332,20 @@ def _execute(engine: Engine, frame: Frame, phase: Phase) -> None:
     # The host waits for what the caller may read or change next: weights, and at the end of a backward gradients.
     visible: tuple[Queue, ...] = ("h2d", "d2h") if phase == "backward" or compiled.mutated else ("h2d",)
     fence = engine.device.fence(visible, timed=knobs.trace())
+    paced = engine.throttle is not None
     with torch.no_grad(), _without_autocast(engine.device.where.type):
         if phase == "forward":  # the allocator knows the size of what is freed only if it saw it made
             frame.measured = knobs.check() or not compiled.settled
         if frame.measured:
             base = _device_nbytes(memory, engine.device.where) + engine.held_nbytes()
             with allocator_peak(engine.device.where) as peak:
-                records = execute(compiled.phases[phase], memory, compiled.kernels, delays, fence)
+                records = execute(compiled.phases[phase], memory, compiled.kernels, delays, fence, paced)
             if peak.nbytes is not None:
                 engine.measured(compiled, base + peak.nbytes)
         else:
-            records = execute(compiled.phases[phase], memory, compiled.kernels, delays, fence)
+            records = execute(compiled.phases[phase], memory, compiled.kernels, delays, fence, paced)
+            if fence is None or fence.timed:  # else they say when each was issued
+                engine.timed.append((compiled, phase, records))
     compiled.passed.add(phase)
     frame.records += shifted(records, max((r.end_us for r in frame.records), default=0.0))
     engine.last_trace = Trace(tuple(frame.records), "measured")

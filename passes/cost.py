@@ -1,9 +1,12 @@
-"""What a kernel costs: FLOPs by torch's own formulas, bytes of memory traffic, time on a machine by the roofline."""
+"""What a kernel costs: FLOPs by torch's own formulas, bytes of memory traffic, time on a machine by the roofline; or as it
+was measured there."""
 
 from __future__ import annotations
 
+import hashlib
 import operator
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field, replace
 
 import torch
 from torch import fx
@@ -27,10 +30,21 @@ _FUSED = 3  # of the bytes that fusible operations move one by one, the share th
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """Times that a machine took, in place of formulas. ``kernels``: ``kernel_digest`` -> microseconds of one run. ``scale``:
+    queue -> what was measured there over what formulas say of the same; everything that was not measured itself is
+    multiplied by it, so that it does not look cheap only because formulas are."""
+
+    kernels: Mapping[str, float] = field(hash=False)
+    scale: Mapping[str, float] = field(hash=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """Speeds of one machine: GB/s of the device's memory, of the link per direction and of the host's memory, dense FLOP/s,
     and the microseconds one operation costs to issue. ``fuses``: its kernels are compiled. ``device_nbytes``: the memory of
-    its device, 0 where it has what it is given. The defaults are of the emulated device on a small CPU."""
+    its device, 0 where it has what it is given. ``measured``: what is known of it beside these, None for nothing. The
+    defaults are of the emulated device on a small CPU."""
 
     name: str = "emulated"
     flops: float = 5e10
@@ -41,9 +55,13 @@ class Machine:
     fuses: bool = False
     host_gbps: float = 10.0
     device_nbytes: int = 0
+    measured: Measured | None = None
+
+    def scale(self, queue: str) -> float:
+        return 1.0 if self.measured is None else self.measured.scale.get(queue, 1.0)
 
     def copy_us(self, nbytes: int, queue: str) -> float:
-        return nbytes / (self.d2h_gbps if queue == "d2h" else self.h2d_gbps) / 1e3
+        return self.scale(queue) * (nbytes / (self.d2h_gbps if queue == "d2h" else self.h2d_gbps) / 1e3)
 
     def update_us(self, host_nbytes: int, device_nbytes: int, state_copies: float) -> float:
         """Of an elementwise optimizer, by parameter bytes at home in each tier: it reads weight, gradient and state, and
@@ -56,7 +74,8 @@ class Machine:
         return nbytes / self.memory_gbps / 1e3
 
     def run_us(self, flops: int, nbytes: int, operations: int) -> float:
-        return max(flops / self.flops * 1e6, nbytes / self.memory_gbps / 1e3) + self.issue_us * operations
+        by_formula = max(flops / self.flops * 1e6, nbytes / self.memory_gbps / 1e3) + self.issue_us * operations
+        return self.scale("compute") * by_formula
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +93,24 @@ class Cost:
             return machine.run_us(self.flops, self.nbytes, self.operations)
         left = self.nbytes - self.fusible_nbytes + self.fusible_nbytes // _FUSED
         return machine.run_us(self.flops, left, self.operations - self.fusible)
+
+
+def kernel_us(kernel: fx.GraphModule, machine: Machine) -> float:
+    """Microseconds of one run: as measured, or by formula."""
+    known = None if machine.measured is None else machine.measured.kernels.get(kernel_digest(kernel))
+    return kernel_cost(kernel).time_us(machine) if known is None else known
+
+
+def formula_us(kernel: fx.GraphModule, machine: Machine) -> float:
+    """Microseconds of one run, whatever was measured."""
+    return kernel_cost(kernel).time_us(replace(machine, measured=None))
+
+
+def kernel_digest(kernel: fx.GraphModule) -> str:
+    """Of its key: the same for the same body in every process."""
+    if "digest" not in kernel.meta:
+        kernel.meta["digest"] = hashlib.sha256(kernel.meta["key"].encode()).hexdigest()
+    return str(kernel.meta["digest"])
 
 
 def kernel_cost(kernel: fx.GraphModule) -> Cost:

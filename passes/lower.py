@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from mtcompile.passes.cost import Machine, kernel_cost
+from mtcompile.passes.cost import Machine, kernel_us
 from mtcompile.passes.memory import workspace_nbytes
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.slots import assign_offsets
@@ -95,7 +95,7 @@ def _work(step: fx.GraphModule, buffers: Mapping[str, Buffer], machine: Machine,
         if is_region(call):
             name = str(call.target)
             kernel = kernel_of(step, call)
-            time_us = kernel_cost(kernel).time_us(machine)
+            time_us = kernel_us(kernel, machine)
             instruction = Instruction(
                 "run", "compute", phase, reads, writes, name, workspace(kernel), time_us=time_us, label=call.name
             )

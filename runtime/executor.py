@@ -22,6 +22,8 @@ from typing import Any, Protocol
 from mtcompile.runtime.schedule import Instruction, Phase, Queue, Schedule
 from mtcompile.runtime.trace import Record
 
+_AWAKE_NS = 200_000  # at the end of a paced instruction
+
 
 class Fence(Protocol):
     """The order of a phase on a device that runs behind the threads that give it work: there a queue's progress is what
@@ -129,14 +131,25 @@ class _Progress:
             self.changed.notify_all()
 
 
+def _wait_until(clock_ns: int) -> None:
+    """Asleep until shortly before, since a sleep ends late; then awake, while the other queues' threads may run."""
+    asleep_ns = clock_ns - time.perf_counter_ns() - _AWAKE_NS
+    if asleep_ns > 0:
+        time.sleep(asleep_ns / 1e9)
+    while time.perf_counter_ns() < clock_ns:
+        time.sleep(0)
+
+
 def execute(
     prepared: Prepared,
     memory: Memory,
     kernels: Mapping[str, Callable[..., Any]],
     delays: Delays | None = None,
     fence: Fence | None = None,
+    paced: bool = False,
 ) -> list[Record]:
     """Run one phase; returns when every queue is drained (with a ``fence``: issued, and drained into the compute queue).
+    ``paced``: a copy or run that took less than its ``time_us`` waits out the rest, as a slower device would take it.
     Raises what the failing instruction raised."""
     progress = _Progress()
     records: list[Record] = []
@@ -177,6 +190,8 @@ def execute(
                     copy(instruction.reads, instruction.writes)
                 else:
                     run(kernels[instruction.kernel], instruction.reads, instruction.writes, instruction.workspace)
+                if paced:
+                    _wait_until(began + round(instruction.time_us * 1e3))
                 records.append(Record(item.index, queue, (began - start) / 1e3, (clock() - start) / 1e3))
                 if stamp is not None:
                     stamp(queue, item.index)

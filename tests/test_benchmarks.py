@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import run, training
+from benchmarks import predictions, run, training
 from benchmarks.decoder import build, text
+from benchmarks.models import Case, make
+from mtcompile.passes.cost import Machine
 from mtcompile.shapes import SHAPES, Decoder, counted, model_flops
 
 
@@ -77,3 +79,33 @@ def test_without_a_gpu_nothing_is_run() -> None:
     for command in (["benchmarks.gpu"], ["benchmarks.run", "--suite", "gpu"]):
         made = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=False)
         assert made.returncode == 0 and "nothing was run" in made.stdout
+
+
+def test_predictions_are_measured_and_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MT_CACHE", str(tmp_path))
+    monkeypatch.setattr(predictions, "SLOW", Machine("slow"))
+    tiny = Case("tiny", 1, 16, 2, batch=1, seq=8, vocabulary=16)
+    monkeypatch.setitem(predictions.MODELS, "tiny", lambda: make(tiny))
+    rows = [
+        predictions.measure(predictions.Config("tiny", 1, gbps, calibrates), steps=1, warmups=1)
+        for gbps, calibrates in ((0.5, True), (1.0, False), (0.0, True), (0.0, False))
+    ]
+    assert [row["planned_for"] for row in rows] == ["slow, emulated"] * 2 + ["emulated", "emulated as measured"]
+    assert all(row["measured_ms"] > 0 and row["predicted_peak_bytes"] >= row["measured_peak_bytes"] > 0 for row in rows)
+    assert "calibrated emulated" in rows[2]["calibration"] and list(tmp_path.glob("times/*"))
+
+
+def test_errors_of_predictions_leave_out_what_calibrates() -> None:
+    def row(predicted: float, measured: float, calibrates: bool) -> dict[str, Any]:
+        peaks = {"predicted_peak_bytes": 2 * 60_000_000, "measured_peak_bytes": 60_000_000}
+        about = {"model": "m", "memory_mib": 1, "link_gbps": None, "calibrates": calibrates}
+        return {"predicted_ms": predicted, "measured_ms": measured, **about, **peaks}
+
+    rows = [row(10, 20, True), row(10, 20, False), row(100, 250, False), row(10, 16, False)]
+    factor = predictions.overhead(rows)
+    judged = predictions.judge(rows, factor)
+    assert factor == pytest.approx(2) and judged["configurations"] == 3
+    assert judged["worst_percent"] == pytest.approx(25) and judged["median_percent"] == pytest.approx(20)
+    assert judged["worst_percent_of_longer_steps"] == pytest.approx(20)
+    assert judged["greatest_peak_ratio_above_50_mb"] == 2
+    assert "| m | 1 |  | 200.0 | 250.0 | -20.0 |" in predictions.table("t", judged)

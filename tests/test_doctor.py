@@ -241,7 +241,7 @@ def test_this_machine_is_measured_once_and_then_read(quickly: Path, monkeypatch:
     assert named(str(file)) == first
     assert file == cache.machine_path(measure.identity(torch.device("cpu")))
     file.write_text("{")  # not a machine: measured again
-    monkeypatch.setattr("mtcompile.machine.measure", lambda *_: measure.Measured(Machine("again"), ()))
+    monkeypatch.setattr("mtcompile.machine.measure", lambda *_: measure.Findings(Machine("again"), ()))
     assert named("this").name == "again"
     assert mtcompile.plan("gpt-11m", batch=1, seq=16, machine="this").machine == "again"
 
