@@ -7,7 +7,8 @@ as many as BATCH says: the source does not, but that its serial update takes a s
 bandwidth comes to 22 of them on the GH200; fewer on smaller devices are assumed. One factor per machine scales the rates
 of its kernels, so that the row marked ``calibrates`` comes out as published; all other rows are predicted with it.
 
-Figures: MegaTrain, arXiv 2604.05091.
+Figures: MegaTrain, arXiv 2604.05091. The policies are what those systems decide, run without what their code costs besides
+(copies per parameter, three forwards, hooks and synchronisation): the factor takes up MegaTrain's share, nothing DeepSpeed's.
 """
 
 from __future__ import annotations

@@ -435,7 +435,7 @@ def _refused(about: Forecast, candidates: Candidates, error: DoesNotFit) -> Fore
         ways.append(f"{other} memory of {gib(more)} ({more} bytes) takes what the {tier} cannot")
     with_it = dict(budgets.limits) | {tier: error.minimum}
     then = candidates.best(with_it["device"], with_it["host"]).plan.total_us
-    ways.append(f"{tier} memory of {gib(error.minimum)} ({error.minimum} bytes) or more: a step of {then / 1e6:.3f} s then")
+    ways.append(f"{tier} memory of {gib(error.minimum)} ({error.minimum} bytes) or more: {_time(then)} a step then")
     parts = ", ".join(f"{what} {gib(nbytes)}" for what, nbytes in error.causes)
     ways.append('fewer tokens a step: solve="batch" or solve="seq" finds how many fit')
     ways.append(f"less in one of the largest parts: {parts}")
@@ -448,7 +448,7 @@ def _refused(about: Forecast, candidates: Candidates, error: DoesNotFit) -> Fore
 
 def _lines(f: Forecast) -> list[str]:
     budget = ", ".join(f"{tier} {gib(n) if n is not None else 'no limit'}" for tier, n in f.budget_bytes.items())
-    lines = [f"{f.model}: {f.parameters / 1e9:.3g} billion parameters, {f.tokens:,} tokens a step, on {f.machine} ({budget})"]
+    lines = [f"{f.model}: {_count(f.parameters)} parameters, {f.tokens:,} tokens a step, on {f.machine} ({budget})"]
     if f.solved and f.feasible:
         lines += [f"  largest {what} that fits: {n}" for what, n in f.solved.items() if what != "memory"]
         lines += [f"  least device memory: {gib(n)} ({n} bytes)" for what, n in f.solved.items() if what == "memory"]
@@ -457,9 +457,9 @@ def _lines(f: Forecast) -> list[str]:
         lines += [f"  {way}" for way in f.ways_out]
     if f.planned is not None:
         lines.append(
-            f"{'fits' if f.feasible else 'if there were room'}: {f.step_time_us / 1e6:.3f} s a step "
-            f"({f.update_us / 1e6:.3f} s of it for the update), {f.tokens_per_s:,.0f} tokens/s, {f.tflops:.0f} TFLOPS with "
-            f"recomputation; limited by {f.limiting_resource}"
+            f"{'fits' if f.feasible else 'if there were room'}: {_time(f.step_time_us)} a step ({_time(f.update_us)} of it for "
+            f"the update), {f.tokens_per_s:,.0f} tokens/s, {f.tflops:.3g} TFLOPS with recomputation; limited by "
+            f"{f.limiting_resource}"
         )
         for tier, parts in (f.ledger or {}).items():
             told = ", ".join(f"{part} {gib(nbytes)}" for part, nbytes in parts.items() if nbytes)
@@ -467,7 +467,7 @@ def _lines(f: Forecast) -> list[str]:
         lines.append(f"  host at load: {gib(f.load_host_bytes)}; at save: as in the step, since files are written from views")
         lines.append("  busy: " + ", ".join(f"{queue} {share:.0%}" for queue, share in (f.busy or {}).items()))
         for tier, us in (f.next_gib_us or {}).items():
-            lines.append(f"  one GiB more of {tier} memory: {us / 1e3:.1f} ms a step less")
+            lines.append(f"  one GiB more of {tier} memory: {_time(us)} a step less")
         lines.append(f"  smallest device memory that works: {gib(f.minimum_device_bytes)}")
         lines.append(f"  numerics: {f.numerics}")
     for tier, expression in (f.peak_expressions or {}).items():
@@ -475,5 +475,16 @@ def _lines(f: Forecast) -> list[str]:
     for row in f.rows:
         short = "" if row.feasible else f"; does not fit: {gib(row.short_bytes)} short of {row.tier} memory"
         peaks = ", ".join(f"{tier} {gib(nbytes)}" for tier, nbytes in row.peak_bytes.items())
-        lines.append(f"  policy {row.policy}: {row.step_time_us / 1e6:.3f} s a step, {peaks}{short}")
+        lines.append(f"  policy {row.policy}: {_time(row.step_time_us)} a step, {peaks}{short}")
     return lines
+
+
+def _time(us: float) -> str:
+    return f"{us / 1e6:.2f} s" if us >= 1e6 else f"{us / 1e3:.3g} ms"
+
+
+def _count(n: int) -> str:
+    for size, word in ((10**9, " billion"), (10**6, " million"), (10**3, " thousand")):
+        if n >= size:
+            return f"{n / size:.3g}{word}"
+    return str(n)
