@@ -17,7 +17,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -120,7 +120,7 @@ def every_plan(step: fx.GraphModule, base: Plan, blocks: list[str]) -> Iterator[
             before = decisions.get(key)
             values = (*(before.values if before else ()), *decision.values)
             decisions[key] = Decision(decision.kind, decision.subject, decision.choice, 0, decision.reason, values)
-        yield Plan((*base.decisions, *decisions.values()), lookahead, base.budget_bytes, machine=base.machine)
+        yield replace(base, decisions=(*base.decisions, *decisions.values()), lookahead=lookahead)
 
 
 def _home(block: str, tier: Choice) -> tuple[Decision, ...]:

@@ -37,7 +37,7 @@ from mtcompile.runtime.trace import busy_us
 from mtcompile.runtime.verify import verify
 from mtcompile.shapes import SHAPES, fake
 from mtcompile.sizes import parse_bytes
-from mtcompile.tracing import Traced, trace
+from mtcompile.tracing import Traced, collecting_later, trace
 
 _LARGE_HEAD, _MOST_CHUNKS = 0.02, 64  # a loss head whose logits take more than that part of the device is cut
 _LEFT_FREE = 0.08  # of a machine's device memory when no budget is given
@@ -163,14 +163,15 @@ def plan(
     copies = kind.state_copies(optimizer)
     budgets = Budgets(device, parse_bytes(host), copies, update="backward" if update == "backward" else "step")
     question = _Question(model, data, kind, optimizer, there, budgets, policies, force, tell)
-    if solve in ("batch", "seq"):
-        return _largest(question, solve, batch, seq)
-    first = _answer(question, batch, seq)
-    if solve == "memory" and first.minimum_device_bytes:
-        least = first.minimum_device_bytes
-        found = _answer(replace(question, budgets=replace(budgets, device=least)), batch, seq)
-        return replace(found, solved={"memory": least})
-    return first
+    with collecting_later():
+        if solve in ("batch", "seq"):
+            return _largest(question, solve, batch, seq)
+        first = _answer(question, batch, seq)
+        if solve == "memory" and first.minimum_device_bytes:
+            least = first.minimum_device_bytes
+            found = _answer(replace(question, budgets=replace(budgets, device=least)), batch, seq)
+            return replace(found, solved={"memory": least})
+        return first
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,8 @@ def paths(
         found.append(_path(device, [*_by_density(vary), *params]))
     for length in _lengths(len(blocks)):
         found += [(_with(start, _chains(blocks, length)),) for start in ((device, base) if host else (device,))]
+    if not host:  # what cannot go home can be halved and halved again
+        found += [(replace(_with(device, _chains(blocks, len(blocks))), span=span),) for span in (1, 2, 4)]
     return tuple(found)
 
 

@@ -34,12 +34,14 @@ class Decision:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What lives where. Missing subjects take the floor's choice: parameters on the host, activations on the host,
-    blocks recomputed. ``lookahead``: how many regions ahead a prefetch is issued. ``peak_bytes``, ``budget_bytes`` per
-    tier; ``step_time_us``: forward and backward as the simulator predicts them; ``update_us``: what the optimizer's update
+    blocks recomputed. ``lookahead``: how many regions ahead a prefetch is issued. ``span``: how many blocks
+    in a row are recomputed at once (longer runs are halved, recursively); 0: all of them. ``peak_bytes``, ``budget_bytes``
+    per tier; ``step_time_us``: forward and backward as the simulator predicts them; ``update_us``: what the optimizer's update
     adds to them; ``numerics`` is the contract in words."""
 
     decisions: tuple[Decision, ...] = ()
     lookahead: int = 0
+    span: int = 0
     budget_bytes: Mapping[str, int | None] = field(default_factory=dict)
     peak_bytes: Mapping[str, int] = field(default_factory=dict)
     minimum_device_bytes: int = 0
@@ -102,7 +104,8 @@ class Plan:
             budget = self.budget_bytes.get(tier)
             lines.append(f"  {tier}: peak {gib(peak)} of {gib(budget) if budget is not None else 'no limit'}")
         lines.append(f"  smallest device budget that works: {gib(self.minimum_device_bytes)}")
-        lines.append(f"  training state: {gib(self.state_bytes)}; prefetch {self.lookahead} region(s) ahead")
+        runs = f"; runs of recomputed blocks are halved down to {self.span}" if self.span else ""
+        lines.append(f"  training state: {gib(self.state_bytes)}; prefetch {self.lookahead} region(s) ahead{runs}")
         lines.append(f"  numerics: {self.numerics}")
         groups: dict[tuple[str, str, str, int], list[Decision]] = {}
         for d in self.decisions:

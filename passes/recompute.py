@@ -10,6 +10,7 @@ Random operations are replayed from their saved generator state in both.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -201,23 +202,81 @@ def _inline(
 
 
 def repeat_forward(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-    """Values between blocks that the plan recomputes: their forward region is called again before the first backward
-    call that reads them. From the last block to the first, so that what a repeated region reads may be remade too."""
-    for region in reversed([r for r in regions(step) if r.meta["phase"] == "forward"]):
-        again = [value for value in results(region) if plan.activation(value.name) == "recompute"]
-        order = {call: i for i, call in enumerate(regions(step))}
-        readers = {
-            value: [user for user in value.users if is_region(user) and user.meta["phase"] == "backward"] for value in again
-        }
-        again = [value for value in again if readers[value]]
-        if again:
-            _repeat(step, region, again, min((u for v in again for u in readers[v]), key=order.__getitem__), readers)
+    """Values between blocks that the plan recomputes: their forward regions are called again before the first backward
+    call that reads them.
+
+    Where neighbouring blocks are recomputed, all of the run is made again at once, from what enters it. With ``plan.span``,
+    a longer run is halved: its first half is made again once to enter the second, and once more when its own turn comes;
+    and so on, as deep as needed: less is live, and more is computed.
+    """
+    forward = [region for region in regions(step) if region.meta["phase"] == "forward"]
+    marked = {region: [v for v in results(region) if plan.activation(v.name) == "recompute"] for region in forward}
+    for run in _runs(forward, marked):
+        _repeat_run(step, run, plan.span or len(run), marked)
     return step
 
 
+def _runs(forward: list[fx.Node], marked: Mapping[fx.Node, list[fx.Node]]) -> list[list[fx.Node]]:
+    """Neighbours with something to make again, together; the last first, so that what a repeated call reads may be remade
+    too."""
+    runs: list[list[fx.Node]] = []
+    for before, region in itertools.pairwise([None, *forward]):
+        if region is not None and marked[region]:
+            if runs and runs[-1][-1] is before:
+                runs[-1].append(region)
+            else:
+                runs.append([region])
+    return runs[::-1]
+
+
+def _repeat_run(step: fx.GraphModule, run: list[fx.Node], span: int, marked: Mapping[fx.Node, list[fx.Node]]) -> None:
+    calls = regions(step)
+    order = {call: position for position, call in enumerate(calls)}
+    readers = {
+        value: [user for user in value.users if is_region(user) and user.meta["phase"] == "backward"]
+        for region in run
+        for value in marked[region]
+    }
+    made: dict[fx.Node, list[tuple[int, fx.Node]]] = {value: [] for value in readers}  # each with the call it stands before
+
+    def reads(low: int, high: int) -> list[int]:
+        return [order[user] for region in run[low:high] for value in marked[region] for user in readers[value]]
+
+    def latest(value: fx.Node, position: int) -> fx.Node:
+        """The value as it is made last before a call; itself where it is not made again before."""
+        return next((again for before, again in reversed(made.get(value, ())) if before <= position), value)
+
+    def repeat(low: int, high: int, position: int) -> None:
+        for region in run[low:high]:
+            args = {value: latest(value, position) for value in region.args}
+            again = _repeat(step, region, marked[region], calls[position], args)
+            for value, new in zip(marked[region], again, strict=True):
+                made[value].append((position, new))
+
+    def serve(low: int, high: int, after: int) -> None:
+        """Make the run's blocks from ``low`` to ``high`` again for what reads them at ``after`` or later."""
+        position = min((place for place in reads(low, high) if place >= after), default=None)
+        if position is None:
+            return
+        if high - low <= span:
+            repeat(low, high, position)
+            return
+        middle = (low + high + 1) // 2
+        repeat(low, middle, position)
+        serve(middle, high, position)
+        serve(low, middle - 1, max(reads(middle, high), default=position) + 1)
+
+    serve(0, len(run), 0)
+    for value, users in readers.items():
+        for user in users:
+            if (again := latest(value, order[user])) is not value:
+                user.replace_input_with(value, again)
+
+
 def _repeat(
-    step: fx.GraphModule, region: fx.Node, again: list[fx.Node], before: fx.Node, readers: Mapping[fx.Node, list[fx.Node]]
-) -> None:
+    step: fx.GraphModule, region: fx.Node, again: list[fx.Node], before: fx.Node, args: Mapping[fx.Node, fx.Node]
+) -> list[fx.Node]:
+    """Call a region once more for some of its results; ``args``: what stands for each of its operands."""
     items = {int(item.args[1]): item for item in results(region)}
     kernel = kernel_of(step, region)
     body = fx.Graph()
@@ -236,9 +295,7 @@ def _repeat(
             body.erase_node(node)
     with step.graph.inserting_before(before):
         name = install(step, step.meta["kernels"], body)
-        call = step.graph.create_node("call_module", name, tuple(used), name=f"{region.name}_again")
+        operands = tuple(args.get(value, value) for value in used)
+        call = step.graph.create_node("call_module", name, operands, name=f"{region.name}_again")
         call.meta.update(region.meta, phase="backward")
-        remade = add_call(step.graph, call, [(f"{v.name}_again", dict(v.meta)) for v in again])
-    for value, new in zip(again, remade, strict=True):
-        for user in readers[value]:
-            user.replace_input_with(value, new)
+        return add_call(step.graph, call, [(f"{v.name}_again", dict(v.meta)) for v in again])

@@ -24,7 +24,7 @@ def signature(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, in
     for block in blocks:
         kept = [value for value in block.saved if plan.keeps(block.name, value.name)]
         values.append(tuple((v.name, plan.activation(v.name)) for v in (*kept, *block.crossing, *block.others)))
-    return plan.lookahead, homes, tuple(values)
+    return plan.lookahead, plan.span, homes, tuple(values)
 
 
 def neighbours(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, int]) -> Iterator[Plan]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from mtcompile.kernels import EagerKernels
 from mtcompile.machine import PRESETS
 from mtcompile.passes.check import check_schedule, same_computation
 from mtcompile.passes.cost import Machine
+from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planner import Budgets, Candidates, DoesNotFit, make_plan
 from mtcompile.passes.policies import POLICIES
-from mtcompile.passes.recompute import saved_values
+from mtcompile.passes.recompute import crossing_values, saved_values
 from mtcompile.passes.step_graph import regions
 from mtcompile.passes.variants import save_all, variants
 from mtcompile.runtime.executor import Delays
@@ -71,13 +73,13 @@ def test_variants_trade_bytes_for_time() -> None:
             assert one.nbytes < other.nbytes and one.time_us > other.time_us
 
 
-def test_chains_of_blocks_are_recomputed_where_nothing_may_go_home() -> None:
-    """Without host memory for activations, the smallest budgets keep only some of the values between blocks."""
+def deep(blocks: int) -> Any:
+    """A chain whose state is elsewhere and whose activations may not go home."""
 
     class Deep(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(12))
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(blocks))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for layer in self.layers:
@@ -89,13 +91,41 @@ def test_chains_of_blocks_are_recomputed_where_nothing_may_go_home() -> None:
     for node in traced.step.graph.find_nodes(op="placeholder"):
         node.meta["tier"] = "device"
     traced.step.meta["homes"] = {}
+    return traced
+
+
+def test_chains_of_blocks_are_recomputed_where_nothing_may_go_home() -> None:
+    """Without host memory for activations, the smallest budgets keep only some of the values between blocks."""
+    traced = deep(12)
     with pytest.raises(DoesNotFit) as caught:
         make_plan(traced.step, Machine(), Budgets(1, host_activations=False))
     planned = make_plan(traced.step, Machine(), Budgets(caught.value.minimum, host_activations=False))
     assert all(i.op != "copy" for i in planned.schedule.instructions)
-    assert any(i.label.endswith("_again") for i in planned.schedule.instructions)
+    assert any("_again" in i.label for i in planned.schedule.instructions)
     found, _ = run(planned.step, planned.schedule, traced.inputs, 3, None)
     assert equal(found, interpret(traced.step, traced.inputs))
+
+
+def test_runs_are_recomputed_recursively() -> None:
+    """Halving a run takes less memory at once the shorter what is made again in one go, and computes more; the same bits."""
+    traced = deep(16)
+    candidates = Candidates(traced.step, Machine(), Budgets(host_activations=False))
+    expected = interpret(traced.step, traced.inputs)
+    names = [v.name for r in regions(traced.step) if r.meta["phase"] == "forward" for v in crossing_values(r)]
+    base = Plan((Decision("activation", "*", "device", 0, ""), *(Decision("activation", n, "recompute", 0, "") for n in names)))
+    peaks, calls = [], []
+    for span in (0, 4, 2, 1):
+        planned = candidates.evaluate(replace(base, span=span))
+        planned.step.recompile()
+        same_computation(traced.joint, planned.step)
+        check_schedule(planned.step, planned.schedule)
+        verify(planned.schedule)
+        found, _ = run(planned.step, planned.schedule, traced.inputs, 3, Delays(span, 100.0))
+        assert equal(found, expected)
+        peaks.append(planned.schedule.peak_nbytes["device"])
+        calls.append(sum("_again" in i.label for i in planned.schedule.instructions))
+    assert peaks == sorted(peaks, reverse=True) and peaks[-1] < peaks[0] / 2
+    assert calls == sorted(calls) and calls[0] < calls[-1] <= len(names) * 4  # n log n
 
 
 @pytest.mark.parametrize("policy", POLICIES)
