@@ -43,7 +43,7 @@ gpu:
 env: $(READY)
 
 # torch comes first and from constraints.txt; without build isolation nothing else can fetch another one.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt setup.py runtime/update.c
 	@echo "setting up $(VENV) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install -c constraints.txt torch setuptools wheel
