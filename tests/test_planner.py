@@ -184,14 +184,15 @@ def candidates_of(name: str, machine: Machine) -> tuple[Candidates, int, int]:
 
 @pytest.mark.parametrize("preset", [pytest.param(p, marks=[pytest.mark.slow] * (p != "h200-sxm")) for p in PRESETS])
 def test_no_fixed_policy_is_ever_faster(preset: str) -> None:
-    for name in STEPS:
-        candidates, least, most = candidates_of(name, PRESETS[preset])
-        policies = [candidates.by_policy(policy, Budgets()) for policy in POLICIES]
-        for i in range(10):
-            budget = least + (most - least) * i // 9
-            best = candidates.best(budget, None).plan.total_us
-            for policy in policies:
-                assert policy.schedule.peak_nbytes["device"] > budget or best <= policy.plan.total_us
+    """At ten budgets, of one of the steps by turns."""
+    name = list(STEPS)[list(PRESETS).index(preset) % len(STEPS)]
+    candidates, least, most = candidates_of(name, PRESETS[preset])
+    policies = [candidates.by_policy(policy, Budgets()) for policy in POLICIES]
+    for i in range(10):
+        budget = least + (most - least) * i // 9
+        best = candidates.best(budget, None).plan.total_us
+        for policy in policies:
+            assert policy.schedule.peak_nbytes["device"] > budget or best <= policy.plan.total_us
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -205,7 +206,7 @@ def test_more_memory_is_never_slower(name: str, one: float, other: float) -> Non
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
-@given(st.sampled_from(["wide", "long"]), st.floats(0, 1), *[st.sampled_from([0.1, 0.5, 2.0, 10.0])] * 2)
+@given(st.sampled_from(["wide", "long"]), st.floats(0, 1), *[st.sampled_from([0.1, 1.0, 10.0])] * 2)
 def test_a_faster_link_is_never_slower(name: str, share: float, one: float, other: float) -> None:
     """Each link has a search of its own, which comes within 3 % of the best (``benchmarks/planner.py``): so much is allowed."""
     slow, fast = (Machine("link", 1e12, 100.0, link, link, issue_us=0.2) for link in sorted((one, other)))
