@@ -19,19 +19,30 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING  # noqa: E402
 if _TYPE_CHECKING:
     from mtcompile.errors import BudgetError, CaptureError, MtcompileError, StepError
     from mtcompile.forecast import Forecast, plan
-    from mtcompile.module import CompiledModule, compile
+    from mtcompile.module import CompiledModule, compile, master_parameters
 
 _LAZY = {
     "compile": "mtcompile.module",
     "plan": "mtcompile.forecast",
     "Forecast": "mtcompile.forecast",
     "CompiledModule": "mtcompile.module",
+    "master_parameters": "mtcompile.module",
     "BudgetError": "mtcompile.errors",
     "CaptureError": "mtcompile.errors",
     "MtcompileError": "mtcompile.errors",
     "StepError": "mtcompile.errors",
 }
-__all__ = ["BudgetError", "CaptureError", "CompiledModule", "Forecast", "MtcompileError", "StepError", "compile", "plan"]
+__all__ = [
+    "BudgetError",
+    "CaptureError",
+    "CompiledModule",
+    "Forecast",
+    "MtcompileError",
+    "StepError",
+    "compile",
+    "master_parameters",
+    "plan",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -41,7 +41,7 @@ from mtcompile.passes.planner import (
 )
 from mtcompile.passes.policies import POLICIES
 from mtcompile.passes.step_graph import copy_step, generator_nbytes, has_random, listing
-from mtcompile.precision import PRECISIONS
+from mtcompile.precision import PRECISIONS, Precision
 from mtcompile.program import Compiled, Frame, Program, Tangents, describe_compiled, run_forward
 from mtcompile.runtime.cpu import Arenas, CpuMemory
 from mtcompile.runtime.device import Device
@@ -79,7 +79,9 @@ class Engine:
         loss_chunks: int | str,
         policy: str = "fastest",
         throttle: Machine | None = None,
+        precision: Precision = PRECISIONS["model"],
     ) -> None:
+        self.precision = precision
         self.loss_chunks, self.policy = loss_chunks, policy
         self.memory, self.host, self.knobs, self.kernels = memory, host, knobs, kernels
         self.device, self.throttle = device, throttle
@@ -233,7 +235,7 @@ class Engine:
         """The step graph and its plan: for kernels that fuse, one region per phase where everything fits."""
         step = build(joint)
         self.place(step)
-        numerics = f"{PRECISIONS['model'].contract()}; {FUSED if self.kernels == 'inductor' else BIT_EQUAL}"
+        numerics = f"{self.precision.contract()}; {FUSED if self.kernels == 'inductor' else BIT_EQUAL}"
         if chunks > 1:
             numerics += f"; the loss head's sums over tokens (loss, weight and bias gradients) in {chunks} chunks"
         budgets, fixed = self.constraints(step, reserved)

@@ -13,8 +13,10 @@ from mtcompile import capture
 from mtcompile.device import free_nbytes, total_nbytes
 from mtcompile.engine import Engine
 from mtcompile.errors import StepError
+from mtcompile.masters import cast
 from mtcompile.passes.cost import Machine
 from mtcompile.passes.planner import Budgets, DoesNotFit, Planned
+from mtcompile.precision import Precision
 from mtcompile.program import Program
 from mtcompile.runtime.device import Device
 from mtcompile.runtime.schedule import gib
@@ -48,19 +50,29 @@ class ModelEngine(Engine):
         policy: str,
         optimizer: torch.optim.Optimizer | None,
         throttle: Machine | None,
+        precision: Precision,
     ) -> None:
         there = total_nbytes(device)
         if memory is not None and there is not None and memory > there:
             raise ValueError(f"expected memory of at most the {there} bytes ({gib(there)}) of {device.where}, found {memory}")
-        self.optimizer = optimizer
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.masters = cast(model, precision)
+        if optimizer is not None:
+            self.bind(optimizer)
         for parameter in model.parameters():  # at home on the host, all of them
             self.moved(parameter)
         memory = memory if memory is not None else free_nbytes(device)
         names = {"device": "memory", "host": "host"}
-        super().__init__(device, memory, host, names, kernels, loss_chunks, policy, throttle)
+        super().__init__(device, memory, host, names, kernels, loss_chunks, policy, throttle, precision)
         self.model = weakref.ref(model)
         self.sent_nbytes = 0  # of the call's tensors, copied to the device for its length
         self._captured = capture.front_end(call, self._backend, device.where)
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer that steps the model from now on."""
+        if self.masters is not None and optimizer is not self.optimizer:
+            self.masters.bind(optimizer)
+        self.optimizer = optimizer
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The model's call. Tensors of the host that are passed to it go to the device first."""
@@ -70,6 +82,8 @@ class ModelEngine(Engine):
 
     def moved(self, parameter: nn.Parameter) -> None:
         """Optimizer state goes where its parameter went (a step counter only where the optimizer wants it there)."""
+        if self.masters is not None:
+            self.masters.moved(parameter)
         state = self.optimizer.state.get(parameter) if self.optimizer is not None else None
         if self.optimizer is None or not state:
             return
@@ -126,8 +140,10 @@ class ModelEngine(Engine):
 
     def state_copies(self) -> float:
         if self.optimizer is None:
-            return _UNKNOWN_STATE_COPIES
+            return 1.0 + 2.0 * _UNKNOWN_STATE_COPIES if self.precision.split else _UNKNOWN_STATE_COPIES
         copies = _STATE_COPIES.get(type(self.optimizer).__name__, _UNKNOWN_STATE_COPIES)
+        if self.precision.split:  # in bf16 weights: fp32 state, and a remainder
+            return 1.0 + 2.0 * copies
         return copies + (1.0 if any(g.get("amsgrad") for g in self.optimizer.param_groups) else 0.0)
 
     def begin_training_forward(self) -> None:
@@ -161,7 +177,8 @@ class ModelEngine(Engine):
         if self.optimizer is not None:
             for entry in self.optimizer.state.values():
                 state += sum(v.numel() * v.element_size() for v in entry.values() if isinstance(v, torch.Tensor))
-        return {"weights": weights, "gradients": gradients, "optimizer": state}
+        masters = self.masters.nbytes() if self.masters is not None else 0
+        return {"weights": weights, "masters": masters, "gradients": gradients, "optimizer": state}
 
     def host_bytes(self) -> int:
         """Host memory held for this model: everything at home that is not on the device, and the host arena."""

@@ -16,6 +16,7 @@ from mtcompile.machine import named
 from mtcompile.model import ModelEngine
 from mtcompile.passes.cost import Machine
 from mtcompile.passes.plan import Plan
+from mtcompile.precision import precision_named
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.trace import Trace
 from mtcompile.sizes import parse_bytes
@@ -64,7 +65,7 @@ class CompiledModule(nn.Module):
 
     def bind(self, optimizer: torch.optim.Optimizer) -> CompiledModule:
         """Tell the planner which optimizer will step this model, when it was made after ``compile``."""
-        self._mt_engine.optimizer = optimizer
+        self._mt_engine.bind(optimizer)
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,6 +83,18 @@ class CompiledModule(nn.Module):
         """A copy (deepcopy, save) is the plain model: plans and memory stay with this one."""
         state = {k: v for k, v in self.__dict__.items() if k != "_mt_engine"}
         return copyreg.__newobj__, (_plain_class(type(self)),), state  # type: ignore[attr-defined]
+
+
+def master_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Name -> fp32 master of each parameter of a model compiled with ``precision="bf16-master32"``: copies, exact.
+
+    Raises TypeError for any other model.
+    """
+    engine = getattr(model, "_mt_engine", None)
+    if engine is None or engine.masters is None:
+        raise TypeError('expected a model compiled with precision="bf16-master32", found one without fp32 masters')
+    masters: dict[str, torch.Tensor] = engine.masters.tensors()
+    return masters
 
 
 def _plain_class(cls: type) -> type:
@@ -116,6 +129,7 @@ def compile(
     device: str | torch.device | None = ...,
     policy: str = ...,
     throttle: str | Machine | None = ...,
+    precision: str = ...,
 ) -> M: ...
 @overload
 def compile(
@@ -129,6 +143,7 @@ def compile(
     device: str | torch.device | None = ...,
     policy: str = ...,
     throttle: str | Machine | None = ...,
+    precision: str = ...,
 ) -> type[M]: ...
 @overload
 def compile(
@@ -142,6 +157,7 @@ def compile(
     device: str | torch.device | None = ...,
     policy: str = ...,
     throttle: str | Machine | None = ...,
+    precision: str = ...,
 ) -> Any: ...
 
 
@@ -156,6 +172,7 @@ def compile(
     device: str | torch.device | None = None,
     policy: str = "fastest",
     throttle: str | Machine | None = None,
+    precision: str = "model",
 ) -> Any:
     """Train ``model`` inside a device-memory budget, with the bits of plain PyTorch.
 
@@ -177,6 +194,9 @@ def compile(
 
     policy     ``"fastest"``: the plan is searched for; or a fixed one to compare it with: ``"resident"``,
                ``"checkpoint-all"``, ``"megatrain"``, ``"zero3-offload"``, ``"offload-all"``
+    precision  ``"model"``: dtypes as the module's; ``"fp32"`` and ``"bf16"``: its parameters are cast to that (buffers are
+               not); ``"bf16-master32"``: they become bf16, each with a 16-bit remainder that makes it an exact fp32 master, and
+               AdamW, Adam or SGD update the masters with fp32 state (12 bytes a parameter with AdamW, and 2 for the gradient)
     throttle   on the emulated device, a machine whose speeds it keeps to (a preset, a JSON file or a ``Machine``): plans are
                for that machine, and every copy and kernel takes at least the time they say. Numbers are the same
 
@@ -186,9 +206,10 @@ def compile(
     check_options(kernels, loss_chunks, policy)
     options: dict[str, Any] = {"memory": parse_bytes(memory), "host": parse_bytes(host), "optimizer": optimizer}
     options |= {"kernels": kernels, "loss_chunks": loss_chunks, "policy": policy}
+    options["precision"] = precision_named(precision)
     options["throttle"] = None if throttle is None else named(throttle)
     if model is None:
-        return lambda target: compile(target, **{**options, "device": device, "memory": memory, "host": host})
+        return lambda target: compile(target, **{**options, "device": device, "precision": precision})
     options["device"] = choose(device)
     if throttle is not None and options["device"].where.type != "cpu":
         raise ValueError(f'expected throttle= with device="cpu" only, found {options["device"].where}')

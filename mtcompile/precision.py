@@ -26,12 +26,12 @@ class Precision:
     def contract(self) -> str:
         if self.split:
             return (
-                "bf16 weights and gradients, 16-bit remainders that make them exact fp32 masters (rounded half away from "
-                "zero), fp32 optimizer state and update"
+                "bf16 weights, gradients and their accumulation; 16-bit remainders that make the weights exact fp32 masters "
+                "(rounded half away from zero); fp32 optimizer state and update, by mtcompile's written formula"
             )
         kept = "as the module's" if self.weights is None else str(self.weights).removeprefix("torch.")
         warning = "; updates below bf16 resolution are lost" if self.weights == torch.bfloat16 else ""
-        return f"dtypes of weights, gradients and optimizer state {kept}{warning}"
+        return f"dtypes of weights, gradients and optimizer state {kept}; updates by the optimizer itself{warning}"
 
 
 PRECISIONS = {

@@ -79,10 +79,10 @@ class DoesNotFit(Exception):
         self.tier, self.minimum, self.causes = tier, minimum, causes
 
 
-BIT_EQUAL = "every value, gradient and update bit-equal to plain PyTorch (eager kernels)"
+BIT_EQUAL = "every value and gradient bit-equal to plain PyTorch (eager kernels)"
 FUSED = (
     "kernels by Inductor: within rounding of plain PyTorch, and the same bits whatever moves "
-    "(for the same variants); updates by the optimizer itself"
+    "(for the same variants)"
 )
 
 
