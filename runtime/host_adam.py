@@ -66,12 +66,22 @@ class Operands:
 
 def operands(weight: Tensor, grad: Tensor, states: Mapping[str, Tensor], remainder: Tensor | None) -> Operands:
     """Check them, on whichever device they are. Raises ValueError."""
+    return _checked(weight, grad, states, remainder, weight.device)
+
+
+def _host_operands(weight: Tensor, grad: Tensor, states: Mapping[str, Tensor], remainder: Tensor | None) -> Operands:
+    return _checked(weight, grad, states, remainder, torch.device("cpu"))
+
+
+def _checked(
+    weight: Tensor, grad: Tensor, states: Mapping[str, Tensor], remainder: Tensor | None, where: torch.device
+) -> Operands:
     halves = torch.bfloat16 if remainder is not None else torch.float32
     dtypes = {"weight": (halves,), "grad": (torch.float32,) if remainder is None else (torch.bfloat16, torch.float32)}
     tensors = {"weight": weight, "grad": grad, **states}
     if remainder is not None:
         tensors["remainder"], dtypes["remainder"] = remainder, (torch.int16,)
-    where, length = weight.device, weight.numel()
+    length = weight.numel()
     for name, tensor in tensors.items():
         allowed = dtypes.get(name, (torch.float32,))
         right = tensor.dtype in allowed and tensor.shape == (length,) and tensor.device == where
@@ -123,7 +133,7 @@ def adamw(
         w = w - (size * m) / d
     """
     update = adam_update(True, lr, beta1, beta2, eps, weight_decay, step, scale)
-    _run(update, operands(weight, grad, {"m": m, "v": v}, remainder), by)
+    _run(update, _host_operands(weight, grad, {"m": m, "v": v}, remainder), by)
 
 
 def adam(
@@ -152,7 +162,7 @@ def adam(
         w = w - (size * m) / d
     """
     update = adam_update(False, lr, beta1, beta2, eps, weight_decay, step, scale)
-    _run(update, operands(weight, grad, {"m": m, "v": v}, remainder), by)
+    _run(update, _host_operands(weight, grad, {"m": m, "v": v}, remainder), by)
 
 
 def sgd(
@@ -181,7 +191,7 @@ def sgd(
         w = w - lr * u
     """
     update = sgd_update(lr, momentum, dampening, nesterov, weight_decay, first, scale)
-    _run(update, operands(weight, grad, {"buffer": buffer}, remainder), by)
+    _run(update, _host_operands(weight, grad, {"buffer": buffer}, remainder), by)
 
 
 def lion(
@@ -208,12 +218,10 @@ def lion(
         m = beta2 * m + take2 * g
     """
     update = lion_update(lr, beta1, beta2, weight_decay, scale)
-    _run(update, operands(weight, grad, {"m": m}, remainder), by)
+    _run(update, _host_operands(weight, grad, {"m": m}, remainder), by)
 
 
 def _run(update: Update, tensors: Operands, by: By | None) -> None:
-    if tensors.weight.device.type != "cpu":
-        raise ValueError(f"expected tensors on the CPU, found them on {tensors.weight.device}")
     found = None if by == "torch" else library()
     if by == "c" and found is None:
         raise RuntimeError("expected update.c to have been built, found no library; install again with a C compiler")

@@ -1,7 +1,8 @@
 """Optimizer updates by torch's own operations, where update.c was not built: the same bits, a chunk at a time.
 
-Only operations that torch rounds once are used: ``mul``, ``add``, ``sub``, ``div``, ``sqrt`` of two operands. Those that
-take three (``lerp``, ``addcmul``, ``add`` with ``alpha``) are contracted on some processors and not on others.
+Only operations are used that torch rounds once: ``mul``, ``add``, ``sub`` and ``div`` of two operands. Those of three
+(``lerp``, ``addcmul``, ``add`` with ``alpha``) are contracted on some processors and not on others, and ``torch.sqrt`` asks
+MKL, which on an AMD EPYC rounds a fifth of the roots to the wrong neighbour; numpy's is the processor's own.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -106,7 +108,9 @@ def _adam(by: Update, w: Tensor, g: Tensor, m: Tensor, v: Tensor, t: Tensor, d: 
     m += t
     torch.mul(g, take2, out=t).mul_(g)
     v.mul_(beta2).add_(t)
-    torch.sqrt(v, out=d).div_(root).add_(eps)
+    with np.errstate(invalid="ignore"):  # the root of a negative number is NaN, without a warning
+        np.sqrt(v.numpy(), out=d.numpy())
+    d.div_(root).add_(eps)
     if by.kind == "adamw":
         w *= keep
     w -= torch.mul(m, size, out=t).div_(d)
