@@ -33,7 +33,7 @@ from mtcompile.passes.symbolic import MONOMIALS, evaluated, peak_expressions
 from mtcompile.precision import MOMENTS, PRECISIONS, Precision, precision_named
 from mtcompile.runtime.schedule import gib
 from mtcompile.runtime.sim import simulate
-from mtcompile.runtime.trace import busy_us
+from mtcompile.runtime.trace import busy_us, exposed_us
 from mtcompile.runtime.verify import verify
 from mtcompile.shapes import SHAPES, fake
 from mtcompile.sizes import parse_bytes
@@ -63,7 +63,8 @@ class Forecast:
     """A step that has been planned and not run.
 
     ``ledger``: tier -> part -> bytes at the step's peak. ``step_time_us``: forward, backward and update, of which
-    ``update_us`` is what the update adds; ``busy``: share of forward and backward that each queue works.
+    ``update_us`` is what the update adds; ``busy``: share of forward and backward that each queue works; ``exposed_us``: how
+    long each but compute does while compute is idle. Steps do not overlap, so one is as long as the next.
     ``next_gib_us``: what one more GiB of a tier saves. ``ways_out``: when nothing fits. ``solved``: what was asked for with
     ``solve``, and ``peak_expressions``: the bytes of each tier as sympy prints them, of the plan that needs least.
     ``planned`` is None when nothing fits and it was not forced.
@@ -89,6 +90,7 @@ class Forecast:
     update: str = "step"
     numerics: str = ""
     busy: Mapping[str, float] | None = None
+    exposed_us: Mapping[str, float] | None = None
     ledger: Mapping[str, Mapping[str, int]] | None = None
     load_host_bytes: int = 0
     next_gib_us: Mapping[str, float] | None = None
@@ -370,7 +372,9 @@ def _described(about: Forecast, candidates: Candidates, planned: Planned) -> For
     plan, schedule, limits = planned.plan, planned.schedule, candidates.budgets
     bodies: dict[str, Any] = dict(planned.step.named_children())
     flops = sum(kernel_cost(bodies[i.kernel]).flops for i in schedule.instructions if i.op == "run")
-    busy: dict[str, float] = {queue: us / plan.step_time_us for queue, us in busy_us(simulate(schedule)).items()}
+    trace = simulate(schedule)
+    busy: dict[str, float] = {queue: us / plan.step_time_us for queue, us in busy_us(trace).items()}
+    queues = [queue for queue in busy_us(trace) if queue != "compute"]
     more = {}
     for tier, limit in limits.limits.items():
         if limit is not None and about.feasible:
@@ -386,6 +390,7 @@ def _described(about: Forecast, candidates: Candidates, planned: Planned) -> For
         tflops=flops / plan.total_us / 1e6,
         limiting_resource=plan.limiting_resource,
         busy=busy,
+        exposed_us={queue: exposed_us(trace, queue) for queue in queues},
         ledger=_ledger(about, candidates, planned),
         load_host_bytes=sum(candidates.sizes.values()) + max(candidates.sizes.values(), default=0),
         next_gib_us=more,
@@ -466,7 +471,9 @@ def _lines(f: Forecast) -> list[str]:
             told = ", ".join(f"{part} {gib(nbytes)}" for part, nbytes in parts.items() if nbytes)
             lines.append(f"  {tier}: {gib(f.peak_bytes[tier])} = {told}")
         lines.append(f"  host at load: {gib(f.load_host_bytes)}; at save: as in the step, since files are written from views")
-        lines.append("  busy: " + ", ".join(f"{queue} {share:.0%}" for queue, share in (f.busy or {}).items()))
+        waits = f.exposed_us or {}
+        shown = [_busy(queue, share, waits.get(queue, 0.0)) for queue, share in (f.busy or {}).items()]
+        lines.append(f"  busy: {', '.join(shown)}")
         for tier, us in (f.next_gib_us or {}).items():
             lines.append(f"  one GiB more of {tier} memory: {_time(us)} a step less")
         lines.append(f"  smallest device memory that works: {gib(f.minimum_device_bytes)}")
@@ -478,6 +485,10 @@ def _lines(f: Forecast) -> list[str]:
         peaks = ", ".join(f"{tier} {gib(nbytes)}" for tier, nbytes in row.peak_bytes.items())
         lines.append(f"  policy {row.policy}: {_time(row.step_time_us)} a step, {peaks}{short}")
     return lines
+
+
+def _busy(queue: str, share: float, exposed: float) -> str:
+    return f"{queue} {share:.0%}" + (f" ({_time(exposed)} of it exposed)" if exposed else "")
 
 
 def _time(us: float) -> str:
