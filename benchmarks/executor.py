@@ -21,7 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import mtcompile
 from benchmarks.models import Case, make
 from mtcompile.machine import PRESETS
-from mtcompile.passes.planner import Budgets, Planned, make_plan
+from mtcompile.passes.planner import Planned, make_plan
+from mtcompile.passes.state import Budgets
 from mtcompile.runtime.arena import Layout, layout_of
 from mtcompile.runtime.cpu import Arenas, CpuMemory
 from mtcompile.runtime.executor import execute, prepare

@@ -25,8 +25,9 @@ from torch import fx, nn
 
 from mtcompile.passes.cost import Machine
 from mtcompile.passes.plan import Choice, Decision, Plan
-from mtcompile.passes.planner import Budgets, Candidates, DoesNotFit
+from mtcompile.passes.planner import Candidates, DoesNotFit
 from mtcompile.passes.recompute import crossing_values, saved_values
+from mtcompile.passes.state import Budgets
 from mtcompile.passes.step_graph import regions, results
 from mtcompile.tracing import trace
 

@@ -24,7 +24,8 @@ import torch
 from mtcompile.internals import without_memory
 from mtcompile.machine import PRESETS
 from mtcompile.passes.cost import Machine
-from mtcompile.passes.planner import Budgets, Candidates
+from mtcompile.passes.planner import Candidates
+from mtcompile.passes.state import Budgets
 from mtcompile.shapes import FORMULA, SHAPES, fake, model_flops
 from mtcompile.tracing import Traced, trace
 

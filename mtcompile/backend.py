@@ -18,7 +18,7 @@ from mtcompile import capture
 from mtcompile.device import choose
 from mtcompile.engine import Engine, check_options
 from mtcompile.errors import BudgetError
-from mtcompile.passes.planner import Budgets
+from mtcompile.passes.state import Budgets
 from mtcompile.passes.step_graph import placeholders
 from mtcompile.program import Compiled, Program, Tangents
 from mtcompile.runtime.device import Device

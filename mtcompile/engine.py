@@ -28,18 +28,9 @@ from mtcompile.passes.check import check_schedule, same_computation
 from mtcompile.passes.cost import Machine
 from mtcompile.passes.loss_head import chunk_loss
 from mtcompile.passes.normalize import normalize
-from mtcompile.passes.planner import (
-    BIT_EQUAL,
-    FUSED,
-    Budgets,
-    DoesNotFit,
-    Planned,
-    make_plan,
-    may_be_resident,
-    relowered,
-    resident_plan,
-)
+from mtcompile.passes.planner import BIT_EQUAL, FUSED, DoesNotFit, Planned, make_plan, may_be_resident, relowered, resident_plan
 from mtcompile.passes.policies import POLICIES
+from mtcompile.passes.state import Budgets
 from mtcompile.passes.step_graph import copy_step, generator_nbytes, has_random, listing
 from mtcompile.precision import PRECISIONS, Precision
 from mtcompile.program import Compiled, Frame, Program, Tangents, describe_compiled, run_forward

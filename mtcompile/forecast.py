@@ -12,22 +12,15 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from mtcompile.forecast_text import lines, time_of
 from mtcompile.internals import without_memory
 from mtcompile.machine import named
 from mtcompile.passes.build import build
 from mtcompile.passes.cost import Machine, kernel_cost
 from mtcompile.passes.loss_head import chunk_loss
-from mtcompile.passes.planner import (
-    BIT_EQUAL,
-    Budgets,
-    Candidates,
-    DoesNotFit,
-    Planned,
-    Tell,
-    resident_nbytes,
-    silent,
-)
+from mtcompile.passes.planner import BIT_EQUAL, Candidates, DoesNotFit, Planned, Tell, silent
 from mtcompile.passes.policies import POLICIES
+from mtcompile.passes.state import Budgets, resident_nbytes
 from mtcompile.passes.step_graph import copy_step, placeholders, storage_nbytes
 from mtcompile.passes.symbolic import MONOMIALS, evaluated, peak_expressions
 from mtcompile.precision import MOMENTS, PRECISIONS, Precision, precision_named
@@ -107,7 +100,7 @@ class Forecast:
         return json.dumps(data, indent=indent)
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        return "\n".join(lines(self))
 
 
 def plan(
@@ -209,7 +202,7 @@ def _sized(question: _Question, batch: int, seq: int, like: _Sized | None = None
     chunks = like.chunks if like else _chunks(traced, question.budgets.device)
     joint = copy_step(traced.joint)
     whole = chunks == 1 or not chunk_loss(joint, chunks)
-    step = traced.step if whole and not like else build(joint, like=like and like.joint)
+    step = traced.step if whole and not like else build(joint, like=like.joint if like else None)
     numerics = f"{question.precision.contract()}; {BIT_EQUAL}"
     if not whole:
         numerics += f"; the loss head's sums over tokens in {chunks} chunks"
@@ -439,64 +432,10 @@ def _refused(about: Forecast, candidates: Candidates, error: DoesNotFit) -> Fore
     more = candidates.needs(other, {tier: limit})
     if more is not None:
         ways.append(f"{other} memory of {gib(more)} ({more} bytes) takes what the {tier} cannot")
-    with_it = dict(budgets.limits) | {tier: error.minimum}
-    then = candidates.best(with_it["device"], with_it["host"]).plan.total_us
-    ways.append(f"{tier} memory of {gib(error.minimum)} ({error.minimum} bytes) or more: {_time(then)} a step then")
+    then = candidates.best(*((error.minimum, None) if tier == "device" else (None, error.minimum))).plan.total_us
+    ways.append(f"{tier} memory of {gib(error.minimum)} ({error.minimum} bytes) or more: {time_of(then)} a step then")
     parts = ", ".join(f"{what} {gib(nbytes)}" for what, nbytes in error.causes)
     ways.append('fewer tokens a step: solve="batch" or solve="seq" finds how many fit')
     ways.append(f"less in one of the largest parts: {parts}")
     minimum = error.minimum if tier == "device" else 0
     return replace(about, short_bytes=short, minimum_device_bytes=minimum, ways_out=tuple(ways[:3]))
-
-
-# ------------------------------------------------------------------------------------------------------------ for people
-
-
-def _lines(f: Forecast) -> list[str]:
-    budget = ", ".join(f"{tier} {gib(n) if n is not None else 'no limit'}" for tier, n in f.budget_bytes.items())
-    lines = [f"{f.model}: {_count(f.parameters)} parameters, {f.tokens:,} tokens a step, on {f.machine} ({budget})"]
-    if f.solved and f.feasible:
-        lines += [f"  largest {what} that fits: {n}" for what, n in f.solved.items() if what != "memory"]
-        lines += [f"  least device memory: {gib(n)} ({n} bytes)" for what, n in f.solved.items() if what == "memory"]
-    if not f.feasible:
-        lines.append(f"does not fit: {gib(f.short_bytes)} ({f.short_bytes} bytes) short. Ways out:")
-        lines += [f"  {way}" for way in f.ways_out]
-    if f.planned is not None:
-        lines.append(
-            f"{'fits' if f.feasible else 'if there were room'}: {_time(f.step_time_us)} a step ({_time(f.update_us)} of it for "
-            f"the update), {f.tokens_per_s:,.0f} tokens/s, {f.tflops:.3g} TFLOPS with recomputation; limited by "
-            f"{f.limiting_resource}"
-        )
-        for tier, parts in (f.ledger or {}).items():
-            told = ", ".join(f"{part} {gib(nbytes)}" for part, nbytes in parts.items() if nbytes)
-            lines.append(f"  {tier}: {gib(f.peak_bytes[tier])} = {told}")
-        lines.append(f"  host at load: {gib(f.load_host_bytes)}; at save: as in the step, since files are written from views")
-        waits = f.exposed_us or {}
-        shown = [_busy(queue, share, waits.get(queue, 0.0)) for queue, share in (f.busy or {}).items()]
-        lines.append(f"  busy: {', '.join(shown)}")
-        for tier, us in (f.next_gib_us or {}).items():
-            lines.append(f"  one GiB more of {tier} memory: {_time(us)} a step less")
-        lines.append(f"  smallest device memory that works: {gib(f.minimum_device_bytes)}")
-        lines.append(f"  numerics: {f.numerics}")
-    for tier, expression in (f.peak_expressions or {}).items():
-        lines.append(f"  bytes of {tier}, at least needed: {expression}")
-    for row in f.rows:
-        short = "" if row.feasible else f"; does not fit: {gib(row.short_bytes)} short of {row.tier} memory"
-        peaks = ", ".join(f"{tier} {gib(nbytes)}" for tier, nbytes in row.peak_bytes.items())
-        lines.append(f"  policy {row.policy}: {_time(row.step_time_us)} a step, {peaks}{short}")
-    return lines
-
-
-def _busy(queue: str, share: float, exposed: float) -> str:
-    return f"{queue} {share:.0%}" + (f" ({_time(exposed)} of it exposed)" if exposed else "")
-
-
-def _time(us: float) -> str:
-    return f"{us / 1e6:.2f} s" if us >= 1e6 else f"{us / 1e3:.3g} ms"
-
-
-def _count(n: int) -> str:
-    for size, word in ((10**9, " billion"), (10**6, " million"), (10**3, " thousand")):
-        if n >= size:
-            return f"{n / size:.3g}{word}"
-    return str(n)

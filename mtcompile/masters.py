@@ -185,19 +185,20 @@ class Masters:
             if state.get(name) is None:
                 state[name] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
         grad = grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
-        planes = (_flat(parameter.detach()), _flat(grad.detach()), *(_flat(state[name]) for name in kept))
-        remainder, lr = _flat(master.remainder), float(group["lr"])
+        weight, gradient, remainder = _flat(parameter.detach()), _flat(grad.detach()), _flat(master.remainder)
+        states = [_flat(state[name]) for name in kept]
+        options: dict[str, Any] = {"lr": float(group["lr"]), "weight_decay": group["weight_decay"], "scale": scale}
         if kind == "SGD":
-            if not kept:
-                planes = (*planes, torch.empty(parameter.numel(), device=parameter.device))
-            options = {key: group[key] for key in ("momentum", "dampening", "nesterov", "weight_decay")}
-            host_adam.sgd(*planes, remainder, lr=lr, first=first, scale=scale, **options)
+            options |= {key: group[key] for key in ("momentum", "dampening", "nesterov")}
+            buffer = states[0] if states else torch.empty(parameter.numel(), device=parameter.device)
+            host_adam.sgd(weight, gradient, buffer, remainder, first=first, **options)
         else:
             state["step"] += 1
             beta1, beta2 = (float(beta) for beta in group["betas"])
-            options = {"eps": group["eps"], "weight_decay": group["weight_decay"], "step": int(state["step"])}
+            options |= {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "step": int(state["step"])}
             update = host_adam.adamw if kind == "AdamW" or group.get("decoupled_weight_decay") else host_adam.adam
-            update(*planes, remainder, lr=lr, beta1=beta1, beta2=beta2, scale=scale, **options)
+            m, v = states
+            update(weight, gradient, m, v, remainder, **options)
 
     # ------------------------------------------------------------------------------------------ the optimizer's state_dict
 

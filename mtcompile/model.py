@@ -15,7 +15,8 @@ from mtcompile.engine import Engine
 from mtcompile.errors import StepError
 from mtcompile.masters import cast
 from mtcompile.passes.cost import Machine
-from mtcompile.passes.planner import Budgets, DoesNotFit, Planned
+from mtcompile.passes.planner import DoesNotFit, Planned
+from mtcompile.passes.state import Budgets
 from mtcompile.precision import Precision
 from mtcompile.program import Program
 from mtcompile.runtime.device import Device

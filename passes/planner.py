@@ -13,7 +13,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Literal
 
 from torch import fx
 
@@ -25,36 +24,17 @@ from mtcompile.passes.paths import Path, blocks_of, everything, paths
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.policies import POLICIES
 from mtcompile.passes.search import neighbours, signature
-from mtcompile.passes.step_graph import kernel_of, placeholders, regions
-from mtcompile.runtime.schedule import ALIGNMENT, Schedule, placed
+from mtcompile.passes.state import SCALAR_STATE_NBYTES, Budgets, param_nbytes, resident_nbytes, update_us
+from mtcompile.passes.step_graph import kernel_of, regions
+from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.sim import simulate
-from mtcompile.runtime.trace import Trace, busy_us, span_us
+from mtcompile.runtime.trace import busy_us, span_us
 
-_SCALAR_STATE_NBYTES = ALIGNMENT  # step counters of a parameter's optimizer state, on the host wherever the rest is
 # Limits in evaluations, not seconds: the same input gives the same plan. One costs time in proportion to the regions.
 _REGIONS_PER_PATH = 150  # evaluated, but ...
 _FEWEST_POINTS, _MOST_POINTS = 6, 12  # ... at least and at most so many plans of each
 _OPERATIONS_SEARCHED = 20000  # in plans that local search evaluates: many of small steps, few of large ones
 _POINTS_BETWEEN = 4  # two neighbours of the frontier, if they lie on one path
-
-
-@dataclass(frozen=True, slots=True)
-class Budgets:
-    """Bytes per tier; None is unlimited. ``state_copies``: optimizer state per parameter, in parameter sizes.
-    ``host_activations``: whether activations may wait on the host. ``reserve``: device bytes that are held beside the
-    schedule at all times, such as a generator's state. ``update``: after the backward (``step``), with all gradients kept
-    for it, or as gradients arrive (``backward``), when only those of two blocks are."""
-
-    device: int | None = None
-    host: int | None = None
-    state_copies: float = 2.0
-    host_activations: bool = True
-    reserve: int = 0
-    update: Literal["step", "backward"] = "step"
-
-    @property
-    def limits(self) -> dict[str, int | None]:
-        return {"device": self.device, "host": self.host}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +102,7 @@ class Candidates:
         tell: Tell = silent,
     ) -> None:
         self.step, self.machine, self.budgets, self.tell = step, machine, budgets, tell
-        self.sizes = _param_nbytes(step)
+        self.sizes = param_nbytes(step)
         self.open_params = self.sizes if fixed_params is None else {}
         self.base = _base(step, self.sizes, machine, budgets, fixed_params, numerics)
         self._evaluate = _evaluator(step, self.sizes, machine, budgets, workspace)
@@ -194,7 +174,7 @@ class Candidates:
         while left > 0 and unvaried:
             point = _most_promising(points, unvaried)
             unvaried = [other for other in unvaried if (other.peak, other.time_us) != (point.peak, point.time_us)]
-            for plan in neighbours(point.planned.plan, blocks, self.open_params):
+            for plan in neighbours(point.planned.plan, blocks, self.open_params, self.budgets.host_activations):
                 key = signature(plan, blocks, self.sizes)
                 if key not in seen and left > 0:
                     seen.add(key)
@@ -232,7 +212,7 @@ def resident_plan(
 
 def may_be_resident(step: fx.GraphModule, budgets: Budgets) -> bool:
     """Whether the training state alone fits on the device."""
-    return budgets.device is None or sum(_param_nbytes(step).values()) * (2 + budgets.state_copies) <= budgets.device
+    return budgets.device is None or sum(param_nbytes(step).values()) * (2 + budgets.state_copies) <= budgets.device
 
 
 def relowered(planned: Planned, machine: Machine, workspace: Workspace, held: int = 0) -> Planned:
@@ -267,20 +247,21 @@ def _evaluator(
         rewritten = rewrite(step, plan)
         resident = resident_nbytes(sizes, plan, budgets)
         resident["device"] += budgets.reserve
-        resident["host"] += len(step.meta["homes"]) * _SCALAR_STATE_NBYTES
+        resident["host"] += len(step.meta["homes"]) * SCALAR_STATE_NBYTES
         schedule = lower(rewritten, plan, machine, resident, workspace)
         copied = sum(i.nbytes for i in schedule.instructions if i.op == "copy")
         trace = simulate(schedule)
         time_us = span_us(trace) + machine.contention_us(copied)
-        update_us = _update_us(schedule, trace, machine, sizes, plan, budgets)
-        return Planned(replace(plan, step_time_us=time_us, update_us=update_us), rewritten, schedule)
+        exposed = update_us(schedule, trace, machine, sizes, plan, budgets)
+        return Planned(replace(plan, step_time_us=time_us, update_us=exposed), rewritten, schedule)
 
     return evaluate
 
 
 def _finished(best: Planned, sizes: Mapping[str, int], budgets: Budgets, minimum: int) -> Planned:
     best.step.recompile()
-    busy: dict[str, float] = {**busy_us(simulate(best.schedule)), "update": best.plan.update_us}
+    busy: dict[str, float] = {queue: us for queue, us in busy_us(simulate(best.schedule)).items()}
+    busy["update"] = best.plan.update_us
     plan = replace(
         best.plan,
         budget_bytes=budgets.limits,
@@ -369,53 +350,6 @@ def _choose(frontier: list[_Point], evaluate: Callable[[Plan], Planned], budgets
         if one.peak < point.peak < other.peak and other.time_us <= point.time_us <= one.time_us:
             points.append(point)
     return [p for p in _pareto(points) if _fits(p.planned, budgets)][-1].planned
-
-
-def _param_nbytes(step: fx.GraphModule) -> dict[str, int]:
-    """Bytes of parameters per home block."""
-    sizes: dict[str, int] = {}
-    for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
-        if spec.role == "param" and spec.name in step.meta["homes"]:
-            block = step.meta["homes"][spec.name]
-            sizes[block] = sizes.get(block, 0) + placed(node.meta["nbytes"])
-    return sizes
-
-
-def resident_nbytes(sizes: Mapping[str, int], plan: Plan, budgets: Budgets) -> dict[str, int]:
-    """Persistent bytes per tier, at the home of their block: weights, optimizer state, and gradients, of which one is held
-    (an older one may be while a new one is made) or, updated as they arrive, those of two blocks are."""
-    totals = {"device": 0, "host": 0}
-    largest = {"device": 0, "host": 0}
-    held = 2 if budgets.update == "step" else 1
-    for block, nbytes in sizes.items():
-        tier = "device" if plan.params(block) == "device" else "host"
-        totals[tier] += int(nbytes * (held + budgets.state_copies))
-        largest[tier] = max(largest[tier], nbytes)
-    if budgets.update == "backward":
-        return {tier: nbytes + 2 * largest[tier] for tier, nbytes in totals.items()}
-    return totals
-
-
-def _update_us(
-    schedule: Schedule, trace: Trace, machine: Machine, sizes: Mapping[str, int], plan: Plan, budgets: Budgets
-) -> float:
-    """What the optimizer's update adds to the step. As gradients arrive, the host works on each while the backward goes
-    on, through the memory that copies use too; parameters on the device are updated by the device in any case."""
-    there = sum(nbytes for block, nbytes in sizes.items() if plan.params(block) == "device")
-    here = sum(sizes.values()) - there
-    if budgets.update == "step":
-        return machine.update_us(here, there, budgets.state_copies)
-    done = 0.0
-    for record in sorted(trace.records, key=lambda record: record.end_us):
-        instruction = schedule.instructions[record.index]
-        if instruction.op == "copy" and schedule.buffers[instruction.writes[0]].role == "grad":
-            done = max(done, record.end_us) + machine.update_us(instruction.nbytes, 0, budgets.state_copies)
-    copied = sum(i.nbytes for i in schedule.instructions if i.op == "copy" and i.phase == "backward")
-    span = span_us(trace)
-    starts = (r.start_us for r in trace.records if schedule.instructions[r.index].phase == "backward")
-    backward = span - min(starts, default=span)
-    crowded = machine.update_us(here, 0, budgets.state_copies) + copied / machine.host_gbps / 1e3 - backward
-    return max(0.0, done - span, crowded) + machine.update_us(0, there, budgets.state_copies)
 
 
 def causes(planned: Planned, tier: str) -> tuple[tuple[str, int], ...]:

@@ -27,29 +27,31 @@ def signature(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, in
     return plan.lookahead, plan.span, homes, tuple(values)
 
 
-def neighbours(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, int]) -> Iterator[Plan]:
-    """Plans that differ from ``plan`` in one decision about one block, or in how far ahead they fetch."""
+def neighbours(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, int], host: bool) -> Iterator[Plan]:
+    """Plans that differ from ``plan`` in one decision about one block, or in how far ahead they fetch. ``host``: whether
+    activations may go home."""
     for home, nbytes in param_nbytes.items():
         other: Choice = "host" if plan.params(home) == "device" else "device"
         yield plan.having(Decision("params", home, other, nbytes, _WHY))
     for block in reversed(blocks):
-        yield from _of_block(plan, block)
+        yield from _of_block(plan, block, host)
     for lookahead in LOOKAHEADS:
         if lookahead != plan.lookahead:
             yield replace(plan, lookahead=lookahead)
 
 
-def _of_block(plan: Plan, block: Block) -> Iterator[Plan]:
+def _of_block(plan: Plan, block: Block, host: bool) -> Iterator[Plan]:
     kept = tuple(i for i, value in enumerate(block.saved) if plan.keeps(block.name, value.name))
     for variant in block.variants:
         if variant.kept != kept:
             other = plan.having(variant_decision(block.name, block.saved, variant, _WHY))
             yield _wait(other, tuple(block.saved[i] for i in variant.kept), "device")
-            if variant.kept:
+            if variant.kept and host:
                 yield _wait(other, tuple(block.saved[i] for i in variant.kept), "host")
     groups = (tuple(block.saved[i] for i in kept), block.crossing, block.others)
     for values in groups:
-        for choice in ("device", "host", "recompute"):
+        choices: tuple[Choice, ...] = ("device", "host", "recompute") if host else ("device", "recompute")
+        for choice in choices:
             elsewhere = [value for value in values if plan.activation(value.name) != choice]
             if elsewhere and (choice != "recompute" or values is block.crossing):
                 yield _wait(plan, values, choice)

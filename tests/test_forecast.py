@@ -17,8 +17,9 @@ from mtcompile.cli import app
 from mtcompile.machine import PRESETS, named
 from mtcompile.passes.build import build
 from mtcompile.passes.cost import Machine
-from mtcompile.passes.planner import Budgets, Candidates, DoesNotFit, make_plan
+from mtcompile.passes.planner import Candidates, DoesNotFit, make_plan
 from mtcompile.passes.policies import POLICIES
+from mtcompile.passes.state import Budgets
 from mtcompile.passes.symbolic import MONOMIALS, NotPolynomial, evaluated, peak_expressions
 from tests.test_train import make
 from tests.tracing import trace
@@ -63,6 +64,8 @@ def test_what_does_not_fit_says_how_much_is_short_and_what_would() -> None:
     assert again.feasible and again.peak_bytes["device"] <= found.minimum_device_bytes
     host = mtcompile.plan("gpt-11m", batch=4, seq=64, memory="40MiB", host="1MiB")
     assert not host.feasible and any(way.startswith("host memory") for way in host.ways_out)
+    both = mtcompile.plan("gpt-11m", batch=4, seq=64, memory="3MiB", host="1MiB")
+    assert not both.feasible and len(both.ways_out) == 3
     kept = mtcompile.plan("gpt-11m", batch=4, seq=64, memory="40MiB", host="150MiB")
     assert not kept.feasible and kept.ways_out[0].startswith('update="backward"')
     assert mtcompile.plan("gpt-11m", batch=4, seq=64, memory="40MiB", host="150MiB", update="backward").feasible

@@ -10,7 +10,8 @@ from torch import fx
 
 from mtcompile.passes.cost import Machine
 from mtcompile.passes.graph_json import GraphFormatError, graph_from_json, graph_to_json
-from mtcompile.passes.planner import Budgets, make_plan
+from mtcompile.passes.planner import make_plan
+from mtcompile.passes.state import Budgets
 from mtcompile.passes.step_graph import listing
 from tests.test_train import CASES, make
 from tests.tracing import interpret, trace

@@ -18,7 +18,8 @@ from mtcompile.calibration import as_measured
 from mtcompile.machine import machine_of, named
 from mtcompile.passes import planner
 from mtcompile.passes.cost import Machine, Measured, formula_us, kernel_digest, kernel_us
-from mtcompile.passes.planner import Budgets, make_plan
+from mtcompile.passes.planner import make_plan
+from mtcompile.passes.state import Budgets
 from mtcompile.passes.step_graph import kernel_of, regions
 from mtcompile.runtime.schedule import PHASES, Instruction
 from mtcompile.runtime.sim import simulate

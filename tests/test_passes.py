@@ -18,7 +18,8 @@ from mtcompile.passes.kernels import kernel_key
 from mtcompile.passes.lower import lower
 from mtcompile.passes.memory import body_peak
 from mtcompile.passes.plan import Plan, plan_from_json
-from mtcompile.passes.planner import Budgets, make_plan
+from mtcompile.passes.planner import make_plan
+from mtcompile.passes.state import Budgets
 from mtcompile.passes.step_graph import is_seed, kernel_of, listing, regions
 from mtcompile.runtime.schedule import from_json
 from mtcompile.runtime.verify import ScheduleError, verify
