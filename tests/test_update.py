@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import math
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -62,6 +64,7 @@ def edge_operands(states: int) -> list[Tensor]:
     return [torch.cat(parts) for parts in list(zip(*itertools.permutations(streams)))[: 2 + states]]
 
 
+@functools.lru_cache(maxsize=2)  # they are copied before they are changed
 def random_operands(count: int, states: int, seed: int = 0) -> list[Tensor]:
     """Of many magnitudes, a quarter of all bit patterns, so with infinities, NaNs and denormal numbers; the second moment is
     positive in the rest."""
@@ -170,6 +173,33 @@ def test_c_gives_the_bits_of_torch(name: str, layout: str) -> None:
 def test_c_gives_the_bits_of_torch_on_many_values(name: str, layout: str) -> None:
     parts = random_operands(10**7, UPDATES[name][1], seed=3)
     assert_same_bits(run(name, layout, parts, "c"), run(name, layout, parts, "torch"))
+
+
+@needs_c
+@pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("gcc"), reason="no gcc for x86-64")
+@pytest.mark.parametrize("machine", ["x86-64", "x86-64-v3", "x86-64-v4"])
+def test_bits_do_not_depend_on_the_instruction_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: str) -> None:
+    """v3 has fused multiply-adds; the first one has four floats in a vector."""
+    path = tmp_path / f"{machine}.so"
+    flags = ["-std=gnu11", "-fopenmp", "-fPIC", "-shared", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+    source = str(ROOT / "runtime/update.c")
+    if subprocess.run(["gcc", *flags, f"-march={machine}", "-DCLONES=", source, "-o", str(path)]).returncode:
+        pytest.skip(f"gcc does not know {machine}")
+    if machine != "x86-64" and not cpu_can("avx2" if machine == "x86-64-v3" else "avx512bw"):
+        pytest.skip(f"the processor is no {machine}")
+    monkeypatch.setattr(host_adam, "built", lambda: path)
+    host_adam.library.cache_clear()
+    try:
+        for name, layout in itertools.product(UPDATES, LAYOUTS):
+            parts = edge_operands(UPDATES[name][1])
+            assert_same_bits(run(name, layout, parts, "c"), run(name, layout, parts, "torch"))
+    finally:
+        host_adam.library.cache_clear()
+
+
+def cpu_can(flag: str) -> bool:
+    path = Path("/proc/cpuinfo")
+    return path.exists() and flag in path.read_text().split()
 
 
 @pytest.mark.parametrize("by", [pytest.param("c", marks=needs_c), "torch"])
