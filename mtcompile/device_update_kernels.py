@@ -18,14 +18,16 @@ def _weight_at(weight, remainder, at, inside, SPLIT: tl.constexpr):
         hi = tl.load(weight + at, mask=inside, other=0).to(tl.int32)
         lo = tl.load(remainder + at, mask=inside, other=0).to(tl.int32)
         return ((hi << 16) + lo).to(tl.float32, bitcast=True)
-    return tl.load(weight + at, mask=inside, other=0.0)
+    else:
+        return tl.load(weight + at, mask=inside, other=0.0)
 
 
 @triton.jit
 def _grad_at(grad, at, inside, HALF: tl.constexpr):
     if HALF:
         return (tl.load(grad + at, mask=inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return tl.load(grad + at, mask=inside, other=0.0)
+    else:
+        return tl.load(grad + at, mask=inside, other=0.0)
 
 
 @triton.jit

@@ -25,6 +25,7 @@ from mtcompile.machine import remember, scratch, to_json
 from mtcompile.measure import FULL, QUICK, Measurement, measure, name_of
 from mtcompile.passes.cost import Machine
 from mtcompile.runtime.device import Device
+from mtcompile.runtime.host_adam import library, which
 
 _COLORS = {"ok": "green", "watch": "yellow", "bad": "red"}
 
@@ -124,6 +125,7 @@ def parts(device: Device) -> tuple[Part, ...]:
     return (
         Part("accelerator", accelerator, "real device memory; without one it is emulated in the host's"),
         Part("triton", _installed("triton"), 'kernels="inductor" on a GPU: pip install "mtcompile[triton]"'),
+        Part("C update kernels", which() if library() else "", "fast optimizer updates on the host: install gcc, then again"),
         Part("C++ compiler", compiler, 'kernels="inductor" on the CPU: install g++'),
         Part("transformers", _installed("transformers"), "mtcompile plan config.json: pip install transformers"),
     )

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Mapping
@@ -92,7 +93,7 @@ def _checked(
             hint = "; a bf16 weight needs its remainder" if name == "weight" and tensor.dtype == torch.bfloat16 else ""
             raise ValueError(f"expected {name} to be {expected}, found {found}{hint}")
     spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name) for name, tensor in tensors.items())
-    for (_, end, first), (start, _, second) in zip(spans, spans[1:]):
+    for (_, end, first), (start, _, second) in itertools.pairwise(spans):
         if start < end:
             raise ValueError(f"expected tensors that share no memory, found {first} and {second} overlapping")
     layout: Layout = "fp32"
@@ -301,8 +302,6 @@ def gbps(layout: Layout = "split, bf16 gradient", parameters: int = 2**24, repea
     times = []
     for step in range(1, repeats + 2):
         start = time.perf_counter()
-        adamw(
-            weight, grad, m, v, remainder, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=step, by=by
-        )
+        adamw(weight, grad, m, v, remainder, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=step, by=by)
         times.append(time.perf_counter() - start)
     return moved_nbytes(2, layout) * parameters / statistics.median(times[1:]) / 1e9

@@ -17,8 +17,10 @@
 #error "fp32 operations have to be rounded to fp32, each"
 #endif
 
-/* One copy of each loop per instruction set, chosen when the library is loaded. The width of a vector changes no bits. */
-#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12
+/* One copy of each loop per instruction set, chosen when the library is loaded. The width of a vector changes no bits: a test
+ * defines CLONES as nothing and builds for one instruction set after another. */
+#if defined(CLONES)
+#elif defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default"))) /* v4: 16-bit AVX-512 too */
 #elif defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && defined(__GNUC__)
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))

@@ -14,10 +14,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("mtcompile", "passes", "runtime")  # each imports itself and what stands after it
 FOLDERS = (*LAYERS, "tests", "examples", "benchmarks")
-TORCH_IN_RUNTIME = {"runtime/cpu.py", "runtime/cuda.py", "runtime/arena.py", "runtime/pinned.py", "runtime/host_adam.py"}
+TORCH_IN_RUNTIME = {"runtime/cpu.py", "runtime/cuda.py", "runtime/arena.py", "runtime/pinned.py"}
+TORCH_IN_RUNTIME |= {"runtime/host_adam.py", "runtime/update_torch.py"}  # they work on tensors
 PRIVATE_TORCH = {"mtcompile/capture.py", "mtcompile/internals.py"}  # APIs with a leading underscore
 NEVER_IMPORTED = {"pickle", "cPickle", "dill", "cloudpickle"}  # loading runs code from the file
-PACKAGING = ("pyproject.toml", "README.md", "LICENSE")
+PACKAGING = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 
 
 def sources(*folders: str) -> list[Path]:
@@ -225,7 +226,7 @@ def test_nothing_loads_code_from_data() -> None:
 def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     copy = tmp_path / "checkout"  # setuptools leaves build/ behind
     for folder in LAYERS:
-        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for file in PACKAGING:
         shutil.copy(ROOT / file, copy)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
@@ -238,6 +239,10 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     modules = {name.removesuffix(".py").replace("/", ".") for name in names if name.endswith(".py")}
     assert {module.removesuffix(".__init__") for module in modules} == {module_name(path) for path in sources(*LAYERS)}
     assert "mtcompile/py.typed" in names
+    others = [name for name in names if not name.endswith((".py", "py.typed")) and ".dist-info/" not in name]
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    assert len(others) <= 1 and all(name.startswith("mtcompile/runtime/_update.") for name in others), others
+    assert others or not compiler or sys.platform != "linux", "a compiler is here, and the update kernels were not built"
 
     program = "import mtcompile.passes, mtcompile.runtime; print(mtcompile.runtime.__file__)"
     result = subprocess.run(

@@ -1,0 +1,149 @@
+"""What the optimizer's update on the host costs: AdamW by C with OpenMP and by torch's operations, beside this machine's
+copies and torch's fused AdamW.
+
+    python -m benchmarks.host_update --json out.json     # and a table in out.md; about two minutes
+
+GB/s are of bytes that have to move: weight, remainder and state read and written, the gradient read (28 bytes a parameter in
+fp32, 26 with split weights and bf16 gradients). A copy's are of both its ends; of torch's copy and of memmove on as many
+threads, the faster one counts. Everything takes its turn in each round, and figures are medians over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.run import about
+from mtcompile.runtime import host_adam
+from mtcompile.runtime.host_adam import LAYOUTS, By, Layout, moved_nbytes
+
+MILLIONS = (1, 16, 64)
+ROUNDS = 9
+SCALARS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+COPIES = ("copy by torch", "copy by memmove")
+FUSED = "torch.optim.AdamW(fused=True)"
+
+
+def updates(layout: Layout, weight: Tensor, grad: Tensor) -> dict[str, Callable[[], object]]:
+    """One on each path, both on the same tensors."""
+    m, v = torch.zeros_like(weight), torch.zeros_like(weight)
+    remainder = None
+    if layout == "fp32":
+        weight = weight.clone()
+    else:
+        weight, remainder = host_adam.split(weight)
+    grad = grad.bfloat16() if layout == "split, bf16 gradient" else grad
+    step = 0
+
+    def once(by: By) -> None:
+        nonlocal step
+        step += 1
+        host_adam.adamw(weight, grad, m, v, remainder, **SCALARS, step=step, by=by)
+
+    paths: tuple[By, ...] = ("torch",) if host_adam.library() is None else ("c", "torch")
+    return {f"{by}, {layout}": lambda by=by: once(by) for by in paths}  # type: ignore[misc]
+
+
+def fused(weight: Tensor, grad: Tensor) -> Callable[[], object]:
+    parameter = torch.nn.Parameter(weight.clone())
+    parameter.grad = grad
+    optimizer = torch.optim.AdamW([parameter], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, fused=True)
+    return optimizer.step
+
+
+def copies(count: int, pool: ThreadPoolExecutor, threads: int) -> dict[str, Callable[[], object]]:
+    """Of as many bytes as an fp32 update reads; at least of 256 MiB, so that no cache serves."""
+    nbytes = max(16 * count, 2**28)
+    source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
+    share = nbytes // threads
+
+    def move(start: int) -> None:
+        ctypes.memmove(target.data_ptr() + start, source.data_ptr() + start, share)  # does not hold the GIL
+
+    def moved() -> None:
+        wait([pool.submit(move, start * share) for start in range(threads)])
+
+    return dict(zip(COPIES, (lambda: target.copy_(source), moved)))
+
+
+def measure(millions: int, rounds: int) -> list[dict[str, Any]]:
+    """A row for each thing that was timed."""
+    count, threads = millions * 10**6, torch.get_num_threads()
+    generator = torch.Generator().manual_seed(0)
+    weight, grad = torch.randn(count, generator=generator), torch.randn(count, generator=generator) * 0.01
+    with ThreadPoolExecutor(threads) as pool:
+        timed = copies(count, pool, threads) | {FUSED: fused(weight, grad)}
+        nbytes = dict.fromkeys(COPIES, 2 * max(16 * count, 2**28)) | {FUSED: 28 * count}
+        for layout in LAYOUTS:
+            made = updates(layout, weight, grad)
+            timed |= made
+            nbytes |= dict.fromkeys(made, moved_nbytes(2, layout) * count)
+        times: dict[str, list[float]] = {what: [] for what in timed}
+        for round_ in range(rounds + 1):
+            for what, work in timed.items():
+                repeats = max(1, 4 // millions)  # a short one often enough to be seen
+                start = time.perf_counter()
+                for _ in range(repeats):
+                    work()
+                if round_:  # the first touches pages
+                    times[what].append((time.perf_counter() - start) / repeats)
+    return judged(millions, {what: statistics.median(taken) for what, taken in times.items()}, nbytes, times)
+
+
+def judged(
+    millions: int, seconds: Mapping[str, float], nbytes: Mapping[str, int], times: Mapping[str, list[float]]
+) -> list[dict[str, Any]]:
+    """``of_copy``: in bytes. ``of_fused``: how many times as many parameters a second."""
+    copy = max(nbytes[what] / seconds[what] for what in COPIES)
+    rows = []
+    for what, median in seconds.items():
+        row: dict[str, Any] = {"millions": millions, "what": what, "ms": median * 1e3, "gbps": nbytes[what] / median / 1e9}
+        row |= {"of_copy": nbytes[what] / median / copy, "ms_each": [1e3 * one for one in times[what]]}
+        if what not in COPIES:
+            row |= {"ns_per_parameter": median / millions * 1e3, "of_fused": seconds[FUSED] / median}
+        rows.append(row)
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| parameters | what | ms | GB/s | of copy bandwidth | of fused AdamW, per parameter |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        share = f"{row['of_fused']:.2f}" if "of_fused" in row else ""
+        ms, gbps, of_copy = row["ms"], row["gbps"], row["of_copy"]
+        lines.append(f"| {row['millions']} million | {row['what']} | {ms:.2f} | {gbps:.1f} | {of_copy:.2f} | {share} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=Path("host-update.json"), help="the table is written beside it")
+    parser.add_argument("--millions", type=int, nargs="+", default=MILLIONS, help="parameters")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    args = parser.parse_args()
+    load = [os.getloadavg()[0]]
+    rows = [row for millions in args.millions for row in measure(millions, args.rounds)]
+    load.append(os.getloadavg()[0])
+    whole = {**about(), "torch": torch.__version__, "threads": torch.get_num_threads(), "path": host_adam.which(), "load": load}
+    text = ", ".join(f"{key} {value}" for key, value in whole.items()) + "\n\n" + table(rows)
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(whole | {"rows": rows}, indent=1) + "\n")
+    args.json.with_suffix(".md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
