@@ -7,6 +7,7 @@ import os
 import warnings
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,9 @@ class Engine:
 
     def moved(self, parameter: torch.nn.Parameter) -> None:
         """Called when a parameter has gone to another device."""
+
+    def before_accumulation(self, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Called before autograd adds gradients to those that are there."""
 
     def begin_training_forward(self) -> None:
         """Called before a training forward."""

@@ -10,7 +10,7 @@ moves no counter: it is caught by a checksum under MT_CHECK=1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,14 @@ class Masters:
         if master is not None:
             master.remainder = master.remainder.to(parameter.device)
             master.version = parameter._version
+
+    def widen(self, accumulating: Iterable[Tensor]) -> None:
+        """Gradients that are about to be added to become fp32, so that sums of many are not rounded to bf16."""
+        for tensor in accumulating:
+            master = self.by_parameter.get(id(tensor))
+            if master is not None and master.parameter.grad is not None and master.parameter.grad.dtype == torch.bfloat16:
+                master.parameter.grad_dtype = None  # any
+                master.parameter.grad = master.parameter.grad.float()
 
     def nbytes(self) -> int:
         return sum(m.remainder.numel() * m.remainder.element_size() for m in self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -108,6 +109,8 @@ class ModelEngine(Engine):
     def constraints(self, step: fx.GraphModule, reserved: int) -> tuple[Budgets, dict[str, str] | None]:
         """Residency of parameters is the model's: the first program decides it."""
         fixed = None
+        if self.masters is not None and self.device.where.type != "cpu":  # updated on the host until a GPU has shown equal bits
+            fixed = dict.fromkeys(step.meta["homes"].values(), "host")
         if self.home.tiers:
             fixed = dict(self.home.tiers)
             for name, block in step.meta["homes"].items():
@@ -147,6 +150,10 @@ class ModelEngine(Engine):
             return 1.0 + 2.0 * copies
         return copies + (1.0 if any(g.get("amsgrad") for g in self.optimizer.param_groups) else 0.0)
 
+    def before_accumulation(self, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+        if self.masters is not None:
+            self.masters.widen(t for t, gradient in zip(inputs, gradients, strict=True) if gradient is not None)
+
     def begin_training_forward(self) -> None:
         """Raise when an earlier training forward still waits for its backward."""
         if not self.alive():
@@ -173,7 +180,8 @@ class ModelEngine(Engine):
         assert model is not None
         parameters = list(model.parameters())
         weights = sum(p.numel() * p.element_size() for p in parameters)
-        gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+        widths = ((p, p if p.grad is None else p.grad) for p in parameters if p.requires_grad)  # accumulated ones are wider
+        gradients = sum(p.numel() * like.element_size() for p, like in widths)
         state = 0
         if self.optimizer is not None:
             for entry in self.optimizer.state.values():

@@ -196,7 +196,8 @@ def compile(
                ``"checkpoint-all"``, ``"megatrain"``, ``"zero3-offload"``, ``"offload-all"``
     precision  ``"model"``: dtypes as the module's; ``"fp32"`` and ``"bf16"``: its parameters are cast to that (buffers are
                not); ``"bf16-master32"``: they become bf16, each with a 16-bit remainder that makes it an exact fp32 master, and
-               AdamW, Adam or SGD update the masters with fp32 state (12 bytes a parameter with AdamW, and 2 for the gradient)
+               AdamW, Adam or SGD update the masters with fp32 state (12 bytes a parameter with AdamW, and 2 for the gradient);
+               on a GPU they stay on the host, where they are updated
     throttle   on the emulated device, a machine whose speeds it keeps to (a preset, a JSON file or a ``Machine``): plans are
                for that machine, and every copy and kernel takes at least the time they say. Numbers are the same
 

@@ -26,8 +26,9 @@ class Precision:
     def contract(self) -> str:
         if self.split:
             return (
-                "bf16 weights, gradients and their accumulation; 16-bit remainders that make the weights exact fp32 masters "
-                "(rounded half away from zero); fp32 optimizer state and update, by mtcompile's written formula"
+                "bf16 weights and gradients, accumulated in fp32 where there are several; 16-bit remainders that make the "
+                "weights exact fp32 masters (rounded half away from zero); fp32 optimizer state and update, by mtcompile's "
+                "written formula"
             )
         kept = "as the module's" if self.weights is None else str(self.weights).removeprefix("torch.")
         warning = "; updates below bf16 resolution are lost" if self.weights == torch.bfloat16 else ""

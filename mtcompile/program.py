@@ -180,7 +180,9 @@ class _Step(torch.autograd.Function):
         ctx.frame = None
         if all(t is None for t in tangents):
             return (None,) * (2 + len(frame.inputs))
-        return (None, None, *run_backward(ctx.program, frame, tangents))
+        gradients = run_backward(ctx.program, frame, tangents)
+        ctx.program.engine.before_accumulation(frame.inputs, gradients)
+        return (None, None, *gradients)
 
 
 def run_forward(

@@ -223,6 +223,34 @@ def test_what_is_written_to_a_parameter_becomes_its_master(monkeypatch: pytest.M
     assert all(torch.equal(p.detach(), before[name]) for name, p in model.named_parameters())  # nothing was half updated
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_are_accumulated_in_fp32(to_none: bool) -> None:
+    """The sum of bf16 gradients in the order of the backwards, each addition rounded to fp32; one alone stays bf16."""
+    model = made()
+    optimizer = adamw(model)
+    model = compiled(model, optimizer)
+    for _ in range(2):
+        start = copy.deepcopy(model.state_dict())
+        alone = []
+        for step in range(4):
+            model.load_state_dict(start)
+            model(**batch(step)).backward()
+            assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters())
+            alone.append([p.grad.float().clone() for p in model.parameters()])
+            optimizer.zero_grad()
+        expected = [functools.reduce(torch.add, grads) for grads in zip(*alone, strict=True)]
+        for step in range(4):
+            model(**batch(step)).backward()
+        for p, total in zip(model.parameters(), expected, strict=True):
+            assert p.grad.dtype == torch.float32 and torch.equal(p.grad, total)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert norm.isfinite()
+        report = model.memory_report()
+        assert report["gradients_bytes"] == 4 * sum(p.numel() for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=to_none)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda p: torch.optim.Adam(p, lr=1e-3, weight_decay=0.1),
     "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),

@@ -1,0 +1,42 @@
+"""fp32 masters of a model that computes on a device with memory of its own."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+import mtcompile
+from tests.device.models import make
+from tests.device.reference import on
+from tests.training import adamw, loss_of
+
+
+def test_masters_are_updated_at_home_from_the_gradients_of_the_device(device: torch.device) -> None:
+    """Every loss and gradient as the plain bf16 model on the device has them, and masters near those of torch's AdamW in
+    fp32, fed the same gradients."""
+    model, data = make("decoder")
+    fp32 = copy.deepcopy(model)
+    theirs, optimizer = adamw(fp32.parameters()), adamw(model.parameters())
+    masters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    compiled = mtcompile.compile(model, optimizer=optimizer, device=device, precision="bf16-master32")
+    data = on(device, data)
+    for _ in range(3):
+        plain = copy.deepcopy(fp32).to(device)
+        for (name, q), p in zip(plain.named_parameters(), compiled.parameters(), strict=True):
+            q.data = p.detach().to(device, copy=True)
+            assert p.dtype == torch.bfloat16 and p.device.type == "cpu", name
+        loss, expected = loss_of(compiled(**data)), loss_of(plain(**data))
+        assert torch.equal(loss, expected)
+        loss.backward()
+        expected.backward()
+        for p, q, r in zip(compiled.parameters(), plain.parameters(), fp32.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad.cpu())
+            r.grad = p.grad.float()
+        theirs.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, master in mtcompile.master_parameters(compiled).items():
+        expected = fp32.get_parameter(name).detach()
+        assert not torch.equal(master, masters[name])
+        assert (master - expected).norm() <= 1e-6 * expected.norm()
