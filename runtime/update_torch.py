@@ -74,7 +74,7 @@ def _join_bits(hi: Tensor, lo: Tensor, master: Tensor) -> None:
 def update(by: Update, weight: Tensor, grad: Tensor, states: Sequence[Tensor], remainder: Tensor | None) -> None:
     """In place, on operands that ``host_adam`` has checked."""
     chunk = _CHUNK * torch.get_num_threads()
-    rows = torch.empty((4, min(chunk, weight.numel())))  # w, g and two temporaries
+    rows = torch.empty((4, min(chunk, weight.numel())), dtype=torch.float32, device=weight.device)  # w, g and two temporaries
     for start in range(0, weight.numel(), chunk):
         part = slice(start, start + chunk)
         hi, own = weight[part], [state[part] for state in states]
