@@ -117,12 +117,12 @@ def adamw(
     """torch.optim.AdamW without ``amsgrad`` and ``maximize``; ``step`` counts from 1 and is the one being taken.
 
     Scalars: scale; keep = 1 - lr weight_decay; take1 = 1 - beta1; beta2; take2 = 1 - beta2; size = lr / (1 - beta1^step);
-    root = sqrt(1 - beta2^step); eps. Then::
+    rise = 1 / sqrt(1 - beta2^step); eps. Then::
 
         g = grad * scale
         m = m + take1 * (g - m)
         v = beta2 * v + (take2 * g) * g
-        d = sqrt(v) / root + eps
+        d = sqrt(v) * rise + eps
         w = keep * w
         w = w - (size * m) / d
     """

@@ -101,7 +101,7 @@ def _fp32(grad: Tensor, room: Tensor) -> Tensor:
 
 
 def _adam(by: Update, w: Tensor, g: Tensor, m: Tensor, v: Tensor, t: Tensor, d: Tensor) -> None:
-    _, keep, decay, take1, beta2, take2, size, root, eps = by.scalars
+    _, keep, decay, take1, beta2, take2, size, rise, eps = by.scalars
     if by.kind == "adam":
         g += torch.mul(w, decay, out=t)
     torch.sub(g, m, out=t).mul_(take1)
@@ -110,7 +110,7 @@ def _adam(by: Update, w: Tensor, g: Tensor, m: Tensor, v: Tensor, t: Tensor, d: 
     v.mul_(beta2).add_(t)
     with np.errstate(invalid="ignore"):  # the root of a negative number is NaN, without a warning
         np.sqrt(v.numpy(), out=d.numpy())
-    d.div_(root).add_(eps)
+    d.mul_(rise).add_(eps)
     if by.kind == "adamw":
         w *= keep
     w -= torch.mul(m, size, out=t).div_(d)
