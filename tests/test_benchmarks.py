@@ -115,7 +115,7 @@ def test_updates_are_judged_by_the_faster_copy_and_by_torchs_per_parameter() -> 
     copy, slower = host_update.COPIES
     seconds = {copy: 0.5, slower: 1.0, host_update.FUSED: 2.0, "c, fp32": 1.0}
     nbytes = {copy: 8 * 10**9, slower: 8 * 10**9, host_update.FUSED: 28 * 10**9, "c, fp32": 28 * 10**9}
-    rows = {row["what"]: row for row in host_update.judged(1000, seconds, nbytes, dict.fromkeys(seconds, [1.0]))}
+    rows = {row["what"]: row for row in host_update.judged(1000, seconds, nbytes, {what: [1.0] for what in seconds})}
     assert rows["c, fp32"]["of_copy"] == 28 / 16 and rows["c, fp32"]["of_fused"] == 2 and "of_fused" not in rows[slower]
     assert rows["c, fp32"]["ns_per_parameter"] == 1.0 and rows[copy]["of_copy"] == 1
     assert "| 1000 million | c, fp32 | 1000.00 | 28.0 | 1.75 | 2.00 |" in host_update.table(list(rows.values()))
