@@ -4,7 +4,8 @@ Arguments and errors are those of the functions there, but that tensors are on a
 current stream. Contraction is turned off, division and square root are rounded to nearest.
 
 That bits are equal is shown by Triton's interpreter, which runs the kernels on tensors of the CPU (``TRITON_INTERPRET=1`` in
-the environment before triton is imported). On a GPU they have not run yet: neither bits nor speed are measured there.
+the environment before triton is imported), and by the PTX that they compile to, in which each operation is rounded once. On a
+GPU they have not run yet: launch, bits and speed are *not yet measured* there.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def adamw(
     """``host_adam.adamw``. Raises ValueError, and RuntimeError where triton is not installed."""
     kernels = _kernels()
     update = adam_update(True, lr, beta1, beta2, eps, weight_decay, step, scale)
-    _launch(kernels.adamw, update, operands(weight, grad, {"m": m, "v": v}, remainder), {}, kernels)
+    _launch(kernels.adamw, update, operands(weight, grad, {"m": m, "v": v}, remainder, weight.device), {}, kernels)
 
 
 def sgd(
@@ -60,7 +61,7 @@ def sgd(
     kernels = _kernels()
     update = sgd_update(lr, momentum, dampening, nesterov, weight_decay, first, scale)
     flags = {"NESTEROV": bool(nesterov), "FIRST": bool(first)}
-    _launch(kernels.sgd, update, operands(weight, grad, {"buffer": buffer}, remainder), flags, kernels)
+    _launch(kernels.sgd, update, operands(weight, grad, {"buffer": buffer}, remainder, weight.device), flags, kernels)
 
 
 def _kernels() -> ModuleType:

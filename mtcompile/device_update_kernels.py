@@ -54,7 +54,7 @@ def _set_state(state, at, inside, x):
 @triton.jit
 def adamw(
     weight, grad, m_at, v_at, remainder, count,
-    scale, keep, decay, take1, beta2, take2, size, root, eps,
+    scale, keep, decay, take1, beta2, take2, size, rise, eps,
     SPLIT: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``decay`` is Adam's, not used here."""
@@ -66,7 +66,7 @@ def adamw(
     v = tl.load(v_at + at, mask=inside, other=0.0)
     m = m + take1 * (g - m)
     v = beta2 * v + (take2 * g) * g
-    d = tl.math.div_rn(tl.math.sqrt_rn(v), root) + eps
+    d = tl.math.sqrt_rn(v) * rise + eps
     w = keep * w
     w = w - tl.math.div_rn(size * m, d)
     _set_state(m_at, at, inside, m)

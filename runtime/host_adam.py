@@ -48,6 +48,7 @@ By = Literal["c", "torch"]
 Layout = Literal["fp32", "split, bf16 gradient", "split, fp32 gradient"]
 LAYOUTS: tuple[Layout, ...] = ("fp32", "split, bf16 gradient", "split, fp32 gradient")  # as update.c counts them
 _VERSION = 1  # of update.c's interface and formulas
+_CPU = torch.device("cpu")
 _LEAST = 2**14  # elements per thread: below, waking one takes longer than its share
 
 
@@ -65,18 +66,10 @@ class Operands:
         return (self.weight, *self.states, *(() if self.remainder is None else (self.remainder,)))
 
 
-def operands(weight: Tensor, grad: Tensor, states: Mapping[str, Tensor], remainder: Tensor | None) -> Operands:
-    """Check them, on whichever device they are. Raises ValueError."""
-    return _checked(weight, grad, states, remainder, weight.device)
-
-
-def _host_operands(weight: Tensor, grad: Tensor, states: Mapping[str, Tensor], remainder: Tensor | None) -> Operands:
-    return _checked(weight, grad, states, remainder, torch.device("cpu"))
-
-
-def _checked(
+def operands(
     weight: Tensor, grad: Tensor, states: Mapping[str, Tensor], remainder: Tensor | None, where: torch.device
 ) -> Operands:
+    """Check them; ``where``: the device that they have to be on. Raises ValueError."""
     halves = torch.bfloat16 if remainder is not None else torch.float32
     dtypes = {"weight": (halves,), "grad": (torch.float32,) if remainder is None else (torch.bfloat16, torch.float32)}
     tensors = {"weight": weight, "grad": grad, **states}
@@ -124,17 +117,17 @@ def adamw(
     """torch.optim.AdamW without ``amsgrad`` and ``maximize``; ``step`` counts from 1 and is the one being taken.
 
     Scalars: scale; keep = 1 - lr weight_decay; take1 = 1 - beta1; beta2; take2 = 1 - beta2; size = lr / (1 - beta1^step);
-    root = sqrt(1 - beta2^step); eps. Then::
+    rise = 1 / sqrt(1 - beta2^step); eps. Then::
 
         g = grad * scale
         m = m + take1 * (g - m)
         v = beta2 * v + (take2 * g) * g
-        d = sqrt(v) / root + eps
+        d = sqrt(v) * rise + eps
         w = keep * w
         w = w - (size * m) / d
     """
     update = adam_update(True, lr, beta1, beta2, eps, weight_decay, step, scale)
-    _run(update, _host_operands(weight, grad, {"m": m, "v": v}, remainder), by)
+    _run(update, operands(weight, grad, {"m": m, "v": v}, remainder, _CPU), by)
 
 
 def adam(
@@ -163,7 +156,7 @@ def adam(
         w = w - (size * m) / d
     """
     update = adam_update(False, lr, beta1, beta2, eps, weight_decay, step, scale)
-    _run(update, _host_operands(weight, grad, {"m": m, "v": v}, remainder), by)
+    _run(update, operands(weight, grad, {"m": m, "v": v}, remainder, _CPU), by)
 
 
 def sgd(
@@ -192,7 +185,7 @@ def sgd(
         w = w - lr * u
     """
     update = sgd_update(lr, momentum, dampening, nesterov, weight_decay, first, scale)
-    _run(update, _host_operands(weight, grad, {"buffer": buffer}, remainder), by)
+    _run(update, operands(weight, grad, {"buffer": buffer}, remainder, _CPU), by)
 
 
 def lion(
@@ -219,7 +212,7 @@ def lion(
         m = beta2 * m + take2 * g
     """
     update = lion_update(lr, beta1, beta2, weight_decay, scale)
-    _run(update, _host_operands(weight, grad, {"m": m}, remainder), by)
+    _run(update, operands(weight, grad, {"m": m}, remainder, _CPU), by)
 
 
 def _run(update: Update, tensors: Operands, by: By | None) -> None:
@@ -294,11 +287,11 @@ def moved_nbytes(states: int, layout: Layout) -> int:
 
 def gbps(layout: Layout = "split, bf16 gradient", parameters: int = 2**24, repeats: int = 5, by: By | None = None) -> float:
     """GB/s that AdamW moves on that many parameters: median of ``repeats`` after one that is not counted."""
-    halves = layout != "fp32"
-    weight = torch.ones(parameters, dtype=torch.bfloat16 if halves else torch.float32)
-    grad = torch.full((parameters,), 0.01, dtype=torch.bfloat16 if layout == "split, bf16 gradient" else torch.float32)
-    remainder = torch.zeros(parameters, dtype=torch.int16) if halves else None
-    m, v = torch.zeros(parameters), torch.zeros(parameters)
+    whole, halves = torch.float32, torch.bfloat16
+    weight = torch.ones(parameters, dtype=whole if layout == "fp32" else halves, device=_CPU)
+    grad = torch.full_like(weight, 0.01, dtype=halves if layout == "split, bf16 gradient" else whole)
+    remainder = None if layout == "fp32" else torch.zeros_like(weight, dtype=torch.int16)
+    m, v = torch.zeros_like(weight, dtype=whole), torch.zeros_like(weight, dtype=whole)
     times = []
     for step in range(1, repeats + 2):
         start = time.perf_counter()

@@ -80,14 +80,14 @@ INLINE void set_weight(Operands o, int layout, int64_t i, float w) {
 
 INLINE void adam(Operands o, int layout, int decoupled, int64_t from, int64_t to) {
     const float scale = o.k[0], keep = o.k[1], decay = o.k[2], take1 = o.k[3], beta2 = o.k[4], take2 = o.k[5];
-    const float size = o.k[6], root = o.k[7], eps = o.k[8];
+    const float size = o.k[6], rise = o.k[7], eps = o.k[8];
 #pragma omp simd
     for (int64_t i = from; i < to; i++) {
         float w = weight_at(o, layout, i), g = grad_at(o, layout, i) * scale, m = o.first[i], v = o.second[i];
         if (!decoupled) g = g + decay * w;
         m = m + take1 * (g - m);
         v = beta2 * v + (take2 * g) * g;
-        float d = sqrtf(v) / root + eps;
+        float d = sqrtf(v) * rise + eps;
         if (decoupled) w = keep * w;
         w = w - (size * m) / d;
         o.first[i] = stored(m);

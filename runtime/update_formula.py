@@ -35,11 +35,11 @@ def _update(kind: Kind, *scalars: float) -> Update:
 def adam_update(
     decoupled: bool, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, scale: float
 ) -> Update:
-    """scale, keep, decay, take1, beta2, take2, size, root, eps; AdamW where ``decoupled``. Raises ValueError."""
+    """scale, keep, decay, take1, beta2, take2, size, rise, eps; AdamW where ``decoupled``. Raises ValueError."""
     if step < 1:
         raise ValueError(f"expected the first step to be number 1, found step {step}")
-    size, root = lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
-    scalars = (scale, 1 - lr * weight_decay, weight_decay, 1 - beta1, beta2, 1 - beta2, size, root, eps)
+    size, rise = lr / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)
+    scalars = (scale, 1 - lr * weight_decay, weight_decay, 1 - beta1, beta2, 1 - beta2, size, rise, eps)
     return _update("adamw" if decoupled else "adam", *scalars)
 
 

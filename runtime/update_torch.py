@@ -74,7 +74,7 @@ def _join_bits(hi: Tensor, lo: Tensor, master: Tensor) -> None:
 def update(by: Update, weight: Tensor, grad: Tensor, states: Sequence[Tensor], remainder: Tensor | None) -> None:
     """In place, on operands that ``host_adam`` has checked."""
     chunk = _CHUNK * torch.get_num_threads()
-    rows = torch.empty((4, min(chunk, weight.numel())))  # w, g and two temporaries
+    rows = torch.empty((4, min(chunk, weight.numel())), dtype=torch.float32, device=weight.device)  # w, g and two temporaries
     for start in range(0, weight.numel(), chunk):
         part = slice(start, start + chunk)
         hi, own = weight[part], [state[part] for state in states]
@@ -101,7 +101,7 @@ def _fp32(grad: Tensor, room: Tensor) -> Tensor:
 
 
 def _adam(by: Update, w: Tensor, g: Tensor, m: Tensor, v: Tensor, t: Tensor, d: Tensor) -> None:
-    _, keep, decay, take1, beta2, take2, size, root, eps = by.scalars
+    _, keep, decay, take1, beta2, take2, size, rise, eps = by.scalars
     if by.kind == "adam":
         g += torch.mul(w, decay, out=t)
     torch.sub(g, m, out=t).mul_(take1)
@@ -110,7 +110,7 @@ def _adam(by: Update, w: Tensor, g: Tensor, m: Tensor, v: Tensor, t: Tensor, d: 
     v.mul_(beta2).add_(t)
     with np.errstate(invalid="ignore"):  # the root of a negative number is NaN, without a warning
         np.sqrt(v.numpy(), out=d.numpy())
-    d.div_(root).add_(eps)
+    d.mul_(rise).add_(eps)
     if by.kind == "adamw":
         w *= keep
     w -= torch.mul(m, size, out=t).div_(d)

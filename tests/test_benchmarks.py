@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import predictions, run, training
+from benchmarks import host_update, predictions, run, training
 from benchmarks.decoder import build, text
 from benchmarks.models import Case, make
 from mtcompile.passes.cost import Machine
@@ -109,3 +109,13 @@ def test_errors_of_predictions_leave_out_what_calibrates() -> None:
     assert judged["worst_percent_of_longer_steps"] == pytest.approx(20)
     assert judged["greatest_peak_ratio_above_50_mb"] == 2
     assert "| m | 1 |  | 200.0 | 250.0 | -20.0 |" in predictions.table("t", judged)
+
+
+def test_updates_are_judged_by_the_faster_copy_and_by_torchs_per_parameter() -> None:
+    copy, slower = host_update.COPIES
+    seconds = {copy: 0.5, slower: 1.0, host_update.FUSED: 2.0, "c, fp32": 1.0}
+    nbytes = {copy: 8 * 10**9, slower: 8 * 10**9, host_update.FUSED: 28 * 10**9, "c, fp32": 28 * 10**9}
+    rows = {row["what"]: row for row in host_update.judged(1000, seconds, nbytes, {what: [1.0] for what in seconds})}
+    assert rows["c, fp32"]["of_copy"] == 28 / 16 and rows["c, fp32"]["of_fused"] == 2 and "of_fused" not in rows[slower]
+    assert rows["c, fp32"]["ns_per_parameter"] == 1.0 and rows[copy]["of_copy"] == 1
+    assert "| 1000 million | c, fp32 | 1000.00 | 28.0 | 1.75 | 2.00 |" in host_update.table(list(rows.values()))

@@ -240,9 +240,8 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     assert {module.removesuffix(".__init__") for module in modules} == {module_name(path) for path in sources(*LAYERS)}
     assert "mtcompile/py.typed" in names
     others = [name for name in names if not name.endswith((".py", "py.typed")) and ".dist-info/" not in name]
-    compiler = shutil.which("cc") or shutil.which("gcc")
     assert len(others) <= 1 and all(name.startswith("mtcompile/runtime/_update.") for name in others), others
-    assert others or not compiler or sys.platform != "linux", "a compiler is here, and the update kernels were not built"
+    assert others or not shutil.which("gcc") or sys.platform != "linux", "gcc is here, and the update kernels were not built"
 
     program = "import mtcompile.passes, mtcompile.runtime; print(mtcompile.runtime.__file__)"
     result = subprocess.run(

@@ -249,7 +249,7 @@ def masters_by_hand(weight: Tensor, grads: list[Tensor]) -> Iterator[Tensor]:
         m = m + single(1 - beta1) * (g - m)
         v = single(beta2) * v + (single(1 - beta2) * g) * g
         root = v.double().sqrt().float()  # torch.sqrt of fp32 is not rounded to nearest on every processor
-        d = root / single((1 - beta2**step) ** 0.5) + single(ADAM["eps"])
+        d = root * single(1 / (1 - beta2**step) ** 0.5) + single(ADAM["eps"])
         w = single(1 - lr * decay) * w
         w = w - (single(lr / (1 - beta1**step)) * m) / d
         yield w
