@@ -77,7 +77,7 @@ class Engine:
         self.loss_chunks, self.policy = loss_chunks, policy
         self.memory, self.host, self.knobs, self.kernels = memory, host, knobs, kernels
         self.device, self.throttle = device, throttle
-        self.home = Home(device, self.moved)
+        self.home = Home(device, self.moved, self.replaced)
         self.eager = EagerKernels(device.where)
         self.inductor = InductorKernels(device.where)
         on = device.where.type == "cuda" and cuda_graphs()
@@ -111,6 +111,9 @@ class Engine:
 
     def moved(self, parameter: torch.nn.Parameter) -> None:
         """Called when a parameter has gone to another device."""
+
+    def replaced(self, parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
+        """Called when a parameter's ``.data`` was replaced by these values, which are at home now."""
 
     def before_accumulation(self, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         """Called before autograd adds gradients to those that are there."""

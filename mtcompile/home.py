@@ -26,10 +26,16 @@ class Place:
 
 class Home:
     """Slabs of parameters by block. ``tiers``: block -> home tier, decided by the model's first program. ``moved``: called
-    with a parameter that has gone to another device, for what follows it."""
+    with a parameter that has gone to another device, for what follows it; ``replaced``: with a parameter whose ``.data`` was
+    replaced, and the values it was replaced by."""
 
-    def __init__(self, device: Device, moved: Callable[[torch.nn.Parameter], None]) -> None:
-        self.device, self.moved = device, moved
+    def __init__(
+        self,
+        device: Device,
+        moved: Callable[[torch.nn.Parameter], None],
+        replaced: Callable[[torch.nn.Parameter, torch.Tensor], None],
+    ) -> None:
+        self.device, self.moved, self.replaced = device, moved, replaced
         self.blocks: dict[str, str] = {}  # parameter -> block
         self.tiers: dict[str, str] = {}
         self.slabs: dict[str, torch.Tensor] = {}
@@ -92,7 +98,9 @@ class Home:
             return
         if place.parameter is not parameter and place.parameter.data_ptr() == place.pointer:
             place.parameter.data = place.parameter.data.clone()  # the replaced one keeps its values, on its own
+        values = parameter.data
         self._place(name, parameter, place.layout, place.offset)
+        self.replaced(parameter, values)
 
     def nbytes(self) -> int:
         return sum(slab.numel() for slab in self.slabs.values())

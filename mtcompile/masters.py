@@ -4,8 +4,8 @@ The module's parameters are bf16. Beside each is a 16-bit remainder: the two are
 The user's optimizer keeps its classes, groups, hooks and schedulers; before its own step runs, the parameters that have
 masters are updated here in fp32 and hidden from it, and shown again afterwards.
 
-What is written to a parameter between two steps (its version counter moved) becomes its master. A write through ``p.data``
-moves no counter: it is caught by a checksum under MT_CHECK=1.
+What is written to a parameter between two steps (its version counter moved), and what its ``.data`` is replaced by, becomes
+its master. A write into ``p.data`` moves no counter: it is caught by a checksum under MT_CHECK=1.
 """
 
 from __future__ import annotations
@@ -75,6 +75,11 @@ class Masters:
             master.parameter.copy_(high)
             master.remainder.copy_(low)
         self._settled(master)
+
+    def replace(self, parameter: nn.Parameter, values: Tensor) -> None:
+        """What a parameter's ``.data`` was replaced by becomes its master."""
+        if (master := self.by_parameter.get(id(parameter))) is not None:
+            self.set(master, values)
 
     def moved(self, parameter: nn.Parameter) -> None:
         """The remainder goes where its parameter went."""

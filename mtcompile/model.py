@@ -95,6 +95,10 @@ class ModelEngine(Engine):
             if isinstance(value, torch.Tensor) and (value.dim() > 0 or counters_too):
                 state[key] = value.to(parameter.device)
 
+    def replaced(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        if self.masters is not None:
+            self.masters.replace(parameter, values)
+
     def _backend(self, graph: Any, inputs: Any) -> Program:
         """What Dynamo calls with a captured graph."""
         model = self.model()

@@ -215,6 +215,11 @@ def test_what_is_written_to_a_parameter_becomes_its_master(monkeypatch: pytest.M
         weight.mul_(2.0)
     assert torch.equal(mtcompile.master_parameters(model)["blocks.0.down.weight"], weight.detach().float())
     trained(model, optimizer, range(1, 2))
+    values = torch.randn_like(weight)
+    weight.data = values.clone()  # noticed by the next forward
+    model(**batch(1)).backward()
+    optimizer.zero_grad()
+    assert torch.equal(mtcompile.master_parameters(model)["blocks.0.down.weight"], values.float())
     weight.data.mul_(2.0)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     model(**batch(2)).backward()
