@@ -22,7 +22,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch.utils import _pytree as pytree
 
-from mtcompile.errors import CaptureError
+from mtcompile.errors import CaptureError, MtcompileError
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, generator_state, is_random, set_generator_state
 from mtcompile.runtime.schedule import aligned
 
@@ -61,7 +61,7 @@ def front_end(
                 return compiled(*args, **kwargs)
         except TorchDynamoException as error:
             cause = getattr(error, "inner_exception", None) or error.__cause__ or error
-            if isinstance(cause, CaptureError):
+            if isinstance(cause, MtcompileError):
                 raise cause from None
             raise CaptureError(_capture_message(error)) from error
 
