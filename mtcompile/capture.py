@@ -114,11 +114,13 @@ def _capture_message(error: BaseException) -> str:
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(\S[^\n]*)', text)
     own = [f for f in frames if "/torch/" not in f[0]] or frames
     where = f"\n  at {own[-1][0]}:{own[-1][1]} in {own[-1][2]}: {own[-1][3]}" if own else ""
-    return (
-        f"the model's forward could not be captured as one graph: {reason}{where}\n"
-        "  expected a forward without data-dependent Python control flow or unsupported calls; "
+    tip = (
+        "expected a forward without data-dependent Python control flow or unsupported calls; "
         "try torch.where / a tensor operation at that line, or compile the submodules that do not contain it"
     )
+    if "backwards hooks" in reason:
+        tip = "remove the module's backward hooks; those on parameters and outputs (tensor.register_hook) work"
+    return f"the model's forward could not be captured as one graph: {reason}{where}\n  {tip}"
 
 
 # ---------------------------------------------------------------------------------------------------------- description

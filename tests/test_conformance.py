@@ -49,7 +49,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(20, 16)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList([Block()])
         self.statistics, self.extra, self.head = nn.BatchNorm1d(16), nn.Linear(16, 16), nn.Linear(16, 20)
         self.use_extra = True
 
@@ -318,6 +318,19 @@ def test_optimizers(name: str, variant: dict[str, Any]) -> None:
     same_bits(story, Mlp)
 
 
+def test_a_learning_rate_in_a_tensor() -> None:
+    def story(model: Any, compiled: Compile, seen: Seen) -> None:
+        optimizer = adamw(model.parameters(), lr=torch.tensor(0.01), foreach=False)
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+        model = compiled(model, optimizer)
+        for _ in range(3):
+            step(model, optimizer, seen)
+            scheduler.step()
+            seen.append(optimizer.param_groups[0]["lr"].clone())
+
+    same_bits(story, Mlp)
+
+
 def test_lbfgs_with_a_line_search() -> None:
     def story(model: Any, compiled: Compile, seen: Seen) -> None:
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
@@ -408,30 +421,29 @@ def test_a_group_added_in_the_middle_of_training() -> None:
 
 def test_parameters_frozen_and_unfrozen() -> None:
     def story(model: Any, compiled: Compile, seen: Seen) -> None:
-        model.blocks.requires_grad_(False)
+        model.first.requires_grad_(False)
         optimizer = adamw(model.parameters())
         model = compiled(model, optimizer)
-        for change in ((), (model.blocks,), (model.embed,), (), (model.embed, model.head)):
+        for change in ((), (model.first,), (model.second,), (), (model.first, model.second)):
             for module in change:
-                module.requires_grad_(not next(module.parameters()).requires_grad)
+                module.requires_grad_(not module.weight.requires_grad)
             step(model, optimizer, seen)
 
-    same_bits(story, memory=least(Net) + 8192)  # what is trained later needs a little more than what was trained first
+    same_bits(story, Mlp, least(Mlp) + 2048)  # what is trained later needs a little more than what was trained first
 
 
 def test_a_new_layer_thawed_with_a_group_of_its_own() -> None:
     def story(model: Any, compiled: Compile, seen: Seen) -> None:
-        model.requires_grad_(False)
-        model.head.requires_grad_(True)
-        optimizer = adamw(model.head.parameters())
+        model.first.requires_grad_(False)
+        optimizer = adamw(model.second.parameters())
         model = compiled(model, optimizer)
-        for block in (None, *reversed(model.blocks)):
-            if block is not None:
-                block.requires_grad_(True)
-                optimizer.add_param_group({"params": block.parameters(), "lr": 1e-3})
+        step(model, optimizer, seen)
+        model.first.requires_grad_(True)
+        optimizer.add_param_group({"params": model.first.parameters(), "lr": 1e-3})
+        for _ in range(2):
             step(model, optimizer, seen)
 
-    same_bits(story, memory=least(Net) + 8192)
+    same_bits(story, Mlp, least(Mlp) + 2048)
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -753,15 +765,16 @@ def test_hooks_on_optimizers() -> None:
     same_bits(story)
 
 
+@pytest.mark.slow
 def test_forward_hooks_and_hooks_on_the_loss() -> None:
     def story(model: Any, compiled: Compile, seen: Seen) -> None:
         optimizer = adamw(model.parameters())
         model.extra.register_forward_hook(lambda module, args, output: output * 2)
         model.head.register_forward_pre_hook(lambda module, args: (args[0] + 1.0,))
+        model.register_forward_hook(lambda module, args, output: output * 3)
         model = compiled(model, optimizer)
         step(model, optimizer, seen)
-        handle = model.blocks[1].register_forward_hook(lambda module, args, output: output * 0.5)
-        model.register_forward_hook(lambda module, args, output: output * 3)
+        handle = model.blocks[0].register_forward_hook(lambda module, args, output: output * 0.5)
         for _ in range(2):
             loss = model(**INPUTS[Net])
             loss.register_hook(lambda g: g * 0.5)
@@ -771,21 +784,22 @@ def test_forward_hooks_and_hooks_on_the_loss() -> None:
             optimizer.zero_grad()
             handle.remove()
 
-    same_bits(story)
+    same_bits(story, memory=least(Net) + 8192)
 
 
-def test_backward_hooks_of_modules() -> None:
+def test_backward_hooks_of_modules_are_refused_until_they_are_gone() -> None:
     def story(model: Any, compiled: Compile, seen: Seen) -> None:
         optimizer = adamw(model.parameters())
         model = compiled(model, optimizer)
         step(model, optimizer, seen)
-        model.extra.register_full_backward_hook(lambda module, into, out: (into[0] * 2,))
+        handle = model.extra.register_full_backward_hook(lambda module, into, out: (into[0] * 2,))
+        if hasattr(model, "plan"):
+            with pytest.raises(mtcompile.CaptureError, match="remove the module's backward hooks"):
+                model(**INPUTS[Net])
+        handle.remove()
         step(model, optimizer, seen)
 
-    try:
-        same_bits(story)
-    except mtcompile.CaptureError as error:
-        assert "hook" in str(error)
+    same_bits(story)
 
 
 # ------------------------------------------------------------------------------- averages, evaluation, modes and sizes
@@ -837,6 +851,7 @@ def test_evaluation_between_steps(guard: Any) -> None:
     same_bits(story)
 
 
+@pytest.mark.slow
 def test_evaluation_under_inference_mode_comes_first() -> None:
     def story(model: Any, compiled: Compile, seen: Seen) -> None:
         optimizer = adamw(model.parameters())
@@ -849,17 +864,19 @@ def test_evaluation_under_inference_mode_comes_first() -> None:
     same_bits(story)
 
 
+@pytest.mark.slow
 def test_training_in_evaluation_mode_and_parts_of_it() -> None:
     def story(model: Any, compiled: Compile, seen: Seen) -> None:
         optimizer = adamw(model.parameters())
         model = compiled(model, optimizer)
-        for change in (model.eval, model.train, model.statistics.eval, model.blocks[1].eval, model.train):
+        for change in (model.eval, model.train, model.statistics.eval, model.train):
             change()
             step(model, optimizer, seen)
 
     same_bits(story)
 
 
+@pytest.mark.slow
 def test_autocast_around_the_forward() -> None:
     def story(model: Any, compiled: Compile, seen: Seen) -> None:
         optimizer = adamw(model.parameters())
@@ -876,11 +893,12 @@ def test_autocast_around_the_forward() -> None:
     same_bits(story, memory=least(Net) + 16384)
 
 
+@pytest.mark.slow
 def test_batches_of_changing_size() -> None:
     def story(model: Any, compiled: Compile, seen: Seen) -> None:
         optimizer = adamw(model.parameters())
         model = compiled(model, optimizer)
-        for size in (4, 2, 4, 1, 3):
+        for size in (4, 2, 1, 4):
             step(model, optimizer, seen, tokens=tokens(size, seed=size))
 
     same_bits(story)
