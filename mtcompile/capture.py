@@ -22,7 +22,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch.utils import _pytree as pytree
 
-from mtcompile.errors import CaptureError
+from mtcompile.errors import CaptureError, MtcompileError
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, generator_state, is_random, set_generator_state
 from mtcompile.runtime.schedule import aligned
 
@@ -46,6 +46,7 @@ def front_end(
     settings = torch._dynamo.config.patch(
         specialize_float=True,
         automatic_dynamic_shapes=False,
+        skip_nnmodule_hook_guards=False,  # a hook that comes or goes is another computation
         recompile_limit=_RECOMPILE_LIMIT,
         accumulated_recompile_limit=8 * _RECOMPILE_LIMIT,
     )
@@ -60,7 +61,7 @@ def front_end(
                 return compiled(*args, **kwargs)
         except TorchDynamoException as error:
             cause = getattr(error, "inner_exception", None) or error.__cause__ or error
-            if isinstance(cause, CaptureError):
+            if isinstance(cause, MtcompileError):
                 raise cause from None
             raise CaptureError(_capture_message(error)) from error
 
@@ -113,11 +114,13 @@ def _capture_message(error: BaseException) -> str:
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(\S[^\n]*)', text)
     own = [f for f in frames if "/torch/" not in f[0]] or frames
     where = f"\n  at {own[-1][0]}:{own[-1][1]} in {own[-1][2]}: {own[-1][3]}" if own else ""
-    return (
-        f"the model's forward could not be captured as one graph: {reason}{where}\n"
-        "  expected a forward without data-dependent Python control flow or unsupported calls; "
+    tip = (
+        "expected a forward without data-dependent Python control flow or unsupported calls; "
         "try torch.where / a tensor operation at that line, or compile the submodules that do not contain it"
     )
+    if "backwards hooks" in reason:
+        tip = "remove the module's backward hooks; those on parameters and outputs (tensor.register_hook) work"
+    return f"the model's forward could not be captured as one graph: {reason}{where}\n  {tip}"
 
 
 # ---------------------------------------------------------------------------------------------------------- description
@@ -152,7 +155,8 @@ class Description:
     """What a captured graph takes and returns.
 
     ``inputs``: a spec per input of the graph. ``outputs``: how to rebuild each of its outputs. ``computed``: the outputs
-    the program must produce: (name, differentiable, is a scalar). ``autocast``: (device, enabled, dtype) at the call.
+    the program must produce: (name, differentiable, is a scalar). ``autocast``: (device, enabled, dtype) at the call;
+    ``backward_autocast``: (device, dtype) of those enabled when backward is called, which is mostly outside autocast.
     ``device``: where it computes. ``at_home``: whether its parameters need not be there.
     """
 
@@ -163,11 +167,17 @@ class Description:
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     device: torch.device
     at_home: bool
+    backward_autocast: tuple[tuple[str, torch.dtype], ...] = ()
 
 
 def _autocast_state(device: torch.device) -> tuple[tuple[str, bool, torch.dtype], ...]:
     kinds = [d for d in dict.fromkeys(("cpu", "cuda", device.type)) if torch.amp.is_autocast_available(d)]
     return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in kinds)
+
+
+def enabled_autocast(device: torch.device) -> tuple[tuple[str, torch.dtype], ...]:
+    """(device, dtype) of every autocast that is enabled now."""
+    return tuple((kind, dtype) for kind, enabled, dtype in _autocast_state(device) if enabled)
 
 
 def device_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> torch.device:
@@ -333,7 +343,7 @@ def joint_key(description: Description, tangents: tuple[bool, ...] | None) -> st
             traced = autograd_cache_key(graph, fakes, settings)[0]
     except Exception:  # an operation, setting or torch version that it does not know to be safe
         return None
-    about = description.inputs, description.computed, description.device, description.at_home
+    about = description.inputs, description.computed, description.device, description.at_home, description.backward_autocast
     return repr((traced, about, tangents, modules, _settings()))
 
 
@@ -365,6 +375,8 @@ def _tracing(
             stack.enter_context(_mixing(description.device))
             stack.enter_context(description.device)  # factories that name no device
         stack.enter_context(tracing(TracingContext(fake_mode)))
+        backward = [{"device_type": device, "dtype": dtype} for device, dtype in description.backward_autocast]
+        stack.enter_context(torch._functorch.config.patch(backward_pass_autocast=backward))
         stack.enter_context(torch.set_grad_enabled(tangents is not None))
         stack.enter_context(rng_preserved("cpu"))
         stack.enter_context(rng_preserved(str(description.device)))
@@ -425,6 +437,11 @@ def _annotate(joint: fx.GraphModule, description: Description) -> fx.GraphModule
             spec = OutputSpec("output", desc.idx, computed[desc.idx][0])
         elif kind == "GradAOTOutput" and type(desc.grad_of).__name__ == "PlainAOTInput":
             spec = OutputSpec("grad", desc.grad_of.idx, inputs[desc.grad_of.idx].name)
+            if any("sparse" in str(node.target) for node in (value, *value.all_input_nodes)):
+                raise CaptureError(
+                    f"the gradient of {spec.name} is sparse; expected dense gradients, which have a place at home: "
+                    "leave sparse=True out of the embedding"
+                )
         elif kind == "InputMutationAOTOutput" and type(desc.mutated_input).__name__ == "PlainAOTInput":
             spec = OutputSpec("mutation", desc.mutated_input.idx, inputs[desc.mutated_input.idx].name)
             if inputs[spec.index].role == "param" or inputs[spec.index].differentiable:

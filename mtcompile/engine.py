@@ -34,7 +34,7 @@ from mtcompile.passes.policies import POLICIES
 from mtcompile.passes.state import Budgets
 from mtcompile.passes.step_graph import copy_step, generator_nbytes, has_random, listing
 from mtcompile.precision import PRECISIONS, Precision
-from mtcompile.program import Compiled, Frame, Program, Tangents, describe_compiled, run_forward
+from mtcompile.program import Compiled, Frame, Program, Tangents, describe_compiled, run_forward, without_autocast
 from mtcompile.runtime.cpu import Arenas, CpuMemory
 from mtcompile.runtime.device import Device
 from mtcompile.runtime.schedule import Tier, aligned, gib
@@ -127,11 +127,11 @@ class Engine:
         """The program planned for one gradient pattern, thread count and free memory; made on first use. That nothing
         fits beside a waiting step is remembered too: every step would ask again."""
         reserved = self.held_nbytes()
-        key = (tangents, torch.get_num_threads(), reserved)
+        key = (tangents, program.description.backward_autocast, torch.get_num_threads(), reserved)
         known = program.compiled.get(key)
         if known is None or (isinstance(known, Compiled) and known.home_version != self.home.version):
             try:
-                with collecting_later():
+                with collecting_later(), internals.lasting(), without_autocast(self.device.where.type):
                     known = self._compile(program, tangents, reserved)
             except BudgetError as error:
                 if not reserved:
@@ -362,7 +362,8 @@ class Engine:
                 if tier == "device":  # waiting steps have nothing there, and will take what there is then
                     for frame in self.alive():
                         frame.memory.leave_device()
-                self._arenas[tier] = self.device.arena(tier, nbytes)
+                with internals.lasting():
+                    self._arenas[tier] = self.device.arena(tier, nbytes)
         self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes())
         if own:
             return Arenas(self._arenas["device"], self.device.arena("host", needed["host"])), None

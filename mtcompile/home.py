@@ -9,7 +9,7 @@ import torch
 
 from mtcompile.internals import storage_holders
 from mtcompile.passes.step_graph import span_nbytes
-from mtcompile.runtime.arena import Layout, layout_of, view
+from mtcompile.runtime.arena import Layout, layout_of, part, view
 from mtcompile.runtime.device import Device
 from mtcompile.runtime.schedule import placed
 
@@ -79,7 +79,8 @@ class Home:
         return self.device.arena("host" if self._where(key).type == "cpu" else "device", nbytes)  # type: ignore[no-any-return]
 
     def _place(self, name: str, parameter: torch.nn.Parameter, layout: Layout, offset: int) -> None:
-        at_home = view(self.slabs[self.blocks[name]], offset, layout)
+        slab = self.slabs[self.blocks[name]]
+        at_home = (part if slab.device.type == "cpu" else view)(slab, offset, layout)
         at_home.copy_(parameter.data)
         grad = parameter.grad
         if grad is not None and grad.device != at_home.device:

@@ -57,6 +57,16 @@ def without_memory() -> contextlib.AbstractContextManager[Any]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def lasting() -> contextlib.AbstractContextManager[Any]:
+    """Tensors made inside may be written at any time, also when they are made under torch.inference_mode."""
+    if not torch.is_inference_mode_enabled():
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())  # which leaving inference mode would enable
+    return stack
+
+
 # -------------------------------------------------------------------------------------------------------------- autograd
 
 

@@ -105,7 +105,12 @@ class ModelEngine(Engine):
         assert model is not None
         names: dict[int, tuple[str, str]] = {id(b): ("buffer", n) for n, b in model.named_buffers()}
         names |= {id(p): ("param", n) for n, p in model.named_parameters()}
-        return Program(self, capture.describe(graph, inputs, lambda tensor: names.get(id(tensor)), self.device.where))
+        program = Program(self, capture.describe(graph, inputs, lambda tensor: names.get(id(tensor)), self.device.where))
+        if self.device.where.type != "cpu" and not self.home.tiers:
+            # Dynamo guards the devices of parameters as they are when this returns: send them where they will stay, or
+            # the second call is captured again.
+            self.compile(program, program.pattern if torch.is_grad_enabled() and any(program.pattern) else None)
+        return program
 
     def place(self, step: fx.GraphModule) -> None:
         step.meta["homes"] |= {name: block for name, block in self.home.blocks.items() if name in step.meta["homes"]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -208,7 +208,7 @@ def run_forward(
     for index, name in news.items():
         if compiled.schedule.buffers[name].kind == "home":
             memory.bind(name, torch.empty_like(snapshots[index]))
-    versions = tuple(t._version for t in inputs)
+    versions = tuple(_version(t) for t in inputs)
     frame = Frame(compiled, memory, inputs, snapshots, versions, generator)
     try:
         _execute(engine, frame, "forward")
@@ -237,10 +237,12 @@ def run_backward(program: Program, frame: Frame, tangents: Sequence[torch.Tensor
     engine = program.engine
     frame.spent = True
     pattern = tuple(t is not None for t in tangents)
-    again = frame.evicted or pattern != frame.compiled.tangents
+    autocast = capture.enabled_autocast(engine.device.where)
+    again = frame.evicted or pattern != frame.compiled.tangents or autocast != program.description.backward_autocast
     _check_versions(frame, program, again)
     if again:
         engine.in_backward = True
+        program.description = replace(program.description, backward_autocast=autocast)
         try:
             frame = _retrace(program, frame, pattern)
         finally:
@@ -295,8 +297,8 @@ def _bind_backward(
 
 
 def _retrace(program: Program, frame: Frame, pattern: tuple[bool, ...]) -> Frame:
-    """Gradients arrived at other outputs than were traced, or what was saved has been given up: run the forward again as
-    it was."""
+    """Gradients arrived at other outputs or under another autocast than was traced, or what was saved has been given up:
+    run the forward again as it was."""
     engine = program.engine
     frame.memory.tensors.clear()
     compiled = engine.compile(program, pattern)
@@ -308,12 +310,17 @@ def _retrace(program: Program, frame: Frame, pattern: tuple[bool, ...]) -> Frame
     return again
 
 
+def _version(tensor: torch.Tensor) -> int:
+    """What an in-place change counts up; tensors of torch.inference_mode do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _check_versions(frame: Frame, program: Program, again: bool) -> None:
     """Raise when a tensor that the backward reads (or the forward, when it is run ``again``) has changed since."""
     compiled = frame.compiled
     read = range(len(frame.inputs)) if again else compiled.read_in_backward
     for index in read:
-        if index not in compiled.mutated and frame.inputs[index]._version != frame.versions[index]:
+        if index not in compiled.mutated and _version(frame.inputs[index]) != frame.versions[index]:
             name = program.description.inputs[index].name
             raise StepError(
                 f"{name} was changed in place between this forward and its backward; the gradients would be of other "
@@ -335,7 +342,7 @@ def _execute(engine: Engine, frame: Frame, phase: Phase) -> None:
     visible: tuple[Queue, ...] = ("h2d", "d2h") if phase == "backward" or compiled.mutated else ("h2d",)
     fence = engine.device.fence(visible, timed=knobs.trace())
     paced = engine.throttle is not None
-    with torch.no_grad(), _without_autocast(engine.device.where.type):
+    with torch.no_grad(), without_autocast(engine.device.where.type):
         if phase == "forward":  # the allocator knows the size of what is freed only if it saw it made
             frame.measured = knobs.check() or not compiled.settled
         if frame.measured:
@@ -354,7 +361,7 @@ def _execute(engine: Engine, frame: Frame, phase: Phase) -> None:
 
 
 @contextlib.contextmanager
-def _without_autocast(device: str) -> Iterator[None]:
+def without_autocast(device: str) -> Iterator[None]:
     """Bodies are ATen after autocast: casting again would change the numbers."""
     with torch.autocast("cpu", enabled=False):
         if device == "cpu" or not torch.amp.is_autocast_available(device):
@@ -377,4 +384,4 @@ def _device_nbytes(memory: CpuMemory, where: torch.device) -> int:
     )
 
 
-__all__ = ["Compiled", "Frame", "Program", "describe_compiled", "results", "run_backward", "run_forward"]
+__all__ = ["Compiled", "Frame", "Program", "describe_compiled", "results", "run_backward", "run_forward", "without_autocast"]

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, is_random, restride
 
+# Operations whose saved statistics have the dtype of their weight, and where that is among their arguments.
+_WEIGHT_OF_NORM = {
+    torch.ops.aten._native_batch_norm_legit_functional.default: 1,
+    torch.ops.aten.native_layer_norm.default: 2,
+    torch.ops.aten.native_group_norm.default: 1,
+}
 _IDENTITIES = (
     torch.ops.aten.detach.default,
     torch.ops.aten.alias.default,
@@ -29,6 +37,7 @@ def normalize(joint: fx.GraphModule) -> fx.GraphModule:
             node.replace_all_uses_with(node.args[0])
             joint.graph.erase_node(node)
     _correct_statistics(joint.graph)
+    _correct_dropout(joint.graph)
     _mark_phases(joint.graph)
     _own_outputs(joint)
     joint.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or is_random(n))
@@ -66,17 +75,62 @@ def _lift_constants(joint: fx.GraphModule) -> None:
 
 
 def _correct_statistics(graph: fx.Graph) -> None:
-    """Batch norm of a half-precision input with float32 weights saves float32 statistics on the CPU; the traced shapes
-    say half precision."""
+    """A norm of a half-precision input with float32 weights saves float32 statistics on the CPU; the traced shapes say
+    half precision."""
     for node in graph.nodes:
-        if node.op != "call_function" or node.target is not torch.ops.aten._native_batch_norm_legit_functional.default:
+        if node.op != "call_function" or node.target not in _WEIGHT_OF_NORM:
             continue
-        weight = node.args[1]
+        weight = node.args[_WEIGHT_OF_NORM[node.target]]
         if weight is None or weight.meta["val"].dtype != torch.float32:
             continue
         for item in node.users:
             if item.args[1] in (1, 2):
                 item.meta["val"] = torch.empty_like(item.meta["val"], dtype=torch.float32, device="meta")
+
+
+def _correct_dropout(graph: fx.Graph) -> None:
+    """On the CPU, plain dropout multiplies by mask / (1 - p), traced dropout by mask and by 1 / (1 - p). Where these round
+    differently, the first. The mask is what is saved in both."""
+    drawn = [n for n in graph.nodes if n.op == "call_function" and n.target is torch.ops.aten.native_dropout.default]
+    for node in drawn:
+        x, p = node.args[0], node.args[1]
+        val = x.meta["val"]
+        if val.device.type != "cpu" or _rounds_alike(p, val.dtype):
+            continue
+        items = {item.args[1]: item for item in node.users}
+        if 1 not in items:
+            with graph.inserting_after(node):
+                items[1] = graph.call_function(operator.getitem, (node, 1))
+            items[1].meta = {**node.meta, "val": node.meta["val"][1]}
+        mask = items[1]
+        if 0 in items:
+            _multiply(graph, items[0], x, mask, p)
+        for user in [u for u in mask.users if u.target is torch.ops.aten.native_dropout_backward.default]:
+            _multiply(graph, user, user.args[0], mask, p)
+
+
+def _rounds_alike(p: float, dtype: torch.dtype) -> bool:
+    if p >= 1 or dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return True
+    scale = 1 / (1 - p)
+    quotient = torch.ones((), dtype=dtype, device="cpu").div_(1 - p)
+    return float(quotient) == (float(torch.tensor(scale, dtype=dtype)) if dtype == torch.float32 else scale)
+
+
+def _multiply(graph: fx.Graph, node: fx.Node, x: fx.Node, mask: fx.Node, p: float) -> None:
+    """Replace ``node`` by x * (mask / (1 - p)), after the mask and x."""
+    dtype = node.meta["val"].dtype
+    noise = torch.empty_like(mask.meta["val"], dtype=dtype, device="meta")
+    with graph.inserting_after(mask if node.args[0] is mask.args[0] else node):
+        made = graph.call_function(torch.ops.aten._to_copy.default, (mask,), {"dtype": dtype})
+    with graph.inserting_after(made):
+        divided = graph.call_function(torch.ops.aten.div.Tensor, (made, 1 - p))
+    with graph.inserting_after(divided):
+        product = graph.call_function(torch.ops.aten.mul.Tensor, (x, divided))
+    made.meta, divided.meta = {**node.meta, "val": noise}, {**node.meta, "val": noise}
+    product.meta = dict(node.meta)
+    node.replace_all_uses_with(product)
+    graph.erase_node(node)
 
 
 def _mark_phases(graph: fx.Graph) -> None:

@@ -40,6 +40,13 @@ def view(memory: torch.Tensor, offset: int, layout: Layout) -> torch.Tensor:
     )
 
 
+def part(memory: torch.Tensor, offset: int, layout: Layout) -> torch.Tensor:
+    """As ``view``, of host memory, with a storage of those bytes alone: what saves a tensor saves its storage."""
+    like = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device="meta")
+    own = torch.from_numpy(memory[offset : offset + span_nbytes(like)].numpy())  # holds the memory
+    return view(own, 0, layout)
+
+
 def span_nbytes(tensor: torch.Tensor) -> int:
     """Bytes from the first to the last element."""
     if tensor.numel() == 0:

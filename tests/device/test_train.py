@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mtcompile
-from mtcompile import program
+from mtcompile import capture, program
 from mtcompile.runtime import cuda
 from mtcompile.runtime.pinned import NotPinned
 from tests.device.models import make
@@ -51,6 +51,22 @@ def test_bits_and_bytes_at_the_floor_between_and_resident(name: str, device: tor
             assert homes == {"cpu"}
         if memory is None:
             assert homes == {device.type}
+
+
+@pytest.mark.parametrize("first", ["training", "evaluation"])
+def test_a_model_with_resident_parameters_is_captured_once(
+    first: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described, describe = [], capture.describe
+    monkeypatch.setattr(capture, "describe", lambda *args: described.append(args) or describe(*args))
+    model, data = make("decoder")
+    compiled, optimizer = compiled_at(model, None, device)
+    if first == "evaluation":
+        with torch.no_grad():
+            compiled(**on(device, data))
+    compare(compiled, optimizer, model, data, device)
+    assert {p.device.type for p in compiled.parameters()} == {device.type}
+    assert len(described) == (1 if first == "training" else 2)
 
 
 def test_a_step_may_be_driven_from_host_tensors_and_from_a_model_on_the_device(device: torch.device) -> None:
