@@ -68,13 +68,13 @@ class Reference:
             return torch.as_tensor(value, dtype=torch.float64).to(torch.float32)
 
         size = scalar(self.lr / (one - 0.9**self.step))
-        root = scalar((one - 0.999**self.step).sqrt())
+        rise = scalar(1 / (one - 0.999**self.step).sqrt())
         for name, p in self.model.named_parameters():
             assert p.grad is not None
             g, w, m, v = p.grad.float(), self.masters[name], self.m[name], self.v[name]
             m = m + scalar(1 - 0.9) * (g - m)
             v = scalar(0.999) * v + (scalar(1 - 0.999) * g) * g
-            d = torch.from_numpy(numpy.sqrt(v.numpy())) / root + scalar(1e-8)  # rounded to nearest everywhere
+            d = torch.from_numpy(numpy.sqrt(v.numpy())) * rise + scalar(1e-8)  # rounded to nearest everywhere
             w = scalar(1 - self.lr * self.decay) * w
             self.masters[name], self.m[name], self.v[name] = w - (size * m) / d, m, v
             p.data = half_away(self.masters[name])
