@@ -33,7 +33,7 @@ from mtcompile.runtime.trace import busy_us, span_us
 # Limits in evaluations, not seconds: the same input gives the same plan. One costs time in proportion to the regions.
 _REGIONS_PER_PATH = 150  # evaluated, but ...
 _FEWEST_POINTS, _MOST_POINTS = 6, 12  # ... at least and at most so many plans of each
-_OPERATIONS_SEARCHED = 20000  # in plans that local search evaluates: many of small steps, few of large ones
+_SEARCHED, _MOST_SEARCHED = 4_000_000, 300  # local search: so many plans over the square of a step's operations, at most
 _POINTS_BETWEEN = 4  # two neighbours of the frontier, if they lie on one path
 
 
@@ -159,7 +159,8 @@ class Candidates:
         for way in self._ways():
             last, count = len(way) - 1, min(len(way), each)
             sampled += [(way, position) for position in sorted({round(i * last / max(1, count - 1)) for i in range(count)})]
-        left = _OPERATIONS_SEARCHED // sum(len(kernel_of(self.step, region).graph.nodes) for region in regions(self.step))
+        operations = sum(len(kernel_of(self.step, region).graph.nodes) for region in regions(self.step))
+        left = min(_MOST_SEARCHED, _SEARCHED // operations**2)
         for done, (way, position) in enumerate(sampled):
             self.tell("planning", done, len(sampled) + left)
             points.append(_Point(self.evaluate(way[position]), way, position))

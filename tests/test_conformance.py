@@ -218,8 +218,10 @@ def test_every_scheduler_of_torch_is_tested_or_excepted() -> None:
     assert classes == SCHEDULERS.keys() | NO_SCHEDULERS.keys()
 
 
-@pytest.mark.parametrize("attached", ["before", "after"])
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize(
+    ("name", "attached"),
+    [*((name, "before") for name in SCHEDULERS), *((name, "after") for name in ("OneCycleLR", "StepLR", "SequentialLR"))],
+)
 def test_schedulers(name: str, attached: str) -> None:
     def story(model: Any, compiled: Compile, seen: Seen) -> None:
         optimizer = sgd(model.parameters())

@@ -21,6 +21,7 @@ from mtcompile.passes.planner import Candidates, DoesNotFit, make_plan
 from mtcompile.passes.policies import POLICIES
 from mtcompile.passes.state import Budgets
 from mtcompile.passes.symbolic import MONOMIALS, NotPolynomial, evaluated, peak_expressions
+from mtcompile.shapes import Shape, fake
 from tests.test_train import make
 from tests.tracing import trace
 
@@ -56,19 +57,31 @@ def test_it_plans_what_compile_then_runs() -> None:
     assert forecast.state_bytes >= compiled.memory_report()["state_bytes"]
 
 
+SMALL = Shape(128, 384, 2, 2, 1, 1024, head_dim=64, dtype=torch.float32)
+
+
+def small(batch: int, seq: int) -> Any:
+    """A factory of (batch, seq): a decoder."""
+    tokens = torch.zeros((batch, seq), dtype=torch.int64)
+    return fake(SMALL), {"tokens": tokens, "targets": tokens}
+
+
 def test_what_does_not_fit_says_how_much_is_short_and_what_would() -> None:
-    found = mtcompile.plan("gpt-11m", batch=4, seq=64, memory="3MiB")
+    def planned(memory: str | int, host: str | None = None, **options: Any) -> mtcompile.Forecast:
+        return mtcompile.plan(small, batch=4, seq=64, memory=memory, host=host, **options)
+
+    found = planned("200KiB")
     assert not found.feasible and found.short_bytes > 0 and len(found.ways_out) == 3
-    assert found.minimum_device_bytes == 3 * 2**20 + found.short_bytes
-    again = mtcompile.plan("gpt-11m", batch=4, seq=64, memory=found.minimum_device_bytes)
+    assert found.minimum_device_bytes == 200 * 2**10 + found.short_bytes
+    again = planned(found.minimum_device_bytes)
     assert again.feasible and again.peak_bytes["device"] <= found.minimum_device_bytes
-    host = mtcompile.plan("gpt-11m", batch=4, seq=64, memory="40MiB", host="1MiB")
+    host = planned("4MiB", "1MiB")
     assert not host.feasible and any(way.startswith("host memory") for way in host.ways_out)
-    both = mtcompile.plan("gpt-11m", batch=4, seq=64, memory="3MiB", host="1MiB")
+    both = planned("200KiB", "1MiB")
     assert not both.feasible and len(both.ways_out) == 3
-    kept = mtcompile.plan("gpt-11m", batch=4, seq=64, memory="40MiB", host="150MiB")
+    kept = planned("4MiB", "9MiB")
     assert not kept.feasible and kept.ways_out[0].startswith('update="backward"')
-    assert mtcompile.plan("gpt-11m", batch=4, seq=64, memory="40MiB", host="150MiB", update="backward").feasible
+    assert planned("4MiB", "9MiB", update="backward").feasible
 
 
 def test_candidates_give_every_budget_what_a_search_of_its_own_would() -> None:
@@ -158,7 +171,7 @@ def test_a_module_of_real_tensors_is_planned_without_being_run() -> None:
 def test_precisions_and_updates_count_their_own_bytes() -> None:
     sizes = {}
     for precision, update in (("fp32", "step"), ("bf16", "step"), ("bf16-master32", "step"), ("bf16-master32", "backward")):
-        found = mtcompile.plan("gpt-11m", batch=1, seq=128, machine=Machine(), precision=precision, update=update)
+        found = mtcompile.plan(small, batch=1, seq=128, machine=Machine(), precision=precision, update=update)
         assert found.feasible and found.ledger is not None and found.numerics
         sizes[precision, update] = found.state_bytes / found.parameters
         for tier, parts in found.ledger.items():
@@ -171,7 +184,7 @@ def test_precisions_and_updates_count_their_own_bytes() -> None:
 
 def test_an_update_as_gradients_arrive_hides_behind_the_backward() -> None:
     slow = replace(Machine(), host_gbps=40.0, flops=1e10)
-    after, along = (mtcompile.plan("gpt-11m", seq=128, memory="40MiB", machine=slow, update=u) for u in ("step", "backward"))
+    after, along = (mtcompile.plan(small, seq=128, memory="4MiB", machine=slow, update=u) for u in ("step", "backward"))
     assert 0 <= along.update_us < after.update_us / 2 and along.step_time_us < after.step_time_us
 
 
@@ -234,6 +247,6 @@ def test_what_does_not_fit_is_shown_all_the_same_when_forced() -> None:
 
 
 def test_solve_memory_says_the_least_that_works() -> None:
-    found = mtcompile.plan("gpt-11m", seq=64, memory="3MiB", solve="memory")
+    found = mtcompile.plan(small, seq=64, memory="200KiB", solve="memory")
     assert found.feasible and found.solved == {"memory": found.budget_bytes["device"]}
-    assert not mtcompile.plan("gpt-11m", seq=64, memory=found.solved["memory"] - 1).feasible
+    assert not mtcompile.plan(small, seq=64, memory=found.solved["memory"] - 1).feasible

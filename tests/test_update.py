@@ -171,7 +171,8 @@ def test_c_gives_the_bits_of_torch(name: str, layout: str) -> None:
 @pytest.mark.slow
 @cases()
 def test_c_gives_the_bits_of_torch_on_many_values(name: str, layout: str) -> None:
-    parts = random_operands(10**7, UPDATES[name][1], seed=3)
+    many = 10**7 if name in ("adamw", "sgd") else 10**6
+    parts = random_operands(many, UPDATES[name][1], seed=3)
     assert_same_bits(run(name, layout, parts, "c"), run(name, layout, parts, "torch"))
 
 
