@@ -1,6 +1,7 @@
 # make demo    train the example GPT inside a small memory budget
 # make check   lint, types, quick tests
 # make test    lint, types, all tests
+# make long    some of them with more values, budgets and machines
 # make gpu     on a GPU: its tests, fixtures and benchmark (ARGS="tests"), by GPU_PYTHON, whose torch sees it
 # make clean   remove what was built, .venv included
 #
@@ -24,18 +25,21 @@ SITE  := $(abspath $(VENV))/wheel-site
 # Test processes share the cores, so each computes on one thread; no plan comes from an earlier run.
 PYTEST := MT_CACHE=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: demo check test gpu env lint types clean
+.PHONY: demo check test long gpu env lint types clean
 .DEFAULT_GOAL := check
 
 demo: $(READY)
 	@$(BIN)/python examples/train_gpt.py $(ARGS)
 
 check: lint types
-	@$(PYTEST) -m "not slow"
+	@$(PYTEST) -m "not slow and not long"
 
 test: lint types
-	@$(PYTEST)
+	@$(PYTEST) -m "not long"
 	@$(PYTEST) tests/device
+
+long: $(READY)
+	@$(PYTEST) -m long
 
 gpu:
 	@MT_CACHE=0 $(GPU_PYTHON) -m benchmarks.gpu $(filter-out --compare,$(ARGS))

@@ -33,7 +33,7 @@ def batch(seed: int) -> dict[str, Tensor]:
     return {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
 
 
-def compiled(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, memory: str = MEMORY) -> Any:
+def compiled(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, memory: str = "64MiB") -> Any:
     return mtcompile.compile(model, memory=memory, optimizer=optimizer, precision="bf16-master32", device="cpu")
 
 
@@ -94,7 +94,7 @@ def test_masters_are_those_of_a_plain_reference(steps: int) -> None:
     reference, fp32 = Reference(model), copy.deepcopy(model)
     theirs = adamw(fp32)
     optimizer = adamw(model)
-    model = compiled(model, optimizer)
+    model = compiled(model, optimizer, MEMORY)
     for step in range(steps):
         data = batch(step)
         expected = reference.train(data)
@@ -137,7 +137,7 @@ def test_the_contract_and_the_bytes_are_said() -> None:
     model = made()
     parameters = sum(p.numel() for p in model.parameters())
     optimizer = adamw(model)
-    model = compiled(model, optimizer)
+    model = compiled(model, optimizer, MEMORY)
     model(**batch(0)).backward()
     optimizer.step()
     report = model.memory_report()
@@ -163,7 +163,7 @@ def trained(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[
 def test_a_checkpoint_goes_on_with_the_same_bits() -> None:
     model = made()
     optimizer = adamw(model)
-    model = compiled(model, optimizer)
+    model = compiled(model, optimizer, MEMORY)
     trained(model, optimizer, range(3))
     weights = {name: t.clone() for name, t in mtcompile.master_parameters(model).items()}
     saved = copy.deepcopy(optimizer.state_dict())
