@@ -186,9 +186,10 @@ class _Question:
 
 @dataclass(frozen=True, slots=True)
 class _Sized:
-    """A step of some batch and sequence, and its candidate plans."""
+    """A step of some batch and sequence, and its candidate plans. ``whole``: as captured, with its loss head in one piece."""
 
     candidates: Candidates
+    whole: Traced
     joint: fx.GraphModule
     step: fx.GraphModule
     tokens: int
@@ -200,6 +201,10 @@ def _sized(question: _Question, batch: int, seq: int, like: _Sized | None = None
     question.tell("capturing the step", 0, 0)
     traced, data = _traced(question, batch, seq)
     chunks = like.chunks if like else _chunks(traced, question.budgets.device)
+    return _chunked(question, traced, _tokens(data), chunks, like)
+
+
+def _chunked(question: _Question, traced: Traced, tokens: int, chunks: int, like: _Sized | None = None) -> _Sized:
     joint = copy_step(traced.joint)
     whole = chunks == 1 or not chunk_loss(joint, chunks)
     step = traced.step if whole and not like else build(joint, like=like.joint if like else None)
@@ -207,11 +212,20 @@ def _sized(question: _Question, batch: int, seq: int, like: _Sized | None = None
     if not whole:
         numerics += f"; the loss head's sums over tokens in {chunks} chunks"
     candidates = Candidates(step, question.machine, question.budgets, numerics=numerics, tell=question.tell)
-    return _Sized(candidates, joint, step, _tokens(data), chunks)
+    return _Sized(candidates, traced, joint, step, tokens, _MOST_CHUNKS if whole and chunks > 1 else chunks)
 
 
 def _answer(question: _Question, batch: int, seq: int) -> Forecast:
+    """With more chunks of the loss head where those that the device's memory calls for leave too little of it."""
     sized = _sized(question, batch, seq)
+    while not (found := _told(question, sized)).feasible and found.minimum_device_bytes and sized.chunks < _MOST_CHUNKS:
+        if not _head_nbytes(sized.whole):
+            break
+        sized = _chunked(question, sized.whole, sized.tokens, min(_MOST_CHUNKS, 4 * sized.chunks))
+    return found
+
+
+def _told(question: _Question, sized: _Sized) -> Forecast:
     candidates, budgets, model = sized.candidates, question.budgets, question.model
     about = Forecast(
         model=model if isinstance(model, str) else getattr(model, "__name__", type(model).__name__),
@@ -283,11 +297,16 @@ def _takes_sizes(model: Any) -> bool:
 
 def _chunks(traced: Traced, device: int | None) -> int:
     """Of the loss head: one, unless its logits would take a large part of the device; then so many that one does not."""
-    wide = [n for n in traced.joint.graph.nodes if n.target is torch.ops.aten._log_softmax.default]
-    nbytes = max((storage_nbytes(node.meta["val"]) for node in wide), default=0)
+    nbytes = _head_nbytes(traced)
     if device is None or nbytes < device * _LARGE_HEAD:
         return 1
     return int(min(_MOST_CHUNKS, 2 ** ceil(log2(nbytes / max(1.0, device * _LARGE_HEAD)))))
+
+
+def _head_nbytes(traced: Traced) -> int:
+    """Of the largest logits; 0 where there are none."""
+    wide = [n for n in traced.joint.graph.nodes if n.target is torch.ops.aten._log_softmax.default]
+    return max((storage_nbytes(node.meta["val"]) for node in wide), default=0)
 
 
 def _parameters(step: fx.GraphModule) -> list[torch.Tensor]:

@@ -767,7 +767,7 @@ def test_hooks_on_optimizers() -> None:
     same_bits(story)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_forward_hooks_and_hooks_on_the_loss() -> None:
     def story(model: Any, compiled: Compile, seen: Seen) -> None:
         optimizer = adamw(model.parameters())
@@ -853,7 +853,7 @@ def test_evaluation_between_steps(guard: Any) -> None:
     same_bits(story)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_evaluation_under_inference_mode_comes_first() -> None:
     def story(model: Any, compiled: Compile, seen: Seen) -> None:
         optimizer = adamw(model.parameters())
@@ -866,7 +866,7 @@ def test_evaluation_under_inference_mode_comes_first() -> None:
     same_bits(story)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_in_evaluation_mode_and_parts_of_it() -> None:
     def story(model: Any, compiled: Compile, seen: Seen) -> None:
         optimizer = adamw(model.parameters())
@@ -878,7 +878,7 @@ def test_training_in_evaluation_mode_and_parts_of_it() -> None:
     same_bits(story)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_autocast_around_the_forward() -> None:
     def story(model: Any, compiled: Compile, seen: Seen) -> None:
         optimizer = adamw(model.parameters())
@@ -895,7 +895,7 @@ def test_autocast_around_the_forward() -> None:
     same_bits(story, memory=least(Net) + 16384)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_batches_of_changing_size() -> None:
     def story(model: Any, compiled: Compile, seen: Seen) -> None:
         optimizer = adamw(model.parameters())

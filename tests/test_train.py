@@ -139,7 +139,7 @@ def make(name: str) -> tuple[nn.Module, dict[str, Any]]:
     return factory().train(), data()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n == "t5")) for n in CASES])
 def test_equal_bits_at_three_budgets(name: str) -> None:
     model, data = make(name)
     plain = copy.deepcopy(model)
