@@ -35,15 +35,16 @@ def quarter(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.slow
-def test_equal_at_a_quarter_of_the_resident_peak_under_twenty_delay_seeds(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quarter: str, tmp_path: Path
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 20), marks=pytest.mark.long)])
+def test_equal_at_a_quarter_of_the_resident_peak_under_delay_seeds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quarter: str, tmp_path: Path, seeds: range
 ) -> None:
     monkeypatch.setenv("MT_CACHE", str(tmp_path))  # one search for all of them
     expected = r"compare: losses 3/3 equal, gradients (\d+)/\1 equal, weights \1/\1 equal"
     code, out = run(monkeypatch, capsys, "--memory", quarter, "--compare")
     assert code == 0 and re.search(expected, out), out
     monkeypatch.setenv("MT_CHECK", "1")
-    for seed in range(20):
+    for seed in seeds:
         monkeypatch.setenv("MT_CHECK_SEED", str(seed))
         code, out = run(monkeypatch, capsys, "--memory", quarter, "--compare")
         assert code == 0 and re.search(expected, out), f"seed {seed}: {out}"

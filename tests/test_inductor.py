@@ -80,7 +80,7 @@ print(len(kernels), counted["fxgraph_cache_hit"], counted["fxgraph_cache_miss"],
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_workers_compile_into_the_disk_cache(tmp_path: Path) -> None:
     """Every kernel is then loaded, none compiled in the process itself; a second start starts no worker."""
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}

@@ -238,7 +238,7 @@ def test_a_slow_link_recomputes_and_a_fast_one_offloads() -> None:
     assert offloaded == sorted(offloaded) and offloaded[0] < offloaded[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_near_the_best_of_all_plans() -> None:
     """One of the benchmark's graphs: every plan of it is tried."""
     found = examine(20)
