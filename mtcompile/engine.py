@@ -34,13 +34,14 @@ from mtcompile.passes.policies import POLICIES
 from mtcompile.passes.state import Budgets
 from mtcompile.passes.step_graph import copy_step, generator_nbytes, has_random, listing
 from mtcompile.precision import PRECISIONS, Precision
-from mtcompile.program import Compiled, Frame, Program, Tangents, describe_compiled, run_forward, without_autocast
+from mtcompile.program import Compiled, Frame, Left, Program, Tangents, describe_compiled, run_forward, without_autocast
 from mtcompile.runtime.cpu import Arenas, CpuMemory
 from mtcompile.runtime.device import Device
 from mtcompile.runtime.schedule import Tier, aligned, gib
 from mtcompile.runtime.trace import Trace
 from mtcompile.runtime.verify import verify
 from mtcompile.tracing import collecting_later
+from mtcompile.updates import UpdatesInBackward
 
 KERNELS = ("eager", "inductor")
 _AUTO_CHUNKS = (1, 4, 16, 64)  # what loss_chunks="auto" chooses among
@@ -89,6 +90,8 @@ class Engine:
         self.last_trace: Trace | None = None
         self.peak_device_bytes = 0
         self.peak_host_bytes = 0
+        self.left: Left | None = None
+        self.updates: UpdatesInBackward | None = None
         self._frames: list[weakref.ref[Frame]] = []
         self._arenas: dict[str, torch.Tensor] = {}
         self._views: list[dict[str, torch.Tensor]] = []
@@ -121,15 +124,24 @@ class Engine:
     def begin_training_forward(self) -> None:
         """Called before a training forward."""
 
+    def kernels_of(self, step: fx.GraphModule) -> dict[str, Any]:
+        """What instructions call that are not regions."""
+        return {}
+
+    def key(self) -> Any:
+        """What else a plan depends on that may change."""
+        return None
+
     # ------------------------------------------------------------------------------------------------------- compiling
 
     def compile(self, program: Program, tangents: Tangents) -> Compiled:
         """The program planned for one gradient pattern, thread count and free memory; made on first use. That nothing
         fits beside a waiting step is remembered too: every step would ask again."""
         reserved = self.held_nbytes()
-        key = (tangents, program.description.backward_autocast, torch.get_num_threads(), reserved)
+        key = (tangents, program.description.backward_autocast, torch.get_num_threads(), reserved, self.key())
         known = program.compiled.get(key)
         if known is None or (isinstance(known, Compiled) and known.home_version != self.home.version):
+            self.drain()
             try:
                 with collecting_later(), internals.lasting(), without_autocast(self.device.where.type):
                     known = self._compile(program, tangents, reserved)
@@ -175,6 +187,7 @@ class Engine:
         if self.device.staging is not None and not self.staged:
             self._say_not_pinned()
             return self._compile(program, tangents, reserved)
+        kernels |= self.kernels_of(planned.step)
         compiled = describe_compiled(self, tangents, planned.plan, planned.step, planned.schedule, kernels)
         self._show(step, planned)
         return compiled
@@ -322,6 +335,15 @@ class Engine:
 
     # --------------------------------------------------------------------------------------------------------- running
 
+    def drain(self) -> None:
+        """Wait for the updates that the last backward left to run behind a forward. Raises what stopped them."""
+        left, self.left = self.left, None
+        if left is not None:
+            try:
+                left.behind.drain()
+            finally:
+                left.close(self)
+
     def alive(self) -> list[Frame]:
         """Training forwards that still wait for their backward, oldest first."""
         frames = [frame for ref in self._frames if (frame := ref()) is not None and not frame.spent]
@@ -338,6 +360,7 @@ class Engine:
     def infer(self, program: Program, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """A forward that nobody will differentiate; allowed at any time, in what memory a live step leaves."""
         last = self.last
+        self.drain()
         _, outputs = run_forward(self, self.compile(program, None), inputs)
         self.last = last or self.last
         return outputs
@@ -357,6 +380,7 @@ class Engine:
                     views.clear()
                 self._views.clear()
                 if tier in self._arenas:
+                    self.drain()
                     self.device.synchronize()  # of a step that was dropped, copies may be on their way
                     del self._arenas[tier]
                 if tier == "device":  # waiting steps have nothing there, and will take what there is then

@@ -18,13 +18,14 @@ from mtcompile.machine import named
 from mtcompile.passes.build import build
 from mtcompile.passes.cost import Machine, kernel_cost
 from mtcompile.passes.loss_head import chunk_loss
+from mtcompile.passes.plan import Updates
 from mtcompile.passes.planner import BIT_EQUAL, Candidates, DoesNotFit, Planned, Tell, silent
 from mtcompile.passes.policies import POLICIES
 from mtcompile.passes.state import Budgets, resident_nbytes
 from mtcompile.passes.step_graph import copy_step, placeholders, storage_nbytes
 from mtcompile.passes.symbolic import MONOMIALS, evaluated, peak_expressions
 from mtcompile.precision import MOMENTS, PRECISIONS, Precision, precision_named
-from mtcompile.runtime.schedule import gib
+from mtcompile.runtime.schedule import Schedule, gib, placed
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us, exposed_us
 from mtcompile.runtime.verify import verify
@@ -156,7 +157,7 @@ def plan(
     if device is None and there.device_nbytes:
         device = int(there.device_nbytes * (1 - _LEFT_FREE))
     copies = kind.state_copies(optimizer)
-    budgets = Budgets(device, parse_bytes(host), copies, update="backward" if update == "backward" else "step")
+    budgets = Budgets(device, parse_bytes(host), copies, updates=Updates(copies) if update == "backward" else None)
     question = _Question(model, data, kind, optimizer, there, budgets, policies, force, tell)
     with collecting_later():
         if solve in ("batch", "seq"):
@@ -239,7 +240,7 @@ def _told(question: _Question, sized: _Sized) -> Forecast:
         minimum_device_bytes=0,
         precision=question.precision.name,
         optimizer=question.optimizer,
-        update=budgets.update,
+        update="step" if budgets.updates is None else "backward",
         numerics=candidates.base.numerics,
         rows=tuple(_row(candidates, policy, budgets) for policy in question.policies),
     )
@@ -430,12 +431,28 @@ def _ledger(about: Forecast, candidates: Candidates, planned: Planned) -> dict[s
     for tier, nbytes in weights.items():
         parts = {"weights": nbytes, "master": int(nbytes * master), "optimizer": int(nbytes * (copies - master))}
         parts["gradients"] = held[tier] - sum(parts.values())
-        parts["staging" if tier == "device" else "activations"] = schedule.arena_nbytes.get(tier, 0)
+        arena = schedule.arena_nbytes.get(tier, 0)
+        if tier == "host":
+            slots = min(arena, _gradient_slots(schedule))
+            parts["gradients"], arena = parts["gradients"] + slots, arena - slots
+        parts["staging" if tier == "device" else "activations"] = arena
         if tier == "device":
             parts |= {"activations": most, "workspace": workspace}
         parts["other"] = schedule.peak_nbytes[tier] - sum(parts.values())
         found[tier] = parts
     return found
+
+
+def _gradient_slots(schedule: Schedule) -> int:
+    """The most bytes of the host's slots that gradients hold at once."""
+    live = most = 0
+    for instruction in schedule.instructions:
+        if instruction.op in ("alloc", "free"):
+            buffer = schedule.buffers[instruction.writes[0]]
+            if (buffer.kind, buffer.tier, buffer.role) == ("placed", "host", "grad"):
+                live += placed(buffer.nbytes) * (1 if instruction.op == "alloc" else -1)
+                most = max(most, live)
+    return most
 
 
 def _refused(about: Forecast, candidates: Candidates, error: DoesNotFit) -> Forecast:
@@ -446,7 +463,7 @@ def _refused(about: Forecast, candidates: Candidates, error: DoesNotFit) -> Fore
     short = error.minimum - limit
     ways = []
     kept = sum(candidates.sizes.values()) - 2 * max(candidates.sizes.values(), default=0)
-    if budgets.update == "step" and tier == "host" and kept >= short:
+    if budgets.updates is None and tier == "host" and kept >= short:
         ways.append(f'update="backward": no gradients are kept for a step of their own, {gib(kept)} less')
     more = candidates.needs(other, {tier: limit})
     if more is not None:

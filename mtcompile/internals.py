@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+
+from mtcompile.errors import StepError
 
 # -------------------------------------------------------------------------------------------------------------- inductor
 
@@ -73,6 +76,46 @@ def lasting() -> contextlib.AbstractContextManager[Any]:
 def keeps_graph() -> bool:
     """True inside a backward called with retain_graph=True (or create_graph=True)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def accumulates(function: Any) -> bool:
+    """Of a backward node that is running: whether this is a call of ``backward()``, which adds to ``.grad``, and not of
+    ``torch.autograd.grad``."""
+    leaves = [node for node, _ in function.next_functions if node is not None and hasattr(node, "variable")]
+    return not leaves or any(torch._C._will_engine_execute_node(node) for node in leaves)
+
+
+def accumulation_hooks(parameter: torch.Tensor) -> bool:
+    """Whether it has hooks of register_post_accumulate_grad_hook."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def refuse_clipping(parameters: Iterable[torch.Tensor], why: str) -> None:
+    """From now on torch's functions that clip gradients raise StepError(why) for these parameters. They would find no
+    gradients and silently do nothing, and no hook of torch's sees that: the functions are wrapped where they are, once."""
+    for parameter in parameters:
+        parameter._mt_not_clipped = why  # type: ignore[attr-defined]
+    clipping = torch.nn.utils.clip_grad
+    for name in ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_"):  # the last: where the first was imported
+        plain = getattr(clipping, name, None)
+        if plain is None or hasattr(plain, "__wrapped__") and plain.__module__ == __name__:
+            continue
+        wrapped = _refusing(plain)
+        for module in (clipping, torch.nn.utils):
+            if getattr(module, name, None) is plain:
+                setattr(module, name, wrapped)
+
+
+def _refusing(clip: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(clip, assigned=("__name__", "__qualname__", "__doc__"))
+    def refusing(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for parameter in given:
+            if why := getattr(parameter, "_mt_not_clipped", None):
+                raise StepError(why)
+        return clip(given, *args, **kwargs)
+
+    return refusing
 
 
 def storage_holders(tensor: torch.Tensor) -> int:

@@ -133,7 +133,7 @@ class Masters:
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Update through this optimizer from now on. Raises TypeError for a class whose arithmetic is not known here."""
-        kind = _kind(optimizer)
+        kind = kind_of(optimizer)
         optimizer.register_step_pre_hook(lambda opt, args, kwargs: self._before_step(opt, kind, args, kwargs))
         optimizer.register_step_post_hook(lambda opt, args, kwargs: self._show())
         optimizer.register_state_dict_post_hook(self._with_masters)
@@ -162,23 +162,25 @@ class Masters:
     def _step(self, optimizer: torch.optim.Optimizer, kind: str) -> None:
         """Update what has a master and a gradient. Everything is checked before anything is written."""
         self._show()  # of a step that failed
-        work = []
+        work = [(p, p.grad, group) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        work = [row for row in work if id(row[0]) in self.by_parameter]
+        self.check(optimizer, (parameter for parameter, _, _ in work))
+        scale, skip = _scaling(optimizer)
+        for parameter, grad, group in work:
+            if not skip:
+                self.update(optimizer, parameter, grad, group, scale)
+            self._hidden.append((parameter, grad))
+            parameter.grad = None
+
+    def check(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+        """Before these are updated, what can be known to fail. Raises StepError."""
         for group in optimizer.param_groups:
             if on := [option for option in _REFUSED if group.get(option)]:
+                kind = kind_of(optimizer)
                 raise StepError(f"expected {kind} without {', '.join(on)} where parameters have fp32 masters; leave it out")
-            for parameter in group["params"]:
-                master = self.by_parameter.get(id(parameter))
-                if master is None or parameter.grad is None:
-                    continue
+        for parameter in parameters:
+            if (master := self.by_parameter.get(id(parameter))) is not None:
                 self._notice_writes(master)
-                work.append((master, parameter.grad, group))
-        scale, skip = _scaling(optimizer)
-        for master, grad, group in work:
-            if not skip:
-                self._update(optimizer, kind, master, grad, group, scale)
-                self._settled(master)
-            self._hidden.append((master.parameter, grad))
-            master.parameter.grad = None
 
     def _show(self) -> None:
         """The gradients that the optimizer's own step was not to see."""
@@ -186,10 +188,11 @@ class Masters:
             parameter.grad = grad
         self._hidden = []
 
-    def _update(
-        self, optimizer: torch.optim.Optimizer, kind: str, master: Master, grad: Tensor, group: Mapping[str, Any], scale: float
+    def update(
+        self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, grad: Tensor, group: Mapping[str, Any], scale: float
     ) -> None:
-        parameter, state = master.parameter, optimizer.state[master.parameter]
+        """One parameter's, after ``check``. ``group``: its options; ``scale``: factor of the gradient."""
+        kind, master, state = kind_of(optimizer), self.by_parameter[id(parameter)], optimizer.state[parameter]
         if kind != "SGD" and "step" not in state:
             state["step"] = torch.tensor(0.0)
         first = kind == "SGD" and state.get("momentum_buffer") is None
@@ -212,6 +215,7 @@ class Masters:
             update = host_adam.adamw if kind == "AdamW" or group.get("decoupled_weight_decay") else host_adam.adam
             m, v = states
             update(weight, gradient, m, v, remainder, **options)
+        self._settled(master)
 
     # ------------------------------------------------------------------------------------------ the optimizer's state_dict
 
@@ -246,7 +250,7 @@ def _scaling(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
     return (1.0 if scale is None else 1.0 / float(scale)), found is not None and bool(found)
 
 
-def _kind(optimizer: torch.optim.Optimizer) -> str:
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
     for kind in _STATES:
         if type(optimizer) is getattr(torch.optim, kind):
             return kind

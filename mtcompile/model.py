@@ -22,6 +22,7 @@ from mtcompile.precision import Precision
 from mtcompile.program import Program
 from mtcompile.runtime.device import Device
 from mtcompile.runtime.schedule import gib
+from mtcompile.updates import UpdateOptions, UpdatesInBackward
 
 # Optimizer state per parameter, in parameter sizes, of the torch.optim classes; anything else is taken as Adam's.
 _STATE_COPIES = {
@@ -53,20 +54,23 @@ class ModelEngine(Engine):
         optimizer: torch.optim.Optimizer | None,
         throttle: Machine | None,
         precision: Precision,
+        updates: UpdateOptions | None,
     ) -> None:
         there = total_nbytes(device)
         if memory is not None and there is not None and memory > there:
             raise ValueError(f"expected memory of at most the {there} bytes ({gib(there)}) of {device.where}, found {memory}")
         self.optimizer: torch.optim.Optimizer | None = None
         self.masters = cast(model, precision)
-        if optimizer is not None:
-            self.bind(optimizer)
-        for parameter in model.parameters():  # at home on the host, all of them
-            self.moved(parameter)
         memory = memory if memory is not None else free_nbytes(device)
         names = {"device": "memory", "host": "host"}
         super().__init__(device, memory, host, names, kernels, loss_chunks, policy, throttle, precision)
         self.model = weakref.ref(model)
+        if updates is not None:
+            self.updates = UpdatesInBackward(model, updates, self.masters, self.drain)
+        if optimizer is not None:
+            self.bind(optimizer)
+        for parameter in model.parameters():  # at home on the host, all of them
+            self.moved(parameter)
         self.sent_nbytes = 0  # of the call's tensors, copied to the device for its length
         self._captured = capture.front_end(call, self._backend, device.where)
 
@@ -74,6 +78,8 @@ class ModelEngine(Engine):
         """The optimizer that steps the model from now on."""
         if self.masters is not None and optimizer is not self.optimizer:
             self.masters.bind(optimizer)
+        if self.updates is not None and optimizer is not self.optimizer:
+            self.updates.bind(optimizer)
         self.optimizer = optimizer
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -129,7 +135,16 @@ class ModelEngine(Engine):
         elsewhere = {b for b, tier in self.home.tiers.items() if tier == "device"} - set(step.meta["homes"].values())
         if free is not None:  # resident parameters that this program does not read take their room all the same
             free -= sum(int(self.home.slabs[b].numel() * (2 + copies)) for b in elsewhere)
-        return Budgets(free, self.host, copies, reserve=self.reserve(step) + self.sent_nbytes), fixed
+        updates = None
+        if self.updates is not None and any(spec.kind == "grad" for spec in step.meta["outputs"]):
+            updates, step.meta["updated"] = self.updates.planned(copies), self.updates.names()
+        return Budgets(free, self.host, copies, reserve=self.reserve(step) + self.sent_nbytes, updates=updates), fixed
+
+    def kernels_of(self, step: fx.GraphModule) -> dict[str, Any]:
+        return {} if self.updates is None else self.updates.kernels(step)
+
+    def key(self) -> Any:
+        return None if self.updates is None else self.updates.key()
 
     def relax(self, error: DoesNotFit) -> bool:
         """A later program that does not fit beside resident parameters sends them home."""
@@ -164,7 +179,9 @@ class ModelEngine(Engine):
             self.masters.widen(t for t, gradient in zip(inputs, gradients, strict=True) if gradient is not None)
 
     def begin_training_forward(self) -> None:
-        """Raise when an earlier training forward still waits for its backward."""
+        """Raise when an earlier training forward still waits for its backward, or a fault left the model between two steps."""
+        if self.updates is not None:
+            self.updates.check()
         if not self.alive():
             return
         gc.collect()  # a loss in a reference cycle is not alive
@@ -190,7 +207,7 @@ class ModelEngine(Engine):
         parameters = list(model.parameters())
         weights = sum(p.numel() * p.element_size() for p in parameters)
         widths = ((p, p if p.grad is None else p.grad) for p in parameters if p.requires_grad)  # accumulated ones are wider
-        gradients = sum(p.numel() * like.element_size() for p, like in widths)
+        gradients = sum(p.numel() * like.element_size() for p, like in widths) if self.updates is None else 0
         state = 0
         if self.optimizer is not None:
             for entry in self.optimizer.state.values():

@@ -20,6 +20,7 @@ from mtcompile.precision import precision_named
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.trace import Trace
 from mtcompile.sizes import parse_bytes
+from mtcompile.updates import update_options
 
 M = TypeVar("M", bound=nn.Module)
 Size = str | int | None
@@ -67,6 +68,21 @@ class CompiledModule(nn.Module):
         """Tell the planner which optimizer will step this model, when it was made after ``compile``."""
         self._mt_engine.bind(optimizer)
         return self
+
+    @property
+    def grad_norm(self) -> float | None:
+        """With ``max_grad_norm`` or ``nonfinite="skip"``: the norm of the last step's gradients, before they were scaled."""
+        updates = self._mt_engine.updates
+        return None if updates is None else updates.grad_norm
+
+    def synchronize(self) -> None:
+        """Wait for updates that run behind a forward. Raises what stopped them."""
+        self._mt_engine.drain()
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and (engine := getattr(self, "_mt_engine", None)) is not None:
+            engine.drain()  # who asks may look at them
+        return super().named_parameters(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # while the model's own forward is being captured
@@ -130,6 +146,10 @@ def compile(
     policy: str = ...,
     throttle: str | Machine | None = ...,
     precision: str = ...,
+    update: str = ...,
+    max_grad_norm: float | None = ...,
+    run_ahead: bool = ...,
+    nonfinite: str = ...,
 ) -> M: ...
 @overload
 def compile(
@@ -144,6 +164,10 @@ def compile(
     policy: str = ...,
     throttle: str | Machine | None = ...,
     precision: str = ...,
+    update: str = ...,
+    max_grad_norm: float | None = ...,
+    run_ahead: bool = ...,
+    nonfinite: str = ...,
 ) -> type[M]: ...
 @overload
 def compile(
@@ -158,6 +182,10 @@ def compile(
     policy: str = ...,
     throttle: str | Machine | None = ...,
     precision: str = ...,
+    update: str = ...,
+    max_grad_norm: float | None = ...,
+    run_ahead: bool = ...,
+    nonfinite: str = ...,
 ) -> Any: ...
 
 
@@ -173,6 +201,10 @@ def compile(
     policy: str = "fastest",
     throttle: str | Machine | None = None,
     precision: str = "model",
+    update: str = "step",
+    max_grad_norm: float | None = None,
+    run_ahead: bool = False,
+    nonfinite: str = "stop",
 ) -> Any:
     """Train ``model`` inside a device-memory budget, with the bits of plain PyTorch.
 
@@ -198,6 +230,16 @@ def compile(
                not); ``"bf16-master32"``: they become bf16, each with a 16-bit remainder that makes it an exact fp32 master, and
                AdamW, Adam or SGD update the masters with fp32 state (12 bytes a parameter with AdamW, and 2 for the gradient);
                on a GPU they stay on the host, where they are updated
+    update     ``"step"``: gradients wait in ``p.grad`` for ``optimizer.step()``. ``"backward"``: parameters are updated as
+               their gradients arrive, by the optimizer's own arithmetic, and ``p.grad`` stays None; ``optimizer.step()`` is
+               still called, and ends the step. Gradients take host memory of two regions only, and updates run beside the
+               backward. Clipping by hand, gradient scalers and hooks of parameters raise
+    max_grad_norm  with it: gradients are scaled as ``clip_grad_norm_`` would, so all are kept until their norm is known
+               (``model.grad_norm``), and updates start then
+    run_ahead  with it: updates go on behind the next forward, whose prefetches wait for their own. Who looks at parameters
+               while they do calls ``model.synchronize()`` first; ``state_dict`` and evaluation do so themselves
+    nonfinite  with it, for a loss or gradient that is not finite: ``"stop"`` raises StepError, ``"skip"`` leaves out the whole
+               update (and keeps all gradients until their norm is known), ``"continue"`` warns
     throttle   on the emulated device, a machine whose speeds it keeps to (a preset, a JSON file or a ``Machine``): plans are
                for that machine, and every copy and kernel takes at least the time they say. Numbers are the same
 
@@ -209,8 +251,12 @@ def compile(
     options |= {"kernels": kernels, "loss_chunks": loss_chunks, "policy": policy}
     options["precision"] = precision_named(precision)
     options["throttle"] = None if throttle is None else named(throttle)
+    options["updates"] = update_options(update, max_grad_norm, run_ahead, nonfinite)
     if model is None:
-        return lambda target: compile(target, **{**options, "device": device, "precision": precision})
+        given = {"device": device, "precision": precision, "update": update, "max_grad_norm": max_grad_norm}
+        given |= {"run_ahead": run_ahead, "nonfinite": nonfinite}
+        rest = {name: value for name, value in options.items() if name != "updates"}
+        return lambda target: compile(target, **{**rest, **given})
     options["device"] = choose(device)
     if throttle is not None and options["device"].where.type != "cpu":
         raise ValueError(f'expected throttle= with device="cpu" only, found {options["device"].where}')

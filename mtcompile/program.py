@@ -28,9 +28,10 @@ from mtcompile.passes.step_graph import (
 )
 from mtcompile.runtime.arena import Layout, layout_of, view
 from mtcompile.runtime.cpu import CpuMemory
-from mtcompile.runtime.executor import Delays, Prepared, execute, prepare
+from mtcompile.runtime.executor import Behind, Delays, Prepared, execute, prepare
 from mtcompile.runtime.schedule import PHASES, Phase, Queue, Schedule, placed
 from mtcompile.runtime.trace import Record, Trace, shifted
+from mtcompile.updates import failing
 
 if TYPE_CHECKING:
     from mtcompile.engine import Engine
@@ -89,6 +90,21 @@ class Frame:
         buffers = self.compiled.schedule.buffers.values()
         self.memory.live = sum(b.nbytes for b in buffers if b.leaves and b.role == "output")  # still the caller's
         self.evicted = True
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What a backward left to run behind the next forward of its program: its updates, over its memory."""
+
+    frame: Frame
+    behind: Behind
+    began_us: float
+
+    def close(self, engine: Engine) -> None:
+        """When it has been drained."""
+        self.frame.memory.tensors.clear()
+        self.frame.records += shifted(self.behind.records, self.began_us)
+        engine.last_trace = Trace(tuple(self.frame.records), "measured")
 
 
 def describe_compiled(
@@ -180,7 +196,13 @@ class _Step(torch.autograd.Function):
         ctx.frame = None
         if all(t is None for t in tangents):
             return (None,) * (2 + len(frame.inputs))
-        gradients = run_backward(ctx.program, frame, tangents)
+        updates = ctx.program.engine.updates
+        if updates is not None:
+            updates.begin([ref() for ref in frame.outputs], tangents, internals.accumulates(ctx))
+        with failing(updates):
+            gradients = run_backward(ctx.program, frame, tangents)
+        if updates is not None:
+            updates.ended()
         ctx.program.engine.before_accumulation(frame.inputs, gradients)
         return (None, None, *gradients)
 
@@ -208,15 +230,20 @@ def run_forward(
     for index, name in news.items():
         if compiled.schedule.buffers[name].kind == "home":
             memory.bind(name, torch.empty_like(snapshots[index]))
+    left = engine.left if engine.left is not None and engine.left.frame.compiled is compiled else None
+    if left is None:
+        engine.drain()
     versions = tuple(_version(t) for t in inputs)
     frame = Frame(compiled, memory, inputs, snapshots, versions, generator)
     try:
-        _execute(engine, frame, "forward")
+        _execute(engine, frame, "forward", left)
     except BaseException:
         if generator is not None:
             set_generator_state(device, generator)
         memory.tensors.clear()
         raise
+    if left is not None:  # they were counted up behind this forward
+        frame.versions = tuple(_version(t) for t in inputs)
     if write_back:
         with torch.no_grad():
             for index, name in news.items():
@@ -263,7 +290,8 @@ def run_backward(program: Program, frame: Frame, tangents: Sequence[torch.Tensor
             set_generator_state(device, now)
         raise
     finally:
-        memory.tensors.clear()
+        if engine.left is None or engine.left.frame is not frame:
+            memory.tensors.clear()
     return tuple(gradients.get(i) for i in range(len(frame.inputs)))
 
 
@@ -335,28 +363,41 @@ def _check_versions(frame: Frame, program: Program, again: bool) -> None:
             )
 
 
-def _execute(engine: Engine, frame: Frame, phase: Phase) -> None:
+def _execute(engine: Engine, frame: Frame, phase: Phase, left: Left | None = None) -> None:
+    """``left``: by the backward before this forward; drained at its end."""
     compiled, memory = frame.compiled, frame.memory
     delays = Delays(knobs.check_seed()) if memory.check else None
     # The host waits for what the caller may read or change next: weights, and at the end of a backward gradients.
     visible: tuple[Queue, ...] = ("h2d", "d2h") if phase == "backward" or compiled.mutated else ("h2d",)
     fence = engine.device.fence(visible, timed=knobs.trace())
-    paced = engine.throttle is not None
+    behind = Behind() if phase == "backward" and compiled.schedule.run_ahead else None
+    options: dict[str, Any] = {"paced": engine.throttle is not None, "behind": behind}
+    began_us = max((r.end_us for r in frame.records), default=0.0)
+    if left is not None:
+        engine.left, options["before"] = None, left.behind
     with torch.no_grad(), without_autocast(engine.device.where.type):
         if phase == "forward":  # the allocator knows the size of what is freed only if it saw it made
             frame.measured = knobs.check() or not compiled.settled
         if frame.measured:
             base = _device_nbytes(memory, engine.device.where) + engine.held_nbytes()
             with allocator_peak(engine.device.where) as peak:
-                records = execute(compiled.phases[phase], memory, compiled.kernels, delays, fence, paced)
-            if peak.nbytes is not None:
+                records = execute(compiled.phases[phase], memory, compiled.kernels, delays, fence, **options)
+            # Optimizer state counts as resident from the start: measured is a backward that finds it there.
+            first = phase == "backward" and engine.updates is not None and engine.updates.made_state
+            if peak.nbytes is not None and not first:
                 engine.measured(compiled, base + peak.nbytes)
         else:
-            records = execute(compiled.phases[phase], memory, compiled.kernels, delays, fence, paced)
+            first = False
+            records = execute(compiled.phases[phase], memory, compiled.kernels, delays, fence, **options)
             if fence is None or fence.timed:  # else they say when each was issued
                 engine.timed.append((compiled, phase, records))
-    compiled.passed.add(phase)
-    frame.records += shifted(records, max((r.end_us for r in frame.records), default=0.0))
+    if left is not None:
+        left.close(engine)
+    if behind is not None:
+        engine.left = Left(frame, behind, began_us)
+    if not first:
+        compiled.passed.add(phase)
+    frame.records += shifted(records, began_us)
     engine.last_trace = Trace(tuple(frame.records), "measured")
 
 
@@ -384,4 +425,4 @@ def _device_nbytes(memory: CpuMemory, where: torch.device) -> int:
     )
 
 
-__all__ = ["Compiled", "Frame", "Program", "describe_compiled", "results", "run_backward", "run_forward", "without_autocast"]
+__all__ = ["Compiled", "Frame", "Left", "Program", "describe_compiled", "results", "run_backward", "run_forward", "without_autocast"]

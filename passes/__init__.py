@@ -27,8 +27,9 @@ def pipeline() -> tuple[Pass, ...]:
     from mtcompile.passes.kernels import trim
     from mtcompile.passes.recompute import recompute, repeat_forward
     from mtcompile.passes.stream import offload_activations, offload_gradients, stream_params
+    from mtcompile.passes.update import place_updates
 
-    return (recompute, repeat_forward, trim, stream_params, offload_activations, offload_gradients)
+    return (recompute, repeat_forward, trim, stream_params, offload_activations, offload_gradients, place_updates)
 
 
 def rewrite(step: fx.GraphModule, plan: Plan, after: Callable[[str, fx.GraphModule], None] | None = None) -> fx.GraphModule:

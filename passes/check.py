@@ -18,8 +18,11 @@ from torch.fx.node import map_arg
 from mtcompile.passes.step_graph import (
     body_outputs,
     calls,
+    gradient_norms,
+    gradient_scale,
     is_random,
     is_region,
+    is_update,
     kernel_of,
     offload,
     placeholders,
@@ -59,8 +62,14 @@ def same_computation(joint: fx.GraphModule, step: fx.GraphModule) -> None:
         raise SameComputationError(
             f"I5: expected {wanted_stream} operations to advance the generator, found {numbering.stream}"
         )
+    places = {spec.index: i for i, spec in enumerate(step.meta["inputs"]) if spec.role == "param"}
+    grads = frozenset(one for spec, one in zip(step.meta["outputs"], wanted, strict=True) if spec.kind == "update")
     for spec, one, other in zip(step.meta["outputs"], wanted, found, strict=True):
-        if one != other:
+        if spec.kind == "update":
+            param = numbering.of(("input", places[spec.index]))
+            if other not in (("update", param, one), ("update", param, one, ("scale", grads))):
+                raise SameComputationError(f"I5: {spec.name} is not updated by its own gradient, or scaled by fewer than all")
+        elif one != other:
             raise SameComputationError(f"I5: {spec.kind} {spec.name} is not computed as in the captured graph")
 
 
@@ -82,11 +91,24 @@ def _step_outputs(step: fx.GraphModule, numbering: _Numbering) -> list[int]:
     for node in step.graph.nodes:
         if is_region(node):
             env[node] = _body(kernel_of(step, node), [env[a] for a in node.args], numbering)
+        elif is_update(node):
+            env[node] = _updated(node, [env[a] for a in node.args])
         elif node.op == "call_function" and node.target in (prefetch, offload):
             env[node] = tuple(env[a] for a in node.args)
         elif node.op == "call_function":
             env[node] = env[node.args[0]][node.args[1]]
     return [env[node] for node in step_outputs(step)]
+
+
+def _updated(node: fx.Node, values: list[Any]) -> tuple[Any, ...]:
+    """What an update makes, by its operands; a scale, by the gradients whose norms it is made of."""
+    if node.target is gradient_norms:
+        return (frozenset(values),)
+    if node.target is gradient_scale:
+        return (("scale", frozenset().union(*values)),)
+    count = node.kwargs["count"]
+    pairs = zip(values[:count], values[count : 2 * count], strict=True)  # type: ignore[misc, operator]
+    return tuple(("update", *pair, *values[2 * count :]) for pair in pairs)  # type: ignore[misc, operator]
 
 
 def _body(kernel: fx.GraphModule, args: list[Any], numbering: _Numbering) -> tuple[Any, ...]:
@@ -146,6 +168,11 @@ def check_schedule(step: fx.GraphModule, schedule: Schedule) -> None:
                 and len(instruction.writes) == len(body_outputs(kernel)),
                 lambda c=call: f"{c.name} to declare all that its kernel reads and writes",
             )
+        elif is_update(call):
+            _expect(instruction.kernel == call.name, lambda c=call: f"{c.name} to call itself")
+            below = [schedule.buffers[name].over for name in instruction.writes]
+            wanted_below = [item.meta.get("over", "") for item in results(call)]
+            _expect(below == wanted_below, lambda c=call: f"{c.name} to write in place")
 
 
 def _values(schedule: Schedule, names: Iterable[str]) -> list[str]:

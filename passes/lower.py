@@ -14,15 +14,17 @@ from mtcompile.passes.slots import assign_offsets
 from mtcompile.passes.step_graph import (
     calls,
     is_region,
+    is_update,
     kernel_of,
     placeholders,
     prefetch,
     results,
     source,
     step_outputs,
+    update,
 )
 from mtcompile.runtime import deps
-from mtcompile.runtime.schedule import Buffer, Instruction, Op, Phase, Queue, Schedule
+from mtcompile.runtime.schedule import Buffer, Instruction, Op, Phase, Queue, Schedule, aligned
 
 Workspace = Callable[[fx.GraphModule], int]
 
@@ -50,11 +52,12 @@ def lower(
     make. Peaks are computed here and proven by ``runtime/verify``.
     """
     buffers = _buffers(step)
-    work = _work(step, buffers, machine, workspace)
+    work = _work(step, plan, buffers, machine, workspace)
     listed = _with_lives(work, buffers, plan.lookahead)
     buffers, arenas = assign_offsets(listed, buffers)
     limit = {tier: n for tier, n in plan.budget_bytes.items() if n is not None}
-    schedule = Schedule(tuple(listed), buffers, arenas, dict(resident_nbytes), limit)
+    ahead = plan.updates is not None and plan.updates.run_ahead
+    schedule = Schedule(tuple(listed), buffers, arenas, dict(resident_nbytes), limit, run_ahead=ahead)
     return replace(deps.derive(schedule), peak_nbytes=_peaks(schedule))
 
 
@@ -63,7 +66,7 @@ def _buffers(step: fx.GraphModule) -> dict[str, Buffer]:
     returned = set(outputs)
     found: dict[str, Buffer] = {}
 
-    def add(node: fx.Node, kind: str, leaves: bool = False, role: str = "") -> None:
+    def add(node: fx.Node, kind: str, leaves: bool = False, role: str = "", over: str = "") -> None:
         meta = node.meta
         found[node.name] = Buffer(
             node.name,
@@ -73,20 +76,27 @@ def _buffers(step: fx.GraphModule) -> dict[str, Buffer]:
             meta["nbytes"],
             role or meta["role"],
             leaves=leaves,
+            over=over,
         )
 
     for node in placeholders(step.graph):
         add(node, "home")
     for call in calls(step):
         for item in results(call):
-            if is_region(call):
+            if over := item.meta.get("over"):
+                add(item, "home", over=over)
+            elif is_update(call):
+                add(item, "pooled" if item.meta["tier"] == "device" else "placed")
+            elif is_region(call):
                 add(item, "pooled", leaves=item in returned)
             else:
                 add(item, "home" if item in returned else "placed")
     return found
 
 
-def _work(step: fx.GraphModule, buffers: Mapping[str, Buffer], machine: Machine, workspace: Workspace) -> list[_Step]:
+def _work(
+    step: fx.GraphModule, plan: Plan, buffers: Mapping[str, Buffer], machine: Machine, workspace: Workspace
+) -> list[_Step]:
     work = []
     for call in calls(step):
         phase: Phase = call.meta["phase"]
@@ -99,6 +109,8 @@ def _work(step: fx.GraphModule, buffers: Mapping[str, Buffer], machine: Machine,
             instruction = Instruction(
                 "run", "compute", phase, reads, writes, name, workspace(kernel), time_us=time_us, label=call.name
             )
+        elif is_update(call):
+            instruction = _update(call, plan, buffers, machine, reads, writes)
         else:
             queue: Queue = "h2d" if call.target is prefetch else "d2h"
             nbytes = sum(buffers[name].nbytes for name in reads)
@@ -114,6 +126,23 @@ def _work(step: fx.GraphModule, buffers: Mapping[str, Buffer], machine: Machine,
             )
         work.append(_Step(instruction, reads, writes))
     return work
+
+
+def _update(
+    call: fx.Node, plan: Plan, buffers: Mapping[str, Buffer], machine: Machine, reads: tuple[str, ...], writes: tuple[str, ...]
+) -> Instruction:
+    """Of parameters, where they are at home; and what makes its scale, which reads gradients once."""
+    assert plan.updates is not None
+    here, updates = call.meta["tier"] == "host", plan.updates
+    queue: Queue = "host" if here else "compute"
+    if call.target is update:
+        nbytes = sum(buffers[name].nbytes for name in writes)
+        time_us = machine.update_us(nbytes if here else 0, 0 if here else nbytes, updates.state_copies)
+        workspace = 0 if here else aligned(int(nbytes * updates.workspace_copies))
+    else:
+        nbytes, workspace = sum(buffers[name].nbytes for name in reads), 0
+        time_us = nbytes / (machine.host_gbps if here else machine.memory_gbps) / 1e3
+    return Instruction("run", queue, "backward", reads, writes, call.name, workspace, time_us=time_us, label=call.name)
 
 
 def _with_lives(work: list[_Step], buffers: Mapping[str, Buffer], lookahead: int) -> list[Instruction]:

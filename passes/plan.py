@@ -32,12 +32,32 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
+class Updates:
+    """Parameters are updated in the backward. ``state_copies``, ``workspace_copies``: what an update reads and writes beside a
+    parameter and its gradient, and what it needs for itself on the device, in sizes of the parameter. ``held``: none starts
+    before all gradients are there, for their norm is needed first. ``run_ahead``: they go on behind the next forward.
+    ``behind``: those of so many regions, the last, wait until after the backward, and come in the forward's order then."""
+
+    state_copies: float = 2.0
+    workspace_copies: float = 0.0
+    held: bool = False
+    run_ahead: bool = False
+    behind: int = 0
+
+    def __str__(self) -> str:
+        when = "once all gradients and their norm are there" if self.held else "as gradients arrive"
+        late = f", those of {self.behind} region(s) after it" if self.behind else ""
+        return f"in the backward, {when}{late}" + ("; they go on behind the next forward" if self.run_ahead else "")
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What lives where. Missing subjects take the floor's choice: parameters on the host, activations on the host,
     blocks recomputed. ``lookahead``: how many regions ahead a prefetch is issued. ``span``: how many blocks
     in a row are recomputed at once (longer runs are halved, recursively); 0: all of them. ``peak_bytes``, ``budget_bytes``
     per tier; ``step_time_us``: forward and backward as the simulator predicts them; ``update_us``: what the optimizer's update
-    adds to them; ``numerics`` is the contract in words."""
+    adds to them; ``updates``: how they are made in the backward, None: by optimizer.step(); ``numerics`` is the contract in
+    words."""
 
     decisions: tuple[Decision, ...] = ()
     lookahead: int = 0
@@ -51,6 +71,7 @@ class Plan:
     limiting_resource: str = ""
     machine: str = ""
     numerics: str = ""
+    updates: Updates | None = None
     # Of the decisions, by kind and subject, once somebody asks.
     _index: dict[tuple[str, str], Decision] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -106,6 +127,8 @@ class Plan:
         lines.append(f"  smallest device budget that works: {gib(self.minimum_device_bytes)}")
         runs = f"; runs of recomputed blocks are halved down to {self.span}" if self.span else ""
         lines.append(f"  training state: {gib(self.state_bytes)}; prefetch {self.lookahead} region(s) ahead{runs}")
+        if self.updates is not None:
+            lines.append(f"  updates: {self.updates}")
         lines.append(f"  numerics: {self.numerics}")
         groups: dict[tuple[str, str, str, int], list[Decision]] = {}
         for d in self.decisions:
@@ -125,4 +148,5 @@ def plan_from_json(text: str) -> Plan:
     if data.pop("format", None) != FORMAT:
         raise ValueError(f"expected a plan of format {FORMAT!r}; write one with plan.to_json()")
     decisions = tuple(Decision(**{**row, "values": tuple(row.get("values", ()))}) for row in data.pop("decisions"))
-    return Plan(decisions=decisions, **data)
+    updates = data.pop("updates", None)
+    return Plan(decisions=decisions, updates=None if updates is None else Updates(**updates), **data)

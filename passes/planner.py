@@ -24,11 +24,11 @@ from mtcompile.passes.paths import Path, blocks_of, everything, paths
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.policies import POLICIES
 from mtcompile.passes.search import neighbours, signature
-from mtcompile.passes.state import SCALAR_STATE_NBYTES, Budgets, param_nbytes, resident_nbytes, update_us
+from mtcompile.passes.state import SCALAR_STATE_NBYTES, Budgets, param_nbytes, resident_nbytes, times_us
 from mtcompile.passes.step_graph import kernel_of, regions
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.sim import simulate
-from mtcompile.runtime.trace import busy_us, span_us
+from mtcompile.runtime.trace import busy_us
 
 # Limits in evaluations, not seconds: the same input gives the same plan. One costs time in proportion to the regions.
 _REGIONS_PER_PATH = 150  # evaluated, but ...
@@ -60,10 +60,7 @@ class DoesNotFit(Exception):
 
 
 BIT_EQUAL = "every value and gradient bit-equal to plain PyTorch (eager kernels)"
-FUSED = (
-    "kernels by Inductor: within rounding of plain PyTorch, and the same bits whatever moves "
-    "(for the same variants)"
-)
+FUSED = "kernels by Inductor: within rounding of plain PyTorch, and the same bits whatever moves (for the same variants)"
 
 
 def make_plan(
@@ -124,9 +121,19 @@ class Candidates:
                 return _finished(full, self.sizes, budgets, minimum)
             self._points = self._evaluated(full)
         frontier = _frontier(self._points, budgets)
-        best = _choose(frontier, self.evaluate, budgets)
+        best = self._run_ahead(_choose(frontier, self.evaluate, budgets), budgets)
         minimum = min(frontier[0].peak, best.schedule.peak_nbytes["device"])
         return _finished(best, self.sizes, budgets, minimum)
+
+    def _run_ahead(self, planned: Planned, budgets: Budgets) -> Planned:
+        """With as many updates left until after the backward as is fastest."""
+        updates = planned.plan.updates
+        if updates is None or not updates.run_ahead or updates.held:
+            return planned
+        most = sum(i.op == "run" and i.queue == "host" for i in planned.schedule.instructions)
+        numbers = sorted({most, *(most // part for part in (2, 3, 4, 6, 8, 12, 16))} - {0})
+        made = [planned, *(self.evaluate(replace(planned.plan, updates=replace(updates, behind=n))) for n in numbers)]
+        return min((each for each in made if _fits(each, budgets)), key=lambda each: each.plan.total_us)
 
     def least(self) -> Planned:
         """The plan that needs least of the device, whatever the budgets."""
@@ -213,7 +220,8 @@ def resident_plan(
 
 def may_be_resident(step: fx.GraphModule, budgets: Budgets) -> bool:
     """Whether the training state alone fits on the device."""
-    return budgets.device is None or sum(param_nbytes(step).values()) * (2 + budgets.state_copies) <= budgets.device
+    copies = (2 if budgets.updates is None else 1) + budgets.state_copies
+    return budgets.device is None or sum(param_nbytes(step).values()) * copies <= budgets.device
 
 
 def relowered(planned: Planned, machine: Machine, workspace: Workspace, held: int = 0) -> Planned:
@@ -238,7 +246,8 @@ def _base(
         for b in dict.fromkeys(step.meta["homes"].values())
         if fixed_params is not None
     )
-    return Plan(decisions=fixed, budget_bytes=budgets.limits, machine=machine.name, numerics=numerics)
+    plan = Plan(decisions=fixed, budget_bytes=budgets.limits, machine=machine.name, numerics=numerics)
+    return replace(plan, updates=budgets.updates)
 
 
 def _evaluator(
@@ -250,10 +259,7 @@ def _evaluator(
         resident["device"] += budgets.reserve
         resident["host"] += len(step.meta["homes"]) * SCALAR_STATE_NBYTES
         schedule = lower(rewritten, plan, machine, resident, workspace)
-        copied = sum(i.nbytes for i in schedule.instructions if i.op == "copy")
-        trace = simulate(schedule)
-        time_us = span_us(trace) + machine.contention_us(copied)
-        exposed = update_us(schedule, trace, machine, sizes, plan, budgets)
+        time_us, exposed = times_us(schedule, machine, sizes, plan, budgets)
         return Planned(replace(plan, step_time_us=time_us, update_us=exposed), rewritten, schedule)
 
     return evaluate

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from mtcompile.passes.cost import Machine
-from mtcompile.passes.plan import Plan
+from mtcompile.passes.plan import Plan, Updates
 from mtcompile.passes.step_graph import placeholders
-from mtcompile.runtime.schedule import ALIGNMENT, Schedule, placed
-from mtcompile.runtime.trace import Trace, span_us
+from mtcompile.runtime.schedule import ALIGNMENT, Instruction, Schedule, placed
+from mtcompile.runtime.sim import period_us, simulate
+from mtcompile.runtime.trace import span_us
 
 SCALAR_STATE_NBYTES = ALIGNMENT  # step counters of a parameter's optimizer state, on the host wherever the rest is
 
@@ -21,15 +21,15 @@ SCALAR_STATE_NBYTES = ALIGNMENT  # step counters of a parameter's optimizer stat
 class Budgets:
     """Bytes per tier; None is unlimited. ``state_copies``: optimizer state per parameter, in parameter sizes.
     ``host_activations``: whether activations may wait on the host. ``reserve``: device bytes that are held beside the
-    schedule at all times, such as a generator's state. ``update``: after the backward (``step``), with all gradients kept
-    for it, or as gradients arrive (``backward``), when only those of two blocks are."""
+    schedule at all times, such as a generator's state. ``updates``: in the backward; None: after it, with all gradients
+    kept for it."""
 
     device: int | None = None
     host: int | None = None
     state_copies: float = 2.0
     host_activations: bool = True
     reserve: int = 0
-    update: Literal["step", "backward"] = "step"
+    updates: Updates | None = None
 
     @property
     def limits(self) -> dict[str, int | None]:
@@ -47,37 +47,34 @@ def param_nbytes(step: fx.GraphModule) -> dict[str, int]:
 
 
 def resident_nbytes(sizes: Mapping[str, int], plan: Plan, budgets: Budgets) -> dict[str, int]:
-    """Persistent bytes per tier, at the home of their block: weights, optimizer state, and gradients, of which one is held
-    (an older one may be while a new one is made) or, updated as they arrive, those of two blocks are."""
+    """Persistent bytes per tier, at the home of their block: weights, optimizer state, and gradients where they wait for
+    optimizer.step() (an older one may be held while a new one is made)."""
     totals = {"device": 0, "host": 0}
-    largest = {"device": 0, "host": 0}
-    held = 2 if budgets.update == "step" else 1
+    held = 2 if budgets.updates is None else 1
     for block, nbytes in sizes.items():
         tier = "device" if plan.params(block) == "device" else "host"
         totals[tier] += int(nbytes * (held + budgets.state_copies))
-        largest[tier] = max(largest[tier], nbytes)
-    if budgets.update == "backward":
-        return {tier: nbytes + 2 * largest[tier] for tier, nbytes in totals.items()}
     return totals
 
 
-def update_us(
-    schedule: Schedule, trace: Trace, machine: Machine, sizes: Mapping[str, int], plan: Plan, budgets: Budgets
-) -> float:
-    """What the optimizer's update adds to the step. As gradients arrive, the host works on each while the backward goes
-    on, through the memory that copies use too; parameters on the device are updated by the device in any case."""
+def times_us(
+    schedule: Schedule, machine: Machine, sizes: Mapping[str, int], plan: Plan, budgets: Budgets
+) -> tuple[float, float]:
+    """Microseconds of forward and backward, and what the optimizer's update adds to them. In the backward, the host works on
+    gradients while others are made, through the memory that copies use too."""
+    copied = sum(i.nbytes for i in schedule.instructions if i.op == "copy")
+    contention = machine.contention_us(copied)
     there = sum(nbytes for block, nbytes in sizes.items() if plan.params(block) == "device")
     here = sum(sizes.values()) - there
-    if budgets.update == "step":
-        return machine.update_us(here, there, budgets.state_copies)
-    done = 0.0
-    for record in sorted(trace.records, key=lambda record: record.end_us):
-        instruction = schedule.instructions[record.index]
-        if instruction.op == "copy" and schedule.buffers[instruction.writes[0]].role == "grad":
-            done = max(done, record.end_us) + machine.update_us(instruction.nbytes, 0, budgets.state_copies)
-    copied = sum(i.nbytes for i in schedule.instructions if i.op == "copy" and i.phase == "backward")
-    span = span_us(trace)
-    starts = (r.start_us for r in trace.records if schedule.instructions[r.index].phase == "backward")
-    backward = span - min(starts, default=span)
-    crowded = machine.update_us(here, 0, budgets.state_copies) + copied / machine.host_gbps / 1e3 - backward
-    return max(0.0, done - span, crowded) + machine.update_us(0, there, budgets.state_copies)
+    if budgets.updates is None:
+        return span_us(simulate(schedule)) + contention, machine.update_us(here, there, budgets.state_copies)
+    free = [replace(i, time_us=0.0) if _of_update(schedule, i) else i for i in schedule.instructions]
+    alone = span_us(simulate(replace(schedule, instructions=tuple(free), run_ahead=False)))
+    crowded = machine.update_us(here, 0, budgets.state_copies) + copied / machine.host_gbps / 1e3 - alone
+    return alone + contention, max(period_us(schedule) - alone, 0.0, crowded)
+
+
+def _of_update(schedule: Schedule, instruction: Instruction) -> bool:
+    """Whether it makes a new version of a parameter, or what an update is scaled by."""
+    written = (schedule.buffers[name] for name in instruction.writes)
+    return any(buffer.over or buffer.role == "state" for buffer in written)

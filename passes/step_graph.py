@@ -3,16 +3,21 @@
 Nodes
   placeholder            a value that exists before the step: param, buffer, input, constant, tangent
   call_module            a *region*: a call to a shared kernel (a submodule holding an ATen graph); returns a tuple
-  getitem                one value of a region, prefetch or offload
+  getitem                one value of a call
   prefetch(*xs)          host -> device, the identity on bits
   offload(*xs)           device -> host, the identity on bits
+  update(*xs, count=n)   n parameters, their n gradients, and a scale or nothing -> the parameters' next versions
+  gradient_norms(*xs)    gradients -> (the norm of each)
+  gradient_scale(*xs)    norms -> (the factor of all gradients)
   output                 (buffer mutations..., outputs..., gradients...)
 
 ``node.meta`` of every value (placeholder or getitem): ``val`` (a fake tensor), ``nbytes``, ``role``, ``tier``. Of every
-region, prefetch and offload: ``phase`` and ``block`` (the index of the forward block it belongs to).
+call: ``phase`` and ``block`` (the index of the forward block it belongs to); of updates and what they are scaled by, ``tier``
+too, where they run.
 ``step.meta``: ``inputs`` (InputSpec per placeholder), ``outputs`` (OutputSpec per output), ``constants`` (tensors),
 ``blocks`` (their names), ``device`` (where its kernels run, as torch names it).
-``fx.Interpreter(step).run(*inputs)`` is the reference execution.
+``fx.Interpreter(step).run(*inputs)`` is the reference execution, in which an update returns the gradients it is given: what
+it makes of them is the optimizer's.
 """
 
 from __future__ import annotations
@@ -46,9 +51,9 @@ class InputSpec:
 @dataclass(frozen=True, slots=True)
 class OutputSpec:
     """What one result is: the ``index``-th output, the gradient of input ``index``, or the new version of input
-    ``index`` (a mutated buffer or input)."""
+    ``index`` (a mutated buffer or input; for an update, a parameter)."""
 
-    kind: Literal["output", "grad", "mutation"]
+    kind: Literal["output", "grad", "mutation", "update"]
     index: int
     name: str
 
@@ -61,6 +66,21 @@ def prefetch(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def offload(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Device to host. Same dtype, strides and bytes."""
     return values
+
+
+def update(*values: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """An optimizer's update of ``count`` parameters."""
+    return values[count : 2 * count]
+
+
+def gradient_norms(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """fp32 [len(values)]."""
+    return (torch.stack([torch.linalg.vector_norm(value).float() for value in values]),)
+
+
+def gradient_scale(*norms: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """fp32 []; which factor is the caller's to say, 1 here."""
+    return (torch.ones(()),)
 
 
 # ------------------------------------------------------------------------------------------------ operations in bodies
@@ -181,9 +201,14 @@ def is_move(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in (prefetch, offload)
 
 
+def is_update(node: fx.Node) -> bool:
+    """True for an update, and for what makes its scale."""
+    return node.op == "call_function" and node.target in (update, gradient_norms, gradient_scale)
+
+
 def calls(step: fx.GraphModule) -> list[fx.Node]:
-    """Regions, prefetches and offloads in order."""
-    return [node for node in step.graph.nodes if is_region(node) or is_move(node)]
+    """Regions, prefetches, offloads and updates in order."""
+    return [node for node in step.graph.nodes if is_region(node) or is_move(node) or is_update(node)]
 
 
 def regions(step: fx.GraphModule) -> list[fx.Node]:

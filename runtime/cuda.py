@@ -150,10 +150,15 @@ class Fence:
         return self.api.use(self.streams[queue]) if queue in _COPYING else contextlib.nullcontext()
 
     def wait(self, queue: Queue, index: int) -> None:
-        self.api.wait(self.streams[queue], self.events[index])
+        """Queue host is a thread: it waits for events itself, and what waits for it does so when it has run."""
+        event = self.events[index]
+        if event is not None and queue == "host":
+            self.api.block(event)
+        elif event is not None:
+            self.api.wait(self.streams[queue], event)
 
     def signal(self, queue: Queue, index: int) -> None:
-        self.events[index] = self._mark(queue)
+        self.events[index] = self._mark(queue) if queue != "host" else None
 
     def end(self, queues: Iterable[Queue], failed: bool) -> None:
         """All queues drain into the compute stream; the host waits for those that are visible, or for all after an error,
@@ -164,7 +169,6 @@ class Fence:
                 self.api.wait(self.streams["compute"], last)
                 if failed or queue in self.visible:
                     self.api.block(last)
-        self.events.clear()
 
     def stamp(self, queue: Queue, index: int) -> None:
         self.stamps.append((index, queue, self._mark(queue, timed=True)))

@@ -78,10 +78,14 @@ class _Memory:
             raise ValueError(f"#{index}: expected an offset of 0 or more, found {name} at {buffer.offset}; place it first")
         return self.arenas.setdefault(buffer.tier, _Arena()), buffer.offset, buffer.offset + buffer.nbytes
 
+    def _own(self, name: str) -> str:
+        """A home's bytes by one name, whatever version they hold."""
+        return self.schedule.buffers[name].over or name
+
     def read(self, name: str, index: int, queue: str) -> set[int]:
         """Records a read and returns the instructions it must come after."""
         place = self._bytes(name, index)
-        entries = place[0].entries(*place[1:]) if place else [self.named.setdefault(name, _Touched())]
+        entries = place[0].entries(*place[1:]) if place else [self.named.setdefault(self._own(name), _Touched())]
         for entry in entries:
             entry.readers[queue] = index
         return {entry.writer for entry in entries}
@@ -90,6 +94,7 @@ class _Memory:
         """Records a write and returns the instructions it must come after."""
         place = self._bytes(name, index)
         if place is None:
+            name = self._own(name)
             entries = [self.named.get(name, _Touched())]
             self.named[name] = _Touched(index)
         else:
@@ -101,7 +106,8 @@ class _Memory:
 def derive(schedule: Schedule) -> Schedule:
     """The same schedule with the fewest dependencies that order every two conflicting instructions as listed.
 
-    Dependencies already in ``schedule`` are ignored. Raises ValueError for an operand that is not in the buffer table
+    Of a schedule that runs ahead, the waits of the next step's forward are derived too. Dependencies already in ``schedule``
+    are ignored. Raises ValueError for an operand that is not in the buffer table
     or has no place, and for phases that do not follow each other in the list.
     """
     instructions = schedule.instructions
@@ -137,4 +143,38 @@ def derive(schedule: Schedule) -> Schedule:
         done.append(clock)
         latest[queue] = clock
         deps.append(tuple(reversed(kept)))
-    return with_deps(schedule, deps)
+    ahead = _next_forward(schedule, memory, deps, latest) if schedule.run_ahead else None
+    return with_deps(schedule, deps, ahead)
+
+
+def _next_forward(
+    schedule: Schedule, memory: _Memory, deps: list[tuple[int, ...]], latest: list[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
+    """Per instruction, what of queue host of the step before it must come after: all other queues have drained since.
+    Of these waits too only those are kept that nothing else implies."""
+    host = QUEUES.index("host")
+    others = [clock for queue, clock in enumerate(latest) if queue != host]
+    known = max((clock[host] for clock in others), default=-1)  # of queue host, what was complete when the others were
+    start, reached = len(schedule), [known] * len(QUEUES)
+    reached[host] = start - 1  # in its own order
+    done: list[int] = []
+    ahead: list[tuple[int, ...]] = []
+    for index, instruction in enumerate(schedule.instructions):
+        if instruction.phase != PHASES[0]:
+            done.append(-1)
+            ahead.append(())
+            continue
+        needed: set[int] = set()
+        for name in instruction.reads:
+            needed |= memory.read(name, start + index, instruction.queue)
+        for name in instruction.writes:
+            needed |= memory.write(name, start + index)
+        before = [i for i in needed if 0 <= i < start and schedule.instructions[i].queue == "host"]
+        queue = QUEUES.index(instruction.queue)
+        clock = max((reached[queue], *(done[dep] for dep in deps[index])))
+        last = max(before, default=-1)
+        kept = (last,) if last > clock else ()
+        reached[queue] = max(clock, last)
+        done.append(reached[queue])
+        ahead.append(kept)
+    return ahead

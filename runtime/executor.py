@@ -6,7 +6,8 @@ dependencies that are not met by the queue's own order, and whether another queu
 The calling thread is the compute queue's worker (so kernels run with the caller's thread count and settings, and a
 fully resident step hands nothing to another thread); every other queue that occurs has a worker thread for the length
 of the phase. A dependency on another queue waits for that queue's progress. At the end of a phase all queues are
-drained and all threads joined, whether it ended well or not.
+drained and all threads joined, whether it ended well or not; but in a schedule that runs ahead, queue host goes on after the
+backward (``Behind``), and the next forward drains it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -65,11 +66,13 @@ class Memory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """An instruction as a queue's worker meets it. ``waits``: (queue, index) pairs; ``signals``: whether anyone waits."""
+    """An instruction as a queue's worker meets it. ``waits``: (queue, index) pairs; ``ahead``: on queue host of the step
+    before; ``signals``: whether anyone waits."""
 
     index: int
     instruction: Instruction
     waits: tuple[tuple[str, int], ...]
+    ahead: tuple[int, ...]
     signals: bool
 
 
@@ -84,11 +87,11 @@ class Prepared:
 def prepare(schedule: Schedule, phase: Phase) -> Prepared:
     """Dependencies on earlier phases are met by the drain between phases."""
     listed = dict(schedule.phase(phase))
-    awaited = {dep for instruction in listed.values() for dep in instruction.deps}
+    awaited = {dep for instruction in schedule.instructions for dep in (*instruction.deps, *instruction.ahead)}
     lanes: dict[Queue, list[_Item]] = {}
     for index, instruction in listed.items():
         waits = tuple((listed[dep].queue, dep) for dep in instruction.deps if dep in listed)
-        lanes.setdefault(instruction.queue, []).append(_Item(index, instruction, waits, index in awaited))
+        lanes.setdefault(instruction.queue, []).append(_Item(index, instruction, waits, instruction.ahead, index in awaited))
     return Prepared(phase, {queue: tuple(items) for queue, items in lanes.items()})
 
 
@@ -124,11 +127,46 @@ class _Progress:
             self.done[queue] = index
             self.changed.notify_all()
 
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """What is raised inside is the failure, unless there is one."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+
     def fail(self, error: BaseException) -> None:
         with self.changed:
             if self.failure is None or isinstance(self.failure, _Stopped):
                 self.failure = error
             self.changed.notify_all()
+
+
+class Behind:
+    """What a backward has left to do on queue host when it returns. ``records``: of what ran there since."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self._progress = _Progress()
+        self._thread: threading.Thread | None = None
+
+    def left(self, progress: _Progress, thread: threading.Thread, records: list[Record]) -> None:
+        self._progress, self._thread, self.records = progress, thread, records
+
+    def wait(self, index: int) -> None:
+        """Until that instruction is complete. Raises what stopped the queue before."""
+        try:
+            self._progress.wait("host", index)
+        except _Stopped:
+            assert self._progress.failure is not None
+            raise self._progress.failure from None
+
+    def drain(self) -> None:
+        """Until all are. Raises what stopped the queue."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._progress.failure is not None:
+            raise self._progress.failure
 
 
 def _wait_until(clock_ns: int) -> None:
@@ -147,24 +185,29 @@ def execute(
     delays: Delays | None = None,
     fence: Fence | None = None,
     paced: bool = False,
+    before: Behind | None = None,
+    behind: Behind | None = None,
 ) -> list[Record]:
     """Run one phase; returns when every queue is drained (with a ``fence``: issued, and drained into the compute queue).
+    ``before``: what the step before has left, drained too. ``behind``: takes what is left of queue host, which is not waited
+    for.
     ``paced``: a copy or run that took less than its ``time_us`` waits out the rest, as a slower device would take it.
     Raises what the failing instruction raised."""
     progress = _Progress()
     records: list[Record] = []
+    late: list[Record] = []  # of queue host
     start = time.perf_counter_ns()
 
     def drain(queue: Queue) -> None:
-        try:
-            with fence.on(queue) if fence is not None else nullcontext():
-                issue(queue)
-        except BaseException as error:  # an interrupt too must stop the other queues before it goes on
-            progress.fail(error)
+        # An interrupt too must stop the other queues before it goes on.
+        with progress.caught(), fence.on(queue) if fence is not None else nullcontext():
+            issue(queue)
 
     def issue(queue: Queue) -> None:
         sleep = random.Random(f"{delays.seed}/{queue}/{prepared.phase}") if delays else None
-        stamp = fence.stamp if fence is not None and fence.timed else None
+        stamp = fence.stamp if fence is not None and fence.timed and queue != "host" else None
+        if queue == "host" and before is not None:
+            before.drain()
         clock = time.perf_counter_ns
         alloc, free, copy, run = memory.alloc, memory.free, memory.copy, memory.run
         for item in prepared.lanes[queue]:
@@ -172,6 +215,9 @@ def execute(
                 progress.wait(other, dep)
                 if fence is not None:
                     fence.wait(queue, dep)
+            if before is not None:
+                for dep in item.ahead:
+                    before.wait(dep)
             if progress.failure is not None:
                 return
             if sleep is not None and delays is not None:
@@ -192,7 +238,8 @@ def execute(
                     run(kernels[instruction.kernel], instruction.reads, instruction.writes, instruction.workspace)
                 if paced:
                     _wait_until(began + round(instruction.time_us * 1e3))
-                records.append(Record(item.index, queue, (began - start) / 1e3, (clock() - start) / 1e3))
+                made = late if queue == "host" else records
+                made.append(Record(item.index, queue, (began - start) / 1e3, (clock() - start) / 1e3))
                 if stamp is not None:
                     stamp(queue, item.index)
             if item.signals:
@@ -200,25 +247,36 @@ def execute(
                     fence.signal(queue, item.index)
                 progress.complete(queue, item.index)
 
-    threads = [
-        threading.Thread(target=drain, args=(queue,), name=f"mtcompile-{queue}", daemon=True)
+    threads = {
+        queue: threading.Thread(target=drain, args=(queue,), name=f"mtcompile-{queue}", daemon=True)
         for queue in prepared.lanes
         if queue != "compute"
-    ]
+    }
     if fence is not None:
         fence.begin(prepared.lanes)
-    for thread in threads:
+    for thread in threads.values():
         thread.start()
     if "compute" in prepared.lanes:
         drain("compute")
-    for thread in threads:
-        thread.join()
+    leaving = behind is not None and "host" in threads
+    for queue, thread in threads.items():
+        if not (leaving and queue == "host"):
+            thread.join()
+    if before is not None:
+        with progress.caught():
+            before.drain()
+    if progress.failure is not None and leaving:
+        threads["host"].join()
     if fence is not None:
         fence.end(prepared.lanes, failed=progress.failure is not None)
     if progress.failure is not None:
         raise progress.failure
+    if behind is not None and leaving:
+        behind.left(progress, threads["host"], late)
+    elif late:
+        records += late
     if fence is not None and fence.timed:
-        return fence.records()
+        return fence.records() + [record for record in records if record.queue == "host"]
     if threads:
         records.sort(key=lambda record: (record.start_us, record.index))
     return records

@@ -53,7 +53,8 @@ class Buffer:
     kind ``home``: exists before and after the step (parameters, gradients at home, module buffers, the user's tensors);
     never allocated or freed by the schedule. ``placed``: ``offset`` bytes into its tier's arena. ``pooled``: comes from
     the device's allocator when its producer runs; ``nbytes`` is what the ledger reserves for it.
-    ``value`` names the version held (SSA): two buffers with the same value hold the same bits.
+    ``value`` names the version held (SSA): two buffers with the same value hold the same bits. ``over`` names the home whose
+    bytes this home takes, as its next version (a parameter that was updated); empty for any other.
     ``leaves`` marks what the user receives (outputs, gradients of resident parameters): never freed by the schedule.
     """
 
@@ -65,10 +66,11 @@ class Buffer:
     role: Role
     offset: int | None = None
     leaves: bool = False
+    over: str = ""
 
     def overlaps(self, other: Buffer) -> bool:
         """True when writing one may change the bytes of the other."""
-        if self.name == other.name:
+        if (self.over or self.name) == (other.over or other.name):
             return True
         if self.kind != "placed" or other.kind != "placed" or self.tier != other.tier:
             return False
@@ -83,7 +85,8 @@ class Instruction:
     ``copy`` moves reads[i] to writes[i], bytes unchanged. ``run`` calls ``kernel`` with ``reads`` in order and produces
     ``writes`` in order, using up to ``workspace`` bytes of the device besides. ``alloc`` and ``free`` name their one
     buffer in ``writes``. ``deps`` are indices of earlier instructions on *other* queues that must have completed
-    (at most one per queue: a queue is first in, first out). ``time_us`` is the predicted duration.
+    (at most one per queue: a queue is first in, first out). ``ahead``, in a schedule that runs ahead, are those on queue
+    host of the step before. ``time_us`` is the predicted duration.
     """
 
     op: Op
@@ -97,6 +100,7 @@ class Instruction:
     time_us: float = 0.0
     label: str = ""
     deps: tuple[int, ...] = ()
+    ahead: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,8 @@ class Schedule:
     ``arena_nbytes``: size of each tier's arena of placed slots. ``resident_nbytes``: bytes of persistent homes per tier
     (weights, gradients, optimizer state), counted against the limit at all times. ``limit_nbytes``: the budget per
     tier; a tier that is absent is unlimited. ``peak_nbytes``: the planned peak per tier, the number that is enforced.
+    ``run_ahead``: what queue host has left to do at the end of the backward goes on behind the next step's forward, which
+    waits for it where it must (``Instruction.ahead``), and at its end for all of it.
     """
 
     instructions: tuple[Instruction, ...]
@@ -114,6 +120,7 @@ class Schedule:
     resident_nbytes: Mapping[str, int]
     limit_nbytes: Mapping[str, int]
     peak_nbytes: Mapping[str, int] = field(default_factory=dict)
+    run_ahead: bool = False
 
     def phase(self, phase: Phase) -> Iterator[tuple[int, Instruction]]:
         return ((i, instruction) for i, instruction in enumerate(self.instructions) if instruction.phase == phase)
@@ -139,6 +146,7 @@ def to_dict(schedule: Schedule) -> dict[str, Any]:
         "resident_nbytes": dict(schedule.resident_nbytes),
         "limit_nbytes": dict(schedule.limit_nbytes),
         "peak_nbytes": dict(schedule.peak_nbytes),
+        "run_ahead": schedule.run_ahead,
         "buffers": [asdict(buffer) for buffer in schedule.buffers.values()],
         "instructions": [asdict(instruction) for instruction in schedule.instructions],
     }
@@ -157,9 +165,12 @@ def from_json(text: str) -> Schedule:
         buffers = [Buffer(**_typed(Buffer, row)) for row in data["buffers"]]
         instructions = tuple(Instruction(**_typed(Instruction, row)) for row in data["instructions"])
         tables = {key: dict(data[key].items()) for key in ("arena_nbytes", "resident_nbytes", "limit_nbytes", "peak_nbytes")}
+        run_ahead = data.get("run_ahead", False)
+        if type(run_ahead) is not bool:
+            raise TypeError(f"run_ahead: expected true or false, found {run_ahead!r}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ScheduleFormatError(f"a field is missing or of the wrong type: {error!r}") from None
-    schedule = Schedule(instructions, {b.name: b for b in buffers}, **tables)
+    schedule = Schedule(instructions, {b.name: b for b in buffers}, **tables, run_ahead=run_ahead)
     _check_form(schedule, len(buffers))
     return schedule
 
@@ -202,6 +213,10 @@ def _check_form(schedule: Schedule, rows: int) -> None:
         placed = buffer.kind == "placed"
         need((buffer.offset is not None) == placed, f"buffer {buffer.name}: only placed ones have an offset")
         need(buffer.nbytes >= 0, f"buffer {buffer.name}: negative nbytes")
+        need(
+            not buffer.over or buffer.over in schedule.buffers,
+            f"buffer {buffer.name}: over {buffer.over!r}, which is not there",
+        )
     for index, instruction in enumerate(schedule.instructions):
         need(instruction.op in ("alloc", "free", "copy", "run"), f"#{index}: unknown op {instruction.op!r}")
         need(instruction.queue in QUEUES, f"#{index}: unknown queue {instruction.queue!r}")
@@ -209,6 +224,8 @@ def _check_form(schedule: Schedule, rows: int) -> None:
         for name in (*instruction.reads, *instruction.writes):
             need(name in schedule.buffers, f"#{index}: names buffer {name!r}, which is not in the table")
         need(all(0 <= d < index for d in instruction.deps), f"#{index}: a dependency must be an earlier instruction")
+        known = all(0 <= d < len(schedule) for d in instruction.ahead)
+        need(known, f"#{index}: waits for an instruction of the step before that is not there")
         reads, writes = len(instruction.reads), len(instruction.writes)
         if instruction.op in ("alloc", "free"):
             need((reads, writes) == (0, 1), f"#{index}: {instruction.op} names one buffer, in writes")
@@ -252,16 +269,19 @@ def instruction_text(instruction: Instruction, buffers: Mapping[str, Buffer]) ->
         if instruction.workspace:
             what += f"  [workspace {gib(instruction.workspace)}]"
     waits = f"  waits {' '.join(f'#{d}' for d in instruction.deps)}" if instruction.deps else ""
+    waits += f"  waits {' '.join(f'#{d}' for d in instruction.ahead)} of the step before" if instruction.ahead else ""
     label = f"  ; {instruction.label}" if instruction.label else ""
     return f"{instruction.phase[:3]} {instruction.queue:7s} {instruction.op:5s} {what}{waits}{label}"
 
 
 def buffer_text(buffer: Buffer) -> str:
     place = f"{buffer.tier}+{buffer.offset}" if buffer.kind == "placed" else f"{buffer.tier} {buffer.kind}"
+    place += f" over {buffer.over}" if buffer.over else ""
     return f"{buffer.name}  [{gib(buffer.nbytes)} {place}, {buffer.role}]"
 
 
-def with_deps(schedule: Schedule, deps: Iterable[tuple[int, ...]]) -> Schedule:
-    """The same schedule with the given dependencies, one tuple per instruction."""
-    rows = tuple(replace(i, deps=d) for i, d in zip(schedule.instructions, deps, strict=True))
+def with_deps(schedule: Schedule, deps: Iterable[tuple[int, ...]], ahead: Iterable[tuple[int, ...]] | None = None) -> Schedule:
+    """The same schedule with the given dependencies, one tuple per instruction; ``ahead``: on the step before."""
+    before = ((),) * len(schedule) if ahead is None else ahead
+    rows = tuple(replace(i, deps=d, ahead=a) for i, d, a in zip(schedule.instructions, deps, before, strict=True))
     return replace(schedule, instructions=rows)

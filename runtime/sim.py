@@ -2,30 +2,56 @@
 
 from __future__ import annotations
 
-from mtcompile.runtime.schedule import Queue, Schedule
+from mtcompile.runtime.schedule import PHASES, Queue, Schedule
 from mtcompile.runtime.trace import Record, Trace
 
 
-def simulate(schedule: Schedule) -> Trace:
+def simulate(schedule: Schedule, before: Trace | None = None) -> Trace:
     """When every instruction starts and ends if each runs as soon as it may, taking its ``time_us``.
 
     An instruction starts when its queue is free, everything it waits for has ended, and the earlier phases have ended.
+    ``before``: of the step before, for a schedule that runs ahead; this one starts when all but queue host is drained there.
     Raises ValueError where it would wait for something that never ends, or where a duration is negative.
     """
+    late: dict[int, float] = {}
+    if before is not None and schedule.run_ahead:
+        ready = _drained_us(schedule, before)
+        late = {r.index: r.end_us - ready for r in before.records if _may_be_late(schedule, r.index)}
     ends: list[float] = []
-    free_at: dict[Queue, float] = {}
+    free_at: dict[Queue, float] = {"host": max(late.values(), default=0.0)}
     records: list[Record] = []
     barrier, phase = 0.0, ""
     for index, instruction in enumerate(schedule.instructions):
         if instruction.time_us < 0:
             raise ValueError(f"#{index}: expected a duration of 0 µs or more, found {instruction.time_us}")
         if instruction.phase != phase:
-            barrier, phase = max(ends, default=0.0), instruction.phase
+            barrier = max(ends, default=0.0) if phase == "" else max((*ends, free_at["host"]))
+            phase = instruction.phase
         if any(not 0 <= dep < index for dep in instruction.deps):
             raise ValueError(f"#{index}: expected waits for earlier instructions, found {instruction.deps}; derive deps again")
-        start = max((barrier, free_at.get(instruction.queue, 0.0), *(ends[dep] for dep in instruction.deps)))
+        waits = (*(ends[dep] for dep in instruction.deps), *(late.get(dep, 0.0) for dep in instruction.ahead))
+        start = max((barrier, free_at.get(instruction.queue, 0.0), *waits))
         end = start + instruction.time_us
         ends.append(end)
         free_at[instruction.queue] = end
         records.append(Record(index, instruction.queue, start, end))
     return Trace(tuple(records), "predicted")
+
+
+def period_us(schedule: Schedule) -> float:
+    """From one step's start to the next one's, when many follow each other. What one step leaves to the next is drained in
+    that one's forward, so the second step is as all later ones."""
+    first = simulate(schedule)
+    if not schedule.run_ahead:
+        return max((record.end_us for record in first.records), default=0.0)
+    return _drained_us(schedule, simulate(schedule, first))
+
+
+def _drained_us(schedule: Schedule, trace: Trace) -> float:
+    """When the next step may start."""
+    return max((r.end_us for r in trace.records if not _may_be_late(schedule, r.index)), default=0.0)
+
+
+def _may_be_late(schedule: Schedule, index: int) -> bool:
+    instruction = schedule.instructions[index]
+    return schedule.run_ahead and (instruction.queue, instruction.phase) == ("host", PHASES[1])

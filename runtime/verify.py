@@ -5,18 +5,24 @@ listed first; or ``b`` waits for ``a``; or ``a`` belongs to an earlier phase; or
 proves, and ``ScheduleError.invariant`` names:
 
 - **I0 well formed**: known ops, queues, phases and buffers; the phases one after the other; waits only for earlier
-  instructions; ``alloc`` and ``free`` name one buffer, ``copy`` pairs. So ≺ agrees with list order: no deadlock.
+  instructions; ``alloc`` and ``free`` name one buffer, ``copy`` pairs. So ≺ agrees with list order: no deadlock. A buffer
+  that lies ``over`` another is a home as that is, of its size and in its tier, and the only one over it.
 - **I1 present**: every buffer that is not a home is allocated once and written once, every home written at most once.
   For every operand read: its producer ≺ the read; for every operand: its alloc ≺ the use ≺ its free. A home that
-  nothing writes is valid from the start (a tangent from the start of backward), one that is written only from then on.
+  nothing writes is valid from the start (a tangent from the start of backward), one that is written only from then on, and
+  one that another lies over until that is written: no read of it comes later.
   Copies join the tiers their queue serves, with equal value and size; kernels use the tier they run on.
 - **I2 race-free**: two instructions that touch common bytes (one buffer, or placed buffers of one tier that overlap),
   one of them writing (``alloc`` and ``free`` write), are ≺-ordered.
 - **I3 fits**: of two placed buffers that overlap, the free of one ≺ the alloc of the other; slots are aligned and
   inside their arena; per tier ``peak(schedule) <= peak_nbytes <= limit_nbytes``.
 - **I4 closed**: every alloc has one free, or its buffer leaves; no device slot outlives its phase (arenas are lent in
-  between); every gradient and every new version of a module buffer leaves, or is written to one home, once; every home
-  of either is written. Checked over two steps in a row: a step ends in the state it began in.
+  between); every gradient and every new version of a module buffer leaves, is written to one home, or is read by one kernel
+  that writes over homes (an update), once; every home of either, and every home over another, is written. Checked over two
+  steps in a row: a step ends in the state it began in.
+
+A schedule that runs ahead has what is left of queue host at the end of backward running beside the next forward: I1 and I2
+are proven for these too, by the waits that the forward's instructions have on the step before.
 
 The first failure is raised, in the order of the invariants. Time grows with instructions x operands x overlaps.
 """
@@ -25,6 +31,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 from mtcompile.runtime.order import Order
@@ -67,6 +74,7 @@ def verify(schedule: Schedule) -> None:
     _tiers_fit(facts)
     _closed(facts)
     _consumed_once(facts)
+    _runs_ahead(schedule)
 
 
 def peak(schedule: Schedule) -> dict[str, int]:
@@ -150,6 +158,14 @@ def _well_formed(schedule: Schedule) -> None:
         need(buffer.nbytes >= 0, None, f"expected 0 bytes or more for {name}, found {buffer.nbytes}")
         placed = buffer.kind == "placed"
         need((buffer.offset is not None) == placed, None, f"{name}: placed buffers have an offset, others have none")
+    covered: set[str] = set()
+    for name, buffer in ((name, buffer) for name, buffer in schedule.buffers.items() if buffer.over):
+        need(buffer.over in schedule.buffers, None, f"expected {name} over a buffer of the table, found {buffer.over!r}")
+        below = schedule.buffers[buffer.over]
+        alike = (below.kind, below.tier, below.nbytes) == (buffer.kind, buffer.tier, buffer.nbytes)
+        need(alike and buffer.kind == "home", None, f"expected {name} over a home as it is one, found {below.name}")
+        need(not below.over and below.name not in covered, None, f"expected one buffer over {below.name}, found {name} too")
+        covered.add(below.name)
     reached = 0
     for index, instruction in enumerate(schedule.instructions):
         op, reads, writes = instruction.op, instruction.reads, instruction.writes
@@ -163,6 +179,10 @@ def _well_formed(schedule: Schedule) -> None:
             need(name in schedule.buffers, index, f"expected operands from the buffer table, found {name!r}")
         for dep in instruction.deps:
             need(0 <= dep < index, index, f"expected waits for earlier instructions, found #{dep}: it would deadlock")
+        for dep in instruction.ahead:
+            right = schedule.run_ahead and instruction.phase == PHASES[0] and 0 <= dep < len(schedule)
+            right = right and (schedule.instructions[dep].queue, schedule.instructions[dep].phase) == ("host", PHASES[1])
+            need(right, index, f"expected a forward to wait for queue host of the backward before it, found #{dep}")
         need(instruction.workspace >= 0, index, f"expected 0 bytes of workspace or more, found {instruction.workspace}")
         if op in ("alloc", "free"):
             need(len(writes) == 1 and not reads, index, f"expected {op} of one buffer, named in writes")
@@ -198,6 +218,7 @@ def _present(facts: _Facts) -> None:
                     raise facts.error("I1", index, f"expected operands on tier {tier}, found {found}")
         for buffer in facts.buffers(instruction.reads):
             _readable(facts, index, buffer)
+    _not_overtaken(facts)
     for index, instruction in enumerate(schedule.instructions):  # last, since a missing wait shows better above
         if instruction.op in ("copy", "run"):
             for buffer in facts.buffers((*instruction.reads, *instruction.writes)):
@@ -229,6 +250,17 @@ def _readable(facts: _Facts, index: int, buffer: Buffer) -> None:
         raise facts.error("I1", index, f"tangent {buffer.name} is read in forward, but it arrives with backward")
 
 
+def _not_overtaken(facts: _Facts) -> None:
+    """No home is read once another lies over it."""
+    for name, buffer in facts.schedule.buffers.items():
+        for writer in facts.writers[name] if buffer.over else ():
+            late = [reader for reader in facts.readers[buffer.over] if reader > writer]
+            if late:
+                raise facts.error(
+                    "I1", late[0], f"{buffer.over} is read, but #{writer} has written {name} over it; read before"
+                )
+
+
 def _allocated(facts: _Facts, index: int, buffer: Buffer) -> None:
     if buffer.kind == "home":
         return
@@ -249,7 +281,7 @@ def _segments(schedule: Schedule) -> dict[str, list[tuple[str, int]]]:
     placed = [(b, b.offset) for b in schedule.buffers.values() if b.offset is not None]
     for tier in TIERS:
         ends[tier] = sorted({end for b, offset in placed if b.tier == tier for end in (offset, offset + b.nbytes)})
-    pieces = {name: [(name, -1)] for name in schedule.buffers}
+    pieces = {name: [(b.over or name, -1)] for name, b in schedule.buffers.items()}
     for b, offset in placed:
         tier_ends = ends[b.tier]
         first, last = bisect_left(tier_ends, offset), bisect_left(tier_ends, offset + b.nbytes)
@@ -258,7 +290,7 @@ def _segments(schedule: Schedule) -> dict[str, list[tuple[str, int]]]:
     return pieces
 
 
-def _race_free(facts: _Facts) -> None:
+def _race_free(facts: _Facts, where: str = "") -> None:
     """≺ agrees with list order and is transitive, so comparing each access with the latest ones covers all pairs."""
     pieces = _segments(facts.schedule)
     wrote: dict[tuple[str, int], int] = {}
@@ -278,6 +310,7 @@ def _race_free(facts: _Facts) -> None:
             if not facts.before(rival, index):
                 names = ", ".join(_common(facts.schedule, rival, index))
                 what = f"expected #{rival} complete first, found it unordered: both use {names}; wait for it"
+                what += f" ({where})" if where else ""
                 raise facts.error("I2", index, what)
 
 
@@ -385,12 +418,44 @@ def _consumed_once(facts: _Facts) -> None:
             taken.setdefault(key, []).extend(writers)
     for name, buffer in rows:
         at = made.get((buffer.value, buffer.role))
-        if buffer.kind == "home" and not facts.writers[name] and (buffer.role == "grad" or at is not None):
+        expected = buffer.role == "grad" or at is not None
+        if buffer.kind == "home" and not facts.writers[name] and expected:
             what = f"expected one write of home {name}, found none: it would end the step without {buffer.value}"
             raise facts.error("I4", at, what)
+    for name, buffer in facts.schedule.buffers.items():
+        if buffer.over and not facts.writers[name]:
+            raise facts.error("I4", None, f"expected one write of {name} over {buffer.over}, found none")
+    updates = [
+        (index, {schedule.buffers[name].value for name in instruction.reads if schedule.buffers[name].role == "grad"})
+        for index, instruction in enumerate(schedule.instructions)
+        if any(schedule.buffers[name].over for name in instruction.writes)
+    ]
+    for index, values in updates:
+        for value in values:
+            taken.setdefault((value, "grad"), []).append(index)
     for (value, role), index in made.items():
         homes = sorted(taken.get((value, role), ()))
         if len(homes) != 1:
             found = ", ".join(f"#{i}" for i in homes) or "none"
-            what = f"expected {role} {value} to leave, or to be written to one home, once; found {found}"
+            what = f"expected {role} {value} to leave, to be written to one home, or to update a parameter, once; found {found}"
             raise facts.error("I4", homes[1] if homes else index, what)
+
+
+def _runs_ahead(schedule: Schedule) -> None:
+    """I1 and I2 between what a backward leaves on queue host and the next forward: the two as one phase, in which the
+    forward's waits on the step before are waits like others."""
+    if not schedule.run_ahead:
+        return
+    before = Order(schedule).before
+    last = {each.queue: i for i, each in schedule.phase(PHASES[1]) if each.queue != "host"}
+    mine = (i for i, each in schedule.phase(PHASES[1]) if each.queue == "host")
+    behind = [i for i in mine if not any(before(i, other) for other in last.values())]  # the others have drained
+    place = {index: position for position, index in enumerate(behind)}
+    rows = [replace(schedule.instructions[index], phase=PHASES[0], deps=(), ahead=()) for index in behind]
+    left = len(rows)
+    following = {index: left + position for position, (index, _) in enumerate(schedule.phase(PHASES[0]))}
+    for _, instruction in schedule.phase(PHASES[0]):
+        waits = (*(place[dep] for dep in instruction.ahead if dep in place), *(following[dep] for dep in instruction.deps))
+        rows.append(replace(instruction, deps=tuple(sorted(waits)), ahead=()))
+    facts = _Facts(replace(schedule, instructions=tuple(rows), run_ahead=False))
+    _race_free(facts, f"with the step before, whose queue host comes first (#0 to #{left - 1})")

@@ -80,9 +80,12 @@ class _Search:
                 inside = [k for k, mark in enumerate(marks) if offset <= mark < offset + b.nbytes]
                 self.cells[b.name] = [(base + k, marks[k] - offset) for k in inside]
         for b in self.schedule.buffers.values():
-            if b.kind != "placed":
+            if b.kind != "placed" and not b.over:
                 self.cells[b.name] = [(len(self.width), 0)]
                 self.width.append(b.nbytes)
+        for b in self.schedule.buffers.values():
+            if b.over:
+                self.cells[b.name] = self.cells[b.over]
 
     def _holds(self, memory: Memory, buffer: Buffer) -> bool:
         return all(memory[cell] == (buffer.value, at) for cell, at in self.cells[buffer.name])

@@ -1,0 +1,153 @@
+"""Insert update nodes: parameters are updated in the backward, each after the last read of its old version.
+
+As gradients arrive: on the host, a region's update comes after the next region's gradients have been stored, so that two
+sets of slots take turns and neither the copies nor the updates wait for each other. Where the plan leaves some of them until
+after the backward, those come in the order in which the next forward needs the parameters. *Held*, all come at the end, once
+the norm of all gradients is known: a norm per gradient as it arrives, then one scale that every update reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from mtcompile.passes.plan import Plan
+from mtcompile.passes.step_graph import (
+    add_call,
+    add_move,
+    calls,
+    gradient_norms,
+    gradient_scale,
+    offload,
+    placeholders,
+    prefetch,
+    results,
+    step_outputs,
+    update,
+)
+from mtcompile.runtime.schedule import aligned
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Gradients that one call leaves, where the parameters are at home, and theirs. ``outputs``: their positions."""
+
+    call: fx.Node
+    outputs: tuple[int, ...]
+    params: tuple[fx.Node, ...]
+    grads: tuple[fx.Node, ...]
+
+    @property
+    def tier(self) -> str:
+        return str(self.grads[0].meta["tier"])
+
+
+def place_updates(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+    """Updates of the parameters named in ``step.meta["updated"]`` (without it: of all that have gradients)."""
+    if plan.updates is None:
+        return step
+    groups = _groups(step)
+    if not groups:
+        return step
+    order = calls(step)
+    place = {call: position for position, call in enumerate(order)}
+    end, first_output = len(order) - 1, step.graph.output_node()
+    after: dict[int, list[_Group]] = {}
+    late = groups if plan.updates.held else [g for g in groups if g.tier == "host"][-plan.updates.behind or len(groups) :]
+    for group, following in zip(groups, [*groups[1:], None], strict=True):
+        if group in late:
+            continue
+        on_host = group.tier == "host" and following is not None
+        reads = [place[user] for param in group.params for user in param.users if user in place]
+        after.setdefault(max(place[following.call if on_host and following else group.call], *reads), []).append(group)
+    after.setdefault(end, []).extend(reversed(late))
+
+    scale: dict[str, fx.Node] = _scales(step, groups) if plan.updates.held else {}
+    anchors = {position: results(order[position])[-1].next if position != end else first_output for position in after}
+    made: dict[int, fx.Node] = {}
+    for position, placed in after.items():
+        for group in placed:
+            with step.graph.inserting_before(anchors[position]):
+                made |= _update(step, group, scale.get(group.tier))
+    _replace_outputs(step, made)
+    return step
+
+
+def _groups(step: fx.GraphModule) -> list[_Group]:
+    """In the order in which they are made."""
+    inputs = {
+        spec.index: (spec, node)
+        for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True)
+        if spec.role == "param"
+    }
+    wanted = step.meta.get("updated")
+    found: dict[fx.Node, list[int]] = {}
+    values = step_outputs(step)
+    for position, (spec, value) in enumerate(zip(step.meta["outputs"], values, strict=True)):
+        if spec.kind == "grad" and spec.index in inputs and (wanted is None or inputs[spec.index][0].name in wanted):
+            found.setdefault(value.args[0], []).append(position)  # type: ignore[arg-type]
+    ordered = (call for call in calls(step) if call in found)
+    specs = step.meta["outputs"]
+    return [
+        _Group(
+            call,
+            tuple(found[call]),
+            tuple(inputs[specs[position].index][1] for position in found[call]),
+            tuple(values[position] for position in found[call]),
+        )
+        for call in ordered
+    ]
+
+
+def _update(step: fx.GraphModule, group: _Group, scale: fx.Node | None) -> dict[int, fx.Node]:
+    operands = (*group.params, *group.grads, *(() if scale is None else (scale,)))
+    node = step.graph.create_node(
+        "call_function", update, operands, {"count": len(group.params)}, name=f"update_{group.call.name}"
+    )
+    node.meta.update(_meta(group))
+    made = add_call(step.graph, node, [(f"{p.name}_updated", {**p.meta, "over": p.name}) for p in group.params])
+    return dict(zip(group.outputs, made, strict=True))
+
+
+def _meta(group: _Group) -> dict[str, object]:
+    names = tuple(param.meta["name"] for param in group.params)
+    return {"phase": "backward", "block": group.call.meta["block"], "tier": group.tier, "names": names}
+
+
+def _scales(step: fx.GraphModule, groups: list[_Group]) -> dict[str, fx.Node]:
+    """Tier -> the factor of all gradients, there."""
+    graph, norms = step.graph, []
+    for group in groups:
+        with graph.inserting_before(results(group.call)[-1].next):
+            node = graph.create_node("call_function", gradient_norms, group.grads, name=f"norms_{group.call.name}")
+            node.meta.update(_meta(group))
+            value = torch.empty(len(group.grads), dtype=torch.float32, device="meta")
+            (made,) = add_call(graph, node, [(f"norm_{group.call.name}", _scalar_meta(value, group.tier))])
+            if group.tier == "device":
+                block, name = group.call.meta["block"], f"store_norm_{group.call.name}"
+                (made,) = add_move(graph, offload, [made], "backward", block, name)
+        norms.append(made)
+    last = groups[-1]
+    with graph.inserting_before(graph.output_node()):
+        node = graph.create_node("call_function", gradient_scale, tuple(norms), name="gradient_scale")
+        node.meta.update(_meta(last), tier="host", names=tuple(p.meta["name"] for g in groups for p in g.params))
+        (scale,) = add_call(graph, node, [("scale", _scalar_meta(torch.empty((), device="meta"), "host"))])
+        found = {"host": scale}
+        if any(group.tier == "device" for group in groups):
+            (found["device"],) = add_move(graph, prefetch, [scale], "backward", last.call.meta["block"], "fetch_scale")
+    return found
+
+
+def _scalar_meta(value: torch.Tensor, tier: str) -> dict[str, object]:
+    return {"val": value, "nbytes": aligned(value.numel() * value.element_size()), "role": "state", "tier": tier}
+
+
+def _replace_outputs(step: fx.GraphModule, made: dict[int, fx.Node]) -> None:
+    output = step.graph.output_node()
+    values, specs = list(output.args[0]), list(step.meta["outputs"])  # type: ignore[arg-type]
+    for position, value in made.items():
+        values[position], specs[position] = value, replace(specs[position], kind="update")
+    output.args = (tuple(values),)
+    step.meta["outputs"] = tuple(specs)
