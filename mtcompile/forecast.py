@@ -384,7 +384,7 @@ def _row(candidates: Candidates, policy: str, budgets: Budgets) -> Row:
 def _described(about: Forecast, candidates: Candidates, planned: Planned) -> Forecast:
     plan, schedule, limits = planned.plan, planned.schedule, candidates.budgets
     bodies: dict[str, Any] = dict(planned.step.named_children())
-    flops = sum(kernel_cost(bodies[i.kernel]).flops for i in schedule.instructions if i.op == "run")
+    flops = sum(kernel_cost(bodies[i.kernel]).flops for i in schedule.instructions if i.kernel in bodies)
     trace = simulate(schedule)
     busy: dict[str, float] = {queue: us / plan.step_time_us for queue, us in busy_us(trace).items()}
     queues = [queue for queue in busy_us(trace) if queue != "compute"]

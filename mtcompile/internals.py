@@ -82,7 +82,10 @@ def accumulates(function: Any) -> bool:
     """Of a backward node that is running: whether this is a call of ``backward()``, which adds to ``.grad``, and not of
     ``torch.autograd.grad``."""
     leaves = [node for node, _ in function.next_functions if node is not None and hasattr(node, "variable")]
-    return not leaves or any(torch._C._will_engine_execute_node(node) for node in leaves)
+    try:
+        return not leaves or any(torch._C._will_engine_execute_node(node) for node in leaves)
+    except RuntimeError:  # what it says of a leaf within torch.autograd.grad
+        return False
 
 
 def accumulation_hooks(parameter: torch.Tensor) -> bool:
@@ -98,7 +101,7 @@ def refuse_clipping(parameters: Iterable[torch.Tensor], why: str) -> None:
     clipping = torch.nn.utils.clip_grad
     for name in ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_"):  # the last: where the first was imported
         plain = getattr(clipping, name, None)
-        if plain is None or hasattr(plain, "__wrapped__") and plain.__module__ == __name__:
+        if plain is None or plain.__module__ == __name__:
             continue
         wrapped = _refusing(plain)
         for module in (clipping, torch.nn.utils):

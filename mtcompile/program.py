@@ -425,4 +425,14 @@ def _device_nbytes(memory: CpuMemory, where: torch.device) -> int:
     )
 
 
-__all__ = ["Compiled", "Frame", "Left", "Program", "describe_compiled", "results", "run_backward", "run_forward", "without_autocast"]
+__all__ = [
+    "Compiled",
+    "Frame",
+    "Left",
+    "Program",
+    "describe_compiled",
+    "results",
+    "run_backward",
+    "run_forward",
+    "without_autocast",
+]

@@ -34,8 +34,9 @@ NONFINITE = ("stop", "skip", "continue")
 _SCALED = 256.0  # a loss that is multiplied by a power of two from here on is taken to come from a GradScaler
 # Their update of a parameter reads nothing of another one.
 _BY_PARAMETER = (
-    "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop Rprop SGD"  # a string: some are of newer torch
-).split()
+    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"),
+    *("Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,8 @@ def update_options(update: str, max_grad_norm: float | None, run_ahead: bool, no
     if update == "backward":
         return options
     if options != UpdateOptions():
-        raise ValueError('expected max_grad_norm, run_ahead and nonfinite with update="backward" only; clip by hand before step()')
+        what = "max_grad_norm, run_ahead and nonfinite"
+        raise ValueError(f'expected {what} with update="backward" only; with update="step" clip before optimizer.step()')
     return None
 
 
@@ -84,9 +86,7 @@ class _Now:
 class UpdatesInBackward:
     """Of one model. ``drain``: waits for the updates that run behind a forward."""
 
-    def __init__(
-        self, model: nn.Module, options: UpdateOptions, masters: Masters | None, drain: Callable[[], None]
-    ) -> None:
+    def __init__(self, model: nn.Module, options: UpdateOptions, masters: Masters | None, drain: Callable[[], None]) -> None:
         self.options, self.masters, self._drain = options, masters, drain
         self.model = weakref.ref(model)
         self.optimizer: torch.optim.Optimizer | None = None
@@ -125,7 +125,7 @@ class UpdatesInBackward:
         """Of the parameters that the optimizer updates. Raises StepError without one."""
         optimizer, model = self.optimizer, self.model()
         if optimizer is None or model is None:
-            raise StepError('update="backward" needs the optimizer: pass optimizer= to compile, or call model.bind(optimizer)')
+            raise StepError('update="backward" needs an optimizer: pass optimizer= to compile, or call model.bind(optimizer)')
         mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in mine)
 
@@ -150,8 +150,8 @@ class UpdatesInBackward:
         if self._broken:
             saved = "none was taken" if self._saved is None else f"the last was taken after step {self._saved}"
             raise StepError(
-                f"{next(iter(self._broken.values()))}; some parameters have been updated and others not. Load a checkpoint into "
-                f"the model and its optimizer (load_state_dict of both; {saved}) before going on"
+                f"{next(iter(self._broken.values()))}: some parameters have been updated and others not. Load a checkpoint "
+                f"into the model and its optimizer (load_state_dict of both; {saved}) before going on"
             )
 
     def begin(self, outputs: Sequence[Tensor | None], tangents: Sequence[Tensor | None], accumulates: bool) -> None:
@@ -167,7 +167,9 @@ class UpdatesInBackward:
                 "Call optimizer.step() after each backward; to add up gradients, pass accumulate=k to compile"
             )
         if not accumulates:
-            raise StepError('torch.autograd.grad was called; with update="backward" gradients are used as they arrive. Call backward()')
+            raise StepError(
+                'torch.autograd.grad was called; with update="backward" gradients are used as they arrive. Call backward()'
+            )
         parameters = {name: parameter for name, parameter in model.named_parameters() if name in names}
         for name, parameter in parameters.items():
             if parameter.grad is not None:
@@ -190,12 +192,13 @@ class UpdatesInBackward:
             factor = abs(float(tangent))
             if factor >= _SCALED and math.frexp(factor)[0] == 0.5:
                 raise StepError(
-                    f'the loss was multiplied by {factor:g}, as a GradScaler does; with update="backward" gradients are used as '
-                    "they arrive. Leave the scaler out: bf16 and fp32 need none"
+                    f'the loss was multiplied by {factor:g}, as a GradScaler does; with update="backward" gradients are used '
+                    'as they arrive. Leave the scaler out, which bf16 and fp32 do not need, or use update="step"'
                 )
             if self.options.nonfinite == "stop" and output is not None and not bool(torch.isfinite(output).all()):
                 raise StepError(
-                    f'the loss is {float(output)}; nothing was changed. Skip this batch, or pass nonfinite="skip" or "continue"'
+                    f"the loss is {float(output)}; nothing was changed. Skip this batch (del loss), or pass "
+                    'nonfinite="skip" or "continue"'
                 )
 
     def ended(self) -> None:
@@ -252,7 +255,7 @@ class UpdatesInBackward:
         """``name``: of the first parameter whose gradient is not finite."""
         if self.options.nonfinite == "stop":
             raise StepError(
-                f'the gradient of {name} is not finite, the first in the backward; {changed}. Lower the learning rate or clip '
+                f"the gradient of {name} is not finite, the first in the backward; {changed}. Lower the learning rate or clip "
                 '(max_grad_norm=), or pass nonfinite="skip" or "continue"'
             )
         self._now.skip = self.options.nonfinite == "skip"

@@ -118,7 +118,7 @@ class Candidates:
             if _fits(full, budgets):  # nothing need be searched; the floor is said all the same
                 least = self.evaluate(self._ways()[0][0])
                 minimum = min(planned.schedule.peak_nbytes["device"] for planned in (least, full))
-                return _finished(full, self.sizes, budgets, minimum)
+                return _finished(self._run_ahead(full, budgets), self.sizes, budgets, minimum)
             self._points = self._evaluated(full)
         frontier = _frontier(self._points, budgets)
         best = self._run_ahead(_choose(frontier, self.evaluate, budgets), budgets)

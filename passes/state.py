@@ -69,8 +69,13 @@ def times_us(
     if budgets.updates is None:
         return span_us(simulate(schedule)) + contention, machine.update_us(here, there, budgets.state_copies)
     free = [replace(i, time_us=0.0) if _of_update(schedule, i) else i for i in schedule.instructions]
-    alone = span_us(simulate(replace(schedule, instructions=tuple(free), run_ahead=False)))
-    crowded = machine.update_us(here, 0, budgets.state_copies) + copied / machine.host_gbps / 1e3 - alone
+    trace = simulate(replace(schedule, instructions=tuple(free), run_ahead=False))
+    alone = beside = span_us(trace)
+    if not budgets.updates.run_ahead:
+        starts = (r.start_us for r in trace.records if schedule.instructions[r.index].phase == "backward")
+        beside -= min(starts, default=alone)
+        copied = sum(i.nbytes for i in schedule.instructions if i.op == "copy" and i.phase == "backward")
+    crowded = machine.update_us(here, 0, budgets.state_copies) + copied / machine.host_gbps / 1e3 - beside
     return alone + contention, max(period_us(schedule) - alone, 0.0, crowded)
 
 

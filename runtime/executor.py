@@ -248,7 +248,8 @@ def execute(
                 progress.complete(queue, item.index)
 
     threads = {
-        queue: threading.Thread(target=drain, args=(queue,), name=f"mtcompile-{queue}", daemon=True)
+        # An interpreter that ends waits for queue host, which may be left behind.
+        queue: threading.Thread(target=drain, args=(queue,), name=f"mtcompile-{queue}", daemon=queue != "host")
         for queue in prepared.lanes
         if queue != "compute"
     }
