@@ -89,6 +89,31 @@ def sent(values: Any, device: torch.device) -> tuple[Any, int]:
     return pytree.tree_map(there, values), nbytes
 
 
+def micro_batches(call: Any, count: int) -> Iterator[Any]:
+    """A call's arguments for each of ``count`` micro-batches: tensors with the batch in front are cut into views, all else is
+    passed to each. Raises ValueError where the batch cannot be told, or be cut into equal parts."""
+    leaves, spec = pytree.tree_flatten(call)
+    tensors = [t for t in leaves if isinstance(t, torch.Tensor) and not isinstance(t, torch.nn.Parameter) and t.dim()]
+    sizes = sorted({tensor.shape[0] for tensor in tensors} - {1})
+    if len(sizes) != 1:
+        found = ", ".join(map(str, sizes)) or "none above 1"
+        raise ValueError(
+            f"accumulate={count}: expected tensors with one batch size in front, found {found}; give those that belong to the "
+            "whole batch a first dimension of 1"
+        )
+    batch = sizes[0]
+    if batch % count:
+        below = f"{batch // count * count} or " if batch > count else ""
+        raise ValueError(
+            f"accumulate={count}: expected a batch of a multiple of it, found {batch}; try {below}{(batch // count + 1) * count}"
+        )
+    split = {id(tensor) for tensor in tensors if tensor.shape[0] == batch}
+    rows = batch // count
+    for start in range(0, batch, rows):
+        cut = [leaf[start : start + rows] if id(leaf) in split else leaf for leaf in leaves]
+        yield pytree.tree_unflatten(cut, spec)
+
+
 class _Functions(set[Any]):
     """Some versions of torch sort the members of this setting for their log, which functions cannot be: they see names."""
 

@@ -7,7 +7,7 @@ import os
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from mtcompile.kernels import Built, EagerKernels, InductorKernels
 from mtcompile.knobs import cuda_graphs
 from mtcompile.machine import machine_of
 from mtcompile.passes import rewrite
+from mtcompile.passes.accumulate import Micro, Weights, repeat, weights_of
 from mtcompile.passes.build import build
 from mtcompile.passes.check import check_schedule, same_computation
 from mtcompile.passes.cost import Machine
@@ -34,7 +35,7 @@ from mtcompile.passes.policies import POLICIES
 from mtcompile.passes.state import Budgets
 from mtcompile.passes.step_graph import copy_step, generator_nbytes, has_random, listing
 from mtcompile.precision import PRECISIONS, Precision
-from mtcompile.program import Compiled, Frame, Left, Program, Tangents, describe_compiled, run_forward, without_autocast
+from mtcompile.program import Collected, Compiled, Frame, Left, Program, Tangents, describe_compiled, run_forward, without_autocast
 from mtcompile.runtime.cpu import Arenas, CpuMemory
 from mtcompile.runtime.device import Device
 from mtcompile.runtime.schedule import Tier, aligned, gib
@@ -91,6 +92,7 @@ class Engine:
         self.peak_device_bytes = 0
         self.peak_host_bytes = 0
         self.left: Left | None = None
+        self.collected: Collected | None = None  # while the calls of one step are
         self.updates: UpdatesInBackward | None = None
         self._frames: list[weakref.ref[Frame]] = []
         self._arenas: dict[str, torch.Tensor] = {}
@@ -175,8 +177,8 @@ class Engine:
     def _compile(self, program: Program, tangents: Tangents, reserved: int) -> Compiled:
         self.machine = known_machine(self)
         probing = internals.probe_inductor() if self.kernels == "inductor" else None
-        joint = self._joint(program.description, tangents)
-        joint, step, planned = self._loss_head(joint, reserved, bool(tangents))
+        joint = self._joint(program, tangents)
+        joint, step, planned = self._loss_head(joint, reserved, bool(tangents), program.micro)
         if probing is not None:
             probing.join()
         planned, kernels = self._kernels(planned)
@@ -202,8 +204,12 @@ class Engine:
             stacklevel=2,
         )
 
-    def _joint(self, description: capture.Description, tangents: Tangents) -> fx.GraphModule:
-        """The normalized joint graph; from an earlier run where Inductor, whose parts make the key, is there anyway."""
+    def _joint(self, program: Program, tangents: Tangents) -> fx.GraphModule:
+        """The normalized joint graph, of one micro-batch; from an earlier run where Inductor, whose parts make the key, is
+        there anyway."""
+        description = program.description
+        if program.micro is not None:
+            description = replace(description, inputs=description.inputs[: program.micro.inputs])
         key = capture.joint_key(description, tangents) if self.kernels == "inductor" and knobs.cache() else None
         joint = cache.read_joint(key)
         if joint is None:
@@ -215,12 +221,13 @@ class Engine:
         return joint
 
     def _loss_head(
-        self, joint: fx.GraphModule, reserved: int, training: bool
+        self, joint: fx.GraphModule, reserved: int, training: bool, micro: Micro | None
     ) -> tuple[fx.GraphModule, fx.GraphModule, Planned]:
         """The joint graph with its loss head in as many chunks as asked for, its step graph and its plan: for "auto", the
         fastest that fits."""
         found: list[tuple[fx.GraphModule, fx.GraphModule, Planned]] = []
         refused: list[BudgetError] = []
+        weights = {} if micro is None else weights_of(joint)
         for chunks in _AUTO_CHUNKS if self.loss_chunks == "auto" else (int(self.loss_chunks),):
             candidate = joint if chunks == 1 else copy_step(joint)
             if chunks > 1 and not chunk_loss(candidate, chunks):
@@ -231,8 +238,14 @@ class Engine:
                         f"loss_chunks={chunks}: expected a linear layer followed by a mean cross-entropy whose logits nobody "
                         "else reads, found none; return the loss without the logits, or leave loss_chunks out"
                     )
+            numerics = self._numerics(chunks, micro, weights)
+            if micro is not None:
+                try:
+                    candidate = repeat(candidate, micro, weights)
+                except NotImplementedError as error:
+                    raise CaptureError(f"accumulate={micro.count}: the model has {error}; accumulate by hand") from None
             try:
-                found.append((candidate, *self._plan(candidate, reserved, chunks)))
+                found.append((candidate, *self._plan(candidate, reserved, numerics)))
             except BudgetError as error:
                 refused.append(error)
             else:
@@ -242,13 +255,21 @@ class Engine:
             raise min(refused, key=lambda error: error.minimum_bytes)
         return min(found, key=lambda each: each[-1].plan.total_us)
 
-    def _plan(self, joint: fx.GraphModule, reserved: int, chunks: int) -> tuple[fx.GraphModule, Planned]:
+    def _numerics(self, chunks: int, micro: Micro | None, weights: Mapping[int, Weights]) -> str:
+        """The contract in words."""
+        numerics = f"{self.precision.contract()}; {FUSED if self.kernels == 'inductor' else BIT_EQUAL}"
+        if micro is not None:
+            each = ", ".join(dict.fromkeys(map(str, weights.values())))
+            summed = " in fp32" if micro.wide else ""
+            numerics += f"; {micro.count} micro-batches, their gradients added up{summed} in their order, {each}"
+        if chunks > 1:
+            numerics += f"; the loss head's sums over tokens (loss, weight and bias gradients) in {chunks} chunks"
+        return numerics
+
+    def _plan(self, joint: fx.GraphModule, reserved: int, numerics: str) -> tuple[fx.GraphModule, Planned]:
         """The step graph and its plan: for kernels that fuse, one region per phase where everything fits."""
         step = build(joint)
         self.place(step)
-        numerics = f"{self.precision.contract()}; {FUSED if self.kernels == 'inductor' else BIT_EQUAL}"
-        if chunks > 1:
-            numerics += f"; the loss head's sums over tokens (loss, weight and bias gradients) in {chunks} chunks"
         budgets, fixed = self.constraints(step, reserved)
         if self.kernels == "inductor" and self.policy == "fastest" and may_be_resident(step, budgets):
             whole = build(joint, whole=True)
@@ -266,7 +287,7 @@ class Engine:
             return step, planned
         except DoesNotFit as error:
             if self.relax(error):
-                return self._plan(joint, reserved, chunks)
+                return self._plan(joint, reserved, numerics)
             raise self._budget_error(error, reserved) from None
 
     def relax(self, error: DoesNotFit) -> bool:

@@ -19,7 +19,7 @@ from mtcompile.passes.cost import Machine
 from mtcompile.passes.planner import DoesNotFit, Planned
 from mtcompile.passes.state import Budgets
 from mtcompile.precision import Precision
-from mtcompile.program import Program
+from mtcompile.program import Collected, Program
 from mtcompile.runtime.device import Device
 from mtcompile.runtime.schedule import gib
 from mtcompile.updates import UpdateOptions, UpdatesInBackward
@@ -55,6 +55,7 @@ class ModelEngine(Engine):
         throttle: Machine | None,
         precision: Precision,
         updates: UpdateOptions | None,
+        accumulate: int,
     ) -> None:
         there = total_nbytes(device)
         if memory is not None and there is not None and memory > there:
@@ -71,6 +72,7 @@ class ModelEngine(Engine):
             self.bind(optimizer)
         for parameter in model.parameters():  # at home on the host, all of them
             self.moved(parameter)
+        self.accumulate = accumulate
         self.sent_nbytes = 0  # of the call's tensors, copied to the device for its length
         self._captured = capture.front_end(call, self._backend, device.where)
 
@@ -86,7 +88,15 @@ class ModelEngine(Engine):
         """The model's call. Tensors of the host that are passed to it go to the device first."""
         if self.device.where.type != "cpu":
             (args, kwargs), self.sent_nbytes = capture.sent((args, kwargs), self.device.where)
-        return self._captured(*args, **kwargs)
+        if self.accumulate == 1 or not torch.is_grad_enabled():
+            return self._captured(*args, **kwargs)
+        self.collected = Collected(self.accumulate, self.masters is not None)
+        try:
+            for args, kwargs in capture.micro_batches((args, kwargs), self.accumulate):
+                made = self._captured(*args, **kwargs)
+            return made
+        finally:
+            self.collected = None
 
     def moved(self, parameter: nn.Parameter) -> None:
         """Optimizer state goes where its parameter went (a step counter only where the optimizer wants it there)."""
@@ -112,7 +122,7 @@ class ModelEngine(Engine):
         names: dict[int, tuple[str, str]] = {id(b): ("buffer", n) for n, b in model.named_buffers()}
         names |= {id(p): ("param", n) for n, p in model.named_parameters()}
         program = Program(self, capture.describe(graph, inputs, lambda tensor: names.get(id(tensor)), self.device.where))
-        if self.device.where.type != "cpu" and not self.home.tiers:
+        if self.device.where.type != "cpu" and not self.home.tiers and self.collected is None:
             # Dynamo guards the devices of parameters as they are when this returns: send them where they will stay, or
             # the second call is captured again.
             self.compile(program, program.pattern if torch.is_grad_enabled() and any(program.pattern) else None)

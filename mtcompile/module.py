@@ -146,6 +146,7 @@ def compile(
     policy: str = ...,
     throttle: str | Machine | None = ...,
     precision: str = ...,
+    accumulate: int = ...,
     update: str = ...,
     max_grad_norm: float | None = ...,
     run_ahead: bool = ...,
@@ -164,6 +165,7 @@ def compile(
     policy: str = ...,
     throttle: str | Machine | None = ...,
     precision: str = ...,
+    accumulate: int = ...,
     update: str = ...,
     max_grad_norm: float | None = ...,
     run_ahead: bool = ...,
@@ -182,6 +184,7 @@ def compile(
     policy: str = ...,
     throttle: str | Machine | None = ...,
     precision: str = ...,
+    accumulate: int = ...,
     update: str = ...,
     max_grad_norm: float | None = ...,
     run_ahead: bool = ...,
@@ -201,6 +204,7 @@ def compile(
     policy: str = "fastest",
     throttle: str | Machine | None = None,
     precision: str = "model",
+    accumulate: int = 1,
     update: str = "step",
     max_grad_norm: float | None = None,
     run_ahead: bool = False,
@@ -230,6 +234,9 @@ def compile(
                not); ``"bf16-master32"``: they become bf16, each with a 16-bit remainder that makes it an exact fp32 master, and
                AdamW, Adam or SGD update the masters with fp32 state (12 bytes a parameter with AdamW, and 2 for the gradient);
                on a GPU they stay on the host, where they are updated
+    accumulate  run each training batch as so many micro-batches, region by region: parameters come in once for all of them,
+               gradients (added up in their order) leave once. Tensors are cut along their first dimension; the loss is the mean
+               over the tokens that count
     update     ``"step"``: gradients wait in ``p.grad`` for ``optimizer.step()``. ``"backward"``: parameters are updated as
                their gradients arrive, by the optimizer's own arithmetic, and ``p.grad`` stays None; ``optimizer.step()`` is
                still called, and ends the step. Gradients take host memory of two regions only, and updates run beside the
@@ -251,6 +258,9 @@ def compile(
     options |= {"kernels": kernels, "loss_chunks": loss_chunks, "policy": policy}
     options["precision"] = precision_named(precision)
     options["throttle"] = None if throttle is None else named(throttle)
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"expected accumulate to be a whole number of 1 or more, found {accumulate!r}")
+    options["accumulate"] = accumulate
     options["updates"] = update_options(update, max_grad_norm, run_ahead, nonfinite)
     if model is None:
         given = {"device": device, "precision": precision, "update": update, "max_grad_norm": max_grad_norm}

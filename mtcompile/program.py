@@ -13,7 +13,8 @@ from torch import fx
 
 from mtcompile import capture, internals, knobs
 from mtcompile.device import allocator_peak
-from mtcompile.errors import StepError
+from mtcompile.errors import CaptureError, StepError
+from mtcompile.passes.accumulate import Micro
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.step_graph import (
     InputSpec,
@@ -93,6 +94,15 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True)
+class Collected:
+    """The calls that make one step of ``count`` micro-batches; ``wide``: as ``Micro``."""
+
+    count: int
+    wide: bool
+    calls: list[tuple[Program, tuple[torch.Tensor, ...]]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
 class Left:
     """What a backward left to run behind the next forward of its program: its updates, over its memory."""
 
@@ -138,8 +148,12 @@ def describe_compiled(
 class Program:
     """Callable on the flat inputs of a captured graph, as Dynamo calls it; returns its flat outputs."""
 
-    def __init__(self, engine: Engine, description: capture.Description) -> None:
-        self.engine, self.description = engine, description
+    def __init__(self, engine: Engine, description: capture.Description, micro: Micro | None = None) -> None:
+        """``micro``: of several micro-batches, ``description`` being that of one."""
+        self.engine, self.description, self.micro = engine, description, micro
+        if micro is not None:
+            self.description = replace(description, inputs=micro.specs(description.inputs))
+        self.split: dict[tuple[int, ...], Program] = {}  # of several micro-batches of this size, by the inputs that are split
         self.compiled: dict[Any, Compiled | tuple[str, int]] = {}  # or why nothing fits, and what would
         computed = description.computed
         scalars = tuple(differentiable and scalar for _, differentiable, scalar in computed)
@@ -147,6 +161,8 @@ class Program:
         self.pattern = scalars if any(scalars) else tuple(differentiable for _, differentiable, _ in computed)
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
+        if self.engine.collected is not None and self.micro is None:
+            return self._collect(self.engine.collected, inputs)
         for spec, tensor in zip(self.description.inputs, inputs, strict=True):
             if spec.role == "param" and spec.name in self.engine.home.places:
                 self.engine.home.settle(spec.name, tensor)  # type: ignore[arg-type]
@@ -158,6 +174,25 @@ class Program:
         else:
             made = self.engine.infer(self, inputs)
         return tuple(self._rebuild(output, inputs, made) for output in self.description.outputs)
+
+    def _collect(self, collected: Collected, inputs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+        """One micro-batch's call; the last one runs them all, and returns what they make together."""
+        collected.calls.append((self, inputs))
+        if any(program is not self for program, _ in collected.calls):
+            raise StepError("expected micro-batches that run the same operations on the same shapes, found others")
+        if len(collected.calls) < collected.count:
+            return tuple(inputs[0].new_empty(0) for _ in self.description.outputs)  # nobody will see them
+        (_, first), *others = collected.calls
+        split = tuple(i for i, tensor in enumerate(first) if any(other[i] is not tensor for _, other in others))
+        if any(isinstance(o, capture.Passed) and o.index in split or getattr(o, "view", None) for o in self.description.outputs):
+            raise CaptureError(
+                f"accumulate={collected.count}: the model returns an input, or a view of another output; return copies (clone)"
+            )
+        if split not in self.split:
+            self.split[split] = Program(
+                self.engine, self.description, Micro(collected.count, split, len(first), collected.wide)
+            )
+        return self.split[split](*first, *(other[i] for _, other in others for i in split))
 
     @staticmethod
     def _rebuild(output: Any, inputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> Any:
@@ -426,6 +461,7 @@ def _device_nbytes(memory: CpuMemory, where: torch.device) -> int:
 
 
 __all__ = [
+    "Collected",
     "Compiled",
     "Frame",
     "Left",

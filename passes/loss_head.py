@@ -142,7 +142,7 @@ def _rewrite(graph: fx.Graph, head: _Head, chunks: int) -> None:
     target, ignored = head.loss.args[1], head.loss.args[4]
 
     with graph.inserting_before(head.loss):
-        add = _adder(graph, head.product)
+        add = adder(graph, head.product)
         sums, weights = [], []
         for start, end in bounds:
             logarithms = _logarithms(add, head, start, end)
@@ -158,7 +158,7 @@ def _rewrite(graph: fx.Graph, head: _Head, chunks: int) -> None:
     if back is None:
         return
     with graph.inserting_before(first):
-        add = _adder(graph, back.softmax)
+        add = adder(graph, back.softmax)
         pieces: dict[fx.Node, list[fx.Node]] = {end: [] for end in (*back.for_x, *back.for_weight, *back.for_bias)}
         for start, end in bounds:
             logarithms = _logarithms(add, head, start, end)
@@ -198,7 +198,7 @@ def _where(graph: fx.Graph, back: _Backward | None) -> fx.Node | None:
 Add = Callable[..., fx.Node]
 
 
-def _adder(graph: fx.Graph, like: fx.Node) -> Add:
+def adder(graph: fx.Graph, like: fx.Node) -> Add:
     """Append an operation whose result is known by running it on tensors without content (fake ones of a trace, or those of
     a graph read from text); phase and place are those of ``like``."""
     mode: Any = getattr(_val(like), "fake_mode", None) or nullcontext()

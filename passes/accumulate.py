@@ -1,0 +1,272 @@
+"""Gradient accumulation inside one step: a captured step of one micro-batch becomes a step of several, region by region.
+
+Each region runs all micro-batches, one after the other, before the next region runs any: its parameters come in once per
+pass, and its gradients, summed over the micro-batches in their order, leave once. It is done to the joint graph, so that
+everything after plans, proves and runs it like any other operations.
+
+The loss is the micro-batches' mean, weighted by the tokens that count: where it comes from one mean cross-entropy, each weighs
+as many as are not ignored (one without any weighs nothing, and does not make the loss NaN); where its cross-entropies
+are sums, the losses are added up; else all weigh alike. Outputs with the batch in front are put together again. Buffers
+that change go from micro-batch to micro-batch. Random numbers are drawn region by region.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from mtcompile.passes.loss_head import Add, adder
+from mtcompile.passes.regions import assign, in_order
+from mtcompile.passes.step_graph import InputSpec, OutputSpec, placeholders, step_outputs
+
+aten = torch.ops.aten
+_MEAN, _SUM = 1, 2  # of nll_loss's reductions
+_LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+Region = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Micro:
+    """``count`` micro-batches. ``split``: the inputs, by index, of which each has its own; ``inputs``: how many a program of one
+    takes. ``wide``: gradients of half-precision parameters are summed, and leave, in fp32."""
+
+    count: int
+    split: tuple[int, ...]
+    inputs: int
+    wide: bool = False
+
+    def index(self, index: int, micro: int) -> int:
+        """Where the program of all takes what a program of one takes at ``index``."""
+        if micro == 0 or index not in self.split:
+            return index
+        return self.inputs + (micro - 1) * len(self.split) + self.split.index(index)
+
+    def specs(self, inputs: tuple[InputSpec, ...]) -> tuple[InputSpec, ...]:
+        """Of the program of all."""
+        more = (self.spec(inputs[index], micro) for micro in range(1, self.count) for index in self.split)
+        return (*inputs, *more)
+
+    def spec(self, spec: InputSpec, micro: int) -> InputSpec:
+        name = spec.name if micro == 0 else f"{spec.name} of micro-batch {micro + 1}"
+        return replace(spec, index=self.index(spec.index, micro), name=name)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Of micro-batches in a loss. ``target``: name of the node whose elements other than ``ignored`` are counted."""
+
+    kind: str  # "tokens", "sum", "equal"
+    target: str = ""
+    ignored: int = 0
+
+    def __str__(self) -> str:
+        ways = {"tokens": "averaged over the tokens that count", "sum": "added up", "equal": "averaged, each weighing alike"}
+        return f"their losses {ways[self.kind]}"
+
+
+def weights_of(joint: fx.GraphModule) -> dict[int, Weights]:
+    """Of each scalar output (by index), from the captured graph, before anything is rewritten."""
+    found = {}
+    for spec, value in zip(joint.meta["outputs"], step_outputs(joint), strict=True):
+        if spec.kind == "output" and _is_loss(value):
+            found[spec.index] = _weights(value)
+    return found
+
+
+def _is_loss(value: fx.Node) -> bool:
+    return value.meta["val"].numel() == 1 and value.meta["val"].is_floating_point()
+
+
+def _weights(loss: fx.Node) -> Weights:
+    losses, seen, stack = [], {loss}, [loss]
+    while stack:
+        node = stack.pop()
+        if node.target in _LOSSES:
+            losses.append(node)
+        else:
+            stack += [operand for operand in node.all_input_nodes if operand not in seen]
+            seen.update(node.all_input_nodes)
+    reductions = {node.args[3] for node in losses}
+    if reductions == {_SUM}:
+        return Weights("sum")
+    if reductions == {_MEAN} and len(losses) == 1 and losses[0].args[2] is None:
+        return Weights("tokens", losses[0].args[1].name, int(losses[0].args[4]))  # type: ignore[union-attr, arg-type]
+    return Weights("equal")
+
+
+def repeat(joint: fx.GraphModule, micro: Micro, weights: Mapping[int, Weights]) -> fx.GraphModule:
+    """The joint graph of all micro-batches. Raises NotImplementedError for what has no meaning over several: an output without
+    the batch in front, a buffer that is changed after the region that reads it."""
+    return _Repeat(joint, micro, weights).made()
+
+
+class _Repeat:
+    def __init__(self, joint: fx.GraphModule, micro: Micro, weights: Mapping[int, Weights]) -> None:
+        self.joint, self.micro, self.weights = joint, micro, weights
+        self.region, self.blocks = assign(joint.graph)
+        self.graph = fx.Graph()
+        self.env: list[dict[fx.Node, fx.Node]] = [{} for _ in range(micro.count)]
+        self.inputs: list[InputSpec] = []
+        self.outputs: dict[OutputSpec, fx.Node] = {}
+        self.tangents: dict[fx.Node, tuple[fx.Node, int]] = {}  # -> of all, and the index of its output
+        self.scales: dict[int, list[fx.Node]] = {}  # output index -> the weight of each micro-batch
+        self.specs: tuple[OutputSpec, ...] = joint.meta["outputs"]
+        self.values = step_outputs(joint)
+        self.following = {}  # a buffer's placeholder -> the node that is its next version
+        by_index = {spec.index: node for spec, node in zip(joint.meta["inputs"], placeholders(joint.graph), strict=True)}
+        for spec, value in zip(self.specs, self.values, strict=True):
+            if spec.kind == "mutation":
+                self.following[by_index[spec.index]] = value
+
+    def made(self) -> fx.GraphModule:
+        self._take_inputs()
+        grads = {v: spec for spec, v in zip(self.specs, self.values, strict=True) if spec.kind == "grad"}
+        for region, nodes in in_order(self.joint.graph, self.region):
+            for number in range(self.micro.count):
+                for node in nodes:
+                    copied = self._copy(node, number, region)
+                    if node in grads:
+                        self._sum(grads[node], node, copied, number)
+            for spec, value in zip(self.specs, self.values, strict=True):
+                if self.region.get(value) == region and spec.kind != "grad":
+                    self._output(spec, value)
+        for spec, value in zip(self.specs, self.values, strict=True):  # what no region makes
+            if value not in self.region:
+                raise NotImplementedError(f"an output ({spec.name}) that is one of its inputs")
+        ordered = sorted(self.outputs.items(), key=lambda item: ("output", "mutation", "grad").index(item[0].kind))
+        self.graph.output(tuple(node for _, node in ordered))
+        made = fx.GraphModule(torch.nn.Module(), self.graph)
+        made.meta.update(self.joint.meta)
+        made.meta.update(inputs=tuple(self.inputs), outputs=tuple(spec for spec, _ in ordered), blocks=self.blocks)
+        made.graph.lint()
+        return made
+
+    def _take_inputs(self) -> None:
+        rows = list(zip(self.joint.meta["inputs"], placeholders(self.joint.graph), strict=True))
+        outputs = {spec.index: value for spec, value in zip(self.specs, self.values, strict=True) if spec.kind == "output"}
+        for spec, node in rows:
+            split = spec.role == "input" and spec.index in self.micro.split
+            for number in range(self.micro.count if split else 1):
+                taken = self.graph.placeholder(node.name if number == 0 else f"{node.name}_micro{number}")
+                taken.meta = dict(node.meta)
+                self.inputs.append(self.micro.spec(spec, number) if split else spec)
+                for env in [self.env[number]] if split else self.env:
+                    env[node] = taken
+            if spec.role == "tangent":
+                self.tangents[node] = taken, spec.index
+                taken.meta["val"] = self._whole(outputs[spec.index])
+                for env in self.env:
+                    del env[node]
+
+    def _whole(self, value: fx.Node) -> torch.Tensor:
+        """Of an output over all micro-batches."""
+        val = value.meta["val"]
+        return val if _is_loss(value) else val.new_empty((val.shape[0] * self.micro.count, *val.shape[1:]))
+
+    def _copy(self, node: fx.Node, number: int, region: Region) -> fx.Node:
+        copied = self.graph.create_node(
+            node.op,
+            node.target,
+            *fx.node.map_arg((node.args, node.kwargs), lambda operand: self._operand(operand, number, node)),
+            name=node.name if number == 0 else f"{node.name}_micro{number}",
+        )
+        copied.meta = {**node.meta, "region": region}
+        self.env[number][node] = copied
+        return copied
+
+    def _operand(self, operand: fx.Node, number: int, node: fx.Node) -> fx.Node:
+        if operand in self.tangents and operand not in self.env[number]:
+            self.env[number][operand] = self._tangent(operand, number, node)
+        if number and operand in self.following:
+            before = self.env[number - 1].get(self.following[operand])
+            if before is None:
+                raise NotImplementedError("a buffer that is changed in a later layer than the one that reads it")
+            return before
+        return self.env[number][operand]
+
+    def _add(self, like: fx.Node) -> Add:
+        """Appends an operation to the region of ``like``, a node of the captured graph."""
+        add = adder(self.graph, like)
+
+        def with_region(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+            made = add(target, *args, **kwargs)
+            made.meta["region"] = self.region[like]
+            return made
+
+        return with_region
+
+    def _tangent(self, tangent: fx.Node, number: int, user: fx.Node) -> fx.Node:
+        """Of one micro-batch's output, from that of all."""
+        whole, index = self.tangents[tangent]
+        add, val = self._add(user), tangent.meta["val"]
+        if index not in self.weights:
+            rows = val.shape[0]
+            return add(aten.slice.Tensor, whole, 0, number * rows, (number + 1) * rows)
+        if self.weights[index].kind == "sum":
+            return whole
+        if self.weights[index].kind == "equal":
+            return add(aten.div.Tensor, whole, self.micro.count)
+        scaled = add(aten.mul.Tensor, whole, self.scales[index][number])
+        return scaled if scaled.meta["val"].dtype == val.dtype else add(aten._to_copy.default, scaled, dtype=val.dtype)
+
+    def _sum(self, spec: OutputSpec, node: fx.Node, copied: fx.Node, number: int) -> None:
+        """Gradients of what all share are added up; what a micro-batch has to itself has its own."""
+        if spec.index in self.micro.split:
+            own = replace(spec, index=self.micro.index(spec.index, number))
+            self.outputs[replace(own, name=self.micro.spec(InputSpec("input", spec.name, spec.index), number).name)] = copied
+            return
+        add = self._add(node)
+        role = next(s.role for s in self.joint.meta["inputs"] if s.index == spec.index and s.role != "tangent")
+        if self.micro.wide and role == "param" and copied.meta["val"].dtype in (torch.bfloat16, torch.float16):
+            copied = add(aten._to_copy.default, copied, dtype=torch.float32)
+        if number:
+            copied = add(aten.add.Tensor, self.outputs[spec], copied)
+        self.outputs[spec] = copied
+
+    def _output(self, spec: OutputSpec, value: fx.Node) -> None:
+        parts = [env[value] for env in self.env]
+        add = self._add(value)
+        if spec.kind == "mutation":
+            self.outputs[spec] = parts[-1]
+        elif spec.index in self.weights:
+            self.outputs[spec] = self._loss(spec, parts, add)
+        elif value.meta["val"].dim() == 0 and not value.meta["val"].is_floating_point():
+            self.outputs[spec] = _total(add, parts)
+        elif value.meta["val"].dim() == 0:
+            raise NotImplementedError(f"an output ({spec.name}) without the batch in front")
+        else:
+            self.outputs[spec] = add(aten.cat.default, parts)
+
+    def _loss(self, spec: OutputSpec, losses: list[fx.Node], add: Add) -> fx.Node:
+        weights = self.weights[spec.index]
+        if weights.kind == "sum":
+            return _total(add, losses)
+        if weights.kind == "equal":
+            return _total(add, [add(aten.div.Tensor, loss, self.micro.count) for loss in losses])
+        dtype = losses[0].meta["val"].dtype
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        target = next(node for node in self.joint.graph.nodes if node.name == weights.target)
+        counts = []
+        for env in self.env:
+            counted = add(aten.sum.default, add(aten.ne.Scalar, env[target], weights.ignored))
+            counts.append(add(aten._to_copy.default, counted, dtype=exact))
+        of_all = _total(add, counts)
+        scales = [add(aten.div.Tensor, count, of_all) for count in counts]
+        self.scales[spec.index] = scales
+        terms = []
+        for loss, scale in zip(losses, scales, strict=True):
+            if dtype != exact:
+                loss = add(aten._to_copy.default, loss, dtype=exact)
+            terms.append(add(aten.masked_fill.Scalar, add(aten.mul.Tensor, loss, scale), add(aten.eq.Scalar, scale, 0), 0))
+        made = _total(add, terms)
+        return made if dtype == exact else add(aten._to_copy.default, made, dtype=dtype)
+
+
+def _total(add: Add, parts: list[fx.Node]) -> fx.Node:
+    """In their order, one after the other."""
+    return list(itertools.accumulate(parts, lambda one, other: add(aten.add.Tensor, one, other)))[-1]
