@@ -103,9 +103,10 @@ def micro_batches(call: Any, count: int) -> Iterator[Any]:
         )
     batch = sizes[0]
     if batch % count:
-        below = f"{batch // count * count} or " if batch > count else ""
+        near = f"{batch // count * count} or " if batch > count else ""
+        near += str((batch // count + 1) * count)
         raise ValueError(
-            f"accumulate={count}: expected a batch of a multiple of it, found {batch}; try {below}{(batch // count + 1) * count}"
+            f"accumulate={count}: expected a batch of a multiple of it, found {batch}; try {near}"
         )
     split = {id(tensor) for tensor in tensors if tensor.shape[0] == batch}
     rows = batch // count

@@ -96,6 +96,11 @@ class Masters:
                 master.parameter.grad_dtype = None  # any
                 master.parameter.grad = master.parameter.grad.float()
 
+    def take_any(self) -> None:
+        """Gradients may be fp32 from the start."""
+        for master in self:
+            master.parameter.grad_dtype = None
+
     def nbytes(self) -> int:
         return sum(m.remainder.numel() * m.remainder.element_size() for m in self)
 
@@ -294,5 +299,3 @@ def cast(model: nn.Module, precision: Precision) -> Masters | None:
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(precision.weights)
     return None
-
-

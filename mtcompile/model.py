@@ -90,10 +90,12 @@ class ModelEngine(Engine):
             (args, kwargs), self.sent_nbytes = capture.sent((args, kwargs), self.device.where)
         if self.accumulate == 1 or not torch.is_grad_enabled():
             return self._captured(*args, **kwargs)
+        if self.masters is not None:
+            self.masters.take_any()
         self.collected = Collected(self.accumulate, self.masters is not None)
         try:
-            for args, kwargs in capture.micro_batches((args, kwargs), self.accumulate):
-                made = self._captured(*args, **kwargs)
+            for some, named in capture.micro_batches((args, kwargs), self.accumulate):
+                made = self._captured(*some, **named)
             return made
         finally:
             self.collected = None

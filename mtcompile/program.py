@@ -184,7 +184,9 @@ class Program:
             return tuple(inputs[0].new_empty(0) for _ in self.description.outputs)  # nobody will see them
         (_, first), *others = collected.calls
         split = tuple(i for i, tensor in enumerate(first) if any(other[i] is not tensor for _, other in others))
-        if any(isinstance(o, capture.Passed) and o.index in split or getattr(o, "view", None) for o in self.description.outputs):
+        if any(
+            (isinstance(o, capture.Passed) and o.index in split) or getattr(o, "view", None) for o in self.description.outputs
+        ):
             raise CaptureError(
                 f"accumulate={collected.count}: the model returns an input, or a view of another output; return copies (clone)"
             )

@@ -32,8 +32,8 @@ Region = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """``count`` micro-batches. ``split``: the inputs, by index, of which each has its own; ``inputs``: how many a program of one
-    takes. ``wide``: gradients of half-precision parameters are summed, and leave, in fp32."""
+    """``count`` micro-batches. ``split``: the inputs, by index, of which each has its own; ``inputs``: how many a program of
+    one takes. ``wide``: gradients of half-precision parameters are summed, and leave, in fp32."""
 
     count: int
     split: tuple[int, ...]
@@ -118,7 +118,8 @@ class _Repeat:
         self.specs: tuple[OutputSpec, ...] = joint.meta["outputs"]
         self.values = step_outputs(joint)
         self.following = {}  # a buffer's placeholder -> the node that is its next version
-        by_index = {spec.index: node for spec, node in zip(joint.meta["inputs"], placeholders(joint.graph), strict=True)}
+        rows = zip(joint.meta["inputs"], placeholders(joint.graph), strict=True)
+        by_index = {spec.index: node for spec, node in rows if spec.role not in ("tangent", "constant")}
         for spec, value in zip(self.specs, self.values, strict=True):
             if spec.kind == "mutation":
                 self.following[by_index[spec.index]] = value

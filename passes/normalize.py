@@ -36,6 +36,7 @@ def normalize(joint: fx.GraphModule) -> fx.GraphModule:
         if node.op == "call_function" and node.target in _IDENTITIES:
             node.replace_all_uses_with(node.args[0])
             joint.graph.erase_node(node)
+    _correct_copies(joint.graph)
     _correct_statistics(joint.graph)
     _correct_dropout(joint.graph)
     _mark_phases(joint.graph)
@@ -72,6 +73,21 @@ def _lift_constants(joint: fx.GraphModule) -> None:
         graph.erase_node(node)
     joint.meta["inputs"] = tuple(inputs)
     joint.meta["constants"] = constants
+
+
+def _correct_copies(graph: fx.Graph) -> None:
+    """``x.copy_(y)`` is traced as copy(x, y), which makes y's values in a copy of all of x's storage: be that an arena. Only
+    the values are wanted, with the dtype, size and strides of x."""
+    for node in list(graph.find_nodes(op="call_function", target=torch.ops.aten.copy.default)):
+        value, val = node.args[1], node.args[0].meta["val"]
+        with graph.inserting_before(node):
+            if value.meta["val"].dtype != val.dtype:
+                value = graph.call_function(torch.ops.aten._to_copy.default, (value,), {"dtype": val.dtype})
+                value.meta = {**node.meta, "val": torch.empty_like(node.args[1].meta["val"], dtype=val.dtype, device="meta")}
+            made = graph.call_function(restride, (value, tuple(val.shape), tuple(val.stride())))
+        made.meta = {**node.meta, "val": torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device="meta")}
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
 
 
 def _correct_statistics(graph: fx.Graph) -> None:
