@@ -33,7 +33,7 @@ from mtcompile.passes.normalize import normalize
 from mtcompile.passes.planner import BIT_EQUAL, FUSED, DoesNotFit, Planned, make_plan, may_be_resident, relowered, resident_plan
 from mtcompile.passes.policies import POLICIES
 from mtcompile.passes.state import Budgets
-from mtcompile.passes.step_graph import copy_step, generator_nbytes, has_random, listing
+from mtcompile.passes.step_graph import calls, copy_step, generator_nbytes, has_random, is_convert, listing
 from mtcompile.precision import PRECISIONS, Precision
 from mtcompile.program import (
     Collected,
@@ -67,6 +67,10 @@ def check_options(kernels: str, loss_chunks: int | str, policy: str = "fastest")
     number = isinstance(loss_chunks, int) and not isinstance(loss_chunks, bool) and loss_chunks >= 1
     if not number and loss_chunks != "auto":
         raise ValueError(f'expected loss_chunks to be a whole number of 1 or more, or "auto", found {loss_chunks!r}')
+
+
+def _as_it_is(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return values
 
 
 class Engine:
@@ -137,8 +141,8 @@ class Engine:
         """Called before a training forward."""
 
     def kernels_of(self, step: fx.GraphModule) -> dict[str, Any]:
-        """What instructions call that are not regions."""
-        return {}
+        """What instructions call that are not regions. A conversion's result is cast as it is written to its place."""
+        return {node.name: _as_it_is for node in calls(step) if is_convert(node)}
 
     def key(self) -> Any:
         """What else a plan depends on that may change."""

@@ -153,7 +153,7 @@ class ModelEngine(Engine):
         return Budgets(free, self.host, copies, reserve=self.reserve(step) + self.sent_nbytes, updates=updates), fixed
 
     def kernels_of(self, step: fx.GraphModule) -> dict[str, Any]:
-        return {} if self.updates is None else self.updates.kernels(step)
+        return super().kernels_of(step) | ({} if self.updates is None else self.updates.kernels(step))
 
     def key(self) -> Any:
         return None if self.updates is None else self.updates.key()

@@ -177,7 +177,7 @@ class UpdatesInBackward:
             if parameter._backward_hooks or internals.accumulation_hooks(parameter):
                 raise StepError(f'{name} has a gradient hook, which update="backward" would not call; remove it')
         self._check_loss(outputs, tangents)
-        groups = {}
+        groups: dict[int, tuple[int, Mapping[str, Any]]] = {}
         for index, group in enumerate(optimizer.param_groups):
             kept = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
             groups |= {id(parameter): (index, kept) for parameter in group["params"]}

@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 def pipeline() -> tuple[Pass, ...]:
     """The rewrites, in order."""
     from mtcompile.passes.kernels import trim
+    from mtcompile.passes.narrow import narrow_transfers
     from mtcompile.passes.recompute import recompute, repeat_forward
     from mtcompile.passes.stream import offload_activations, offload_gradients, stream_params
     from mtcompile.passes.update import place_updates
 
-    return (recompute, repeat_forward, trim, stream_params, offload_activations, offload_gradients, place_updates)
+    moves = (stream_params, offload_activations, offload_gradients)
+    return (recompute, repeat_forward, trim, *moves, place_updates, narrow_transfers)
 
 
 def rewrite(step: fx.GraphModule, plan: Plan, after: Callable[[str, fx.GraphModule], None] | None = None) -> fx.GraphModule:

@@ -95,7 +95,7 @@ def _weights(loss: fx.Node) -> Weights:
     if reductions == {_SUM}:
         return Weights("sum")
     if reductions == {_MEAN} and len(losses) == 1 and losses[0].args[2] is None:
-        return Weights("tokens", losses[0].args[1].name, int(losses[0].args[4]))  # type: ignore[union-attr, arg-type]
+        return Weights("tokens", losses[0].args[1].name, int(losses[0].args[4]))
     return Weights("equal")
 
 

@@ -8,7 +8,7 @@ recomputed operations then fall together; anything else does not.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from mtcompile.passes.step_graph import (
     calls,
     gradient_norms,
     gradient_scale,
+    is_convert,
     is_random,
     is_region,
     is_update,
@@ -54,10 +55,10 @@ class _Numbering:
 def same_computation(joint: fx.GraphModule, step: fx.GraphModule) -> None:
     """Raise SameComputationError unless ``step`` gives the outputs of ``joint`` by the same operations."""
     numbering = _Numbering()
-    wanted = _joint_outputs(joint, numbering)
+    wanted: list[Any] = _joint_outputs(joint, numbering)
     wanted_stream = numbering.stream
     numbering.stream = 0
-    found = _step_outputs(step, numbering)
+    found: list[Any] = _step_outputs(step, numbering)
     if numbering.stream != wanted_stream:
         raise SameComputationError(
             f"I5: expected {wanted_stream} operations to advance the generator, found {numbering.stream}"
@@ -66,8 +67,8 @@ def same_computation(joint: fx.GraphModule, step: fx.GraphModule) -> None:
     grads = frozenset(one for spec, one in zip(step.meta["outputs"], wanted, strict=True) if spec.kind == "update")
     for spec, one, other in zip(step.meta["outputs"], wanted, found, strict=True):
         if spec.kind == "update":
-            param = numbering.of(("input", places[spec.index]))
-            if other not in (("update", param, one), ("update", param, one, ("scale", grads))):
+            param, updated = numbering.of(("input", places[spec.index])), other
+            if updated not in (("update", param, one), ("update", param, one, ("scale", grads))):
                 raise SameComputationError(f"I5: {spec.name} is not updated by its own gradient, or scaled by fewer than all")
         elif one != other:
             raise SameComputationError(f"I5: {spec.kind} {spec.name} is not computed as in the captured graph")
@@ -91,6 +92,9 @@ def _step_outputs(step: fx.GraphModule, numbering: _Numbering) -> list[int]:
     for node in step.graph.nodes:
         if is_region(node):
             env[node] = _body(kernel_of(step, node), [env[a] for a in node.args], numbering)
+        elif is_convert(node):
+            casts = zip(node.args, node.kwargs["casts"], strict=True)
+            env[node] = tuple(_cast(env[value], cast, numbering) for value, cast in casts)
         elif is_update(node):
             env[node] = _updated(node, [env[a] for a in node.args])
         elif node.op == "call_function" and node.target in (prefetch, offload):
@@ -100,6 +104,11 @@ def _step_outputs(step: fx.GraphModule, numbering: _Numbering) -> list[int]:
     return [env[node] for node in step_outputs(step)]
 
 
+def _cast(value: Any, cast: Mapping[str, Any], numbering: _Numbering) -> Any:
+    """As ``_number`` would number the operation."""
+    return numbering.of((str(torch.ops.aten._to_copy.default), repr(((_Number(value),), dict(cast))), None))
+
+
 def _updated(node: fx.Node, values: list[Any]) -> tuple[Any, ...]:
     """What an update makes, by its operands; a scale, by the gradients whose norms it is made of."""
     if node.target is gradient_norms:
@@ -107,8 +116,8 @@ def _updated(node: fx.Node, values: list[Any]) -> tuple[Any, ...]:
     if node.target is gradient_scale:
         return (("scale", frozenset().union(*values)),)
     count = node.kwargs["count"]
-    pairs = zip(values[:count], values[count : 2 * count], strict=True)  # type: ignore[misc, operator]
-    return tuple(("update", *pair, *values[2 * count :]) for pair in pairs)  # type: ignore[misc, operator]
+    pairs = zip(values[:count], values[count : 2 * count], strict=True)
+    return tuple(("update", *pair, *values[2 * count :]) for pair in pairs)
 
 
 def _body(kernel: fx.GraphModule, args: list[Any], numbering: _Numbering) -> tuple[Any, ...]:
@@ -168,7 +177,7 @@ def check_schedule(step: fx.GraphModule, schedule: Schedule) -> None:
                 and len(instruction.writes) == len(body_outputs(kernel)),
                 lambda c=call: f"{c.name} to declare all that its kernel reads and writes",
             )
-        elif is_update(call):
+        elif is_update(call) or is_convert(call):
             _expect(instruction.kernel == call.name, lambda c=call: f"{c.name} to call itself")
             below = [schedule.buffers[name].over for name in instruction.writes]
             wanted_below = [item.meta.get("over", "") for item in results(call)]

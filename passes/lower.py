@@ -13,6 +13,7 @@ from mtcompile.passes.plan import Plan
 from mtcompile.passes.slots import assign_offsets
 from mtcompile.passes.step_graph import (
     calls,
+    is_convert,
     is_region,
     is_update,
     kernel_of,
@@ -85,6 +86,8 @@ def _buffers(step: fx.GraphModule) -> dict[str, Buffer]:
         for item in results(call):
             if over := item.meta.get("over"):
                 add(item, "home", over=over)
+            elif is_convert(call):
+                add(item, "home" if item in returned else "placed")
             elif is_update(call):
                 add(item, "pooled" if item.meta["tier"] == "device" else "placed")
             elif is_region(call):
@@ -109,6 +112,10 @@ def _work(
             instruction = Instruction(
                 "run", "compute", phase, reads, writes, name, workspace(kernel), time_us=time_us, label=call.name
             )
+        elif is_convert(call):
+            touched = sum(buffers[name].nbytes for name in (*reads, *writes))
+            time_us = touched / machine.host_gbps / 1e3
+            instruction = Instruction("run", "host", phase, reads, writes, call.name, time_us=time_us, label=call.name)
         elif is_update(call):
             instruction = _update(call, plan, buffers, machine, reads, writes)
         else:

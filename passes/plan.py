@@ -56,8 +56,8 @@ class Plan:
     blocks recomputed. ``lookahead``: how many regions ahead a prefetch is issued. ``span``: how many blocks
     in a row are recomputed at once (longer runs are halved, recursively); 0: all of them. ``peak_bytes``, ``budget_bytes``
     per tier; ``step_time_us``: forward and backward as the simulator predicts them; ``update_us``: what the optimizer's update
-    adds to them; ``updates``: how they are made in the backward, None: by optimizer.step(); ``numerics`` is the contract in
-    words."""
+    adds to them; ``updates``: how they are made in the backward, None: by optimizer.step(); ``narrow``: casts run on the side
+    of the link where fewer bytes cross; ``numerics`` is the contract in words."""
 
     decisions: tuple[Decision, ...] = ()
     lookahead: int = 0
@@ -72,6 +72,7 @@ class Plan:
     machine: str = ""
     numerics: str = ""
     updates: Updates | None = None
+    narrow: bool = True
     # Of the decisions, by kind and subject, once somebody asks.
     _index: dict[tuple[str, str], Decision] = field(default_factory=dict, init=False, repr=False, compare=False)
 

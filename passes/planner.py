@@ -25,7 +25,7 @@ from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.policies import POLICIES
 from mtcompile.passes.search import neighbours, signature
 from mtcompile.passes.state import SCALAR_STATE_NBYTES, Budgets, param_nbytes, resident_nbytes, times_us
-from mtcompile.passes.step_graph import kernel_of, regions
+from mtcompile.passes.step_graph import calls, is_convert, kernel_of, regions
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us
@@ -121,9 +121,16 @@ class Candidates:
                 return _finished(self._run_ahead(full, budgets), self.sizes, budgets, minimum)
             self._points = self._evaluated(full)
         frontier = _frontier(self._points, budgets)
-        best = self._run_ahead(_choose(frontier, self.evaluate, budgets), budgets)
+        best = self._run_ahead(self._wide(_choose(frontier, self.evaluate, budgets), budgets), budgets)
         minimum = min(frontier[0].peak, best.schedule.peak_nbytes["device"])
         return _finished(best, self.sizes, budgets, minimum)
+
+    def _wide(self, planned: Planned, budgets: Budgets) -> Planned:
+        """With casts where they were captured, if the host is busier than the link."""
+        if not any(is_convert(call) for call in calls(planned.step)):
+            return planned
+        wide = self.evaluate(replace(planned.plan, narrow=False))
+        return wide if _fits(wide, budgets) and wide.plan.total_us < planned.plan.total_us else planned
 
     def _run_ahead(self, planned: Planned, budgets: Budgets) -> Planned:
         """With as many updates left until after the backward as is fastest."""

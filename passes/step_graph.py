@@ -6,6 +6,7 @@ Nodes
   getitem                one value of a call
   prefetch(*xs)          host -> device, the identity on bits
   offload(*xs)           device -> host, the identity on bits
+  convert(*xs, casts=c)  on the host, each value cast by its _to_copy keywords
   update(*xs, count=n)   n parameters, their n gradients, and a scale or nothing -> the parameters' next versions
   gradient_norms(*xs)    gradients -> (the norm of each)
   gradient_scale(*xs)    norms -> (the factor of all gradients)
@@ -13,7 +14,7 @@ Nodes
 
 ``node.meta`` of every value (placeholder or getitem): ``val`` (a fake tensor), ``nbytes``, ``role``, ``tier``. Of every
 call: ``phase`` and ``block`` (the index of the forward block it belongs to); of updates and what they are scaled by, ``tier``
-too, where they run.
+too, where they run; conversions run on the host.
 ``step.meta``: ``inputs`` (InputSpec per placeholder), ``outputs`` (OutputSpec per output), ``constants`` (tensors),
 ``blocks`` (their names), ``device`` (where its kernels run, as torch names it).
 ``fx.Interpreter(step).run(*inputs)`` is the reference execution, in which an update returns the gradients it is given: what
@@ -23,7 +24,7 @@ it makes of them is the optimizer's.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,6 +67,11 @@ def prefetch(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def offload(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Device to host. Same dtype, strides and bytes."""
     return values
+
+
+def convert(*values: torch.Tensor, casts: tuple[Mapping[str, Any], ...]) -> tuple[torch.Tensor, ...]:
+    """Another dtype, by aten._to_copy, on the host."""
+    return tuple(torch.ops.aten._to_copy.default(value, **cast) for value, cast in zip(values, casts, strict=True))
 
 
 def update(*values: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
@@ -206,9 +212,13 @@ def is_update(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in (update, gradient_norms, gradient_scale)
 
 
+def is_convert(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is convert
+
+
 def calls(step: fx.GraphModule) -> list[fx.Node]:
-    """Regions, prefetches, offloads and updates in order."""
-    return [node for node in step.graph.nodes if is_region(node) or is_move(node) or is_update(node)]
+    """Regions, prefetches, offloads, conversions and updates in order."""
+    return [n for n in step.graph.nodes if is_region(n) or is_move(n) or is_update(n) or is_convert(n)]
 
 
 def regions(step: fx.GraphModule) -> list[fx.Node]:

@@ -87,7 +87,7 @@ def _groups(step: fx.GraphModule) -> list[_Group]:
     values = step_outputs(step)
     for position, (spec, value) in enumerate(zip(step.meta["outputs"], values, strict=True)):
         if spec.kind == "grad" and spec.index in inputs and (wanted is None or inputs[spec.index][0].name in wanted):
-            found.setdefault(value.args[0], []).append(position)  # type: ignore[arg-type]
+            found.setdefault(value.args[0], []).append(position)
     ordered = (call for call in calls(step) if call in found)
     specs = step.meta["outputs"]
     return [
@@ -146,7 +146,7 @@ def _scalar_meta(value: torch.Tensor, tier: str) -> dict[str, object]:
 
 def _replace_outputs(step: fx.GraphModule, made: dict[int, fx.Node]) -> None:
     output = step.graph.output_node()
-    values, specs = list(output.args[0]), list(step.meta["outputs"])  # type: ignore[arg-type]
+    values, specs = list(output.args[0]), list(step.meta["outputs"])
     for position, value in made.items():
         values[position], specs[position] = value, replace(specs[position], kind="update")
     output.args = (tuple(values),)
