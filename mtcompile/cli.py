@@ -60,6 +60,11 @@ def plan(
     precision: Annotated[Precisions, typer.Option(help="of weights and optimizer state; model: as it says")] = Precisions.model,
     optimizer: Annotated[Optimizer, typer.Option(help="whose state there is")] = Optimizer.adamw,
     update: Annotated[Update, typer.Option(help="after the backward, or as gradients arrive")] = Update.step,
+    max_grad_norm: Annotated[
+        float | None, typer.Option(help="with --update backward: clipped to it, so updates wait for all gradients")
+    ] = None,
+    run_ahead: Annotated[bool, typer.Option(help="with --update backward: updates go on behind the next forward")] = False,
+    accumulate: Annotated[int, typer.Option(min=1, help="micro-batches that the batch is run as, region by region")] = 1,
     policy: Annotated[list[str] | None, typer.Option(help="compare with a fixed strategy, or all; may be repeated")] = None,
     solve: Annotated[Solve | None, typer.Option(help="plan the largest that fits; memory: the least that works")] = None,
     force: Annotated[bool, typer.Option(help="show the leanest plan though it does not fit")] = False,
@@ -85,6 +90,9 @@ def plan(
         "precision": precision.value,
         "optimizer": optimizer.value,
         "update": update.value,
+        "max_grad_norm": max_grad_norm,
+        "run_ahead": run_ahead,
+        "accumulate": accumulate,
         "policies": policies,
         "solve": solve.value if solve else None,
         "force": force,

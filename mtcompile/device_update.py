@@ -5,11 +5,12 @@ current stream. Contraction is turned off, division and square root are rounded 
 
 That bits are equal is shown by Triton's interpreter, which runs the kernels on tensors of the CPU (``TRITON_INTERPRET=1`` in
 the environment before triton is imported), and by the PTX that they compile to, in which each operation is rounded once. On a
-GPU they have not run yet: launch, bits and speed are *not yet measured* there.
+GPU they have not run yet: launch, bits and speed are *not yet measured* there; ``proven`` compares bits before any is used.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -18,8 +19,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from mtcompile.runtime.host_adam import Operands, operands
+from mtcompile.runtime.host_adam import Operands, operands, split
+from mtcompile.runtime.host_adam import adamw as host_adamw
+from mtcompile.runtime.host_adam import sgd as host_sgd
 from mtcompile.runtime.update_formula import Update, adam_update, sgd_update
+
+_PROOF = 2**17  # values of each kind
 
 
 def adamw(
@@ -62,6 +67,42 @@ def sgd(
     update = sgd_update(lr, momentum, dampening, nesterov, weight_decay, first, scale)
     flags = {"NESTEROV": bool(nesterov), "FIRST": bool(first)}
     _launch(kernels.sgd, update, operands(weight, grad, {"buffer": buffer}, remainder, weight.device), flags, kernels)
+
+
+@functools.cache
+def proven(where: torch.device) -> bool:
+    """Whether these kernels run there, and gave the host's bits on some hundred thousand values of all kinds, just now. Only
+    then may a plan choose where an update runs."""
+    try:
+        return all(_same_bits(where, name, half) for name in ("adamw", "sgd") for half in (True, False))
+    except (RuntimeError, ValueError):  # no triton, or a device that it has no code for
+        return False
+
+
+def _same_bits(where: torch.device, name: str, half: bool) -> bool:
+    """``half``: of bf16 gradients, else fp32; weights are split."""
+    drawn = torch.Generator().manual_seed(len(name) + half)
+    states = 2 if name == "adamw" else 1
+    # Any bits: numbers of every size, denormals, infinities, NaN; and small ones, as in training.
+    bits = torch.randint(-(2**31), 2**31, (3 + states, _PROOF), generator=drawn, dtype=torch.int64).to(torch.int32)
+    rows = bits.view(torch.float32)
+    rows[:, ::2] = torch.randn(rows[:, ::2].shape, generator=drawn) * 0.02
+    rows[2:, 1::4] = rows[2:, 1::4].abs()
+    weight, remainder = split(rows[0])
+    grad = rows[1].to(torch.bfloat16) if half else rows[1].clone()
+    kept = [row.clone() for row in rows[2 : 2 + states]]
+    options: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1, "scale": 0.7}
+    if name == "adamw":
+        options |= {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "step": 7}
+    else:
+        options |= {"momentum": 0.9, "first": False}
+    there = [tensor.to(where, copy=True) for tensor in (weight, grad, *kept, remainder)]
+    here = [weight, grad, *kept, remainder]
+    (adamw if name == "adamw" else sgd)(*there, **options)
+    (host_adamw if name == "adamw" else host_sgd)(*here, **options)
+    bits_of = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.int16: torch.int16}
+    pairs = zip(here, there, strict=True)
+    return all(torch.equal(a.view(bits_of[a.dtype]), b.cpu().view(bits_of[b.dtype])) for a, b in pairs)
 
 
 def _kernels() -> ModuleType:

@@ -15,6 +15,7 @@ from torch import fx, nn
 from mtcompile.forecast_text import lines, time_of
 from mtcompile.internals import without_memory
 from mtcompile.machine import named
+from mtcompile.passes.accumulate import Micro, repeat, weights_of
 from mtcompile.passes.build import build
 from mtcompile.passes.cost import Machine, kernel_cost
 from mtcompile.passes.loss_head import chunk_loss
@@ -32,6 +33,7 @@ from mtcompile.runtime.verify import verify
 from mtcompile.shapes import SHAPES, fake
 from mtcompile.sizes import parse_bytes
 from mtcompile.tracing import Traced, collecting_later, trace
+from mtcompile.updates import update_options
 
 _LARGE_HEAD, _MOST_CHUNKS = 0.02, 64  # a loss head whose logits take more than that part of the device is cut
 _LEFT_FREE = 0.08  # of a machine's device memory when no budget is given
@@ -116,6 +118,9 @@ def plan(
     precision: str = "model",
     optimizer: str = "adamw",
     update: str = "step",
+    max_grad_norm: float | None = None,
+    run_ahead: bool = False,
+    accumulate: int = 1,
     policies: tuple[str, ...] = (),
     solve: str | None = None,
     force: bool = False,
@@ -131,7 +136,9 @@ def plan(
     precision  ``model`` (dtypes as the module's), ``fp32``, ``bf16``, or ``bf16-master32``: bf16 weights, 12 bytes each with
                fp32 masters and AdamW's state
     optimizer  ``adamw``, ``adam``, ``sgd-momentum`` or ``sgd``
-    update     ``step``: by optimizer.step(), after the backward; ``backward``: as gradients arrive, which keeps none of them
+    update     ``step``: by optimizer.step(), after the backward; ``backward``: as gradients arrive, which keeps none of them;
+               with ``max_grad_norm``, once all are there; with ``run_ahead``, behind the next forward too
+    accumulate  micro-batches that the batch is run as, region by region
     policies   fixed strategies to compare with
     solve      ``batch`` or ``seq``: plan the largest that fits (sequences in steps of 128 tokens); ``memory``: the least
                device memory that works
@@ -142,8 +149,11 @@ def plan(
     """
     if optimizer not in MOMENTS:
         raise ValueError(f"expected optimizer to be one of {', '.join(MOMENTS)}, found {optimizer!r}")
-    if update not in ("step", "backward"):
-        raise ValueError(f"expected update to be step or backward, found {update!r}")
+    options = update_options(update, max_grad_norm, run_ahead, "stop")
+    if accumulate < 1 or (isinstance(model, str) and batch % accumulate):
+        raise ValueError(f"expected accumulate to divide the batch of {batch}, found {accumulate}")
+    if accumulate > 1 and solve in ("batch", "seq"):
+        raise ValueError(f"solve={solve!r} expects accumulate=1, found {accumulate}: ask for the size of a micro-batch")
     if solve not in (None, "batch", "seq", "memory"):
         raise ValueError(f"expected solve to be batch, seq or memory, found {solve!r}")
     if unknown := [policy for policy in policies if policy not in POLICIES]:
@@ -157,8 +167,9 @@ def plan(
     if device is None and there.device_nbytes:
         device = int(there.device_nbytes * (1 - _LEFT_FREE))
     copies = kind.state_copies(optimizer)
-    budgets = Budgets(device, parse_bytes(host), copies, updates=Updates(copies) if update == "backward" else None)
-    question = _Question(model, data, kind, optimizer, there, budgets, policies, force, tell)
+    updates = None if options is None else Updates(copies, held=options.held, run_ahead=run_ahead)
+    budgets = Budgets(device, parse_bytes(host), copies, updates=updates)
+    question = _Question(model, data, kind, optimizer, there, budgets, policies, force, tell, accumulate)
     with collecting_later():
         if solve in ("batch", "seq"):
             return _largest(question, solve, batch, seq)
@@ -183,6 +194,7 @@ class _Question:
     policies: tuple[str, ...]
     force: bool
     tell: Tell
+    accumulate: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,20 +212,38 @@ class _Sized:
 def _sized(question: _Question, batch: int, seq: int, like: _Sized | None = None) -> _Sized:
     """``like``: the same step at another size, from which the chunks of the loss head and the cut into regions are taken."""
     question.tell("capturing the step", 0, 0)
-    traced, data = _traced(question, batch, seq)
+    traced, data = _traced(question, batch // question.accumulate, seq)
     chunks = like.chunks if like else _chunks(traced, question.budgets.device)
-    return _chunked(question, traced, _tokens(data), chunks, like)
+    return _chunked(question, traced, _tokens(data) * question.accumulate, chunks, like)
 
 
 def _chunked(question: _Question, traced: Traced, tokens: int, chunks: int, like: _Sized | None = None) -> _Sized:
     joint = copy_step(traced.joint)
     whole = chunks == 1 or not chunk_loss(joint, chunks)
-    step = traced.step if whole and not like else build(joint, like=like.joint if like else None)
+    if question.accumulate > 1:
+        joint = _repeated(joint, traced, question)
+    step = traced.step if whole and not like and question.accumulate == 1 else build(joint, like=like.joint if like else None)
     numerics = f"{question.precision.contract()}; {BIT_EQUAL}"
     if not whole:
         numerics += f"; the loss head's sums over tokens in {chunks} chunks"
+    if question.accumulate > 1:
+        numerics += f"; {question.accumulate} micro-batches, their gradients added up in their order"
     candidates = Candidates(step, question.machine, question.budgets, numerics=numerics, tell=question.tell)
     return _Sized(candidates, traced, joint, step, tokens, _MOST_CHUNKS if whole and chunks > 1 else chunks)
+
+
+def _repeated(joint: fx.GraphModule, traced: Traced, question: _Question) -> fx.GraphModule:
+    """Of as many micro-batches as asked for. Raises ValueError for what has no meaning over several."""
+    rows = list(zip(joint.meta["inputs"], placeholders(joint.graph), strict=True))
+    taken = [(spec, node.meta["val"]) for spec, node in rows if spec.role not in ("tangent", "constant")]
+    fronts = [val.shape[0] for spec, val in taken if spec.role == "input" and val.dim()]
+    batch = max(fronts, default=1)
+    split = tuple(spec.index for spec, val in taken if spec.role == "input" and val.dim() and val.shape[0] == batch)
+    micro = Micro(question.accumulate, split, 1 + max(spec.index for spec, _ in taken), question.precision.split)
+    try:
+        return repeat(joint, micro, weights_of(traced.joint))
+    except NotImplementedError as error:
+        raise ValueError(f"accumulate={question.accumulate}: the model has {error}") from None
 
 
 def _answer(question: _Question, batch: int, seq: int) -> Forecast:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mtcompile import knobs
+from mtcompile import device_update, knobs
 from mtcompile.errors import StepError
 from mtcompile.precision import Precision
 from mtcompile.runtime import host_adam
@@ -95,6 +95,13 @@ class Masters:
             if master is not None and master.parameter.grad is not None and master.parameter.grad.dtype == torch.bfloat16:
                 master.parameter.grad_dtype = None  # any
                 master.parameter.grad = master.parameter.grad.float()
+
+    def may_be_on(self, where: torch.device, optimizer: torch.optim.Optimizer | None) -> bool:
+        """Whether they may be at home there: the update has the same bits as on the host. Adam has no kernel for a GPU."""
+        if where.type == "cpu":
+            return True
+        known = optimizer is not None and kind_of(optimizer) in ("AdamW", "SGD")
+        return known and device_update.proven(where)
 
     def take_any(self) -> None:
         """Gradients may be fp32 from the start."""
@@ -208,16 +215,17 @@ class Masters:
         grad = grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
         weight, gradient, remainder = _flat(parameter.detach()), _flat(grad.detach()), _flat(master.remainder)
         states = [_flat(state[name]) for name in kept]
+        by: Any = host_adam if parameter.device.type == "cpu" else device_update
         options: dict[str, Any] = {"lr": float(group["lr"]), "weight_decay": group["weight_decay"], "scale": scale}
         if kind == "SGD":
             options |= {key: group[key] for key in ("momentum", "dampening", "nesterov")}
             buffer = states[0] if states else torch.empty(parameter.numel(), device=parameter.device)
-            host_adam.sgd(weight, gradient, buffer, remainder, first=first, **options)
+            by.sgd(weight, gradient, buffer, remainder, first=first, **options)
         else:
             state["step"] += 1
             beta1, beta2 = (float(beta) for beta in group["betas"])
             options |= {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "step": int(state["step"])}
-            update = host_adam.adamw if kind == "AdamW" or group.get("decoupled_weight_decay") else host_adam.adam
+            update = by.adamw if kind == "AdamW" or group.get("decoupled_weight_decay") else host_adam.adam
             m, v = states
             update(weight, gradient, m, v, remainder, **options)
         self._settled(master)

@@ -136,7 +136,7 @@ class ModelEngine(Engine):
     def constraints(self, step: fx.GraphModule, reserved: int) -> tuple[Budgets, dict[str, str] | None]:
         """Residency of parameters is the model's: the first program decides it."""
         fixed = None
-        if self.masters is not None and self.device.where.type != "cpu":  # updated on the host until a GPU has shown equal bits
+        if self.masters is not None and not self.masters.may_be_on(self.device.where, self.optimizer):
             fixed = dict.fromkeys(step.meta["homes"].values(), "host")
         if self.home.tiers:
             fixed = dict(self.home.tiers)

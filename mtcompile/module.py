@@ -233,7 +233,7 @@ def compile(
     precision  ``"model"``: dtypes as the module's; ``"fp32"`` and ``"bf16"``: its parameters are cast to that (buffers are
                not); ``"bf16-master32"``: they become bf16, each with a 16-bit remainder that makes it an exact fp32 master, and
                AdamW, Adam or SGD update the masters with fp32 state (12 bytes a parameter with AdamW, and 2 for the gradient);
-               on a GPU they stay on the host, where they are updated
+               they are resident on a GPU only where its update kernels gave the host's bits
     accumulate  run each training batch as so many micro-batches, region by region: parameters come in once for all of them,
                gradients (added up in their order) leave once. Tensors are cut along their first dimension; the loss is the mean
                over the tokens that count

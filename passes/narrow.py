@@ -88,8 +88,13 @@ def _cast_of(step: fx.GraphModule, item: fx.Node) -> tuple[Cast, torch.Tensor] |
     if not found or any(node.target is not _CAST or node.kwargs != found[0].kwargs for node in found):
         return None
     val, before = found[0].meta["val"], item.meta["val"]
-    alike = set(found[0].kwargs) == {"dtype"} and val.stride() == before.stride() and val.is_floating_point()
+    alike = _only_dtype(found[0]) and val.stride() == before.stride() and val.is_floating_point()
     return (found[0].kwargs, val) if alike and val.element_size() < before.element_size() else None
+
+
+def _only_dtype(cast: fx.Node) -> bool:
+    """Whether nothing but the dtype is changed (a backward's casts name layout and device as well)."""
+    return {"dtype"} <= cast.kwargs.keys() <= {"dtype", "layout", "device"} and cast.args[0].meta["val"].is_floating_point()
 
 
 def _before(step: fx.GraphModule, call: fx.Node) -> fx.Node:
@@ -153,7 +158,7 @@ def _leave_narrow(step: fx.GraphModule, region: fx.Node, value: fx.Node) -> fx.N
     kernel = kernel_of(step, region)
     outputs = body_outputs(kernel)
     cast = outputs[position]
-    if cast.target is not _CAST or set(cast.kwargs) != {"dtype"}:
+    if cast.target is not _CAST or not _only_dtype(cast):
         return None
     narrow = cast.args[0]
     val, wide = narrow.meta["val"], cast.meta["val"]

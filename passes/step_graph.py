@@ -70,8 +70,8 @@ def offload(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def convert(*values: torch.Tensor, casts: tuple[Mapping[str, Any], ...]) -> tuple[torch.Tensor, ...]:
-    """Another dtype, by aten._to_copy, on the host."""
-    return tuple(torch.ops.aten._to_copy.default(value, **cast) for value, cast in zip(values, casts, strict=True))
+    """Another dtype, on the host: the keywords are of the captured _to_copy, which may name the device."""
+    return tuple(torch.ops.aten._to_copy.default(v, dtype=cast["dtype"]) for v, cast in zip(values, casts, strict=True))
 
 
 def update(*values: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:

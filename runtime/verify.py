@@ -17,9 +17,9 @@ proves, and ``ScheduleError.invariant`` names:
 - **I3 fits**: of two placed buffers that overlap, the free of one ≺ the alloc of the other; slots are aligned and
   inside their arena; per tier ``peak(schedule) <= peak_nbytes <= limit_nbytes``.
 - **I4 closed**: every alloc has one free, or its buffer leaves; no device slot outlives its phase (arenas are lent in
-  between); every gradient and every new version of a module buffer leaves, is written to one home, or is read by one kernel
-  that writes over homes (an update), once; every home of either, and every home over another, is written. Checked over two
-  steps in a row: a step ends in the state it began in.
+  between); every gradient and every new version of a module buffer leaves, is written to one home, or is read by one
+  kernel that writes over homes (an update) or makes another gradient of it on the host, once; every home of either, and
+  every home over another, is written. Checked over two steps in a row: a step ends in the state it began in.
 
 A schedule that runs ahead has what is left of queue host at the end of backward running beside the next forward: I1 and I2
 are proven for these too, by the waits that the forward's instructions have on the step before.
@@ -35,7 +35,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from mtcompile.runtime.order import Order
-from mtcompile.runtime.schedule import ALIGNMENT, PHASES, QUEUES, TIERS, Buffer, Schedule, gib, instruction_text
+from mtcompile.runtime.schedule import ALIGNMENT, PHASES, QUEUES, TIERS, Buffer, Instruction, Schedule, gib, instruction_text
 
 INVARIANTS = {"I0": "well formed", "I1": "present", "I2": "race-free", "I3": "fits", "I4": "closed"}
 
@@ -405,6 +405,11 @@ def _closed(facts: _Facts) -> None:
             del live[name]  # the user's from here on
 
 
+def _converted(instruction: Instruction, written: Buffer) -> bool:
+    """Whether it is a gradient that a kernel of the host makes: of another one, as nothing else is there."""
+    return instruction.queue == "host" and instruction.op == "run" and written.role == "grad"
+
+
 def _consumed_once(facts: _Facts) -> None:
     schedule = facts.schedule
     rows = [(name, b) for name, b in schedule.buffers.items() if b.role in ("grad", "buffer")]
@@ -428,7 +433,7 @@ def _consumed_once(facts: _Facts) -> None:
     updates = [
         (index, {schedule.buffers[name].value for name in instruction.reads if schedule.buffers[name].role == "grad"})
         for index, instruction in enumerate(schedule.instructions)
-        if any(schedule.buffers[name].over for name in instruction.writes)
+        if any(schedule.buffers[name].over or _converted(instruction, schedule.buffers[name]) for name in instruction.writes)
     ]
     for index, values in updates:
         for value in values:

@@ -1,6 +1,6 @@
 """Plans of eight models as they are printed: changed only on purpose.
 
-    python -m tests.test_golden        writes tests/golden/ anew; read the difference before committing it
+python -m tests.test_golden        writes tests/golden/ anew; read the difference before committing it
 """
 
 from __future__ import annotations

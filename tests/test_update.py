@@ -22,6 +22,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mtcompile import device_update
 from mtcompile.runtime import host_adam
 from mtcompile.runtime.host_adam import LAYOUTS, joined, split
 
@@ -462,6 +463,7 @@ def interpreted(names: tuple[str, ...], count: int) -> None:
         f"    for parts in (edge_operands(states), random_operands({count}, states, seed=9)):\n"
         "        found = run(name, layout, parts, where=device_update)\n"
         "        assert_same_bits(found, run(name, layout, parts, 'torch'))\n"
+        "assert device_update.proven(torch.device('cpu'))\n"
         "print('same')\n"
     )
     env = os.environ | {"TRITON_INTERPRET": "1"}
@@ -472,6 +474,21 @@ def interpreted(names: tuple[str, ...], count: int) -> None:
 @needs_triton
 def test_triton_gives_the_same_bits() -> None:
     interpreted(("adamw", "sgd"), 10_001)
+
+
+def test_a_device_without_the_kernels_or_with_other_bits_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = torch.device("cpu")
+    assert not device_update.proven.__wrapped__(where)  # Triton launches on GPUs only
+
+    def nearly(*tensors: Tensor, **options: Any) -> None:
+        host_adam.adamw(*tensors, **options)
+        tensors[0].view(torch.int16)[17] ^= 1
+
+    monkeypatch.setattr(device_update, "adamw", host_adam.adamw)
+    monkeypatch.setattr(device_update, "sgd", host_adam.sgd)
+    assert device_update.proven.__wrapped__(where)
+    monkeypatch.setattr(device_update, "adamw", nearly)
+    assert not device_update.proven.__wrapped__(where)
 
 
 @needs_triton

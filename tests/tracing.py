@@ -13,7 +13,7 @@ from mtcompile import tracing
 from mtcompile.internals import AllocatorPeak
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.recompute import saved_values
-from mtcompile.passes.step_graph import placeholders, regions, results, step_outputs
+from mtcompile.passes.step_graph import calls, is_convert, placeholders, regions, results, step_outputs
 from mtcompile.runtime.arena import arena, layout_of
 from mtcompile.runtime.cpu import Arenas, CpuMemory
 from mtcompile.runtime.executor import Delays, execute, prepare
@@ -57,7 +57,13 @@ def bind(memory: CpuMemory, step: Any, inputs: list[torch.Tensor]) -> dict[str, 
         if memory.schedule.buffers[node.name].kind == "home":
             layout = memory.layouts[node.name]
             memory.bind(node.name, torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype))
-    return {name: module.forward for name, module in step.named_children()}
+    conversions = {call.name: _as_it_is for call in calls(step) if is_convert(call)}
+    return {name: module.forward for name, module in step.named_children()} | conversions
+
+
+def _as_it_is(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What the place it is written to makes another dtype of."""
+    return values
 
 
 def layouts_and_arenas(step: Any, schedule: Any) -> tuple[dict[str, Any], Arenas]:
@@ -91,7 +97,7 @@ def run(
 
 def random_plan(step: fx.GraphModule, choose: Any) -> Plan:
     """A plan with every decision drawn by ``choose(options)``."""
-    plan = Plan(lookahead=choose([0, 1, 2]), span=choose([0, 1, 2]))
+    plan = Plan(lookahead=choose([0, 1, 2]), span=choose([0, 1, 2]), narrow=choose([True, False]))
     names = step.meta["blocks"]
     forward = [region for region in regions(step) if region.meta["phase"] == "forward"]
     for region in forward:
