@@ -143,7 +143,7 @@ class _Repeat:
         self.graph.output(tuple(node for _, node in ordered))
         made = fx.GraphModule(torch.nn.Module(), self.graph)
         made.meta.update(self.joint.meta)
-        made.meta.update(inputs=tuple(self.inputs), outputs=tuple(spec for spec, _ in ordered), blocks=self.blocks)
+        made.meta.update(inputs=tuple(self.inputs), outputs=tuple(spec for spec, _ in ordered), cut=self.blocks)
         made.graph.lint()
         return made
 

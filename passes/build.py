@@ -36,9 +36,9 @@ def build(joint: fx.GraphModule, whole: bool = False, like: fx.GraphModule | Non
     the placeholders, which are at home on the host (tangents arrive on the device). ``whole``: one region per phase.
     ``like``: cut as this graph of the same operations at other sizes would be; raises ValueError where they differ."""
     device = joint.meta["device"]
-    if "blocks" in joint.meta:  # it was put together from regions
+    if "cut" in joint.meta:  # it was put together from regions
         region: Mapping[fx.Node, RegionId] = {n: n.meta["region"] for n in joint.graph.nodes if "region" in n.meta}
-        blocks = joint.meta["blocks"]
+        blocks = joint.meta["cut"]
     else:
         region, blocks = assign((like or joint).graph)
     if like is not None:

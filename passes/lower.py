@@ -180,7 +180,7 @@ def _with_lives(work: list[_Step], buffers: Mapping[str, Buffer], lookahead: int
             if buffers[name].kind != "home":
                 life("alloc", name, queue, phase)
         listed.append(instruction)
-        if instruction.op == "run":
+        if instruction.op == "run" and queue == "compute":
             for name in waiting:
                 life("free", name, "compute", phase)
             waiting = []

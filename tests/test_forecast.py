@@ -179,7 +179,7 @@ def test_precisions_and_updates_count_their_own_bytes() -> None:
     assert sizes["fp32", "step"] == pytest.approx(16, rel=0.01)
     assert sizes["bf16", "step"] == pytest.approx(8, rel=0.01)
     assert sizes["bf16-master32", "step"] == pytest.approx(14, rel=0.01)
-    assert 12 < sizes["bf16-master32", "backward"] < 13  # gradients of two blocks, and no more
+    assert 12 <= sizes["bf16-master32", "backward"] < 12.1  # gradients take slots of the arena, for two regions
 
 
 def test_an_update_as_gradients_arrive_hides_behind_the_backward() -> None:

@@ -18,7 +18,7 @@ from mtcompile.errors import StepError
 from mtcompile.passes.cost import Machine
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.verify import ScheduleError, verify
-from mtcompile.shapes import Decoder, Shape
+from mtcompile.shapes import Decoder, Shape, fake
 from tests.test_masters import batch, made
 
 RESIDENT, SMALL = "64MiB", "1MiB"
@@ -509,3 +509,19 @@ def test_host_bytes_per_parameter(shape: Shape, update: str, most: float) -> Non
     arena = sum(b.nbytes for b in model.schedule.buffers.values() if b.tier == "host" and b.role == "activation")
     assert (held - arena) / parameters <= most
     assert report["peak_host_bytes"] <= report["planned_peak_host_bytes"]
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_updates_add_next_to_nothing_where_the_host_has_less_to_do(run_ahead: bool) -> None:
+    """As the simulator sees it; after the backward, they would add what they take."""
+    fair = Machine(flops=1e10, memory_gbps=4, h2d_gbps=2, d2h_gbps=2, host_gbps=3, issue_us=20)
+    options: dict[str, Any] = {"batch": 2, "seq": 64, "memory": "14MB", "machine": fair, "precision": "bf16-master32"}
+
+    def model(batch: int, seq: int) -> Any:
+        tokens = torch.zeros((batch, seq), dtype=torch.int64)
+        return fake(Shape(256, 1024, 16, 4, 2, 512, head_dim=64, dtype=torch.bfloat16)), {"tokens": tokens, "targets": tokens}
+
+    after = mtcompile.plan(model, **options)
+    along = mtcompile.plan(model, update="backward", run_ahead=run_ahead, **options)
+    assert after.update_us > 0.08 * after.step_time_us
+    assert along.update_us < (0.005 if run_ahead else 0.02) * along.step_time_us
