@@ -193,7 +193,7 @@ class ModelEngine(Engine):
     def begin_training_forward(self) -> None:
         """Raise when an earlier training forward still waits for its backward, or a fault left the model between two steps."""
         if self.updates is not None:
-            self.updates.check()
+            self.updates.before_forward()
         if not self.alive():
             return
         gc.collect()  # a loss in a reference cycle is not alive

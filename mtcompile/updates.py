@@ -96,6 +96,7 @@ class UpdatesInBackward:
         self._broken: dict[str, str] = {}  # what has to be loaded again -> why
         self._saved: int | None = None
         self._now = _Now({}, {}, 1)
+        self._threads = torch.get_num_threads()
         model.register_load_state_dict_pre_hook(lambda *_: drain())
         model.register_load_state_dict_post_hook(lambda *_: self._loaded("model"))
         model.register_state_dict_pre_hook(lambda *_: self._before_saving())
@@ -145,6 +146,11 @@ class UpdatesInBackward:
 
     # -------------------------------------------------------------------------------------------------- of one backward
 
+    def before_forward(self) -> None:
+        """In the caller's thread, whose settings count; a backward may run in another. Raises as ``check``."""
+        self._threads = torch.get_num_threads()
+        self.check()
+
     def check(self) -> None:
         """Raises StepError for a model that a fault left between two steps."""
         if self._broken:
@@ -183,7 +189,7 @@ class UpdatesInBackward:
             groups |= {id(parameter): (index, kept) for parameter in group["params"]}
         if self.masters is not None:
             self.masters.check(optimizer, parameters.values())
-        self._now = _Now(groups, parameters, torch.get_num_threads())
+        self._now = _Now(groups, parameters, self._threads)
 
     def _check_loss(self, outputs: Sequence[Tensor | None], tangents: Sequence[Tensor | None]) -> None:
         for output, tangent in zip(outputs, tangents, strict=True):

@@ -511,21 +511,21 @@ def test_host_bytes_per_parameter(shape: Shape, update: str, most: float) -> Non
     assert report["peak_host_bytes"] <= report["planned_peak_host_bytes"]
 
 
-def decoder_of_16(batch: int, seq: int) -> Any:
+def decoder_of_8(batch: int, seq: int) -> Any:
     tokens = torch.zeros((batch, seq), dtype=torch.int64)
-    return fake(Shape(256, 1024, 16, 4, 2, 512, head_dim=64, dtype=torch.bfloat16)), {"tokens": tokens, "targets": tokens}
+    return fake(Shape(256, 1024, 8, 4, 2, 512, head_dim=64, dtype=torch.bfloat16)), {"tokens": tokens, "targets": tokens}
 
 
 def planned(host_gbps: float, **options: Any) -> mtcompile.Forecast:
     machine = Machine(flops=1e10, memory_gbps=4, h2d_gbps=2, d2h_gbps=2, host_gbps=host_gbps, issue_us=20)
-    return mtcompile.plan(decoder_of_16, batch=2, seq=64, memory="14MB", machine=machine, precision="bf16-master32", **options)
+    return mtcompile.plan(decoder_of_8, batch=2, seq=64, memory="10MB", machine=machine, precision="bf16-master32", **options)
 
 
 def test_updates_add_next_to_nothing_where_the_host_has_less_to_do() -> None:
     """As the simulator sees it; after the backward, they would add what they take."""
     after, along = planned(3), planned(3, update="backward")
     assert after.update_us > 0.1 * (after.step_time_us - after.update_us)
-    assert along.update_us < 0.01 * along.step_time_us
+    assert along.update_us < 0.02 * along.step_time_us
 
 
 def test_running_ahead_hides_what_a_backward_is_too_short_for() -> None:
