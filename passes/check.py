@@ -115,7 +115,7 @@ def _updated(node: fx.Node, values: list[Any]) -> tuple[Any, ...]:
         return (frozenset(values),)
     if node.target is gradient_scale:
         return (("scale", frozenset().union(*values)),)
-    count = node.kwargs["count"]
+    count: Any = node.kwargs["count"]
     pairs = zip(values[:count], values[count : 2 * count], strict=True)
     return tuple(("update", *pair, *values[2 * count :]) for pair in pairs)
 

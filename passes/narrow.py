@@ -113,7 +113,7 @@ def _take_narrow(step: fx.GraphModule, region: fx.Node, item: fx.Node) -> None:
         env: dict[fx.Node, fx.Node] = {}
         returned = body.graph_copy(kernel_of(step, region).graph, env)
         made = body.output(returned)
-        inputs, kept = placeholders(body), {owner(node) for node in returned}  # type: ignore[union-attr]
+        inputs, kept = placeholders(body), {owner(node) for node in returned}
         for position in positions:
             for cast in list(inputs[position].users):
                 inputs[position].meta = {**inputs[position].meta, "val": cast.meta["val"]}
