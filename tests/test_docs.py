@@ -63,7 +63,7 @@ def reference() -> str:
         lines += [f"## mtcompile.{name}", "", *_described(found)]
         if inspect.isclass(found):
             for member, function in inspect.getmembers(found, lambda m: inspect.isfunction(m) or isinstance(m, property)):
-                documented = member in vars(found) and not member.startswith("_") and inspect.getdoc(function)
+                documented = member in vars(found) and not member.startswith("_") and function.__doc__
                 if documented:
                     lines += [f"### {name}.{member}", "", *_described(function)]
     return "\n".join(lines)
@@ -78,7 +78,8 @@ def _described(found: Any) -> list[str]:
 
 
 def _signature(function: Any) -> str:
-    text = re.sub(r"<function (\w+) at 0x\w+>", r"\1", str(inspect.signature(function))).replace("'", "")
+    text = re.sub(r"<function (\w+) at 0x\w+>", r"\1", str(inspect.signature(function)))
+    text = re.sub(r"(: |-> )'([^']*)'", r"\1\2", text)  # annotations are text, defaults are not
     return text if len(text) < 100 else re.sub(r", (?=\*|\w+:)", ",\n    ", text).replace("(", "(\n    ", 1)
 
 
