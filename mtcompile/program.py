@@ -120,7 +120,7 @@ class Left:
 
 
 def describe_compiled(
-    engine: Engine, tangents: Tangents, planned: Planned, source: Source, kernels: dict[str, Any]
+    engine: Engine, tangents: Tangents, planned: Planned, made_of: Source, kernels: dict[str, Any]
 ) -> Compiled:
     """Tables resolved once, so that a step looks nothing up in a graph."""
     step, schedule = planned.step, planned.schedule
@@ -145,7 +145,7 @@ def describe_compiled(
         any(schedule.buffers[n].role == "rng" for n in schedule.buffers) or has_random(step),
         engine.home.version,
         {phase: prepare(schedule, phase) for phase in PHASES if phase == "forward" or any(schedule.phase(phase))},
-        source,
+        made_of,
     )
 
 
