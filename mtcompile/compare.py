@@ -38,8 +38,8 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Of forward and backward. ``predicted_us``, ``measured_us``: how long they took; of some instructions alone, how long these
-    took together, whose queues are left out. ``kinds``: those that were off most first."""
+    """Of forward and backward. ``predicted_us``, ``measured_us``: how long they took; of some instructions alone, how long
+    these took together, whose queues are left out. ``kinds``: those that were off most first."""
 
     predicted_us: float
     measured_us: float

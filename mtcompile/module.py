@@ -55,8 +55,8 @@ class CompiledModule(nn.Module):
         return self._mt_engine.last_trace
 
     def explain(self, name: str) -> Explanation:
-        """Where the values of a parameter, module or block (``"layers.3.mlp"``) live and when, by which decisions, and what other
-        decisions would cost; after two steps, what was predicted against what was measured. Print it, or ``.to_json()``.
+        """Where the values of a parameter, module or block (``"layers.3.mlp"``) live and when, by which decisions, and what
+        others would cost; after two steps, what was predicted against what was measured. Print it, or ``.to_json()``.
 
         Raises ValueError with the names that come close, and StepError before the first call.
         """

@@ -105,7 +105,7 @@ def _arrows(schedule: Schedule, when: Moments, ran: list[int]) -> Iterator[Event
         (start, end), (then, _) = when[one], when[other]
         if then < start:  # by clocks that do not agree; an arrow cannot go back in time
             continue
-        about = {"name": "waits for", "cat": "dependency", "id": number}
+        about = {"name": "waits for", "cat": "dependency", "id": number, "args": {"from": one, "to": other}}
         yield {"ph": "s", **about, **_at(schedule.instructions[one], min(then, (start + end) / 2))}
         yield {"ph": "f", "bp": "e", **about, **_at(schedule.instructions[other], then)}
 
