@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from torch import fx
 
@@ -120,7 +121,8 @@ def _drawing(step: fx.GraphModule) -> _Drawing:
         place = call.meta["phase"], call.meta["block"]
         drawing.labels[place] = f"{step.meta['blocks'][place[1]]}, {place[0]}"
         made.update(dict.fromkeys(results(call), call.name))
-        for value in call.args:
+        operands: Any = call.args
+        for value in operands:
             drawing.flow(made.get(value) or homes[value], call.name, value.meta["nbytes"])
     for spec, value in zip(step.meta["outputs"], step_outputs(step), strict=True):
         name = f"{spec.kind}s"
@@ -179,7 +181,8 @@ def _folded(drawing: _Drawing, step: fx.GraphModule) -> _Drawing:
     alike: dict[int, list[tuple[object, ...]]] = {}
     members: dict[int, list[str]] = {}
     for call in calls(step):
-        sizes = tuple(value.meta["nbytes"] for value in (*call.args, *results(call)))
+        operands: Any = call.args
+        sizes = tuple(value.meta["nbytes"] for value in (*operands, *results(call)))
         target = str(call.target) if is_region(call) else ""
         alike.setdefault(call.meta["block"], []).append((call.meta["phase"], kind_of(call), target, sizes))
         members.setdefault(call.meta["block"], []).append(call.name)

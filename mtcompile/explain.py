@@ -152,8 +152,8 @@ def _described(planned: Planned, source: Source) -> list[Value]:
     lives = _lives(planned)
     again: dict[int, list[str]] = {}
     for call in calls(planned.step):
-        for block in recomputes(call):
-            again.setdefault(block, []).append(call.name)
+        for index in recomputes(call):
+            again.setdefault(index, []).append(call.name)
     gradients = {
         value: spec.name
         for spec, value in zip(step.meta["outputs"], step_outputs(step), strict=True)
@@ -168,15 +168,15 @@ def _described(planned: Planned, source: Source) -> list[Value]:
         found.append(Value(name, node.name, meta["role"], meta["nbytes"], block, module, home, here, tuple(made_again), why))
 
     for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
-        block = homes.get(spec.name, "") if spec.role == "param" else ""
-        add(node, spec.name, block, (_params(plan, block, node.meta["nbytes"]),) if block else ())
+        home = homes.get(spec.name, "") if spec.role == "param" else ""
+        add(node, spec.name, home, (_params(plan, home, node.meta["nbytes"]),) if home else ())
     for region in regions(step):
         block, saved = blocks[region.meta["block"]], saved_values(region)
         for item in results(region):
             if item in gradients:
                 home = homes.get(gradients[item], "")
-                why = (_params(plan, home, item.meta["nbytes"]),) if home else ()
-                add(item, f"{gradients[item]}.grad", home or block, why)
+                decided = (_params(plan, home, item.meta["nbytes"]),) if home else ()
+                add(item, f"{gradients[item]}.grad", home or block, decided)
             else:
                 kept = item not in saved or plan.keeps(block, item.name)
                 why = _of_result(plan, block, item, item in saved)
@@ -243,7 +243,7 @@ def _life(
 def _names(asked: str, value: Value) -> bool:
     """Whether its block, its module or its own name is what is asked for: parts of a path between dots, next to each other."""
     wanted = asked.split(".")
-    paths = (value.name.split("."), value.module.split("."), value.block.split("."), [value.value])
+    paths = [path.split(".") for path in (value.name, value.module, value.block, value.value) if path]
     return any(path[i : i + len(wanted)] == wanted for path in paths for i in range(len(path) - len(wanted) + 1))
 
 

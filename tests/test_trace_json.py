@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import mtcompile
 from mtcompile.runtime.schedule import QUEUES, Schedule
@@ -130,16 +129,12 @@ def test_a_measured_step(tmp_path: Path) -> None:
     """Allocations and frees have no records there; peaks and budgets are the schedule's all the same."""
     model, data = stack()
     optimizer = adamw(model.parameters())
-    compiled: Any = mtcompile.compile(model, memory="200KiB", optimizer=optimizer, device="cpu")
+    compiled: Any = mtcompile.compile(model, memory="2MiB", optimizer=optimizer, device="cpu", policy="megatrain")
     train(compiled, optimizer, data, steps=2)
     write(tmp_path / "step.json", compiled.schedule, compiled.last_trace)
     events = check_format(json.loads((tmp_path / "step.json").read_text()))
     assert check_flows(events, compiled.schedule)
     check_figures(events, compiled.schedule, compiled.last_trace)
-    with torch.no_grad():
-        compiled(**data)
-    forward = Trace(tuple(r for r in compiled.last_trace.records), "measured")
-    assert forward.records
 
 
 def test_a_forward_alone_holds_nothing_of_a_backward() -> None:
