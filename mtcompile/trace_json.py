@@ -112,7 +112,9 @@ def _arrows(schedule: Schedule, when: Moments, ran: list[int]) -> Iterator[Event
 
 def _neighbours(schedule: Schedule, when: Moments, ran: list[int]) -> tuple[dict[int, int], dict[int, int]]:
     """Of each instruction, the last piece of work of its queue up to it, and the first one from it on."""
-    timed, before, after = set(ran), {}, {}
+    timed = set(ran)
+    before: dict[int, int] = {}
+    after: dict[int, int] = {}
     for order, found in ((list(when), before), (list(when)[::-1], after)):
         last: dict[str, int] = {}
         for index in order:
