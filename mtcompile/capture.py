@@ -33,9 +33,7 @@ _RECOMPILE_LIMIT = 512  # signatures of one model; Dynamo's own default of 8 is 
 # ------------------------------------------------------------------------------------------------------------ front end
 
 
-def front_end(
-    fn: Callable[..., Any], backend: Callable[..., Any], device: torch.device = _CPU
-) -> Callable[..., Any]:
+def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch.device = _CPU) -> Callable[..., Any]:
     """``fn`` captured whole (no graph breaks), with static shapes; ``backend(graph_module, inputs)`` compiles a graph.
     Parameters may be at home on the host while inputs are on ``device``.
 
@@ -105,9 +103,7 @@ def micro_batches(call: Any, count: int) -> Iterator[Any]:
     if batch % count:
         near = f"{batch // count * count} or " if batch > count else ""
         near += str((batch // count + 1) * count)
-        raise ValueError(
-            f"accumulate={count}: expected a batch of a multiple of it, found {batch}; try {near}"
-        )
+        raise ValueError(f"accumulate={count}: expected a batch of a multiple of it, found {batch}; try {near}")
     split = {id(tensor) for tensor in tensors if tensor.shape[0] == batch}
     rows = batch // count
     for start in range(0, batch, rows):

@@ -1,4 +1,4 @@
-"""The command line: ``mtcompile plan MODEL`` and ``mtcompile doctor``."""
+"""The command line: ``mtcompile plan MODEL`` and ``mtcompile doctor``; more in ``cli_explain``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from mtcompile import cli_explain
 
 FINE = FITS = 0  # exit codes
 WRONG, DOES_NOT_FIT, BAD = 2, 3, 4
@@ -139,6 +141,9 @@ def doctor(
         print(f"mtcompile doctor: {error}", file=sys.stderr)
         raise typer.Exit(WRONG) from None
     raise typer.Exit(BAD if report.bad else FINE)
+
+
+cli_explain.register(app)
 
 
 @contextlib.contextmanager

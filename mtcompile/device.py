@@ -7,6 +7,7 @@ from typing import Any
 import psutil
 import torch
 
+from mtcompile import knobs
 from mtcompile.internals import AllocatorPeak
 from mtcompile.runtime.cpu import CpuDevice
 from mtcompile.runtime.cuda import CudaDevice
@@ -29,7 +30,8 @@ def choose(device: str | torch.device | None) -> Device:
         available = False
     if not available:
         raise ValueError(f'expected device to be one that torch sees here, found {str(device)!r}; device="cpu" emulates one')
-    return CudaDevice(where if where.index is not None else torch.device(where.type, module.current_device()))
+    where = where if where.index is not None else torch.device(where.type, module.current_device())
+    return CudaDevice(where, ranges=knobs.nvtx())
 
 
 def free_nbytes(device: Device) -> int:

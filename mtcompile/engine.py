@@ -30,7 +30,17 @@ from mtcompile.passes.check import check_schedule, same_computation
 from mtcompile.passes.cost import Machine
 from mtcompile.passes.loss_head import chunk_loss
 from mtcompile.passes.normalize import normalize
-from mtcompile.passes.planner import BIT_EQUAL, FUSED, DoesNotFit, Planned, make_plan, may_be_resident, relowered, resident_plan
+from mtcompile.passes.planner import (
+    BIT_EQUAL,
+    FUSED,
+    DoesNotFit,
+    Planned,
+    Source,
+    make_plan,
+    may_be_resident,
+    relowered,
+    resident_plan,
+)
 from mtcompile.passes.policies import POLICIES
 from mtcompile.passes.state import Budgets
 from mtcompile.passes.step_graph import calls, copy_step, generator_nbytes, has_random, is_convert, listing
@@ -192,20 +202,20 @@ class Engine:
         self.machine = known_machine(self)
         probing = internals.probe_inductor() if self.kernels == "inductor" else None
         joint = self._joint(program, tangents)
-        joint, step, planned = self._loss_head(joint, reserved, bool(tangents), program.micro)
+        joint, source, planned = self._loss_head(joint, reserved, bool(tangents), program.micro)
         if probing is not None:
             probing.join()
         planned, kernels = self._kernels(planned)
         same_computation(joint, planned.step)
         check_schedule(planned.step, planned.schedule)
         verify(planned.schedule)
-        self.settle(step, planned)
+        self.settle(source.step, planned)
         if self.device.staging is not None and not self.staged:
             self._say_not_pinned()
             return self._compile(program, tangents, reserved)
         kernels |= self.kernels_of(planned.step)
-        compiled = describe_compiled(self, tangents, planned.plan, planned.step, planned.schedule, kernels)
-        self._show(step, planned)
+        compiled = describe_compiled(self, tangents, planned, source, kernels)
+        self._show(source.step, planned)
         return compiled
 
     def _say_not_pinned(self) -> None:
@@ -236,10 +246,10 @@ class Engine:
 
     def _loss_head(
         self, joint: fx.GraphModule, reserved: int, training: bool, micro: Micro | None
-    ) -> tuple[fx.GraphModule, fx.GraphModule, Planned]:
+    ) -> tuple[fx.GraphModule, Source, Planned]:
         """The joint graph with its loss head in as many chunks as asked for, its step graph and its plan: for "auto", the
         fastest that fits."""
-        found: list[tuple[fx.GraphModule, fx.GraphModule, Planned]] = []
+        found: list[tuple[fx.GraphModule, Source, Planned]] = []
         refused: list[BudgetError] = []
         weights = {} if micro is None else weights_of(joint)
         for chunks in _AUTO_CHUNKS if self.loss_chunks == "auto" else (int(self.loss_chunks),):
@@ -280,7 +290,7 @@ class Engine:
             numerics += f"; the loss head's sums over tokens (loss, weight and bias gradients) in {chunks} chunks"
         return numerics
 
-    def _plan(self, joint: fx.GraphModule, reserved: int, numerics: str) -> tuple[fx.GraphModule, Planned]:
+    def _plan(self, joint: fx.GraphModule, reserved: int, numerics: str) -> tuple[Source, Planned]:
         """The step graph and its plan: for kernels that fuse, one region per phase where everything fits."""
         step = build(joint)
         self.place(step)
@@ -291,14 +301,14 @@ class Engine:
             self.place(whole)
             resident = resident_plan(whole, self.machine, budgets, self.eager.workspace, fixed, numerics)
             if resident is not None:
-                return whole, resident
+                return Source(whole, self.machine, budgets, self.eager.workspace), resident
         try:
             key = cache.plan_key(step, self.machine, budgets, fixed, numerics, self.policy)
             known = cache.read_plan(key)
             planned = make_plan(step, self.machine, budgets, self.eager.workspace, fixed, numerics, known, self.policy)
             if known is None or planned.plan.decisions != known.decisions:
                 cache.write_plan(key, planned.plan)
-            return step, planned
+            return Source(step, self.machine, budgets, self.eager.workspace), planned
         except DoesNotFit as error:
             if self.relax(error):
                 return self._plan(joint, reserved, numerics)

@@ -19,8 +19,9 @@ from mtcompile.passes.accumulate import Micro, repeat, weights_of
 from mtcompile.passes.build import build
 from mtcompile.passes.cost import Machine, kernel_cost
 from mtcompile.passes.loss_head import chunk_loss
+from mtcompile.passes.memory import workspace_nbytes
 from mtcompile.passes.plan import Updates
-from mtcompile.passes.planner import BIT_EQUAL, Candidates, DoesNotFit, Planned, Tell, silent
+from mtcompile.passes.planner import BIT_EQUAL, Candidates, DoesNotFit, Planned, Source, Tell, silent
 from mtcompile.passes.policies import POLICIES
 from mtcompile.passes.state import Budgets, resident_nbytes
 from mtcompile.passes.step_graph import copy_step, placeholders, storage_nbytes
@@ -63,7 +64,8 @@ class Forecast:
     long each but compute does while compute is idle. Steps do not overlap, so one is as long as the next.
     ``next_gib_us``: what one more GiB of a tier saves. ``ways_out``: when nothing fits. ``solved``: what was asked for with
     ``solve``, and ``peak_expressions``: the bytes of each tier as sympy prints them, of the plan that needs least.
-    ``planned`` is None when nothing fits and it was not forced.
+    ``planned`` is None when nothing fits and it was not forced; ``joint`` and ``source``: the captured graph, and what was
+    planned of it.
     """
 
     model: str
@@ -95,12 +97,14 @@ class Forecast:
     solved: Mapping[str, int] | None = None
     peak_expressions: Mapping[str, str] | None = None
     planned: Planned | None = None
+    joint: fx.GraphModule | None = None
+    source: Source | None = None
 
     def to_json(self, indent: int | None = None) -> str:
-        """One object with every field but ``planned``."""
-        data = asdict(replace(self, planned=None))
-        del data["planned"]
-        return json.dumps(data, indent=indent)
+        """One object with every field but ``planned``, ``joint`` and ``source``."""
+        graphs = ("planned", "joint", "source")
+        data = asdict(replace(self, planned=None, joint=None, source=None))
+        return json.dumps({name: value for name, value in data.items() if name not in graphs}, indent=indent)
 
     def __str__(self) -> str:
         return "\n".join(lines(self))
@@ -273,6 +277,8 @@ def _told(question: _Question, sized: _Sized) -> Forecast:
         update="step" if budgets.updates is None else "backward",
         numerics=candidates.base.numerics,
         rows=tuple(_row(candidates, policy, budgets) for policy in question.policies),
+        joint=sized.joint,
+        source=Source(sized.step, question.machine, budgets, workspace_nbytes),
     )
     try:
         planned = candidates.best(budgets.device, budgets.host)

@@ -25,6 +25,11 @@ def trace() -> bool:
     return os.environ.get("MT_TRACE", "0") not in ("", "0")
 
 
+def nvtx() -> bool:
+    """MT_NVTX=1: on a GPU, a named NVTX range around each copy and kernel, for Nsight Systems; not yet measured."""
+    return os.environ.get("MT_NVTX", "0") not in ("", "0")
+
+
 def cuda_graphs() -> bool:
     """MT_CUDA_GRAPHS=1: on a GPU, kernels that gain by it (measured) run as CUDA graphs."""
     return os.environ.get("MT_CUDA_GRAPHS", "0") not in ("", "0")

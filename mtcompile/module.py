@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copyreg
-from typing import Any, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.trace import Trace
 from mtcompile.sizes import parse_bytes
 from mtcompile.updates import update_options
+
+if TYPE_CHECKING:
+    from mtcompile.explain import Explanation
 
 M = TypeVar("M", bound=nn.Module)
 Size = str | int | None
@@ -50,6 +53,16 @@ class CompiledModule(nn.Module):
     def last_trace(self) -> Trace | None:
         """What ran when in the last phase run so far."""
         return self._mt_engine.last_trace
+
+    def explain(self, name: str) -> Explanation:
+        """Where the values of a parameter, module or block (``"layers.3.mlp"``) live and when, by which decisions, and what
+        others would cost; after two steps, what was predicted against what was measured. Print it, or ``.to_json()``.
+
+        Raises ValueError with the names that come close, and StepError before the first call.
+        """
+        from mtcompile.explain import explain_compiled
+
+        return explain_compiled(self._mt_engine, name)
 
     def memory_report(self) -> dict[str, Any]:
         """Bytes: budget, planned and measured peak per tier, and the training state.

@@ -16,6 +16,7 @@ from mtcompile.device import allocator_peak
 from mtcompile.errors import CaptureError, StepError
 from mtcompile.passes.accumulate import Micro
 from mtcompile.passes.plan import Plan
+from mtcompile.passes.planner import Planned, Source
 from mtcompile.passes.step_graph import (
     InputSpec,
     OutputSpec,
@@ -58,6 +59,7 @@ class Compiled:
     random: bool
     home_version: int
     phases: Mapping[Phase, Prepared]
+    source: Source
     # What steps leave for the next: slot tensors of the engine's arenas, and which phases have run once.
     views: dict[str, torch.Tensor] = field(default_factory=dict)
     passed: set[Phase] = field(default_factory=set)
@@ -118,9 +120,10 @@ class Left:
 
 
 def describe_compiled(
-    engine: Engine, tangents: Tangents, plan: Plan, step: fx.GraphModule, schedule: Schedule, kernels: dict[str, Any]
+    engine: Engine, tangents: Tangents, planned: Planned, made_of: Source, kernels: dict[str, Any]
 ) -> Compiled:
     """Tables resolved once, so that a step looks nothing up in a graph."""
+    step, schedule = planned.step, planned.schedule
     inputs = tuple((spec, node.name) for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True))
     outputs = tuple((spec, node.name) for spec, node in zip(step.meta["outputs"], step_outputs(step), strict=True))
     by_name = {node.name: node for node in step.graph.nodes}
@@ -129,7 +132,7 @@ def describe_compiled(
     values = {source(by_name[name]).name for name in backward_reads}
     return Compiled(
         tangents,
-        plan,
+        planned.plan,
         step,
         schedule,
         kernels,
@@ -142,6 +145,7 @@ def describe_compiled(
         any(schedule.buffers[n].role == "rng" for n in schedule.buffers) or has_random(step),
         engine.home.version,
         {phase: prepare(schedule, phase) for phase in PHASES if phase == "forward" or any(schedule.phase(phase))},
+        made_of,
     )
 
 

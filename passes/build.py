@@ -63,6 +63,7 @@ def build(joint: fx.GraphModule, whole: bool = False, like: fx.GraphModule | Non
         tier = "device" if spec.role == "tangent" else spec.tier
         val = node.meta["val"]
         env[node].meta.update(val=val, nbytes=aligned(span_nbytes(val)), role=spec.role, tier=tier, name=spec.name)
+        env[node].meta["origin"] = node.name
     for rid, nodes in ordered:
         phase, block = rid
         leaving = [node for node in nodes if node in exported and not (is_view(node) and node not in roles)]
@@ -75,7 +76,10 @@ def build(joint: fx.GraphModule, whole: bool = False, like: fx.GraphModule | Non
         )
         call.meta.update(phase=phase, block=block)
         items = add_call(graph, call, [(node.name, _value_meta(node, val, roles)) for node, val in made])
-        env.update({node: item for (node, _), item in zip(made, items, strict=True) if node in exported})
+        for (node, _), item in zip(made, items, strict=True):
+            item.meta["origin"] = item.name
+            if node in exported:
+                env[node] = item
     graph.output(tuple(env[node] for node in outputs))
 
     step = fx.GraphModule(root, graph, class_name="Step")
@@ -180,7 +184,8 @@ def _output_role(spec: OutputSpec) -> str:
 
 def _value_meta(node: fx.Node, val: torch.Tensor, roles: Mapping[fx.Node, str]) -> dict[str, Any]:
     role = node.meta.get("role", "rng" if is_seed(node) else "activation")
-    return {"val": val, "nbytes": aligned(storage_nbytes(val)), "role": roles.get(node, role), "tier": "device"}
+    made = {"val": val, "nbytes": aligned(storage_nbytes(val)), "role": roles.get(node, role), "tier": "device"}
+    return {**made, "module_path": node.meta.get("module_path", "")}
 
 
 def _safe(name: str) -> str:

@@ -44,6 +44,19 @@ class Planned:
     schedule: Schedule
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a plan was made of, so that somebody may ask what another plan would give. ``step``: not rewritten."""
+
+    step: fx.GraphModule
+    machine: Machine
+    budgets: Budgets
+    workspace: Workspace
+
+    def candidates(self) -> Candidates:
+        return Candidates(self.step, self.machine, self.budgets, self.workspace)
+
+
 Tell = Callable[[str, int, int], None]  # what is being done, how many are done, of how many (0: nobody knows)
 
 

@@ -126,7 +126,7 @@ def _fuse(
     numbered = list(values)
     with step.graph.inserting_before(backward):
         call = step.graph.create_node("call_module", name, tuple(numbered[i] for i in used), name=f"{backward.name}_r")
-        call.meta.update(backward.meta)
+        call.meta.update(backward.meta, recomputes=tuple(forward.meta["block"] for forward, _ in forwards))
         olds = results(backward)
         items = add_call(step.graph, call, [(i.name, dict(i.meta)) for i in [*olds, *extra]])
     for old, new in zip(olds, items, strict=False):
@@ -297,5 +297,5 @@ def _repeat(
         name = install(step, step.meta["kernels"], body)
         operands = tuple(args.get(value, value) for value in used)
         call = step.graph.create_node("call_module", name, operands, name=f"{region.name}_again")
-        call.meta.update(region.meta, phase="backward")
+        call.meta.update(region.meta, phase="backward", recomputes=(region.meta["block"],))
         return add_call(step.graph, call, [(f"{v.name}_again", dict(v.meta)) for v in again])

@@ -12,9 +12,11 @@ Nodes
   gradient_scale(*xs)    norms -> (the factor of all gradients)
   output                 (buffer mutations..., outputs..., gradients...)
 
-``node.meta`` of every value (placeholder or getitem): ``val`` (a fake tensor), ``nbytes``, ``role``, ``tier``. Of every
-call: ``phase`` and ``block`` (the index of the forward block it belongs to); of updates and what they are scaled by, ``tier``
-too, where they run; conversions run on the host.
+``node.meta`` of every value (placeholder or getitem): ``val`` (a fake tensor), ``nbytes``, ``role``, ``tier``; ``origin``, its
+name before any rewrite, which its copies, casts and what is made again have too; ``module_path`` where a module made it.
+Of every call: ``phase`` and ``block`` (the index of the forward block it belongs to); of updates and what they are scaled by,
+``tier`` too, where they run; conversions run on the host. ``recomputes``: of a region of the backward, the forward blocks that
+it computes again.
 ``step.meta``: ``inputs`` (InputSpec per placeholder), ``outputs`` (OutputSpec per output), ``constants`` (tensors),
 ``blocks`` (their names), ``device`` (where its kernels run, as torch names it).
 ``fx.Interpreter(step).run(*inputs)`` is the reference execution, in which an update returns the gradients it is given: what
@@ -214,6 +216,11 @@ def is_update(node: fx.Node) -> bool:
 
 def is_convert(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is convert
+
+
+def recomputes(node: fx.Node) -> tuple[int, ...]:
+    """The forward blocks of which a call computes something again."""
+    return tuple(node.meta.get("recomputes", ()))
 
 
 def calls(step: fx.GraphModule) -> list[fx.Node]:

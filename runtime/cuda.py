@@ -11,7 +11,7 @@ streams in every order that their events allow.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +55,12 @@ class Api(Protocol):
     def elapsed_us(self, start: Any, end: Any) -> float:
         """Between two timed events; waits for the later one."""
 
+    def push(self, name: str) -> None:
+        """Begin an NVTX range of this thread."""
+
+    def pop(self) -> None:
+        """End the one begun last."""
+
     def synchronize(self) -> None: ...
 
     def pin(self, nbytes: int) -> torch.Tensor:
@@ -97,6 +103,12 @@ class Torch:
     def elapsed_us(self, start: Any, end: Any) -> float:
         end.synchronize()
         return float(start.elapsed_time(end)) * 1e3
+
+    def push(self, name: str) -> None:
+        self.module.nvtx.range_push(name)
+
+    def pop(self) -> None:
+        self.module.nvtx.range_pop()
 
     def synchronize(self) -> None:
         self.module.synchronize(self.device)
@@ -216,6 +228,30 @@ class CudaMemory(CpuMemory):
         self.api.fill(bytes_of(tensor, -before, nbytes), POISON)
 
 
+class NamedMemory(CudaMemory):
+    """Issues every copy and kernel within an NVTX range of its name, so that a profiler says what a schedule calls it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.names = {(i.reads, i.writes): i.label or i.kernel or i.op for i in self.schedule.instructions}
+
+    def copy(self, reads: Sequence[str], writes: Sequence[str]) -> None:
+        with self._range(reads, writes):
+            super().copy(reads, writes)
+
+    def run(self, kernel: Callable[..., Any], reads: Sequence[str], writes: Sequence[str], workspace: int) -> None:
+        with self._range(reads, writes):
+            super().run(kernel, reads, writes, workspace)
+
+    @contextlib.contextmanager
+    def _range(self, reads: Sequence[str], writes: Sequence[str]) -> Iterator[None]:
+        self.api.push(self.names[tuple(reads), tuple(writes)])
+        try:
+            yield
+        finally:
+            self.api.pop()
+
+
 def bytes_of(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
     """``nbytes`` bytes of a tensor's storage, ``start`` bytes after its first element."""
     at = tensor.storage_offset() * tensor.element_size() + start
@@ -254,11 +290,12 @@ def _same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
 class CudaDevice:
     """One GPU (or what torch drives alike): its streams, its arenas, and the host memory that its copies reach.
 
-    ``staging``: the rings that copies go through, once the driver has refused to pin host memory; None before.
+    ``staging``: the rings that copies go through, once the driver has refused to pin host memory; None before. ``ranges``:
+    whether NVTX ranges are wanted.
     """
 
-    def __init__(self, where: torch.device, api: Api | None = None) -> None:
-        self.where = where
+    def __init__(self, where: torch.device, api: Api | None = None, ranges: bool = False) -> None:
+        self.where, self.ranges = where, ranges
         self.api = api or Torch(where)
         self.streams = Streams(self.api)
         self.staging: dict[Queue, Staging] | None = None
@@ -289,7 +326,8 @@ class CudaDevice:
         trusted: bool,
         views: dict[str, torch.Tensor] | None,
     ) -> CudaMemory:
-        return CudaMemory(schedule, layouts, arenas, check, trusted, views, api=self.api, staging=self.staging)
+        kind = NamedMemory if self.ranges else CudaMemory
+        return kind(schedule, layouts, arenas, check, trusted, views, api=self.api, staging=self.staging)
 
     def fence(self, visible: Iterable[Queue], timed: bool) -> Fence:
         return Fence(self.streams, visible, timed)

@@ -31,7 +31,8 @@ class Stream:
 
 class FakeCuda:
     """``Api`` of runtime/cuda.py. ``log``: (what, stream, event) of every record and wait, in the order of the calls.
-    ``eager``: how much of what it has the device does while more is given to it."""
+    ``eager``: how much of what it has the device does while more is given to it. ``ranges``: the NVTX ranges, by the thread
+    they are of, as they begin (their names) and end (None)."""
 
     def __init__(self, seed: int, eager: float = 0.3) -> None:
         self.random, self.eager = random.Random(seed), eager
@@ -41,6 +42,7 @@ class FakeCuda:
         self.local = threading.local()
         self.log: list[tuple[str, str, Any]] = []
         self.copies: list[int] = []
+        self.ranges: dict[str, list[str | None]] = {}
         self.blocked = self.clock = 0
 
     # ------------------------------------------------------------------------------------------------------- the calls
@@ -69,6 +71,12 @@ class FakeCuda:
 
     def pin(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def push(self, name: str) -> None:
+        self.ranges.setdefault(threading.current_thread().name, []).append(name)
+
+    def pop(self) -> None:
+        self.ranges[threading.current_thread().name].append(None)
 
     def record(self, event: Event, stream: Stream) -> None:
         with self.lock:

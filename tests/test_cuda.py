@@ -14,7 +14,7 @@ from mtcompile.passes.cost import Machine
 from mtcompile.passes.lower import lower
 from mtcompile.passes.step_graph import step_outputs
 from mtcompile.runtime.arena import Layout, arena, view
-from mtcompile.runtime.cuda import CudaMemory, Fence, Streams, runs_of_bytes
+from mtcompile.runtime.cuda import CudaDevice, CudaMemory, Fence, NamedMemory, Streams, runs_of_bytes
 from mtcompile.runtime.executor import execute, prepare
 from mtcompile.runtime.pinned import NotPinned, Staging, pinned
 from mtcompile.runtime.schedule import Schedule
@@ -33,12 +33,18 @@ def planned(traced: Traced, seed: int) -> tuple[Any, Schedule]:
 
 
 def on_fake(
-    step: Any, schedule: Schedule, inputs: list[torch.Tensor], cuda: FakeCuda, fence: type[Fence] = Fence, staged: int = 0
+    step: Any,
+    schedule: Schedule,
+    inputs: list[torch.Tensor],
+    cuda: FakeCuda,
+    fence: type[Fence] = Fence,
+    staged: int = 0,
+    kind: type[CudaMemory] = CudaMemory,
 ) -> list[Any]:
     """``staged``: bytes of a chunk where home memory is not pinned."""
     layouts, arenas = layouts_and_arenas(step, schedule)
     rings: Any = {q: Staging(cuda, [torch.empty(staged, dtype=torch.uint8) for _ in range(3)]) for q in ("h2d", "d2h")}
-    memory = CudaMemory(schedule, layouts, arenas, check=True, api=cuda, staging=rings if staged else None)
+    memory = kind(schedule, layouts, arenas, check=True, api=cuda, staging=rings if staged else None)
     bind(memory, step, inputs)
     kernels = {name: cuda.kernel(module) for name, module in step.named_children()}
     streams = Streams(cuda)
@@ -93,6 +99,41 @@ def test_an_event_left_out_shows(broken: str) -> None:
             except (IndexError, RuntimeError):  # an operation saw poison as an index
                 wrong += 1
     assert wrong
+
+
+def test_every_copy_and_kernel_is_within_a_range_of_its_name() -> None:
+    traced = trace(*make("llama"))
+    expected = interpret(traced.step, traced.inputs)
+    step, schedule = planned(traced, 2)
+    cuda = FakeCuda(1, 0.5)
+    assert equal(expected, on_fake(step, schedule, traced.inputs, cuda, kind=NamedMemory))
+    for events in cuda.ranges.values():  # none within another, each ended by the thread that began it
+        assert all(event is not None for event in events[::2]) and not any(events[1::2]) and len(events) % 2 == 0
+    names = Counter(event for events in cuda.ranges.values() for event in events if event is not None)
+    assert names == Counter(i.label for i in schedule.instructions if i.op in ("copy", "run"))
+    plain = FakeCuda(1, 0.5)
+    on_fake(step, schedule, traced.inputs, plain)
+    assert not plain.ranges
+
+
+def test_a_range_ends_where_what_is_in_it_fails() -> None:
+    traced = trace(*make("tied"))
+    step, schedule = planned(traced, 1)
+    cuda = FakeCuda(1)
+
+    def fails(*inputs: torch.Tensor) -> None:
+        raise RuntimeError("broken")
+
+    memory: Any = CudaDevice(torch.device("cpu"), cuda, ranges=True).memory(
+        schedule, *layouts_and_arenas(step, schedule), check=False, trusted=False, views=None
+    )
+    bind(memory, step, traced.inputs)
+    first = next(i for i in schedule.instructions if i.op == "run")
+    for name in first.reads:
+        memory.tensors.setdefault(name, torch.empty(0))
+    with pytest.raises(RuntimeError, match="broken"):
+        memory.run(fails, first.reads, first.writes, 0)
+    assert [*cuda.ranges.values()] == [[first.label, None]]
 
 
 def test_one_event_per_dependency_that_crosses_queues() -> None:

@@ -1,0 +1,172 @@
+"""``mtcompile explain``, ``mtcompile trace`` and ``mtcompile graph``: a plan looked at from near."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from mtcompile.forecast import Forecast
+
+_WIDTH = 128  # of tables that do not go to a terminal
+Model = Annotated[str, typer.Argument(help="a built-in shape (llama-8b), a Hugging Face config.json or file.py:factory")]
+Batch = Annotated[int, typer.Option(min=1, help="sequences per step")]
+Seq = Annotated[int, typer.Option(min=1, help="tokens per sequence")]
+Memory = Annotated[str, typer.Option(help="device bytes: 16GiB, 141GB or a number (default: the machine's)")]
+Host = Annotated[str, typer.Option(help="host bytes (default: no limit)")]
+Machine = Annotated[str, typer.Option(help="a preset such as h200-sxm or rtx4090, this, or a .json file")]
+Precision = Annotated[str, typer.Option(help="model, fp32, bf16-master32 or bf16")]
+Optimizer = Annotated[str, typer.Option(help="adamw, adam, sgd-momentum or sgd")]
+Update = Annotated[str, typer.Option(help="step: after the backward; backward: as gradients arrive")]
+Accumulate = Annotated[int, typer.Option(min=1, help="micro-batches that the batch is run as, region by region")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    for command in (explain, trace, graph):
+        app.command()(command)
+
+
+def explain(
+    model: Model,
+    name: Annotated[str, typer.Argument(help="a parameter, module or block such as layers.3.mlp; none: the whole plan")] = "",
+    batch: Batch = 1,
+    seq: Seq = 2048,
+    memory: Memory = "",
+    host: Host = "",
+    machine: Machine = "h200-sxm",
+    precision: Precision = "model",
+    optimizer: Optimizer = "adamw",
+    update: Update = "step",
+    accumulate: Accumulate = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
+) -> None:
+    """Say where the values of a part of a model live and when, why, and what else could be done. Without a name, show the plan.
+
+    Exit code 0; 3: the step does not fit; 2: something asked for is wrong.
+    """
+    from rich.console import Console
+
+    from mtcompile.explain import explain as explained
+    from mtcompile.plan_table import plan_tables
+
+    made = _planned("explain", model, batch, seq, memory, host, machine, precision, optimizer, update, accumulate)
+    assert made.planned is not None and made.source is not None
+    if name:
+        try:
+            found = explained(made.planned, made.source, name)
+        except ValueError as error:
+            _stop("explain", str(error))
+        print(found.to_json(indent=1) if as_json else found)
+    elif as_json:
+        print(made.planned.plan.to_json(indent=1))
+    else:
+        console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+        console.print(plan_tables(made.planned.plan, made.planned.schedule))
+
+
+def trace(
+    model: Model,
+    output: Annotated[Path, typer.Option("--output", "-o", help="a .json file for ui.perfetto.dev or chrome://tracing")],
+    batch: Batch = 1,
+    seq: Seq = 2048,
+    memory: Memory = "",
+    host: Host = "",
+    machine: Machine = "h200-sxm",
+    precision: Precision = "model",
+    optimizer: Optimizer = "adamw",
+    update: Update = "step",
+    accumulate: Accumulate = 1,
+) -> None:
+    """Write when each instruction of the planned step is predicted to run, and the memory it takes, as a trace.
+
+    Exit code 0; 3: the step does not fit; 2: something asked for is wrong.
+    """
+    from mtcompile.runtime.sim import simulate
+    from mtcompile.trace_json import write
+
+    if output.suffix != ".json":
+        _stop("trace", f"expected --output to name a .json file, found {output}")
+    made = _planned("trace", model, batch, seq, memory, host, machine, precision, optimizer, update, accumulate)
+    assert made.planned is not None
+    try:
+        write(output, made.planned.schedule, simulate(made.planned.schedule), made.model)
+    except OSError as error:
+        _stop("trace", str(error))
+    print(f"wrote {output}: open it at https://ui.perfetto.dev or chrome://tracing")
+
+
+def graph(
+    model: Model,
+    output: Annotated[Path, typer.Option("--output", "-o", help="a .dot or .svg file; .txt: every stage of the step as text")],
+    fold: Annotated[bool, typer.Option("--fold", help="draw neighbouring blocks that are alike once")] = False,
+    batch: Batch = 1,
+    seq: Seq = 2048,
+    memory: Memory = "",
+    host: Host = "",
+    machine: Machine = "h200-sxm",
+    precision: Precision = "model",
+    optimizer: Optimizer = "adamw",
+    update: Update = "step",
+    accumulate: Accumulate = 1,
+) -> None:
+    """Draw the planned step: its regions by block and phase, with every copy, update, cast and recomputation.
+
+    Exit code 0; 3: the step does not fit; 2: something asked for is wrong.
+    """
+    from mtcompile.dot import dot, render
+    from mtcompile.listings import print_readable
+
+    if output.suffix not in (".dot", ".svg", ".txt"):
+        _stop("graph", f"expected --output to name a .dot, .svg or .txt file, found {output}")
+    made = _planned("graph", model, batch, seq, memory, host, machine, precision, optimizer, update, accumulate)
+    assert made.planned is not None
+    try:
+        if output.suffix == ".txt":
+            output.write_text(print_readable(made) + "\n")
+        else:
+            render(dot(made.planned.step, fold), output)
+    except (ValueError, OSError) as error:
+        _stop("graph", str(error))
+    print(f"wrote {output}")
+
+
+def _planned(
+    command: str,
+    model: str,
+    batch: int,
+    seq: int,
+    memory: str,
+    host: str,
+    machine: str,
+    precision: str,
+    optimizer: str,
+    update: str,
+    accumulate: int,
+) -> Forecast:
+    """A step that fits; else says why not, and ends."""
+    from mtcompile import cli
+    from mtcompile.errors import MtcompileError
+    from mtcompile.forecast import plan
+
+    sizes: dict[str, Any] = {"batch": batch, "seq": seq, "memory": memory or None, "host": host or None, "machine": machine}
+    options: dict[str, Any] = {"precision": precision, "optimizer": optimizer, "update": update, "accumulate": accumulate}
+    try:
+        with cli._progress() as tell:
+            made = plan(cli._model(model), tell=tell, **sizes, **options)
+    except (ValueError, MtcompileError) as error:
+        _stop(command, str(error))
+    if not made.feasible:
+        print(made, file=sys.stderr)
+        raise typer.Exit(cli.DOES_NOT_FIT)
+    return made
+
+
+def _stop(command: str, why: str) -> NoReturn:
+    from mtcompile.cli import WRONG
+
+    print(f"mtcompile {command}: {why}", file=sys.stderr)
+    raise typer.Exit(WRONG) from None

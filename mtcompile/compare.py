@@ -1,0 +1,96 @@
+"""A step as it was predicted beside the same step as it ran: what took longer, and what that cost."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from torch import fx
+
+from mtcompile.passes.step_graph import calls, is_convert, is_region, recomputes
+from mtcompile.runtime.schedule import Instruction, Schedule
+from mtcompile.runtime.trace import Trace, busy_us, exposed_us, span_us
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Instructions of one kind on one queue: microseconds summed. ``worst``: the one that was off most, by ``worst_us``."""
+
+    queue: str
+    kind: str
+    count: int
+    predicted_us: float
+    measured_us: float
+    worst: str
+    worst_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """How long a queue worked; ``cost_us``: how much longer than predicted it did so while compute was idle (of compute: how
+    much longer it worked), which is what being slower cost the step."""
+
+    queue: str
+    predicted_us: float
+    measured_us: float
+    cost_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Of forward and backward. ``predicted_us``, ``measured_us``: how long they took; of some instructions alone, how long
+    these took together, whose queues are left out. ``kinds``: those that were off most first."""
+
+    predicted_us: float
+    measured_us: float
+    kinds: tuple[Kind, ...]
+    queues: tuple[Queue, ...]
+
+
+def compare(
+    step: fx.GraphModule, schedule: Schedule, predicted: Trace, measured: Trace, only: Set[int] | None = None
+) -> Compared:
+    """``step``: rewritten, whose schedule this is; ``only``: the instructions to look at, by index."""
+    ran = {record.index for record in measured.records}
+    ran = ran if only is None else ran & only
+    one = Trace(tuple(r for r in predicted.records if r.index in ran), "predicted")
+    other = Trace(tuple(r for r in measured.records if r.index in ran), "measured")
+    nodes = {call.name: call for call in calls(step)}
+    times = {r.index: r.end_us - r.start_us for r in one.records}
+    groups: dict[tuple[str, str], list[tuple[int, float, float]]] = {}
+    for record in other.records:
+        instruction = schedule.instructions[record.index]
+        key = instruction.queue, kind_of(instruction, nodes.get(instruction.label), schedule)
+        groups.setdefault(key, []).append((record.index, times[record.index], record.end_us - record.start_us))
+    kinds = []
+    for (queue, kind), rows in groups.items():
+        index, _, off = max(((i, p, m - p) for i, p, m in rows), key=lambda row: abs(row[2]))
+        worst = f"#{index} {schedule.instructions[index].label}"
+        sums = sum(p for _, p, _ in rows), sum(m for _, _, m in rows)
+        kinds.append(Kind(queue, kind, len(rows), *sums, worst, off))
+    kinds.sort(key=lambda row: -abs(row.measured_us - row.predicted_us))
+    if only is not None:
+        return Compared(sum(k.predicted_us for k in kinds), sum(k.measured_us for k in kinds), tuple(kinds), ())
+    return Compared(span_us(one), span_us(other), tuple(kinds), tuple(_queues(one, other)))
+
+
+def kind_of(instruction: Instruction, call: fx.Node | None, schedule: Schedule) -> str:
+    """In words: what is copied, or in which phase what runs."""
+    if instruction.op == "copy":
+        return f"copy {schedule.buffers[instruction.writes[0]].role}"
+    if call is not None and is_convert(call):
+        return "cast"
+    if call is not None and not is_region(call):
+        return "update"
+    again = call is not None and bool(recomputes(call))
+    return f"{instruction.phase} with recomputation" if again else instruction.phase
+
+
+def _queues(one: Trace, other: Trace) -> list[Queue]:
+    predicted = busy_us(one)
+    found = []
+    for queue, measured_us in busy_us(other).items():
+        was = predicted.get(queue, 0.0)
+        cost = measured_us - was if queue == "compute" else exposed_us(other, queue) - exposed_us(one, queue)
+        found.append(Queue(queue, was, measured_us, cost))
+    return found

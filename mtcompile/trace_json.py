@@ -1,0 +1,186 @@
+"""A schedule and a trace of it in the trace-event format: what https://ui.perfetto.dev and chrome://tracing open.
+
+One process; a thread per queue with a complete event per copy and kernel; an arrow (a flow) per dependency between two
+queues; counters of the bytes in each tier, in total, by role, and of the tier's budget. Allocations and frees take no time:
+they show in the counters. The format: "Trace Event Format", by the authors of chrome://tracing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mtcompile.runtime.schedule import QUEUES, Instruction, Schedule, Tier
+from mtcompile.runtime.trace import Trace, span_us
+
+PID = 1
+THREADS = {queue: number for number, queue in enumerate(QUEUES, 1)}
+STATE, UNUSED, WORKSPACE = "training state", "unused slots", "workspace"  # beside the roles of buffers
+Moments = dict[int, tuple[float, float]]
+Event = dict[str, Any]
+
+
+def write(path: str | Path, schedule: Schedule, trace: Trace, name: str = "a training step") -> None:
+    """To a file. ``trace``: of ``runtime/sim.simulate(schedule)``, or a model's ``last_trace``."""
+    Path(path).write_text(json.dumps(trace_events(schedule, trace, name)) + "\n")
+
+
+def trace_events(schedule: Schedule, trace: Trace, name: str = "a training step") -> dict[str, Any]:
+    """The JSON object: metadata first, then all events by time, in µs."""
+    when = moments(schedule, trace)
+    ran = [i for i in when if takes_time(schedule.instructions[i])]
+    events = [*_pieces(schedule, when, ran), *_arrows(schedule, when, ran), *_counters(schedule, when)]
+    events.sort(key=lambda event: event["ts"])
+    about = {"source": trace.source, "step_us": span_us(trace), "peak_nbytes": dict(schedule.peak_nbytes)}
+    head = [*_names(f"{name} ({trace.source})", {schedule.instructions[i].queue for i in ran})]
+    return {"traceEvents": [*head, *events], "displayTimeUnit": "ms", "otherData": about}
+
+
+def takes_time(instruction: Instruction) -> bool:
+    return instruction.op in ("copy", "run")
+
+
+def moments(schedule: Schedule, trace: Trace) -> Moments:
+    """Index -> (start, end) in µs, of every instruction of the phases that ran. What a clock did not record (allocations and
+    frees) is where the queue's order and the dependencies put it."""
+    recorded = {record.index: (record.start_us, record.end_us) for record in trace.records}
+    phases = {schedule.instructions[index].phase for index in recorded}
+    found: Moments = {}
+    free_at: dict[str, float] = {}
+    barrier, phase = 0.0, ""
+    for index, instruction in enumerate(schedule.instructions):
+        if instruction.phase not in phases or (takes_time(instruction) and index not in recorded):
+            continue
+        if instruction.phase != phase:
+            barrier, phase = max((end for _, end in found.values()), default=0.0), instruction.phase
+        ends = (found[dep][1] for dep in instruction.deps if dep in found)
+        now = max((barrier, free_at.get(instruction.queue, 0.0), *ends))
+        found[index] = recorded.get(index, (now, now))
+        free_at[instruction.queue] = max(found[index][1], free_at.get(instruction.queue, 0.0))
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------- events
+
+
+def _names(process: str, used: set[Any]) -> Iterator[Event]:
+    yield {"ph": "M", "name": "process_name", "pid": PID, "args": {"name": process}}
+    for queue, thread in THREADS.items():
+        if queue in used:
+            yield {"ph": "M", "name": "thread_name", "pid": PID, "tid": thread, "args": {"name": queue}}
+            yield {"ph": "M", "name": "thread_sort_index", "pid": PID, "tid": thread, "args": {"sort_index": thread}}
+
+
+def _pieces(schedule: Schedule, when: Moments, ran: list[int]) -> Iterator[Event]:
+    for index in ran:
+        instruction, (start, end) = schedule.instructions[index], when[index]
+        written = sum(schedule.buffers[name].nbytes for name in instruction.writes)
+        about = {
+            "index": index,
+            "phase": instruction.phase,
+            "kernel": instruction.kernel,
+            "reads": list(instruction.reads),
+            "writes": list(instruction.writes),
+            "bytes": instruction.nbytes if instruction.op == "copy" else written,
+            "workspace": instruction.workspace,
+            "predicted_us": instruction.time_us,
+        }
+        name = instruction.label or instruction.kernel or instruction.op
+        yield {"ph": "X", "name": name, "cat": instruction.op, **_at(instruction, start), "dur": end - start, "args": about}
+
+
+def _arrows(schedule: Schedule, when: Moments, ran: list[int]) -> Iterator[Event]:
+    """From what was waited for to what waited. A dependency of an allocation or on a free is drawn from the piece of work
+    before it in its queue to the next one: those are what it holds apart."""
+    before, after = _neighbours(schedule, when, ran)
+    drawn: dict[tuple[int, int], None] = {}
+    for index in when:
+        instruction = schedule.instructions[index]
+        for dep in instruction.deps:
+            if schedule.instructions[dep].queue != instruction.queue and dep in before and index in after:
+                drawn[before[dep], after[index]] = None
+    for number, (one, other) in enumerate(drawn):
+        (start, end), (then, _) = when[one], when[other]
+        if then < start:  # by clocks that do not agree; an arrow cannot go back in time
+            continue
+        about = {"name": "waits for", "cat": "dependency", "id": number, "args": {"from": one, "to": other}}
+        yield {"ph": "s", **about, **_at(schedule.instructions[one], min(then, (start + end) / 2))}
+        yield {"ph": "f", "bp": "e", **about, **_at(schedule.instructions[other], then)}
+
+
+def _neighbours(schedule: Schedule, when: Moments, ran: list[int]) -> tuple[dict[int, int], dict[int, int]]:
+    """Of each instruction, the last piece of work of its queue up to it, and the first one from it on."""
+    timed = set(ran)
+    before: dict[int, int] = {}
+    after: dict[int, int] = {}
+    for order, found in ((list(when), before), (list(when)[::-1], after)):
+        last: dict[str, int] = {}
+        for index in order:
+            queue = schedule.instructions[index].queue
+            if index in timed:
+                last[queue] = index
+            if queue in last:
+                found[index] = last[queue]
+    return before, after
+
+
+def _at(instruction: Instruction, ts: float) -> Event:
+    return {"ts": ts, "pid": PID, "tid": THREADS[instruction.queue]}
+
+
+# ------------------------------------------------------------------------------------------------------------- counters
+
+
+def _counters(schedule: Schedule, when: Moments) -> Iterator[Event]:
+    tiers: tuple[Tier, ...] = ("device", "host", "disk")
+    for tier in tiers:
+        limit = schedule.limit_nbytes.get(tier)
+        if not schedule.peak_nbytes.get(tier) and limit is None:
+            continue
+        end = max((end for _, end in when.values()), default=0.0)
+        for ts in (0.0, end) if limit is not None else ():
+            yield _counter(f"{tier} budget", ts, {"bytes": limit})
+        for ts, roles in memory(schedule, when, tier):
+            yield _counter(f"{tier} memory", ts, {"bytes": sum(roles.values())})
+            yield _counter(f"{tier} memory by role", ts, roles)
+
+
+def _counter(name: str, ts: float, values: Mapping[str, Any]) -> Event:
+    return {"ph": "C", "name": name, "pid": PID, "ts": ts, "args": values}
+
+
+def memory(schedule: Schedule, when: Moments, tier: Tier) -> Iterator[tuple[float, dict[str, int]]]:
+    """(µs, role -> bytes) at the start and whenever it changes, as the planned peak is counted: the training state and the
+    arena at all times, pooled values and workspace while they are live, tangents throughout the backward."""
+    arena = schedule.arena_nbytes.get(tier, 0)
+    held = {STATE: schedule.resident_nbytes.get(tier, 0)}
+    pooled: dict[str, int] = {b.role: 0 for b in schedule.buffers.values() if b.tier == tier and b.kind != "home"}
+    slots = dict.fromkeys(pooled, 0)
+    tangents = sum(b.nbytes for b in schedule.buffers.values() if b.role == "tangent" and b.tier == tier == "device")
+
+    def now(workspace: int = 0) -> dict[str, int]:
+        parts = {role: pooled[role] + slots[role] for role in pooled}
+        parts |= {UNUSED: arena - sum(slots.values())} if arena else {}
+        parts |= {WORKSPACE: workspace} if tier == "device" else {}
+        return {**held, **parts}
+
+    yield 0.0, now()
+    changes = sorted(
+        (when[i][last], i, last) for i in when for last in (0, 1) if last == 0 or takes_time(schedule.instructions[i])
+    )
+    for ts, index, last in changes:
+        instruction = schedule.instructions[index]
+        if instruction.phase == "backward" and tangents and "tangent" not in held:
+            held["tangent"] = tangents
+            yield ts, now()
+        if takes_time(instruction):
+            if instruction.workspace and tier == "device":
+                yield ts, now(0 if last else instruction.workspace)
+            continue
+        buffer = schedule.buffers[instruction.writes[0]]
+        if buffer.tier == tier:
+            part = pooled if buffer.kind == "pooled" else slots
+            part[buffer.role] += buffer.nbytes if instruction.op == "alloc" else -buffer.nbytes
+            yield ts, now()
