@@ -34,7 +34,8 @@ from mtcompile.runtime.trace import busy_us
 _REGIONS_PER_PATH = 150  # evaluated, but ...
 _FEWEST_POINTS, _MOST_POINTS = 6, 12  # ... at least and at most so many plans of each
 _SEARCHED, _MOST_SEARCHED = 4_000_000, 300  # local search: so many plans over the square of a step's operations, at most
-_POINTS_BETWEEN = 4  # two neighbours of the frontier, if they lie on one path
+# Between what fits and the frontier's next point: rounds, paths that cross the gap, plans of each.
+_ROUNDS, _MOST_CROSSING, _POINTS_BETWEEN = 3, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,8 @@ class Candidates:
                 return _finished(self._run_ahead(full, budgets), self.sizes, budgets, minimum)
             self._points = self._evaluated(full)
         frontier = _frontier(self._points, budgets)
-        best = self._run_ahead(self._wide(_choose(frontier, self.evaluate, budgets), budgets), budgets)
+        chosen = _choose(frontier, self._points, self.evaluate, budgets)
+        best = self._run_ahead(self._wide(chosen, budgets), budgets)
         minimum = min(frontier[0].peak, best.schedule.peak_nbytes["device"])
         return _finished(best, self.sizes, budgets, minimum)
 
@@ -359,24 +361,43 @@ def _most_promising(points: list[_Point], unvaried: list[_Point]) -> _Point:
     return min(unvaried, key=lambda point: point.time_us / frontier[bisect_right(peaks, point.peak) - 1].time_us)
 
 
-def _choose(frontier: list[_Point], evaluate: Callable[[Plan], Planned], budgets: Budgets) -> Planned:
-    """The last point that fits; between it and the next, if both lie on one path, the points between are tried too.
-    Only those that lie between the two in peak and in time count, so that what a budget gets still grows with it."""
-    fitting = [p for p in frontier if _fits(p.planned, budgets)]
-    one = fitting[-1]
-    after = [p for p in frontier if p.peak > one.peak]
-    if not after or after[0].path is not one.path:
-        return one.planned
-    other = after[0]
-    low, high = sorted((one.position, other.position))
-    count = min(high - low - 1, _POINTS_BETWEEN)
-    between = sorted({low + round(i * (high - low) / (count + 1)) for i in range(1, count + 1)})
-    points = [one]
-    for position in between:
-        point = _Point(evaluate(one.path[position]), one.path, position)
-        if one.peak < point.peak < other.peak and other.time_us <= point.time_us <= one.time_us:
-            points.append(point)
-    return [p for p in _pareto(points) if _fits(p.planned, budgets)][-1].planned
+def _choose(frontier: list[_Point], points: list[_Point], evaluate: Callable[[Plan], Planned], budgets: Budgets) -> Planned:
+    """The last point that fits, and what lies between it and the next: on the paths that cross the gap, points between those
+    that were evaluated are tried, round after round in the gap that is left. A round depends on the ends of its gap alone, and
+    only points that lie between these in peak and in time count, so that what a budget gets still grows with it."""
+    known = list(points)
+    for _ in range(_ROUNDS):
+        one = [p for p in frontier if _fits(p.planned, budgets)][-1]
+        other = next((p for p in frontier if p.peak > one.peak), None)
+        if other is None:
+            break
+        made = []
+        for low, high in _crossing(known, one, other):
+            gap = high.position - low.position
+            count = min(gap - 1, _POINTS_BETWEEN)
+            for position in sorted({low.position + round(i * gap / (count + 1)) for i in range(1, count + 1)}):
+                made.append(_Point(evaluate(low.path[position]), low.path, position))
+        if not made:
+            break
+        known += made
+        inside = [p for p in made if one.peak < p.peak < other.peak and other.time_us <= p.time_us <= one.time_us]
+        host = budgets.host
+        frontier = _pareto([one, other, *(p for p in inside if host is None or p.planned.schedule.peak_nbytes["host"] <= host)])
+    return [p for p in frontier if _fits(p.planned, budgets)][-1].planned
+
+
+def _crossing(points: list[_Point], one: _Point, other: _Point) -> list[tuple[_Point, _Point]]:
+    """Neighbours on one path, not next to each other, between which it may pass between the two; the fastest few."""
+    by_path: dict[int, list[_Point]] = {}
+    for point in points:
+        by_path.setdefault(id(point.path), []).append(point)
+    found = []
+    for row in by_path.values():
+        for low, high in itertools.pairwise(sorted(row, key=lambda point: point.position)):
+            crosses = low.peak < other.peak and high.peak > one.peak and high.time_us < one.time_us
+            if crosses and high.position - low.position > 1:
+                found.append((low, high))
+    return sorted(found, key=lambda pair: pair[0].time_us + pair[1].time_us)[:_MOST_CROSSING]
 
 
 def causes(planned: Planned, tier: str) -> tuple[tuple[str, int], ...]:
