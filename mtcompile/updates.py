@@ -238,7 +238,8 @@ class UpdatesInBackward:
 
     def _norms(self, names: tuple[str, ...], *grads: Tensor) -> tuple[Tensor]:
         """As torch.nn.utils.clip_grad_norm_, but that of a parameter with an fp32 master is fp32."""
-        return (torch.stack([torch.linalg.vector_norm(g, dtype=self._norm_dtype(g)).float() for g in grads]),)
+        kept = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
+        return (torch.stack([torch.linalg.vector_norm(g, dtype=self._norm_dtype(g)).to(kept) for g in grads]),)
 
     def _norm_dtype(self, grad: Tensor) -> torch.dtype:
         return torch.float32 if self.masters is not None else grad.dtype
@@ -246,7 +247,8 @@ class UpdatesInBackward:
     def _scale(self, names: tuple[str, ...], *norms: Tensor) -> tuple[Tensor]:
         """``max_grad_norm`` over the norm of all, at most 1; summed in the order of the model's parameters."""
         now, most = self._now, self.options.max_grad_norm
-        by_name = dict(zip(names, torch.cat(norms), strict=True))
+        joined = torch.cat(norms)
+        by_name = dict(zip(names, joined, strict=True))
         ordered = [by_name[name].to(self._norm_dtype(p)) for name, p in now.parameters.items() if name in by_name]
         total = torch.linalg.vector_norm(torch.stack(ordered))
         self.grad_norm = float(total)
@@ -254,8 +256,8 @@ class UpdatesInBackward:
             first = next((name for name in names if not math.isfinite(float(by_name[name]))), names[0])
             self._not_finite(first, "nothing was changed")
         if most is None:
-            return (torch.ones(()),)
-        return ((most / (total + 1e-6)).clamp(max=1.0).float(),)
+            return (joined.new_ones(()),)
+        return ((most / (total + 1e-6)).clamp(max=1.0).to(joined.dtype),)
 
     def _not_finite(self, name: str, changed: str) -> None:
         """``name``: of the first parameter whose gradient is not finite."""
