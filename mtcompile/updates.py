@@ -109,7 +109,8 @@ class UpdatesInBackward:
                 f'{type(optimizer).__name__}: its update may need all gradients at once. Use update="step"'
             )
         self.optimizer = optimizer
-        optimizer.register_step_pre_hook(lambda *_: self._step_called())
+        optimizer.register_step_pre_hook(lambda stepped, *_: self._step_called(stepped))
+        optimizer.register_step_post_hook(lambda *_: self._step_done())  # of a closure's backward, which came in between
         optimizer.register_state_dict_pre_hook(lambda *_: self._before_saving())
         optimizer.register_load_state_dict_pre_hook(lambda *_: self._drain())
         optimizer.register_load_state_dict_post_hook(lambda *_: self._loaded("optimizer"))
@@ -120,7 +121,9 @@ class UpdatesInBackward:
 
     def key(self) -> Any:
         """Changes where ``names`` may."""
-        return None if self.optimizer is None else tuple(len(group["params"]) for group in self.optimizer.param_groups)
+        if self.optimizer is None:
+            return None
+        return frozenset(id(parameter) for group in self.optimizer.param_groups for parameter in group["params"])
 
     def names(self) -> frozenset[str]:
         """Of the parameters that the optimizer updates. Raises StepError without one."""
@@ -322,7 +325,28 @@ class UpdatesInBackward:
 
     # ---------------------------------------------------------------------------------------------------- what is heard
 
-    def _step_called(self) -> None:
+    def _step_called(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises StepError where the step that was made in the backward is not the one that is asked for now."""
+        waiting, self._stepped = not self._stepped, True
+        if not waiting or optimizer is not self.optimizer:
+            return
+        for name, parameter in self._now.parameters.items():
+            if parameter.grad is not None:
+                raise StepError(
+                    f'{name} has a gradient that came from outside the model\'s call; with update="backward" it was updated '
+                    "before, without that one. Compute all that is trained in the model's forward (a penalty on weights too), "
+                    'or use update="step"'
+                )
+        for group in optimizer.param_groups:
+            used = next((self._now.groups[id(p)][1] for p in group["params"] if id(p) in self._now.groups), {})
+            if changed := [key for key, value in used.items() if key in group and not _alike(value, group[key])]:
+                raise StepError(
+                    f'{", ".join(changed)} of the optimizer changed between backward() and step(); with update="backward" '
+                    f"this step was made with {', '.join(f'{key}={used[key]}' for key in changed)}. Change it before backward() "
+                    "or after step()"
+                )
+
+    def _step_done(self) -> None:
         self._stepped = True
 
     def _before_saving(self) -> None:
@@ -332,6 +356,13 @@ class UpdatesInBackward:
 
     def _loaded(self, what: str) -> None:
         self._broken.pop(what, None)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Two values of an option; tensors among them, alone or in a tuple, by their values."""
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other))) if isinstance(one, Tensor) else bool(one == other)
 
 
 _CLIPPING = (
