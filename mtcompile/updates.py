@@ -340,10 +340,10 @@ class UpdatesInBackward:
         for group in optimizer.param_groups:
             used = next((self._now.groups[id(p)][1] for p in group["params"] if id(p) in self._now.groups), {})
             if changed := [key for key, value in used.items() if key in group and not _alike(value, group[key])]:
+                made = ", ".join(f"{key}={used[key]}" for key in changed)
                 raise StepError(
                     f'{", ".join(changed)} of the optimizer changed between backward() and step(); with update="backward" '
-                    f"this step was made with {', '.join(f'{key}={used[key]}' for key in changed)}. Change it before backward() "
-                    "or after step()"
+                    f"this step was made with {made}. Change it before backward() or after step()"
                 )
 
     def _step_done(self) -> None:

@@ -138,8 +138,8 @@ def _check_sums(losses: list[fx.Node], seen: set[fx.Node], own: set[fx.Node]) ->
         by = number if node.target is aten.div.Tensor else 1 / number if number else 0.0
         if other in own or (by > 1 and any(abs(by - size) < 1e-6 * size for size in sizes)):
             raise NotImplementedError(
-                'a loss that divides summed cross-entropies by a number that each micro-batch has of its own (use reduction="mean", '
-                "or pass the number of the whole batch)"
+                "a loss that divides summed cross-entropies by a number that each micro-batch has of its own "
+                '(use reduction="mean", or pass the number of the whole batch)'
             )
 
 
