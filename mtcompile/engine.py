@@ -83,6 +83,10 @@ def _as_it_is(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return values
 
 
+def _not_repeated(micro: Micro, error: NotImplementedError) -> CaptureError:
+    return CaptureError(f"accumulate={micro.count}: the model has {error}; accumulate by hand")
+
+
 class Engine:
     """Compiles and runs programs. ``memory``, ``host``: budgets in bytes, None for no limit; ``knobs``: what the caller
     calls them. ``throttle``: speeds that the emulated device keeps to, None for its own."""
@@ -251,7 +255,7 @@ class Engine:
         fastest that fits."""
         found: list[tuple[fx.GraphModule, Source, Planned]] = []
         refused: list[BudgetError] = []
-        weights = {} if micro is None else weights_of(joint)
+        weights = {} if micro is None else self._weights(joint, micro)
         for chunks in _AUTO_CHUNKS if self.loss_chunks == "auto" else (int(self.loss_chunks),):
             candidate = joint if chunks == 1 else copy_step(joint)
             if chunks > 1 and not chunk_loss(candidate, chunks):
@@ -267,7 +271,7 @@ class Engine:
                 try:
                     candidate = repeat(candidate, micro, weights)
                 except NotImplementedError as error:
-                    raise CaptureError(f"accumulate={micro.count}: the model has {error}; accumulate by hand") from None
+                    raise _not_repeated(micro, error) from None
             try:
                 found.append((candidate, *self._plan(candidate, reserved, numerics)))
             except BudgetError as error:
@@ -278,6 +282,13 @@ class Engine:
         if not found:
             raise min(refused, key=lambda error: error.minimum_bytes)
         return min(found, key=lambda each: each[-1].plan.total_us)
+
+    @staticmethod
+    def _weights(joint: fx.GraphModule, micro: Micro) -> dict[int, Weights]:
+        try:
+            return weights_of(joint, micro)
+        except NotImplementedError as error:
+            raise _not_repeated(micro, error) from None
 
     def _numerics(self, chunks: int, micro: Micro | None, weights: Mapping[int, Weights]) -> str:
         """The contract in words."""
@@ -421,11 +432,11 @@ class Engine:
             if size < nbytes if tier == "host" else size != nbytes:
                 if tier == "host" and own:
                     continue
+                self.drain()  # what runs behind would make views of the old arena again
                 for views in self._views:  # they would hold the old arena
                     views.clear()
                 self._views.clear()
                 if tier in self._arenas:
-                    self.drain()
                     self.device.synchronize()  # of a step that was dropped, copies may be on their way
                     del self._arenas[tier]
                 if tier == "device":  # waiting steps have nothing there, and will take what there is then

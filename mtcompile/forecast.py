@@ -245,7 +245,7 @@ def _repeated(joint: fx.GraphModule, traced: Traced, question: _Question) -> fx.
     split = tuple(spec.index for spec, val in taken if spec.role == "input" and val.dim() and val.shape[0] == batch)
     micro = Micro(question.accumulate, split, 1 + max(spec.index for spec, _ in taken), question.precision.split)
     try:
-        return repeat(joint, micro, weights_of(traced.joint))
+        return repeat(joint, micro, weights_of(traced.joint, micro))
     except NotImplementedError as error:
         raise ValueError(f"accumulate={question.accumulate}: the model has {error}") from None
 

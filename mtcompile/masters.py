@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,7 @@ class Masters:
     def __init__(self, model: nn.Module) -> None:
         self.by_parameter: dict[int, Master] = {}
         self._loading: Mapping[str, Any] = {}
+        self._bound: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
         for name, parameter in model.named_parameters():
             if parameter.is_floating_point():
@@ -146,6 +148,9 @@ class Masters:
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Update through this optimizer from now on. Raises TypeError for a class whose arithmetic is not known here."""
         kind = kind_of(optimizer)
+        if optimizer in self._bound:  # two hooks would update twice
+            return
+        self._bound.add(optimizer)
         optimizer.register_step_pre_hook(lambda opt, args, kwargs: self._before_step(opt, kind, args, kwargs))
         optimizer.register_step_post_hook(lambda opt, args, kwargs: self._show())
         optimizer.register_state_dict_post_hook(self._with_masters)

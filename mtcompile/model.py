@@ -78,10 +78,10 @@ class ModelEngine(Engine):
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer that steps the model from now on."""
+        if self.updates is not None and optimizer is not self.optimizer:  # first: its hooks look at p.grad, the others hide it
+            self.updates.bind(optimizer)
         if self.masters is not None and optimizer is not self.optimizer:
             self.masters.bind(optimizer)
-        if self.updates is not None and optimizer is not self.optimizer:
-            self.updates.bind(optimizer)
         self.optimizer = optimizer
 
     def call(self, *args: Any, **kwargs: Any) -> Any:

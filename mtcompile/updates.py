@@ -109,7 +109,8 @@ class UpdatesInBackward:
                 f'{type(optimizer).__name__}: its update may need all gradients at once. Use update="step"'
             )
         self.optimizer = optimizer
-        optimizer.register_step_pre_hook(lambda *_: self._step_called())
+        optimizer.register_step_pre_hook(lambda stepped, *_: self._step_called(stepped))
+        optimizer.register_step_post_hook(lambda *_: self._step_done())  # of a closure's backward, which came in between
         optimizer.register_state_dict_pre_hook(lambda *_: self._before_saving())
         optimizer.register_load_state_dict_pre_hook(lambda *_: self._drain())
         optimizer.register_load_state_dict_post_hook(lambda *_: self._loaded("optimizer"))
@@ -120,7 +121,9 @@ class UpdatesInBackward:
 
     def key(self) -> Any:
         """Changes where ``names`` may."""
-        return None if self.optimizer is None else tuple(len(group["params"]) for group in self.optimizer.param_groups)
+        if self.optimizer is None:
+            return None
+        return frozenset(id(parameter) for group in self.optimizer.param_groups for parameter in group["params"])
 
     def names(self) -> frozenset[str]:
         """Of the parameters that the optimizer updates. Raises StepError without one."""
@@ -238,7 +241,8 @@ class UpdatesInBackward:
 
     def _norms(self, names: tuple[str, ...], *grads: Tensor) -> tuple[Tensor]:
         """As torch.nn.utils.clip_grad_norm_, but that of a parameter with an fp32 master is fp32."""
-        return (torch.stack([torch.linalg.vector_norm(g, dtype=self._norm_dtype(g)).float() for g in grads]),)
+        kept = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
+        return (torch.stack([torch.linalg.vector_norm(g, dtype=self._norm_dtype(g)).to(kept) for g in grads]),)
 
     def _norm_dtype(self, grad: Tensor) -> torch.dtype:
         return torch.float32 if self.masters is not None else grad.dtype
@@ -246,7 +250,8 @@ class UpdatesInBackward:
     def _scale(self, names: tuple[str, ...], *norms: Tensor) -> tuple[Tensor]:
         """``max_grad_norm`` over the norm of all, at most 1; summed in the order of the model's parameters."""
         now, most = self._now, self.options.max_grad_norm
-        by_name = dict(zip(names, torch.cat(norms), strict=True))
+        joined = torch.cat(norms)
+        by_name = dict(zip(names, joined, strict=True))
         ordered = [by_name[name].to(self._norm_dtype(p)) for name, p in now.parameters.items() if name in by_name]
         total = torch.linalg.vector_norm(torch.stack(ordered))
         self.grad_norm = float(total)
@@ -254,8 +259,8 @@ class UpdatesInBackward:
             first = next((name for name in names if not math.isfinite(float(by_name[name]))), names[0])
             self._not_finite(first, "nothing was changed")
         if most is None:
-            return (torch.ones(()),)
-        return ((most / (total + 1e-6)).clamp(max=1.0).float(),)
+            return (joined.new_ones(()),)
+        return ((most / (total + 1e-6)).clamp(max=1.0).to(joined.dtype),)
 
     def _not_finite(self, name: str, changed: str) -> None:
         """``name``: of the first parameter whose gradient is not finite."""
@@ -320,7 +325,28 @@ class UpdatesInBackward:
 
     # ---------------------------------------------------------------------------------------------------- what is heard
 
-    def _step_called(self) -> None:
+    def _step_called(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises StepError where the step that was made in the backward is not the one that is asked for now."""
+        waiting, self._stepped = not self._stepped, True
+        if not waiting or optimizer is not self.optimizer:
+            return
+        for name, parameter in self._now.parameters.items():
+            if parameter.grad is not None:
+                raise StepError(
+                    f'{name} has a gradient that came from outside the model\'s call; with update="backward" it was updated '
+                    "before, without that one. Compute all that is trained in the model's forward (a penalty on weights too), "
+                    'or use update="step"'
+                )
+        for group in optimizer.param_groups:
+            used = next((self._now.groups[id(p)][1] for p in group["params"] if id(p) in self._now.groups), {})
+            if changed := [key for key, value in used.items() if key in group and not _alike(value, group[key])]:
+                made = ", ".join(f"{key}={used[key]}" for key in changed)
+                raise StepError(
+                    f'{", ".join(changed)} of the optimizer changed between backward() and step(); with update="backward" '
+                    f"this step was made with {made}. Change it before backward() or after step()"
+                )
+
+    def _step_done(self) -> None:
         self._stepped = True
 
     def _before_saving(self) -> None:
@@ -330,6 +356,13 @@ class UpdatesInBackward:
 
     def _loaded(self, what: str) -> None:
         self._broken.pop(what, None)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Two values of an option; tensors among them, alone or in a tuple, by their values."""
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other))) if isinstance(one, Tensor) else bool(one == other)
 
 
 _CLIPPING = (

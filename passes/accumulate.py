@@ -69,20 +69,42 @@ class Weights:
         return f"their losses {ways[self.kind]}"
 
 
-def weights_of(joint: fx.GraphModule) -> dict[int, Weights]:
-    """Of each scalar output (by index), from the captured graph, before anything is rewritten."""
-    found = {}
+def weights_of(joint: fx.GraphModule, micro: Micro) -> dict[int, Weights]:
+    """Of each scalar output (by index), from the captured graph, before anything is rewritten. Raises NotImplementedError for
+    a loss whose share cannot be told."""
+    found, own = {}, _own(joint, micro)
     for spec, value in zip(joint.meta["outputs"], step_outputs(joint), strict=True):
-        if spec.kind == "output" and _is_loss(value):
-            found[spec.index] = _weights(value)
+        if spec.kind == "output" and _is_loss(value, _rows(joint, micro)):
+            found[spec.index] = _weights(value, own)
     return found
 
 
-def _is_loss(value: fx.Node) -> bool:
-    return value.meta["val"].numel() == 1 and value.meta["val"].is_floating_point()
+def _is_loss(value: fx.Node, rows: int) -> bool:
+    """Of micro-batches of one row, a result of one element is that row's."""
+    val = value.meta["val"]
+    return val.is_floating_point() and val.numel() == 1 and (val.dim() == 0 or rows > 1)
 
 
-def _weights(loss: fx.Node) -> Weights:
+def _split(joint: fx.GraphModule, micro: Micro) -> list[fx.Node]:
+    rows = zip(joint.meta["inputs"], placeholders(joint.graph), strict=True)
+    return [node for spec, node in rows if spec.role == "input" and spec.index in micro.split]
+
+
+def _rows(joint: fx.GraphModule, micro: Micro) -> int:
+    """Of a micro-batch; 0 where the model reads nothing that is cut."""
+    return next((int(node.meta["val"].shape[0]) for node in _split(joint, micro)), 0)
+
+
+def _own(joint: fx.GraphModule, micro: Micro) -> set[fx.Node]:
+    """What is not the same in every micro-batch."""
+    own = set(_split(joint, micro))
+    for node in joint.graph.nodes:
+        if any(operand in own for operand in node.all_input_nodes):
+            own.add(node)
+    return own
+
+
+def _weights(loss: fx.Node, own: set[fx.Node]) -> Weights:
     losses, seen, stack = [], {loss}, [loss]
     while stack:
         node = stack.pop()
@@ -93,10 +115,32 @@ def _weights(loss: fx.Node) -> Weights:
             seen.update(node.all_input_nodes)
     reductions = {node.args[3] for node in losses}
     if reductions == {_SUM}:
+        _check_sums(losses, seen, own)
         return Weights("sum")
     if reductions == {_MEAN} and len(losses) == 1 and losses[0].args[2] is None:
         return Weights("tokens", losses[0].args[1].name, int(losses[0].args[4]))
     return Weights("equal")
+
+
+def _check_sums(losses: list[fx.Node], seen: set[fx.Node], own: set[fx.Node]) -> None:
+    """Sums that are divided by what a micro-batch has of its own are means, which do not add up to the whole batch's. A number
+    is such if it is how many labels, or how many rows of them, there are."""
+    summed = set(losses)
+    sizes = {float(size) for node in losses for val in [node.args[1].meta["val"]] for size in (val.numel(), *val.shape[:1])}
+    for node in losses[0].graph.nodes:
+        if node not in seen or not any(operand in summed for operand in node.all_input_nodes):
+            continue
+        summed.add(node)
+        if node.target not in (aten.div.Tensor, aten.mul.Tensor):
+            continue
+        other = next((x for x in node.args[:2] if x not in summed), None)
+        number = float(other) if isinstance(other, int | float) and other else 0.0
+        by = number if node.target is aten.div.Tensor else 1 / number if number else 0.0
+        if other in own or (by > 1 and any(abs(by - size) < 1e-6 * size for size in sizes)):
+            raise NotImplementedError(
+                "a loss that divides summed cross-entropies by a number that each micro-batch has of its own "
+                '(use reduction="mean", or pass the number of the whole batch)'
+            )
 
 
 def repeat(joint: fx.GraphModule, micro: Micro, weights: Mapping[int, Weights]) -> fx.GraphModule:
@@ -115,6 +159,7 @@ class _Repeat:
         self.outputs: dict[OutputSpec, fx.Node] = {}
         self.tangents: dict[fx.Node, tuple[fx.Node, int]] = {}  # -> of all, and the index of its output
         self.scales: dict[int, list[fx.Node]] = {}  # output index -> the weight of each micro-batch
+        self.rows = _rows(joint, micro)
         self.specs: tuple[OutputSpec, ...] = joint.meta["outputs"]
         self.values = step_outputs(joint)
         self.following = {}  # a buffer's placeholder -> the node that is its next version
@@ -160,14 +205,14 @@ class _Repeat:
                     env[node] = taken
             if spec.role == "tangent":
                 self.tangents[node] = taken, spec.index
-                taken.meta["val"] = self._whole(outputs[spec.index])
+                taken.meta["val"] = self._whole(spec.index, outputs[spec.index])
                 for env in self.env:
                     del env[node]
 
-    def _whole(self, value: fx.Node) -> torch.Tensor:
+    def _whole(self, index: int, value: fx.Node) -> torch.Tensor:
         """Of an output over all micro-batches."""
         val = value.meta["val"]
-        return val if _is_loss(value) else val.new_empty((val.shape[0] * self.micro.count, *val.shape[1:]))
+        return val if index in self.weights else val.new_empty((val.shape[0] * self.micro.count, *val.shape[1:]))
 
     def _copy(self, node: fx.Node, number: int, region: Region) -> fx.Node:
         copied = self.graph.create_node(
@@ -238,7 +283,7 @@ class _Repeat:
             self.outputs[spec] = self._loss(spec, parts, add)
         elif value.meta["val"].dim() == 0 and not value.meta["val"].is_floating_point():
             self.outputs[spec] = _total(add, parts)
-        elif value.meta["val"].dim() == 0:
+        elif value.meta["val"].dim() == 0 or value.meta["val"].shape[0] % max(self.rows, 1):
             raise NotImplementedError(f"an output ({spec.name}) without the batch in front")
         else:
             self.outputs[spec] = add(aten.cat.default, parts)

@@ -123,7 +123,7 @@ def _scales(step: fx.GraphModule, groups: list[_Group]) -> dict[str, fx.Node]:
         with graph.inserting_before(results(group.call)[-1].next):
             node = graph.create_node("call_function", gradient_norms, group.grads, name=f"norms_{group.call.name}")
             node.meta.update(_meta(group))
-            value = torch.empty(len(group.grads), dtype=torch.float32, device="meta")
+            value = torch.empty(len(group.grads), dtype=_norm_dtype([group]), device="meta")
             (made,) = add_call(graph, node, [(f"norm_{group.call.name}", _scalar_meta(value, group.tier))])
             if group.tier == "device":
                 block, name = group.call.meta["block"], f"store_norm_{group.call.name}"
@@ -133,11 +133,18 @@ def _scales(step: fx.GraphModule, groups: list[_Group]) -> dict[str, fx.Node]:
     with graph.inserting_before(graph.output_node()):
         node = graph.create_node("call_function", gradient_scale, tuple(norms), name="gradient_scale")
         node.meta.update(_meta(last), tier="host", names=tuple(p.meta["name"] for g in groups for p in g.params))
-        (scale,) = add_call(graph, node, [("scale", _scalar_meta(torch.empty((), device="meta"), "host"))])
+        one = torch.empty((), dtype=_norm_dtype(groups), device="meta")
+        (scale,) = add_call(graph, node, [("scale", _scalar_meta(one, "host"))])
         found = {"host": scale}
         if any(group.tier == "device" for group in groups):
             (found["device"],) = add_move(graph, prefetch, [scale], "backward", last.call.meta["block"], "fetch_scale")
     return found
+
+
+def _norm_dtype(groups: list[_Group]) -> torch.dtype:
+    """What holds the norm of each gradient exactly, whatever its dtype."""
+    wide = any(grad.meta["val"].dtype == torch.float64 for group in groups for grad in group.grads)
+    return torch.float64 if wide else torch.float32
 
 
 def _scalar_meta(value: torch.Tensor, tier: str) -> dict[str, object]:

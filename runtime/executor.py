@@ -148,9 +148,9 @@ class Behind:
     def __init__(self) -> None:
         self.records: list[Record] = []
         self._progress = _Progress()
-        self._thread: threading.Thread | None = None
+        self._thread: _Worker | None = None
 
-    def left(self, progress: _Progress, thread: threading.Thread, records: list[Record]) -> None:
+    def left(self, progress: _Progress, thread: _Worker, records: list[Record]) -> None:
         self._progress, self._thread, self.records = progress, thread, records
 
     def wait(self, index: int) -> None:
@@ -164,9 +164,36 @@ class Behind:
     def drain(self) -> None:
         """Until all are. Raises what stopped the queue."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.wait()
         if self._progress.failure is not None:
             raise self._progress.failure
+
+
+class _Worker(threading.Thread):
+    """Can be waited for again after an interrupt; of a plain thread, join says then that it has ended (Python to 3.12)."""
+
+    def __init__(self, queue: Queue, drain: Callable[[Queue], None]) -> None:
+        # An interpreter that ends waits for queue host, which may be left behind.
+        super().__init__(name=f"mtcompile-{queue}", daemon=queue != "host")
+        self._drain, self._queue, self._ended = drain, queue, threading.Event()
+
+    def run(self) -> None:
+        try:
+            self._drain(self._queue)
+        finally:
+            self._ended.set()
+
+    def wait(self) -> None:
+        """Until it has ended, also through an interrupt, which is raised then: a queue that nobody waits for would go on
+        writing weights."""
+        interrupt: BaseException | None = None
+        while not self._ended.is_set():
+            try:
+                self._ended.wait()
+            except BaseException as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
 
 def _wait_until(clock_ns: int) -> None:
@@ -247,12 +274,7 @@ def execute(
                     fence.signal(queue, item.index)
                 progress.complete(queue, item.index)
 
-    threads = {
-        # An interpreter that ends waits for queue host, which may be left behind.
-        queue: threading.Thread(target=drain, args=(queue,), name=f"mtcompile-{queue}", daemon=queue != "host")
-        for queue in prepared.lanes
-        if queue != "compute"
-    }
+    threads = {queue: _Worker(queue, drain) for queue in prepared.lanes if queue != "compute"}
     if fence is not None:
         fence.begin(prepared.lanes)
     for thread in threads.values():
@@ -262,12 +284,14 @@ def execute(
     leaving = behind is not None and "host" in threads
     for queue, thread in threads.items():
         if not (leaving and queue == "host"):
-            thread.join()
+            with progress.caught():
+                thread.wait()
     if before is not None:
         with progress.caught():
             before.drain()
     if progress.failure is not None and leaving:
-        threads["host"].join()
+        with progress.caught():
+            threads["host"].wait()
     if fence is not None:
         fence.end(prepared.lanes, failed=progress.failure is not None)
     if progress.failure is not None:
