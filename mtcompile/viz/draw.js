@@ -1,0 +1,401 @@
+// The canvas: overview, time axis, a lane per queue, memory per tier on the same axis. Only what is in view is drawn, and
+// what is narrower than a pixel is merged into one box, so that time does not grow with the schedule.
+
+const canvas = byId("canvas"), ctx = canvas.getContext("2d");
+const GUTTER = 118, RIGHT = 12, OVERVIEW = 30, AXIS = 22, GAP = 12, TICKS = 5;
+const FONT = '11px system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", "Liberation Sans", sans-serif';
+let width = 0, height = 0, rows = [], C = {}, stripes = null, small = null, overview = null;
+
+// What everybody looks at; the page's tests do so too.
+const mt = window.mt = {
+  ready: false, view: [0, END], mode: TRACES.length > 1 ? "both" : TRACES[0]?.source ?? "predicted", theme: "light", critical: true,
+  selected: null, hovered: null, query: "", matches: [], hit: -1, boxes: 0, drawMs: 0, count: COUNT,
+};
+
+const shown = () => TRACES.filter((trace) => mt.mode === "both" || trace.source === mt.mode);
+const main = () => shown()[0];
+const plotWidth = () => Math.max(10, width - GUTTER - RIGHT);
+const xOf = (us) => GUTTER + ((us - mt.view[0]) / (mt.view[1] - mt.view[0])) * plotWidth();
+const usAt = (x) => mt.view[0] + ((x - GUTTER) / plotWidth()) * (mt.view[1] - mt.view[0]);
+
+function colours() {
+  const style = getComputedStyle(document.documentElement);
+  C = {};
+  for (const name of ["blue", "sky", "green", "yellow", "orange", "red", "pink", "grey", "paper", "ink", "faint", "line", "grid", "shade",
+    "held", "unused", "accent", "strong"]) C[name] = style.getPropertyValue(`--${name}`).trim();
+  const tile = document.createElement("canvas");
+  tile.width = tile.height = 6;
+  const t = tile.getContext("2d");
+  t.strokeStyle = "rgba(0,0,0,.38)";
+  t.lineWidth = 1.4;
+  for (const shift of [-6, 0, 6]) { t.beginPath(); t.moveTo(shift, 6); t.lineTo(shift + 6, 0); t.stroke(); }
+  stripes = ctx.createPattern(tile, "repeat");
+  overview = null;
+}
+
+function layout() {
+  const scroll = byId("scroll"), scale = window.devicePixelRatio || 1;
+  width = scroll.clientWidth;
+  const both = shown().length > 1, room = scroll.clientHeight - OVERVIEW - AXIS - 2 * GAP;
+  const weights = TIERS.map((tier) => (TRACES[0].memory[tier].which.length ? 3 : 1));
+  const least = TIERS.reduce((sum, _, k) => sum + 34 + 18 * weights[k], 0) + GAP * TIERS.length;
+  const lane = Math.max(both ? 40 : 28, Math.min(both ? 62 : 50, (room - least * 1.9) / P.queues.length));
+  const rest = Math.max(least, room - lane * P.queues.length);
+  rows = [];
+  let y = OVERVIEW + AXIS + GAP / 2;
+  P.queues.forEach((queue, k) => { rows.push({ queue, k, y, h: lane }); y += lane; });
+  y += GAP;
+  const parts = weights.reduce((a, b) => a + b, 0);
+  TIERS.forEach((tier, k) => {
+    const h = ((rest - GAP * TIERS.length) * weights[k]) / parts;
+    rows.push({ tier, y, h });
+    y += h + GAP;
+  });
+  height = Math.max(y, scroll.clientHeight);
+  canvas.width = Math.round(width * scale);
+  canvas.height = Math.round(height * scale);
+  canvas.style.height = `${height}px`;
+  ctx.setTransform(scale, 0, 0, scale, 0, 0);
+  overview = null;
+}
+
+let asked = 0;
+function draw() {
+  if (!asked) asked = requestAnimationFrame(() => { asked = 0; drawNow(); });
+}
+
+function drawNow() {
+  const began = performance.now();
+  if (!TRACES.length) return;
+  mt.boxes = 0;
+  ctx.font = FONT;
+  ctx.textBaseline = "middle";
+  ctx.fillStyle = C.paper;
+  ctx.fillRect(0, 0, width, height);
+  drawGrid();
+  clipped(() => rows.forEach((row) => (row.queue ? drawLane(row) : drawTier(row))));
+  clipped(() => mt.selected && drawSelected());
+  rows.forEach(drawName);
+  drawOverview();
+  mt.drawMs = performance.now() - began;
+}
+
+function clipped(paint) {
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(GUTTER, 0, plotWidth(), height);
+  ctx.clip();
+  paint();
+  ctx.restore();
+}
+
+function put(text, x, y, colour, align = "left", font = FONT) {
+  ctx.font = font;
+  ctx.textAlign = align;
+  ctx.fillStyle = colour;
+  ctx.fillText(text, x, y);
+}
+
+function drawGrid() {
+  const [t0, t1] = mt.view, span = t1 - t0, y = OVERVIEW, turn = main().turn;
+  const raw = span / Math.max(2, plotWidth() / 110), power = 10 ** Math.floor(Math.log10(raw));
+  const step = power * [1, 2, 5, 10].find((m) => m * power >= raw);
+  const digits = Math.max(3, 1 + Math.ceil(Math.log10(Math.max(1, t1 / step))));
+  clipped(() => {
+    if (turn < t1 && Number.isFinite(turn)) {
+      ctx.fillStyle = C.shade;
+      ctx.fillRect(Math.max(GUTTER, xOf(turn)), y, width, height);
+    }
+    ctx.fillStyle = C.grid;
+    for (let t = Math.ceil(t0 / step) * step; t <= t1; t += step) ctx.fillRect(Math.round(xOf(t)), y + AXIS, 1, height);
+    for (let t = Math.ceil(t0 / step) * step; t <= t1; t += step) {
+      put(t < step / 2 ? "0" : timeText(t, digits), Math.round(xOf(t)) + 4, y + AXIS / 2 + 1, C.faint);
+    }
+    if (turn > t0 && turn < t1) {
+      ctx.fillStyle = C.faint;
+      ctx.fillRect(Math.round(xOf(turn)), y, 1, height);
+      for (const [words, side] of [["forward", "right"], ["backward", "left"]]) {
+        const x = xOf(turn) + (side === "left" ? 6 : -6), w = 62;
+        ctx.fillStyle = side === "left" ? C.shade : C.paper;
+        ctx.fillRect(side === "left" ? x - 4 : x - w + 4, y + 3, w, AXIS - 6);
+        put(words, x, y + AXIS / 2 + 1, C.ink, side, `600 ${FONT}`);
+      }
+    }
+  });
+  ctx.fillStyle = C.line;
+  ctx.fillRect(0, y + AXIS, width, 1);
+}
+
+function drawName(row) {
+  ctx.fillStyle = C.paper;
+  ctx.fillRect(0, row.y, GUTTER, row.h);
+  const trace = main(), middle = row.y + Math.min(row.h / 2, 30);
+  if (row.queue) {
+    put(row.queue, 14, middle - 7, C.ink, "left", `600 12px ${FONT.slice(5)}`);
+    const busy = shown().map((each) => share(each.busy_us[row.queue] ?? 0, each.span_us)).join(" / ");
+    put(`busy ${busy}`, 14, middle + 8, C.faint);
+    ctx.fillStyle = C.line;
+    ctx.fillRect(0, row.y + row.h - 1, width, 1);
+  } else {
+    const { limit } = P.tiers[row.tier];
+    put(`${row.tier} memory`, 14, row.y + 9, C.ink, "left", `600 12px ${FONT.slice(5)}`);
+    put(`peak ${bytesText(trace.memory[row.tier].peak)}`, 14, row.y + 25, C.faint);
+    if (row.h > 46) put(limit === null ? "no limit" : `of ${bytesText(limit)}`, 14, row.y + 40, C.faint);
+  }
+}
+
+// Where a trace's boxes lie in a lane.
+function band(row, trace) {
+  const list = shown(), k = list.indexOf(trace), h = (row.h - 6 - TICKS * list.length) / list.length;
+  return { y: row.y + 3 + k * (h + TICKS), h: h - 1 };
+}
+
+function eachBox(lane, paint) {
+  const [t0, t1] = mt.view, px = (t1 - t0) / plotWidth(), { start, end } = lane;
+  let k = after(end, t0);
+  while (k < start.length && start[k] < t1) {
+    let last = k;
+    if (end[k] - start[k] < px) {
+      last = Math.max(k, after(start, start[k] + px, true, k) - 1);
+      if (last > k && end[last] - start[last] >= px) last--;
+    }
+    paint(k, last, start[k], Math.max(end[last], start[k] + px));
+    k = last + 1;
+  }
+}
+
+const found = new Uint8Array(COUNT); // by search
+const alive = new Uint8Array(COUNT); // in the life of the selected value
+
+function anyIn(flags, lane, k, last) {
+  for (; k <= last; k++) if (flags[lane.boxes[k]]) return true;
+  return false;
+}
+
+function drawLane(row) {
+  for (const trace of shown()) {
+    const { y, h } = band(row, trace), lane = trace.lanes[row.k];
+    const dim = mt.query ? found : mt.selected?.kind === "value" ? alive : null;
+    eachBox(lane, (k, last, start, end) => {
+      const i = lane.boxes[k], x0 = Math.max(xOf(start), GUTTER - 4), w = Math.min(xOf(end), width + 4) - x0;
+      const paint = PAINTS[paintOf(I.paint[i])], wide = w > 3;
+      ctx.globalAlpha = dim && !anyIn(dim, lane, k, last) ? 0.16 : 1;
+      ctx.fillStyle = C[paint[0]];
+      ctx.fillRect(x0, y, Math.max(1, wide ? w - 1 : w), h);
+      mt.boxes++;
+      if (paint[3] && wide) {
+        ctx.fillStyle = stripes;
+        ctx.fillRect(x0, y, w - 1, h);
+      }
+      if (mt.critical && pathIn(trace, lane, k, last)) {
+        ctx.fillStyle = C.strong;
+        ctx.fillRect(x0, y + h - 3, Math.max(1, wide ? w - 1 : w), 3);
+      }
+      if (w > 34 && h > 11) label(I.text[i], x0, y + (h - 2) / 2, w, paint);
+      ctx.globalAlpha = 1;
+    });
+    drawTicks(lane, y + h + 1);
+    if (shown().length > 1) put(trace.source[0].toUpperCase(), GUTTER + 3, y + h / 2, C.faint);
+  }
+}
+
+function pathIn(trace, lane, k, last) {
+  for (; k <= last; k++) if (trace.path.has(lane.boxes[k])) return true;
+  return false;
+}
+
+const LETTER = 5.7; // px on average
+function label(text, x, y, w, paint) {
+  const from = Math.max(x, GUTTER), room = x + w - from - 8, letters = Math.floor(room / LETTER);
+  if (letters < 3) return;
+  const words = text.length > letters ? `${text.slice(0, letters - 1)}…` : text;
+  if (paint[3]) { // readable on stripes
+    ctx.fillStyle = C[paint[0]];
+    ctx.fillRect(from + 2, y - 7, Math.min(room + 4, words.length * LETTER + 6), 14);
+  }
+  put(words, from + 5, y + 0.5, paint[1] || C.ink);
+}
+
+// Allocs and frees take no time: marks under the boxes, at most one a pixel.
+function drawTicks(lane, y) {
+  const [t0, t1] = mt.view, px = (t1 - t0) / plotWidth();
+  ctx.fillStyle = C.faint;
+  for (let k = after(lane.at, t0, true); k < lane.at.length && lane.at[k] <= t1; k = after(lane.at, lane.at[k] + px, false, k)) {
+    ctx.fillRect(Math.round(xOf(lane.at[k])), y, 1, TICKS - 2);
+  }
+}
+
+// Of a tier, the bytes at the top of its chart.
+function ceiling(tier) {
+  const { limit } = P.tiers[tier], peak = Math.max(...TRACES.map((trace) => trace.memory[tier].peak));
+  return limit !== null && limit < 2.5 * peak ? Math.max(limit, peak) * 1.1 : peak * 1.16;
+}
+
+// Steps of a tier in view, as (x, width, row): of those within a pixel, the fullest.
+function eachStep(held, paint) {
+  const [t0, t1] = mt.view, { time, total } = held, px = (t1 - t0) / plotWidth();
+  let k = after(time, t0), t = t0; // row k is what holds until event k
+  while (t < t1) {
+    const until = k < time.length ? Math.min(time[k], t1) : t1;
+    if (until - t >= px || k >= time.length) {
+      paint(xOf(t), xOf(until) - xOf(t), k);
+      t = until;
+      if (k >= time.length) break;
+    }
+    let fullest = k + 1;
+    const edge = t + px;
+    for (k++; k < time.length && time[k] < edge; k++) if (total[k + 1] > total[fullest]) fullest = k + 1;
+    if (total[fullest] > total[k]) {
+      paint(xOf(t), 1, fullest);
+      t = edge;
+    }
+  }
+}
+
+function drawTier(row) {
+  const trace = main(), held = trace.memory[row.tier], top = ceiling(row.tier), base = row.y + row.h;
+  const { peak, limit } = P.tiers[row.tier], yOf = (nbytes) => base - (nbytes / top) * row.h;
+  eachStep(held, (x, w, k) => {
+    let y = base;
+    for (let s = 0; s < held.width; s++) {
+      const nbytes = held.rows[k * held.width + s];
+      if (!nbytes) continue;
+      const h = (nbytes / top) * row.h, slot = held.series[s][0] === "slot";
+      y -= h;
+      ctx.fillStyle = C[PAINTS[held.colours[s]][0]];
+      ctx.fillRect(x, y, w + 0.4, h + 0.4);
+      if (slot && w > 1) {
+        ctx.fillStyle = stripes;
+        ctx.fillRect(x, y, w + 0.4, h + 0.4);
+      }
+    }
+    mt.boxes++;
+  });
+  if (shown().length > 1) drawOutline(shown()[1].memory[row.tier], yOf);
+  ctx.fillStyle = C.line;
+  ctx.fillRect(GUTTER, base, plotWidth(), 1);
+  if (row.h < 24) return;
+  if (limit !== null && limit <= top) {
+    ctx.fillStyle = C.strong;
+    ctx.fillRect(GUTTER, yOf(limit) - 1, plotWidth(), 2);
+    tag(`budget ${bytesText(limit)}`, width - RIGHT - 4, Math.max(row.y + 7, yOf(limit) - 9), "right");
+  } else if (limit !== null) tag(`budget ${bytesText(limit)}, above`, width - RIGHT - 4, row.y + 8, "right");
+  ctx.strokeStyle = C.ink;
+  ctx.setLineDash([3, 3]);
+  ctx.beginPath();
+  ctx.moveTo(GUTTER, Math.round(yOf(peak)) + 0.5);
+  ctx.lineTo(width, Math.round(yOf(peak)) + 0.5);
+  ctx.stroke();
+  ctx.setLineDash([]);
+  tag(`planned peak ${bytesText(peak)}`, GUTTER + 4, yOf(peak) + 10, "left");
+}
+
+// What was measured, over what was predicted.
+function drawOutline(held, yOf) {
+  ctx.strokeStyle = C.ink;
+  ctx.lineWidth = 1.5;
+  ctx.beginPath();
+  eachStep(held, (x, w, k) => { ctx.lineTo(x, yOf(held.total[k])); ctx.lineTo(x + w, yOf(held.total[k])); });
+  ctx.stroke();
+  ctx.lineWidth = 1;
+}
+
+function tag(words, x, y, align) {
+  ctx.font = FONT;
+  const w = ctx.measureText(words).width + 8;
+  ctx.globalAlpha = 0.86;
+  ctx.fillStyle = C.paper;
+  ctx.fillRect(align === "left" ? x - 4 : x - w + 4, y - 8, w, 16);
+  ctx.globalAlpha = 1;
+  put(words, x, y, C.ink, align);
+}
+
+// ------------------------------------------------------------------------------------------------------- the selection
+
+function drawSelected() {
+  if (mt.selected.kind === "value") return drawLives(mt.selected.index);
+  const i = mt.selected.index;
+  for (const trace of shown()) {
+    const to = boxOf(trace, i);
+    for (const dep of I.deps[i]) arrow(boxOf(trace, dep), to, C.strong, []);
+    for (const next of NEEDED[i].slice(0, 60)) arrow(to, boxOf(trace, next), C.faint, [4, 3]);
+    ctx.strokeStyle = C.strong;
+    ctx.lineWidth = 2;
+    ctx.strokeRect(to.x0 - 1, to.y - 1, Math.max(3, to.x1 - to.x0 + 1), to.h + 2);
+    ctx.lineWidth = 1;
+  }
+}
+
+function boxOf(trace, i) {
+  const row = rows.find((each) => each.queue === I.queue[i]), { y, h } = band(row, trace);
+  return { x0: xOf(trace.start[i]), x1: xOf(trace.end[i]), y, h };
+}
+
+function arrow(from, to, colour, dash) {
+  const y0 = from.y + from.h / 2, y1 = to.y + to.h / 2, bend = Math.max(14, Math.min(70, Math.abs(to.x0 - from.x1) / 2));
+  ctx.strokeStyle = ctx.fillStyle = colour;
+  ctx.setLineDash(dash);
+  ctx.lineWidth = 1.6;
+  ctx.beginPath();
+  ctx.moveTo(from.x1, y0);
+  ctx.bezierCurveTo(from.x1 + bend, y0, to.x0 - bend, y1, to.x0, y1);
+  ctx.stroke();
+  ctx.setLineDash([]);
+  ctx.lineWidth = 1;
+  ctx.beginPath();
+  ctx.moveTo(to.x0, y1);
+  ctx.lineTo(to.x0 - 8, y1 - 4);
+  ctx.lineTo(to.x0 - 8, y1 + 4);
+  ctx.fill();
+}
+
+// A bar per buffer that holds the value, in its tier, from alloc to free.
+function drawLives(value) {
+  const used = {};
+  B.value.forEach((other, b) => {
+    const row = rows.find((each) => each.tier === B.tier[b]);
+    if (other !== value || !row) return;
+    const trace = main(), x0 = ALLOC[b] < 0 ? GUTTER : xOf(trace.start[ALLOC[b]]), x1 = FREE[b] < 0 ? width : xOf(trace.start[FREE[b]]);
+    const y = row.y + row.h - 13 - 13 * (used[row.tier] = (used[row.tier] ?? -1) + 1);
+    ctx.fillStyle = C.paper;
+    ctx.fillRect(x0 - 1, y - 1, Math.max(5, x1 - x0 + 2), 12);
+    ctx.fillStyle = C.strong;
+    ctx.fillRect(x0, y, Math.max(3, x1 - x0), 10);
+    if (x1 - Math.max(x0, GUTTER) > 60) put(B.name[b], Math.max(x0, GUTTER) + 4, y + 5.5, C.paper);
+  });
+}
+
+// --------------------------------------------------------------------------------------------------------- the overview
+
+function drawOverview() {
+  const trace = main(), scale = window.devicePixelRatio || 1;
+  if (!overview || small !== trace) {
+    small = trace;
+    overview = document.createElement("canvas");
+    overview.width = canvas.width;
+    overview.height = OVERVIEW * scale;
+    const o = overview.getContext("2d");
+    o.scale(scale, scale);
+    const h = (OVERVIEW - 8) / P.queues.length, per = plotWidth() / END;
+    trace.lanes.forEach((lane, k) => lane.boxes.forEach((i, n) => {
+      o.fillStyle = C[PAINTS[paintOf(I.paint[i])][0]];
+      o.fillRect(GUTTER + lane.start[n] * per, 4 + k * h, Math.max(0.5, (lane.end[n] - lane.start[n]) * per), Math.max(1, h - 1));
+    }));
+  }
+  ctx.fillStyle = C.paper;
+  ctx.fillRect(0, 0, width, OVERVIEW);
+  ctx.drawImage(overview, 0, 0, width, OVERVIEW);
+  put("whole step", 14, OVERVIEW / 2, C.faint);
+  const per = plotWidth() / END, x0 = GUTTER + mt.view[0] * per, x1 = GUTTER + mt.view[1] * per;
+  ctx.globalAlpha = 0.72;
+  ctx.fillStyle = C.paper;
+  ctx.fillRect(GUTTER, 0, x0 - GUTTER, OVERVIEW);
+  ctx.fillRect(x1, 0, width - x1, OVERVIEW);
+  ctx.globalAlpha = 1;
+  ctx.strokeStyle = C.accent;
+  ctx.lineWidth = 1.5;
+  ctx.strokeRect(x0, 1.5, Math.max(3, x1 - x0), OVERVIEW - 3);
+  ctx.lineWidth = 1;
+  ctx.fillStyle = C.line;
+  ctx.fillRect(0, OVERVIEW, width, 1);
+}
