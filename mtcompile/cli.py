@@ -1,4 +1,4 @@
-"""The command line: ``mtcompile plan MODEL`` and ``mtcompile doctor``."""
+"""The command line: ``mtcompile plan MODEL``, ``mtcompile viz`` and ``mtcompile doctor``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from mtcompile.cli_viz import viz
 
 FINE = FITS = 0  # exit codes
 WRONG, DOES_NOT_FIT, BAD = 2, 3, 4
@@ -105,6 +107,9 @@ def plan(
         raise typer.Exit(WRONG) from None
     print(made.to_json(indent=1) if as_json else made)
     raise typer.Exit(FITS if made.feasible else DOES_NOT_FIT)
+
+
+app.command()(viz)
 
 
 @app.command()

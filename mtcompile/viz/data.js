@@ -28,7 +28,7 @@ function bytesText(nbytes) {
   return `${nbytes} B`;
 }
 
-const share = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "0 %");
+const share = (part, whole) => (whole ? `${Math.round((100 * part) / whole)}\u00a0%` : "0\u00a0%");
 
 // The first position of a sorted array with a number above x (or, with `equal`, of x at least).
 function after(sorted, x, equal = false, from = 0) {

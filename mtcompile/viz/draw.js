@@ -109,16 +109,14 @@ function drawGrid() {
     ctx.fillStyle = C.grid;
     for (let t = Math.ceil(t0 / step) * step; t <= t1; t += step) ctx.fillRect(Math.round(xOf(t)), y + AXIS, 1, height);
     for (let t = Math.ceil(t0 / step) * step; t <= t1; t += step) {
-      put(t < step / 2 ? "0" : timeText(t, digits), Math.round(xOf(t)) + 4, y + AXIS / 2 + 1, C.faint);
+      const x = Math.round(xOf(t)), covered = turn > t0 && turn < t1 && x > xOf(turn) - 118 && x < xOf(turn) + 66;
+      if (!covered) put(t < step / 2 ? "0" : timeText(t, digits), x + 4, y + AXIS / 2 + 1, C.faint);
     }
     if (turn > t0 && turn < t1) {
       ctx.fillStyle = C.faint;
       ctx.fillRect(Math.round(xOf(turn)), y, 1, height);
       for (const [words, side] of [["forward", "right"], ["backward", "left"]]) {
-        const x = xOf(turn) + (side === "left" ? 6 : -6), w = 62;
-        ctx.fillStyle = side === "left" ? C.shade : C.paper;
-        ctx.fillRect(side === "left" ? x - 4 : x - w + 4, y + 3, w, AXIS - 6);
-        put(words, x, y + AXIS / 2 + 1, C.ink, side, `600 ${FONT}`);
+        put(words, xOf(turn) + (side === "left" ? 6 : -6), y + AXIS / 2 + 1, C.ink, side, `600 ${FONT}`);
       }
     }
   });
@@ -132,8 +130,9 @@ function drawName(row) {
   const trace = main(), middle = row.y + Math.min(row.h / 2, 30);
   if (row.queue) {
     put(row.queue, 14, middle - 7, C.ink, "left", `600 12px ${FONT.slice(5)}`);
-    const busy = shown().map((each) => share(each.busy_us[row.queue] ?? 0, each.span_us)).join(" / ");
-    put(`busy ${busy}`, 14, middle + 8, C.faint);
+    const busy = shown().map((each) => Math.round((100 * (each.busy_us[row.queue] ?? 0)) / each.span_us)).join(" / ");
+    put(`busy ${busy}\u00a0%`, 14, middle + 8, C.faint);
+    if (shown().length > 1) for (const each of shown()) put(each.source[0].toUpperCase(), GUTTER - 9, band(row, each).y + band(row, each).h / 2, C.faint, "center");
     ctx.fillStyle = C.line;
     ctx.fillRect(0, row.y + row.h - 1, width, 1);
   } else {
@@ -191,11 +190,10 @@ function drawLane(row) {
         ctx.fillStyle = C.strong;
         ctx.fillRect(x0, y + h - 3, Math.max(1, wide ? w - 1 : w), 3);
       }
-      if (w > 34 && h > 11) label(I.text[i], x0, y + (h - 2) / 2, w, paint);
+      if (w > 12 && h > 11) label(i, x0, y + (h - 2) / 2, w, paint);
       ctx.globalAlpha = 1;
     });
     drawTicks(lane, y + h + 1);
-    if (shown().length > 1) put(trace.source[0].toUpperCase(), GUTTER + 3, y + h / 2, C.faint);
   }
 }
 
@@ -204,16 +202,24 @@ function pathIn(trace, lane, k, last) {
   return false;
 }
 
-const LETTER = 5.7; // px on average
-function label(text, x, y, w, paint) {
-  const from = Math.max(x, GUTTER), room = x + w - from - 8, letters = Math.floor(room / LETTER);
-  if (letters < 3) return;
-  const words = text.length > letters ? `${text.slice(0, letters - 1)}…` : text;
-  if (paint[3]) { // readable on stripes
-    ctx.fillStyle = C[paint[0]];
-    ctx.fillRect(from + 2, y - 7, Math.min(room + 4, words.length * LETTER + 6), 14);
+// As much of what an instruction is as fits: all, its block, or the block's number.
+const widths = new Map();
+function label(i, x, y, w, paint) {
+  const from = Math.max(x, GUTTER), room = x + w - from - 7, block = I.block[i];
+  for (const words of [I.text[i], block, block.slice(block.lastIndexOf(".") + 1)]) {
+    if (!widths.has(words)) {
+      ctx.font = FONT;
+      widths.set(words, ctx.measureText(words).width);
+    }
+    const needed = widths.get(words);
+    if (!needed || needed > room) continue;
+    if (paint[3]) { // readable on stripes
+      ctx.fillStyle = C[paint[0]];
+      ctx.fillRect(from + 1, y - 7, needed + 6, 14);
+    }
+    put(words, from + 4, y + 0.5, paint[1] || C.ink);
+    return;
   }
-  put(words, from + 5, y + 0.5, paint[1] || C.ink);
 }
 
 // Allocs and frees take no time: marks under the boxes, at most one a pixel.
@@ -225,10 +231,17 @@ function drawTicks(lane, y) {
   }
 }
 
-// Of a tier, the bytes at the top of its chart.
-function ceiling(tier) {
-  const { limit } = P.tiers[tier], peak = Math.max(...TRACES.map((trace) => trace.memory[tier].peak));
-  return limit !== null && limit < 2.5 * peak ? Math.max(limit, peak) * 1.1 : peak * 1.16;
+// From bytes of a tier to pixels and back. Where little lies on much that is resident, that is drawn lower than it is.
+const SQUEEZED = 0.25;
+function scaleOf(row) {
+  const { limit } = P.tiers[row.tier], peak = Math.max(...TRACES.map((trace) => trace.memory[row.tier].peak));
+  const { resident, which } = TRACES[0].memory[row.tier], base = row.y + row.h;
+  const near = limit !== null && limit - resident < 2.5 * (peak - resident), low = near ? Math.max(limit, peak) : peak;
+  const squeezed = which.length > 0 && resident > 0.6 * peak, foot = squeezed ? SQUEEZED : resident / (low * 1.12 || 1);
+  const top = squeezed ? resident + (low - resident) * 1.2 : low * 1.12;
+  const up = (nbytes) => (nbytes <= resident ? (nbytes / (resident || 1)) * foot : foot + ((nbytes - resident) / (top - resident || 1)) * (1 - foot));
+  const down = (part) => (part <= foot ? (part / (foot || 1)) * resident : resident + ((part - foot) / (1 - foot)) * (top - resident));
+  return { top, squeezed, foot, y: (nbytes) => base - up(nbytes) * row.h, nbytes: (y) => down((base - y) / row.h) };
 }
 
 // Steps of a tier in view, as (x, width, row): of those within a pixel, the fullest.
@@ -253,20 +266,22 @@ function eachStep(held, paint) {
 }
 
 function drawTier(row) {
-  const trace = main(), held = trace.memory[row.tier], top = ceiling(row.tier), base = row.y + row.h;
-  const { peak, limit } = P.tiers[row.tier], yOf = (nbytes) => base - (nbytes / top) * row.h;
-  eachStep(held, (x, w, k) => {
-    let y = base;
+  const trace = main(), held = trace.memory[row.tier], scale = scaleOf(row), { top } = scale, yOf = scale.y, base = row.y + row.h;
+  const { peak, limit } = P.tiers[row.tier];
+  eachStep(held, (from, wide, k) => {
+    const x = Math.round(from), w = Math.max(1, Math.round(from + wide) - x);
+    let y = base, under = 0;
     for (let s = 0; s < held.width; s++) {
       const nbytes = held.rows[k * held.width + s];
       if (!nbytes) continue;
-      const h = (nbytes / top) * row.h, slot = held.series[s][0] === "slot";
+      under += nbytes;
+      const h = y - yOf(under), slot = held.series[s][0] === "slot";
       y -= h;
       ctx.fillStyle = C[PAINTS[held.colours[s]][0]];
-      ctx.fillRect(x, y, w + 0.4, h + 0.4);
+      ctx.fillRect(x, y, w, h + 0.4);
       if (slot && w > 1) {
         ctx.fillStyle = stripes;
-        ctx.fillRect(x, y, w + 0.4, h + 0.4);
+        ctx.fillRect(x, y, w, h + 0.4);
       }
     }
     mt.boxes++;
@@ -275,6 +290,7 @@ function drawTier(row) {
   ctx.fillStyle = C.line;
   ctx.fillRect(GUTTER, base, plotWidth(), 1);
   if (row.h < 24) return;
+  if (scale.squeezed) tag(`resident ${bytesText(held.resident)}, not to scale`, GUTTER + 4, base - (scale.foot * row.h) / 2, "left");
   if (limit !== null && limit <= top) {
     ctx.fillStyle = C.strong;
     ctx.fillRect(GUTTER, yOf(limit) - 1, plotWidth(), 2);
@@ -361,7 +377,9 @@ function drawLives(value) {
     ctx.fillRect(x0 - 1, y - 1, Math.max(5, x1 - x0 + 2), 12);
     ctx.fillStyle = C.strong;
     ctx.fillRect(x0, y, Math.max(3, x1 - x0), 10);
-    if (x1 - Math.max(x0, GUTTER) > 60) put(B.name[b], Math.max(x0, GUTTER) + 4, y + 5.5, C.paper);
+    ctx.font = FONT;
+    const words = [`${called(value)} (${B.kind[b]})`, called(value)].find((each) => ctx.measureText(each).width < x1 - Math.max(x0, GUTTER) - 8);
+    if (words) put(words, Math.max(x0, GUTTER) + 4, y + 5.5, C.paper);
   });
 }
 

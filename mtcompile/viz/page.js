@@ -61,7 +61,7 @@ function instructionAt(x, y) {
 // The series of a tier's stack at a height, if any.
 function seriesAt(where, us, y) {
   const held = main().memory[where.tier], k = after(held.time, us);
-  let above = ((where.y + where.h - y) / where.h) * ceiling(where.tier);
+  let above = scaleOf(where).nbytes(y);
   for (let s = 0; s < held.width; s++) {
     above -= held.rows[k * held.width + s];
     if (above < 0) return held.series[s];
@@ -208,7 +208,7 @@ const ACTIONS = {
   ArrowLeft: (event) => pan(event.shiftKey ? -0.9 : -0.15), ArrowRight: (event) => pan(event.shiftKey ? 0.9 : 0.15),
   "/": () => byId("search").select(), n: () => step(1), p: () => step(-1), t: () => setTheme(mt.theme === "dark" ? "light" : "dark"),
   m: () => setMode(MODES[(MODES.indexOf(mt.mode) + 1) % MODES.length]), c: () => setCritical(!mt.critical), a: () => showTables(), "?": showKeys,
-  Escape: () => { tip(null); select(null); },
+  Escape: () => select(null),
   Enter: () => mt.selected?.kind === "instruction" && reveal(mt.selected.index, true),
 };
 
@@ -218,6 +218,7 @@ document.addEventListener("keydown", (event) => {
   const action = ACTIONS[event.key];
   if (!action) return;
   event.preventDefault();
+  tip(null);
   action(event);
 });
 
@@ -234,10 +235,9 @@ mt.rows = () => rows;
 mt.draw = drawNow;
 
 function begin() {
-  const trace = TRACES[0];
+  const trace = TRACES[0], steps = TRACES.map((each) => `${timeText(each.span_us)} ${each.source}`).join(", ");
   const peaks = TIERS.map((tier) => `${tier} peak ${bytesText(P.tiers[tier].peak)}${P.tiers[tier].limit === null ? "" : ` of ${bytesText(P.tiers[tier].limit)}`}`);
-  const steps = TRACES.map((each) => `${timeText(each.span_us)} ${each.source}`).join(", ");
-  byId("facts").append(make("b", {}, steps), ` · limited by ${trace.limit} · ${peaks.join(" · ")} · ${COUNT} instructions`);
+  byId("facts").append(make("b", {}, steps), ` · limited by ${trace.limit} · ${COUNT} instructions`);
   byId("summary").textContent = `Step of ${COUNT} instructions: ${steps}, limited by ${trace.limit}; ${peaks.join("; ")}.`;
   canvas.setAttribute("aria-label", "Timeline of the step. Press a for everything as tables, n and p to go through instructions, ? for keys");
   const dark = matchMedia("(prefers-color-scheme: dark)");

@@ -111,7 +111,8 @@ function showLegend() {
   const marks = Object.keys(PAINTS).filter((paint) => used.has(paint)).map((paint) => make("span", {}, swatch(paint), words(paint)));
   const striped = make("i", { class: "swatch striped", style: "background-color: var(--grey)" });
   byId("legend").replaceChildren(...marks, slots ? make("span", {}, striped, "in memory: a slot of the arena") : "",
-    mt.critical ? make("span", {}, make("i", { class: "swatch path" }), "critical path") : "");
+    mt.critical ? make("span", {}, make("i", { class: "swatch path" }), "critical path") : "",
+    shown().length > 1 ? make("span", {}, "P predicted, M measured; in memory the line is measured") : "");
 }
 
 function tip(lines, x, y) {
