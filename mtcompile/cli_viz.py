@@ -18,9 +18,7 @@ class Format(str, Enum):
 
 
 def viz(
-    model: Annotated[
-        str, typer.Argument(help="a schedule.json of MT_DUMP; or a built-in shape, a Hugging Face config.json or file.py:factory")
-    ],
+    model: Annotated[str, typer.Argument(help="a schedule.json of MT_DUMP; or what mtcompile plan takes")],
     output: Annotated[Path, typer.Option("--output", "-o", help="the file to write")] = Path("timeline.html"),
     batch: Annotated[int, typer.Option(min=1, help="sequences per step")] = 1,
     seq: Annotated[int, typer.Option(min=1, help="tokens per sequence")] = 2048,
@@ -72,7 +70,7 @@ def viz(
 
 
 def dumped(path: str) -> Schedule | None:
-    """The schedule in a file, or None where the name is of something else. Raises ScheduleFormatError for one that is broken."""
+    """The schedule in a file, or None where there is something else. Raises ScheduleFormatError for a broken one."""
     if not path.endswith(".json") or not Path(path).is_file():
         return None
     text = Path(path).read_text(encoding="utf-8")

@@ -121,7 +121,9 @@ def test_the_critical_path_is_what_the_end_waited_for() -> None:
     timed = replace(schedule, instructions=tuple(replace(i, time_us=slow_copies.get(i.op, 0.0)) for i in schedule.instructions))
     trace = simulate(timed)
     path = data.critical_path(timed, data.timed(timed, trace), trace)
-    working = [(timed.instructions[i].op, timed.instructions[i].writes[0], why) for i, why in path if timed.instructions[i].time_us]
+    working = [
+        (timed.instructions[i].op, timed.instructions[i].writes[0], why) for i, why in path if timed.instructions[i].time_us
+    ]
     assert working == [("copy", "w0", "queue"), ("copy", "w1", "queue"), ("run", "y1", "dep")]
     assert path[0][1] == "start"
     made = data.picture(timed)["traces"][0]
@@ -138,7 +140,9 @@ def test_predicted_critical_paths_have_no_gaps(name: str) -> None:
 
 def test_a_phase_waits_for_all_of_the_phase_before_it() -> None:
     schedule = training()
-    late = tuple(replace(i, time_us=50.0 if i.op == "run" and i.phase == "forward" else i.time_us) for i in schedule.instructions)
+    late = tuple(
+        replace(i, time_us=50.0 if i.op == "run" and i.phase == "forward" else i.time_us) for i in schedule.instructions
+    )
     timed = replace(schedule, instructions=late)
     trace = simulate(timed)
     path = data.critical_path(timed, data.timed(timed, trace), trace)
@@ -173,7 +177,9 @@ def test_packing_keeps_times_to_the_nanosecond() -> None:
     made = data.picture(training(), measured=measured(training()))
     for packed, trace in zip(page.packed(made)["traces"], made["traces"], strict=True):
         at = 0
-        for after, took, start, end in zip(packed["after_ns"], packed["took_ns"], trace["start_us"], trace["end_us"], strict=True):
+        for after, took, start, end in zip(
+            packed["after_ns"], packed["took_ns"], trace["start_us"], trace["end_us"], strict=True
+        ):
             at += after
             assert abs(at / 1000 - start) < 1e-3 and abs((at + took) / 1000 - end) < 1e-3
 

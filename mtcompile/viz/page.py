@@ -83,4 +83,4 @@ def _trace(trace: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differences(numbers: list[int]) -> list[int]:
-    return [later - earlier for earlier, later in zip([0, *numbers], numbers)]  # noqa: B905
+    return [later - earlier for earlier, later in zip([0, *numbers], numbers)]
