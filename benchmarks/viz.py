@@ -31,7 +31,7 @@ REPEATS = 30
 X, Y = 520, 150  # on the lane of compute
 # Each interaction as the page's own events: k counts up.
 SCRIPTS = {
-    "zoom": f'canvas.dispatchEvent(new WheelEvent("wheel", {{ deltaY: k % 20 < 10 ? -200 : 200, clientX: {X}, clientY: {Y} }}))',
+    "zoom": f'canvas.dispatchEvent(new WheelEvent("wheel", {{ deltaY: k % 9 < 5 ? -200 : 200, clientX: {X}, clientY: {Y} }}))',
     "pan": 'press(k % 2 ? "ArrowLeft" : "ArrowRight")',
     "hover": f'canvas.dispatchEvent(new PointerEvent("pointermove", {{ clientX: {X} + k, clientY: {Y} }}))',
     "click": 'press("n")',
@@ -117,9 +117,8 @@ def main() -> int:
             print(f"{shown}, {row['frame_ms']:.0f} ms until it is on the screen (most {row['frame_ms_most']:.0f})")
         print(f"{large['instructions']} instructions: {large['nbytes'] / 1e6:.2f} MB in {large['write_s']:.1f} s")
         seven = size_of_7b(Path(name))
-        print(
-            f"{seven['shape']}, {seven['instructions']} instructions: {seven['nbytes'] / 1e6:.2f} MB in {seven['write_s']:.1f} s"
-        )
+        written = f"{seven['nbytes'] / 1e6:.2f} MB in {seven['write_s']:.1f} s"
+        print(f"{seven['shape']}, {seven['instructions']} instructions: {written}")
     if args.json:
         args.json.write_text(json.dumps({**about(), "large": large, "7b": seven}, indent=1))
     return 0

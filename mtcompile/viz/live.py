@@ -94,12 +94,12 @@ class Pages:
         worth more."""
         if not self.wants(schedule):
             return
-        again = id(schedule) in self._known
-        _, target = self._known.setdefault(id(schedule), (schedule, self._next()))
-        if again:
+        if id(schedule) in self._known:
             self._done.add(id(schedule))
         else:
+            self._known[id(schedule)] = schedule, self._next()
             shown = replace(shown, measured=None)
+        target = self._known[id(schedule)][1]
         try:
             shown.show(target, open=False)
         except OSError as error:
