@@ -241,7 +241,7 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     assert {module.removesuffix(".__init__") for module in modules} == {module_name(path) for path in sources(*LAYERS)}
     assert "mtcompile/py.typed" in names
     parts = {f"mtcompile/viz/{path.name}" for path in (ROOT / "mtcompile/viz").iterdir() if path.suffix in PAGE_PARTS}
-    assert len(parts) == 6 and parts <= set(names)
+    assert len(parts) == 7 and parts <= set(names)
     others = [name for name in names if not name.endswith((".py", "py.typed")) and ".dist-info/" not in name]
     others = [name for name in others if name not in parts]
     assert len(others) <= 1 and all(name.startswith("mtcompile/runtime/_update.") for name in others), others
