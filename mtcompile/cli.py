@@ -1,4 +1,4 @@
-"""The command line: ``mtcompile plan MODEL`` and ``mtcompile doctor``; more in ``cli_explain``."""
+"""The command line: ``mtcompile plan MODEL`` and ``mtcompile doctor``; more in ``cli_explain`` and ``cli_viz``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from mtcompile import cli_explain
+from mtcompile.cli_viz import viz
 
 FINE = FITS = 0  # exit codes
 WRONG, DOES_NOT_FIT, BAD = 2, 3, 4
@@ -107,6 +108,9 @@ def plan(
         raise typer.Exit(WRONG) from None
     print(made.to_json(indent=1) if as_json else made)
     raise typer.Exit(FITS if made.feasible else DOES_NOT_FIT)
+
+
+app.command()(viz)
 
 
 @app.command()

@@ -58,11 +58,12 @@ from mtcompile.program import (
 )
 from mtcompile.runtime.cpu import Arenas, CpuMemory
 from mtcompile.runtime.device import Device
-from mtcompile.runtime.schedule import Tier, aligned, gib
+from mtcompile.runtime.schedule import Schedule, Tier, aligned, gib
 from mtcompile.runtime.trace import Trace
 from mtcompile.runtime.verify import verify
 from mtcompile.tracing import collecting_later
 from mtcompile.updates import UpdatesInBackward
+from mtcompile.viz.live import pages
 
 KERNELS = ("eager", "inductor")
 _AUTO_CHUNKS = (1, 4, 16, 64)  # what loss_chunks="auto" chooses among
@@ -89,7 +90,7 @@ def _not_repeated(micro: Micro, error: NotImplementedError) -> CaptureError:
 
 class Engine:
     """Compiles and runs programs. ``memory``, ``host``: budgets in bytes, None for no limit; ``knobs``: what the caller
-    calls them. ``throttle``: speeds that the emulated device keeps to, None for its own."""
+    calls them. ``throttle``: speeds that the emulated device keeps to, None for its own. ``viz``: where timelines go."""
 
     def __init__(
         self,
@@ -102,6 +103,7 @@ class Engine:
         policy: str = "fastest",
         throttle: Machine | None = None,
         precision: Precision = PRECISIONS["model"],
+        viz: str | Path | None = None,
     ) -> None:
         self.precision = precision
         self.loss_chunks, self.policy = loss_chunks, policy
@@ -117,6 +119,8 @@ class Engine:
         self.timed: deque[Timed] = deque(maxlen=KEPT_PHASES)
         self.last: Compiled | None = None
         self.last_trace: Trace | None = None
+        self.pages, self.title = pages(viz), ""
+        self.last_step: tuple[Schedule, Trace] | None = None  # whole, and by the device's clock
         self.peak_device_bytes = 0
         self.peak_host_bytes = 0
         self.left: Left | None = None

@@ -45,6 +45,12 @@ def dump() -> str:
     return os.environ.get("MT_DUMP", "")
 
 
+def viz() -> str:
+    """MT_VIZ=1: write each training program's timeline to mtcompile-<pid>-<n>.html here; MT_VIZ=dir: in that folder."""
+    folder = os.environ.get("MT_VIZ", "")
+    return "" if folder == "0" else "." if folder == "1" else folder
+
+
 def cache() -> str:
     """MT_CACHE=dir: where plans and speeds are remembered (default mtcompile in the user's cache folder; 0: nowhere)."""
     folder = os.environ.get("MT_CACHE", "")

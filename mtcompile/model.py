@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class ModelEngine(Engine):
         precision: Precision,
         updates: UpdateOptions | None,
         accumulate: int,
+        viz: str | Path | None,
     ) -> None:
         there = total_nbytes(device)
         if memory is not None and there is not None and memory > there:
@@ -64,8 +66,9 @@ class ModelEngine(Engine):
         self.masters = cast(model, precision)
         memory = memory if memory is not None else free_nbytes(device)
         names = {"device": "memory", "host": "host"}
-        super().__init__(device, memory, host, names, kernels, loss_chunks, policy, throttle, precision)
+        super().__init__(device, memory, host, names, kernels, loss_chunks, policy, throttle, precision, viz)
         self.model = weakref.ref(model)
+        self.title = type(model).__name__.removeprefix("Compiled")
         if updates is not None:
             self.updates = UpdatesInBackward(model, updates, self.masters, self.drain)
         if optimizer is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 import torch
@@ -17,10 +18,10 @@ from mtcompile.model import ModelEngine
 from mtcompile.passes.cost import Machine
 from mtcompile.passes.plan import Plan
 from mtcompile.precision import precision_named
-from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.trace import Trace
 from mtcompile.sizes import parse_bytes
 from mtcompile.updates import update_options
+from mtcompile.viz.live import Viewable, shown
 
 if TYPE_CHECKING:
     from mtcompile.explain import Explanation
@@ -44,10 +45,10 @@ class CompiledModule(nn.Module):
         return last.plan if last else None
 
     @property
-    def schedule(self) -> Schedule | None:
-        """Its schedule: print it to read it."""
+    def schedule(self) -> Viewable | None:
+        """Its schedule: print it to read it, ``.show()`` it to see when each instruction runs and what memory it holds."""
         last = self._mt_engine.last
-        return last.schedule if last else None
+        return shown(self._mt_engine, last) if last else None
 
     @property
     def last_trace(self) -> Trace | None:
@@ -164,6 +165,7 @@ def compile(
     max_grad_norm: float | None = ...,
     run_ahead: bool = ...,
     nonfinite: str = ...,
+    viz: str | Path | None = ...,
 ) -> M: ...
 @overload
 def compile(
@@ -183,6 +185,7 @@ def compile(
     max_grad_norm: float | None = ...,
     run_ahead: bool = ...,
     nonfinite: str = ...,
+    viz: str | Path | None = ...,
 ) -> type[M]: ...
 @overload
 def compile(
@@ -202,6 +205,7 @@ def compile(
     max_grad_norm: float | None = ...,
     run_ahead: bool = ...,
     nonfinite: str = ...,
+    viz: str | Path | None = ...,
 ) -> Any: ...
 
 
@@ -222,6 +226,7 @@ def compile(
     max_grad_norm: float | None = None,
     run_ahead: bool = False,
     nonfinite: str = "stop",
+    viz: str | Path | None = None,
 ) -> Any:
     """Train ``model`` inside a device-memory budget, with the bits of plain PyTorch.
 
@@ -260,6 +265,8 @@ def compile(
                while they do calls ``model.synchronize()`` first; ``state_dict`` and evaluation do so themselves
     nonfinite  with it, for a loss or gradient that is not finite: ``"stop"`` raises StepError, ``"skip"`` leaves out the whole
                update (and keeps all gradients until their norm is known), ``"continue"`` warns
+    viz        write each training program's timeline there, an HTML file: after its first step as predicted, after its second
+               with what was measured beside it; of a second program to ``<name>-2.html``, and so on
     throttle   on the emulated device, a machine whose speeds it keeps to (a preset, a JSON file or a ``Machine``): plans are
                for that machine, and every copy and kernel takes at least the time they say. Numbers are the same
 
@@ -268,6 +275,7 @@ def compile(
     """
     check_options(kernels, loss_chunks, policy)
     options: dict[str, Any] = {"memory": parse_bytes(memory), "host": parse_bytes(host), "optimizer": optimizer}
+    options["viz"] = viz
     options |= {"kernels": kernels, "loss_chunks": loss_chunks, "policy": policy}
     options["precision"] = precision_named(precision)
     options["throttle"] = None if throttle is None else named(throttle)

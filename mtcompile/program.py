@@ -34,6 +34,7 @@ from mtcompile.runtime.executor import Behind, Delays, Prepared, execute, prepar
 from mtcompile.runtime.schedule import PHASES, Phase, Queue, Schedule, placed
 from mtcompile.runtime.trace import Record, Trace, shifted
 from mtcompile.updates import failing
+from mtcompile.viz.live import stepped, timed
 
 if TYPE_CHECKING:
     from mtcompile.engine import Engine
@@ -117,6 +118,7 @@ class Left:
         self.frame.memory.tensors.clear()
         self.frame.records += shifted(self.behind.records, self.began_us)
         engine.last_trace = Trace(tuple(self.frame.records), "measured")
+        stepped(engine, self.frame.compiled, self.frame.records)
 
 
 def describe_compiled(
@@ -333,6 +335,8 @@ def run_backward(program: Program, frame: Frame, tangents: Sequence[torch.Tensor
     finally:
         if engine.left is None or engine.left.frame is not frame:
             memory.tensors.clear()
+    if engine.left is None or engine.left.frame is not frame:
+        stepped(engine, compiled, frame.records)
     return tuple(gradients.get(i) for i in range(len(frame.inputs)))
 
 
@@ -410,7 +414,7 @@ def _execute(engine: Engine, frame: Frame, phase: Phase, left: Left | None = Non
     delays = Delays(knobs.check_seed()) if memory.check else None
     # The host waits for what the caller may read or change next: weights, and at the end of a backward gradients.
     visible: tuple[Queue, ...] = ("h2d", "d2h") if phase == "backward" or compiled.mutated else ("h2d",)
-    fence = engine.device.fence(visible, timed=knobs.trace())
+    fence = engine.device.fence(visible, timed=timed(engine, compiled))
     behind = Behind() if phase == "backward" and compiled.schedule.run_ahead else None
     options: dict[str, Any] = {"paced": engine.throttle is not None, "behind": behind}
     began_us = max((r.end_us for r in frame.records), default=0.0)

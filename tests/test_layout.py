@@ -18,6 +18,7 @@ TORCH_IN_RUNTIME = {"runtime/cpu.py", "runtime/cuda.py", "runtime/arena.py", "ru
 TORCH_IN_RUNTIME |= {"runtime/host_adam.py", "runtime/update_torch.py"}  # they work on tensors
 PRIVATE_TORCH = {"mtcompile/capture.py", "mtcompile/internals.py"}  # APIs with a leading underscore
 NEVER_IMPORTED = {"pickle", "cPickle", "dill", "cloudpickle"}  # loading runs code from the file
+PAGE_PARTS = {".html", ".css", ".js"}  # of the timeline
 PACKAGING = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 
 
@@ -239,7 +240,10 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     modules = {name.removesuffix(".py").replace("/", ".") for name in names if name.endswith(".py")}
     assert {module.removesuffix(".__init__") for module in modules} == {module_name(path) for path in sources(*LAYERS)}
     assert "mtcompile/py.typed" in names
+    parts = {f"mtcompile/viz/{path.name}" for path in (ROOT / "mtcompile/viz").iterdir() if path.suffix in PAGE_PARTS}
+    assert len(parts) == 7 and parts <= set(names)
     others = [name for name in names if not name.endswith((".py", "py.typed")) and ".dist-info/" not in name]
+    others = [name for name in others if name not in parts]
     assert len(others) <= 1 and all(name.startswith("mtcompile/runtime/_update.") for name in others), others
     assert others or not shutil.which("gcc") or sys.platform != "linux", "gcc is here, and the update kernels were not built"
 
