@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -45,7 +46,8 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             try:
-                return super().invoke(ctx)
+                with _quiet():
+                    return super().invoke(ctx)
             finally:
                 sys.stdout.flush()  # a full disk is noticed here, not after the exit code has been given
         except Exception as error:
@@ -59,6 +61,18 @@ class Commands(TyperGroup):
         except KeyboardInterrupt:
             print(f"mtcompile {ctx.invoked_subcommand}: interrupted", file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's logs of errors, tracebacks among them, that are then raised and said in a sentence."""
+    before = logging.root.manager.disable
+    if not knobs.debug():
+        logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def told(error: Exception) -> tuple[str, int]:

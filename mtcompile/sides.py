@@ -3,6 +3,7 @@ optimizer on the same data. ``verifying`` compares what they make, ``mtcompile b
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Mapping
@@ -75,6 +76,8 @@ def subject(asked: Asked, model: str | nn.Module | Callable[..., Any], data: Map
     else:
         module, data = made(model, asked.batch, asked.seq)
         module.train()
+    if asked.device.where.type == "cpu":
+        _works(module, data)
     if asked.memory is None:
         resident = _resident_bytes(asked, module, data, tell)
     memory = resident // 2 if resident is not None else asked.memory
@@ -83,7 +86,8 @@ def subject(asked: Asked, model: str | nn.Module | Callable[..., Any], data: Map
 
 
 def _refuse_giants(asked: Asked, model: str | Callable[..., Any]) -> None:
-    with without_memory():
+    state = 0
+    with without_memory(), contextlib.suppress(ValueError):  # not every factory works there; what is wrong is said later
         module, _ = made(model, asked.batch, asked.seq)
         state = 4 * sum(p.numel() * p.element_size() for p in module.parameters())
     needed, free = 2 * state, int(psutil.virtual_memory().available)
@@ -93,6 +97,19 @@ def _refuse_giants(asked: Asked, model: str | Callable[..., Any]) -> None:
             "take a smaller one, such as the same configuration with fewer layers",
             needed,
         )
+
+
+def _works(module: nn.Module, data: Mapping[str, Any]) -> None:
+    """Raises ValueError for a model that plain PyTorch cannot run, before anything is said of compiling it."""
+    with torch.no_grad():
+        try:
+            output = copy.deepcopy(module)(**data)
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [""])[0]
+            raise ValueError(
+                f"expected a model that plain PyTorch runs, found that its call raises {type(error).__name__}: {reason}"
+            ) from error
+    loss_of(output)
 
 
 def _resident_bytes(asked: Asked, module: nn.Module, data: Mapping[str, Any], tell: Tell) -> int:
@@ -210,8 +227,6 @@ class Plain(Side):
                 parameter.data = parameter.data.to(home)
                 if self.split is not None:
                     self.split.moved(parameter)
-        if self.split is not None:
-            self.split.take_any()  # gradients that are added up, or scaled, are fp32 then
         self.data = {k: v.to(self.where) if isinstance(v, Tensor) else v for k, v in what.data.items()}
         self.optimizer = asked.optimizer(self.holder)
         if self.split is not None:
@@ -225,6 +240,8 @@ class Plain(Side):
         return f"plain PyTorch {torch.__version__} on {self.where}, {torch.get_num_threads()} threads{parts}; {update}"
 
     def forward_backward(self) -> Tensor:
+        for parameter in self.model.parameters():
+            parameter.grad_dtype = parameter.dtype
         if self.asked.accumulate == 1:
             loss = loss_of(self.model(**self.data))
             loss.backward()
@@ -232,26 +249,31 @@ class Plain(Side):
             loss = self._accumulated()
         if self.model is not self.holder:
             for mine, its in zip(self.holder.parameters(), self.model.parameters(), strict=True):
-                mine.grad = None if its.grad is None else its.grad.to(mine.device)
+                mine.grad = None
+                if its.grad is not None:
+                    _give(mine, its.grad.to(mine.device))
         return loss.detach()
 
     def _accumulated(self) -> Tensor:
         """One backward after the other; the loss is what ``compile(accumulate=)`` says it is."""
-        losses, total = [], torch.zeros(())
+        losses: list[Tensor] = []
         counted: list[tuple[int, int, bool]] = []
         for part in micro_batches(self.data, self.asked.accumulate):
             with counting_losses(counted):
                 losses.append(loss_of(self.model(**part)))
-        for place, (loss, share) in enumerate(zip(losses, _shares(losses, counted), strict=True)):
-            weighted = share(loss)
-            if place and self.split is not None:
+        weighted = [share(loss) for loss, share in zip(losses, _shares(losses, counted), strict=True)]
+        sums: dict[nn.Parameter, Tensor] = {}
+        for loss in weighted:
+            loss.backward()
+            if self.split is not None:  # each gradient is bf16, their sum is fp32
                 for parameter in self.model.parameters():
-                    if parameter.grad is not None and parameter.is_floating_point():
-                        parameter.grad_dtype = None
-                        parameter.grad = parameter.grad.float()
-            weighted.backward()
-            total = weighted.detach() if place == 0 else total + weighted.detach()
-        return total.to(losses[0].dtype)
+                    if parameter.grad is not None:
+                        wide, parameter.grad = parameter.grad.float(), None
+                        sums[parameter] = sums[parameter] + wide if parameter in sums else wide
+        for parameter, total in sums.items():
+            _give(parameter, total)
+        of_all = functools.reduce(torch.add, (loss.detach() for loss in weighted))
+        return of_all.to(losses[0].dtype)
 
     def step(self) -> None:
         norm = self.asked.max_grad_norm
@@ -273,10 +295,16 @@ class Plain(Side):
         factor = (most / (torch.linalg.vector_norm(torch.stack(norms)) + 1e-6)).clamp(max=1.0)
         for parameter in having:
             assert parameter.grad is not None
-            parameter.grad = parameter.grad.float() * factor
+            _give(parameter, parameter.grad.float() * factor)
 
     def masters(self) -> Mapping[str, Tensor]:
         return {} if self.split is None else self.split.tensors()
+
+
+def _give(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """A gradient that is wider than its parameter."""
+    parameter.grad_dtype = None
+    parameter.grad = gradient
 
 
 def _shares(losses: list[Tensor], counted: list[tuple[int, int, bool]]) -> list[Callable[[Tensor], Tensor]]:
