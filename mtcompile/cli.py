@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mtcompile import cli_train, cli_verify
+from mtcompile import cli_bench, cli_train, cli_verify
 from mtcompile.cli_common import BAD, DOES_NOT_FIT, FINE, WIDTH, Commands, Precisions, Update, progress
 
 app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -138,3 +138,4 @@ def plan(
 
 app.command()(cli_verify.verify)
 app.command()(cli_train.train)
+app.command()(cli_bench.bench)
