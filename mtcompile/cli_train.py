@@ -100,7 +100,11 @@ def _stopping() -> Iterator[Callable[[], bool]]:
         nonlocal asked
         asked = True
         signal.signal(signal.SIGINT, before)
-        print("\nmtcompile train: stopping after this step; Ctrl-C again stops now", file=sys.stderr, flush=True)
+        print(
+            "\nmtcompile train: stopping after this step; Ctrl-C again stops now, and saves nothing",
+            file=sys.stderr,
+            flush=True,
+        )
 
     before = signal.signal(signal.SIGINT, ask)
     try:

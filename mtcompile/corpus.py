@@ -89,15 +89,16 @@ def _standard_library() -> Any:
     return np.frombuffer(bytes(text[:_STDLIB_BYTES]), np.uint8)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Windows:
     """A stream cut into windows of ``seq`` tokens and the one that follows, so that every token but the first is a target
-    once. The last of them are held out."""
+    once. The last of them are held out. ``order``: of the epoch that was asked for last."""
 
     stream: Any
     seq: int
     trained: int
     held_out: int
+    order: tuple[int, Tensor] | None = None
 
     @staticmethod
     def cut(stream: Any, seq: int, batch: int) -> Windows:
@@ -106,8 +107,8 @@ class Windows:
         held_out = max(1, int(count * _HELD_OUT))
         if count - held_out < batch:
             raise ValueError(
-                f"expected at least {(batch + 1) * seq + 1} tokens for a batch of {batch} and one window of {seq} held out, found "
-                f"{len(stream)}: give more --data, or a smaller --batch or --seq"
+                f"expected at least {(batch + 1) * seq + 1} tokens for a batch of {batch} and one window of {seq} held out, "
+                f"found {len(stream)}: give more --data, or a smaller --batch or --seq"
             )
         return Windows(stream, seq, count - held_out, held_out)
 
@@ -117,7 +118,10 @@ class Windows:
         chosen = []
         for sample in range(first, first + batch):
             epoch, place = divmod(sample, self.trained)
-            chosen.append(int(_order(self.trained, seed, epoch)[place]))
+            if self.order is None or self.order[0] != epoch:
+                generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+                self.order = epoch, torch.randperm(self.trained, generator=generator)
+            chosen.append(int(self.order[1][place]))
         return self._taken(chosen)
 
     def evaluation(self, batch: int, most: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -132,7 +136,3 @@ class Windows:
         rows = [self.stream[n * self.seq : n * self.seq + self.seq + 1].astype(np.int64) for n in windows]
         taken = torch.from_numpy(np.stack(rows))
         return taken[:, :-1].contiguous(), taken[:, 1:].contiguous()
-
-
-def _order(count: int, seed: int, epoch: int) -> Tensor:
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))

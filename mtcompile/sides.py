@@ -27,6 +27,7 @@ from mtcompile.precision import Precision
 from mtcompile.runtime.device import Device
 from mtcompile.runtime.schedule import gib
 from mtcompile.sources import made
+from mtcompile.updates import update_options
 
 Tell = Callable[[str, int, int], object]
 _UNLIMITED = 2**60
@@ -66,6 +67,7 @@ class Subject:
 def subject(asked: Asked, model: str | nn.Module | Callable[..., Any], data: Mapping[str, Any] | None, tell: Tell) -> Subject:
     """Raises ValueError, and BudgetError for what this machine cannot hold twice."""
     resident = None
+    update_options("backward", asked.max_grad_norm, False, "stop")  # clipping is checked here whenever it is done
     if not isinstance(model, nn.Module):
         _refuse_giants(asked, model)
     torch.manual_seed(asked.seed)
@@ -308,8 +310,8 @@ def _give(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 
 def _shares(losses: list[Tensor], counted: list[tuple[int, int, bool]]) -> list[Callable[[Tensor], Tensor]]:
-    """What each micro-batch's loss is multiplied by. ``counted``: of all cross-entropies that ran: reduction, tokens that count,
-    whether classes are weighted."""
+    """What each micro-batch's loss is multiplied by. ``counted``: of all cross-entropies that ran: reduction, tokens that
+    count, whether classes are weighted."""
     reductions = {reduction for reduction, _, _ in counted}
     if reductions == {SUM}:
         return [lambda loss: loss] * len(losses)

@@ -1,12 +1,10 @@
-"""A small trainer: ``mtcompile train``. Everything but ``compile`` is an ordinary PyTorch loop, and its losses are that loop's."""
+"""A small trainer: ``mtcompile train``. All but ``compile`` is an ordinary PyTorch loop, and its losses are that loop's."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -14,16 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
+from mtcompile.checkpoint import CHECKPOINT, Checkpointed, resumed, save
 from mtcompile.corpus import Windows, tokens
 from mtcompile.device import choose
 from mtcompile.errors import StepError
 from mtcompile.module import compile
-from mtcompile.passes.step_graph import generator_state, set_generator_state
 from mtcompile.sources import language_model
 
-CHECKPOINT = "checkpoint.pt"
 _EVALUATED = 8  # batches, at most
 _FINAL = 0.1  # of the learning rate, at the end of the cosine
 
@@ -111,11 +107,12 @@ def train(recipe: Recipe, tell: Tell = lambda row, model: None, stop: Callable[[
     windows = Windows.cut(stream, recipe.seq, recipe.batch)
     torch.manual_seed(recipe.seed)
     model, optimizer, where = prepared(recipe, used)
-    step = resumed(recipe, model, optimizer, where)
+    trained = Checkpointed(model, optimizer, where, recipe.seed)
+    step = 0 if recipe.resume is None else resumed(recipe.resume, trained, recipe.steps)
     rows: list[Row] = []
     evaluated: Evaluated | None = None
     interrupted = False
-    with saving(recipe, model, optimizer, where, rows), written(recipe) as write:
+    with saving(recipe, trained, rows), written(recipe) as write:
         while step < recipe.steps and not interrupted:
             step += 1
             rows.append(one_step(recipe, model, optimizer, windows, step))
@@ -216,6 +213,19 @@ def evaluation(recipe: Recipe, model: Any, windows: Windows, step: int) -> Evalu
 
 
 @contextlib.contextmanager
+def saving(recipe: Recipe, trained: Checkpointed, rows: list[Row]) -> Iterator[None]:
+    """At the end, and where a full disk or a closed pipe stops it, which is between two steps."""
+    try:
+        yield
+    except OSError:
+        if recipe.save is not None and rows:
+            save(recipe.save, trained, rows[-1].step)
+        raise
+    if recipe.save is not None and rows:
+        save(recipe.save, trained, rows[-1].step)
+
+
+@contextlib.contextmanager
 def written(recipe: Recipe) -> Iterator[Callable[[Row | Evaluated], None]]:
     """One JSON object a line, there as soon as its step is done."""
     if recipe.metrics is None:
@@ -228,64 +238,6 @@ def written(recipe: Recipe) -> Iterator[Callable[[Row | Evaluated], None]]:
             file.flush()
 
         yield write
-
-
-# ---------------------------------------------------------------------------------------------------------- checkpoints
-
-
-@contextlib.contextmanager
-def saving(recipe: Recipe, model: Any, optimizer: torch.optim.Optimizer, where: str, rows: list[Row]) -> Iterator[None]:
-    """At the end, and where something but the model stops it: a full disk, a second Ctrl-C between two steps."""
-    try:
-        yield
-    except (OSError, KeyboardInterrupt):
-        if recipe.save is not None and rows:
-            save(recipe, model, optimizer, where, rows[-1].step)
-        raise
-    if recipe.save is not None and rows:
-        save(recipe, model, optimizer, where, rows[-1].step)
-
-
-def save(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, where: str, step: int) -> None:
-    """Tensors and numbers only, which ``torch.load(weights_only=True)`` reads; whole, or not at all. Raises OSError."""
-    assert recipe.save is not None
-    path = recipe.save / CHECKPOINT
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "seed": recipe.seed}
-    new = path.with_suffix(".new")
-    try:
-        with new.open("wb") as file:
-            torch.save(state | {"generator": generator_state(where)}, file)
-        os.replace(new, path)
-    except (OSError, RuntimeError) as error:  # torch's own where a write fails
-        new.unlink(missing_ok=True)
-        free = shutil.disk_usage(recipe.save).free
-        raise OSError(f"could not write {path}, with {free} bytes free there: {error}") from error
-
-
-def resumed(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, where: str) -> int:
-    """The steps that have been done. Raises ValueError for what is no checkpoint of this model."""
-    if recipe.resume is None:
-        return 0
-    path = recipe.resume / CHECKPOINT
-    if not path.exists():
-        raise ValueError(f"expected --resume to name a folder that --save wrote, found no {path}")
-    try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        done, seed = int(state["step"]), int(state["seed"])
-        generator: Tensor = state["generator"]
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(
-            f"expected a checkpoint of {recipe.model} in {path}, found one that cannot be used: {reason}"
-        ) from error
-    if seed != recipe.seed:
-        raise ValueError(f"expected --seed {seed}, as {path} was trained with, found {recipe.seed}")
-    if done >= recipe.steps:
-        raise ValueError(f"expected --steps above the {done} that {path} has been trained for, found {recipe.steps}")
-    set_generator_state(where, generator)
-    return done
 
 
 def summary(recipe: Recipe, model: Any, step: int, rows: list[Row], evaluated: Evaluated | None, interrupted: bool) -> Summary:
