@@ -69,7 +69,10 @@ def _numbers(file: Path, vocabulary: int) -> Any:
             raise ValueError(f"expected tokens of {dtype.itemsize} bytes in {file}, found {file.stat().st_size} bytes")
         array: Any = np.memmap(file, dtype, "r")
     else:
-        array = np.load(file, mmap_mode="r", allow_pickle=False)
+        try:
+            array = np.load(file, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise ValueError(f"expected an array of numbers in {file}: {error}") from None
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueError(f"expected one row of whole numbers in {file}, found {array.dtype} of shape {array.shape}")
     if len(array) and (int(array.max()) >= vocabulary or int(array.min()) < 0):

@@ -108,7 +108,7 @@ def test_every_help_has_an_example_and_exit_codes_and_json(name: str) -> None:
     ("arguments", "code", "said"),
     [
         (("verfy", "gpt-11m"), 2, "No such command 'verfy'"),
-        (("plan",), 2, "Missing argument 'MODEL'"),
+        (("plan",), 2, "Missing argument 'model'"),
         (("verify", "gpt-11m", "--stpes", "3"), 2, "--stpes"),
         (("verify", "nobody"), 2, "expected a model among gpt-11m"),
         (("verify", "{own}"), 2, "expected file.py:factory"),
