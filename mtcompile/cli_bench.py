@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +14,7 @@ import typer
 from mtcompile.cli_common import Kernels, Precisions, Update, progress
 
 if TYPE_CHECKING:
+    from mtcompile.passes.planner import Tell
     from mtcompile.sides import Asked, Compiled, Plain
 
 _WARMUPS = 2
@@ -103,7 +104,7 @@ def bench(
     print(json.dumps(asdict(found), indent=1) if as_json else found)
 
 
-def measured(model: str, asked: Asked, steps: int, tell: Callable[[str, int, int], object]) -> Bench:
+def measured(model: str, asked: Asked, steps: int, tell: Tell) -> Bench:
     """Raises what ``verify`` does."""
     import torch
 

@@ -56,11 +56,15 @@ class Commands(TyperGroup):
             sentence, code = told(error)
             if isinstance(error, OSError):
                 _drop_output()
-            print(f"mtcompile {ctx.invoked_subcommand}: {sentence}", file=sys.stderr)
+            print(f"{_name(ctx)}: {sentence}", file=sys.stderr)
             raise typer.Exit(code) from None
         except KeyboardInterrupt:
-            print(f"mtcompile {ctx.invoked_subcommand}: interrupted", file=sys.stderr)
+            print(f"{_name(ctx)}: interrupted", file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
+
+
+def _name(context: Any) -> str:
+    return f"mtcompile {context.invoked_subcommand or ''}".rstrip()
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from mtcompile.machine import machine_of
 from mtcompile.masters import cast
 from mtcompile.module import compile
 from mtcompile.passes.accumulate import MEAN, SUM
+from mtcompile.passes.planner import Tell
 from mtcompile.passes.step_graph import generator_state, set_generator_state
 from mtcompile.precision import Precision
 from mtcompile.runtime.device import Device
@@ -29,7 +30,6 @@ from mtcompile.runtime.schedule import gib
 from mtcompile.sources import made
 from mtcompile.updates import update_options
 
-Tell = Callable[[str, int, int], object]
 _UNLIMITED = 2**60
 
 
@@ -78,8 +78,7 @@ def subject(asked: Asked, model: str | nn.Module | Callable[..., Any], data: Map
     else:
         module, data = made(model, asked.batch, asked.seq)
         module.train()
-    if asked.device.where.type == "cpu":
-        _works(module, data)
+    _works(asked, module, data)
     if asked.memory is None:
         resident = _resident_bytes(asked, module, data, tell)
     memory = resident // 2 if resident is not None else asked.memory
@@ -101,17 +100,25 @@ def _refuse_giants(asked: Asked, model: str | Callable[..., Any]) -> None:
         )
 
 
-def _works(module: nn.Module, data: Mapping[str, Any]) -> None:
+def _works(asked: Asked, module: nn.Module, data: Mapping[str, Any]) -> None:
     """Raises ValueError for a model that plain PyTorch cannot run, before anything is said of compiling it."""
+    copied = copy.deepcopy(module)
+    cast(copied, asked.precision)
     with torch.no_grad():
         try:
-            output = copy.deepcopy(module)(**data)
+            output = copied.to(asked.device.where)(**_on(asked.device.where, data))
+        except torch.OutOfMemoryError:  # which is no mistake
+            return
         except Exception as error:
             reason = (str(error).strip().splitlines() or [""])[0]
             raise ValueError(
                 f"expected a model that plain PyTorch runs, found that its call raises {type(error).__name__}: {reason}"
             ) from error
     loss_of(output)
+
+
+def _on(where: torch.device, data: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.to(where) if isinstance(value, Tensor) else value for name, value in data.items()}
 
 
 def _resident_bytes(asked: Asked, module: nn.Module, data: Mapping[str, Any], tell: Tell) -> int:
@@ -229,7 +236,7 @@ class Plain(Side):
                 parameter.data = parameter.data.to(home)
                 if self.split is not None:
                     self.split.moved(parameter)
-        self.data = {k: v.to(self.where) if isinstance(v, Tensor) else v for k, v in what.data.items()}
+        self.data = _on(self.where, what.data)
         self.optimizer = asked.optimizer(self.holder)
         if self.split is not None:
             self.split.bind(self.optimizer)

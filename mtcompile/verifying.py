@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from mtcompile.device import choose
-from mtcompile.passes.planner import silent
+from mtcompile.passes.planner import Tell, silent
 from mtcompile.passes.step_graph import generator_state, set_generator_state
 from mtcompile.precision import precision_named
 from mtcompile.runtime.schedule import gib
-from mtcompile.sides import Asked, Compiled, Plain, Tell, subject
+from mtcompile.sides import Asked, Compiled, Plain, subject
 from mtcompile.sizes import parse_bytes
 
 # With kernels="inductor", of the largest element: some roundings of the weights' dtype, or what sums of many terms in another

@@ -83,15 +83,18 @@ def plain_losses(wanted: Recipe) -> list[float]:
 
 @pytest.mark.parametrize(
     "options",
-    [{"evaluate_every": 2}, {"update": "backward", "run_ahead": True, "accumulate": 2}],
+    [
+        {"hidden": 240, "layers": 2, "memory": "9MiB", "evaluate_every": 2},
+        {"memory": "512KiB", "update": "backward", "run_ahead": True, "accumulate": 2},
+    ],
     ids=["step", "backward, run ahead, accumulate"],
 )
 def test_losses_are_those_of_a_plain_loop(tmp_path: Path, options: dict[str, Any]) -> None:
-    wanted = recipe(tmp_path, hidden=200, layers=3, memory="8MiB", **options)
+    wanted = recipe(tmp_path, **options)
     rows: list[Row | Evaluated] = []
     made = train(wanted, lambda row, model: rows.append(row))
-    assert 1e6 < made.parameters < 2e6 and made.state_bytes > 2 * made.budget_device_bytes
-    assert 0 < made.peak_device_bytes <= made.budget_device_bytes == 8 * 2**20
+    assert made.parameters > 1e6 or "hidden" not in options
+    assert 0 < made.peak_device_bytes <= made.budget_device_bytes < 16 * made.parameters
     steps = [row for row in rows if isinstance(row, Row)]
     assert [row.loss for row in steps] == plain_losses(wanted)
     evaluated = [row for row in rows if isinstance(row, Evaluated)]

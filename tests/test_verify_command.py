@@ -135,6 +135,15 @@ def test_bits_are_bits() -> None:
     assert found is not None and "dtype torch.float32 in plain PyTorch, torch.float64 compiled" in str(found)
 
 
+def test_a_model_that_plain_pytorch_cannot_run_is_not_said_to_be_hard_to_capture() -> None:
+    with pytest.raises(ValueError, match="its call raises RuntimeError: mat1 and mat2 must have the same dtype"):
+        mtcompile.verify(Normed(), {"x": torch.randn(8, 32)}, precision="bf16", device="cpu")
+    with pytest.raises(ValueError, match="return its loss, or something with a loss, found Tensor of shape"):
+        mtcompile.verify(nn.Linear(4, 4), {"input": torch.randn(2, 4)}, device="cpu")
+    with pytest.raises(ValueError, match="expected steps of 1 or more"):
+        mtcompile.verify(Normed(), {"x": torch.randn(8, 32)}, steps=0, device="cpu")
+
+
 def test_random_numbers_in_micro_batches_are_not_compared() -> None:
     with pytest.raises(ValueError, match="draws random numbers"):
         mtcompile.verify(Normed(), {"x": torch.randn(8, 32)}, memory="1MiB", accumulate=2, device="cpu")
