@@ -93,8 +93,8 @@ def test_losses_are_those_of_a_plain_loop(tmp_path: Path, options: dict[str, Any
     wanted = recipe(tmp_path, **options)
     rows: list[Row | Evaluated] = []
     made = train(wanted, lambda row, model: rows.append(row))
-    assert made.parameters > 1e6 or "hidden" not in options
-    assert 0 < made.peak_device_bytes <= made.budget_device_bytes < 16 * made.parameters
+    assert 0 < made.peak_device_bytes <= made.budget_device_bytes
+    assert "hidden" not in options or (1e6 < made.parameters < 2e6 and 16 * made.parameters > 2 * made.budget_device_bytes)
     steps = [row for row in rows if isinstance(row, Row)]
     assert [row.loss for row in steps] == plain_losses(wanted)
     evaluated = [row for row in rows if isinstance(row, Evaluated)]
