@@ -20,12 +20,15 @@ if _TYPE_CHECKING:
     from mtcompile.errors import BudgetError, CaptureError, MtcompileError, StepError
     from mtcompile.forecast import Forecast, plan
     from mtcompile.module import CompiledModule, compile, master_parameters
+    from mtcompile.verifying import Verification, verify
 
 _LAZY = {
     "compile": "mtcompile.module",
     "plan": "mtcompile.forecast",
     "Forecast": "mtcompile.forecast",
     "CompiledModule": "mtcompile.module",
+    "Verification": "mtcompile.verifying",
+    "verify": "mtcompile.verifying",
     "master_parameters": "mtcompile.module",
     "BudgetError": "mtcompile.errors",
     "CaptureError": "mtcompile.errors",
@@ -39,9 +42,11 @@ __all__ = [
     "Forecast",
     "MtcompileError",
     "StepError",
+    "Verification",
     "compile",
     "master_parameters",
     "plan",
+    "verify",
 ]
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from mtcompile.forecast import Forecast
+from mtcompile.cli_common import WIDTH, planned
 
-_WIDTH = 128  # of tables that do not go to a terminal
 Model = Annotated[str, typer.Argument(help="a built-in shape (llama-8b), a Hugging Face config.json or file.py:factory")]
 Batch = Annotated[int, typer.Option(min=1, help="sequences per step")]
 Seq = Annotated[int, typer.Option(min=1, help="tokens per sequence")]
@@ -53,18 +51,15 @@ def explain(
     from mtcompile.explain import explain as explained
     from mtcompile.plan_table import plan_tables
 
-    made = _planned("explain", model, batch, seq, memory, host, machine, precision, optimizer, update, accumulate)
+    made = planned(model, **_options(locals()))
     assert made.planned is not None and made.source is not None
     if name:
-        try:
-            found = explained(made.planned, made.source, name)
-        except ValueError as error:
-            _stop("explain", str(error))
+        found = explained(made.planned, made.source, name)
         print(found.to_json(indent=1) if as_json else found)
     elif as_json:
         print(made.planned.plan.to_json(indent=1))
     else:
-        console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+        console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
         console.print(plan_tables(made.planned.plan, made.planned.schedule))
 
 
@@ -89,13 +84,10 @@ def trace(
     from mtcompile.trace_json import write
 
     if output.suffix != ".json":
-        _stop("trace", f"expected --output to name a .json file, found {output}")
-    made = _planned("trace", model, batch, seq, memory, host, machine, precision, optimizer, update, accumulate)
+        raise ValueError(f"expected --output to name a .json file, found {output}")
+    made = planned(model, **_options(locals()))
     assert made.planned is not None
-    try:
-        write(output, made.planned.schedule, simulate(made.planned.schedule), made.model)
-    except OSError as error:
-        _stop("trace", str(error))
+    write(output, made.planned.schedule, simulate(made.planned.schedule), made.model)
     print(f"wrote {output}: open it at https://ui.perfetto.dev or chrome://tracing")
 
 
@@ -121,52 +113,17 @@ def graph(
     from mtcompile.listings import print_readable
 
     if output.suffix not in (".dot", ".svg", ".txt"):
-        _stop("graph", f"expected --output to name a .dot, .svg or .txt file, found {output}")
-    made = _planned("graph", model, batch, seq, memory, host, machine, precision, optimizer, update, accumulate)
+        raise ValueError(f"expected --output to name a .dot, .svg or .txt file, found {output}")
+    made = planned(model, **_options(locals()))
     assert made.planned is not None
-    try:
-        if output.suffix == ".txt":
-            output.write_text(print_readable(made) + "\n")
-        else:
-            render(dot(made.planned.step, fold), output)
-    except (ValueError, OSError) as error:
-        _stop("graph", str(error))
+    if output.suffix == ".txt":
+        output.write_text(print_readable(made) + "\n")
+    else:
+        render(dot(made.planned.step, fold), output)
     print(f"wrote {output}")
 
 
-def _planned(
-    command: str,
-    model: str,
-    batch: int,
-    seq: int,
-    memory: str,
-    host: str,
-    machine: str,
-    precision: str,
-    optimizer: str,
-    update: str,
-    accumulate: int,
-) -> Forecast:
-    """A step that fits; else says why not, and ends."""
-    from mtcompile import cli
-    from mtcompile.errors import MtcompileError
-    from mtcompile.forecast import plan
-
-    sizes: dict[str, Any] = {"batch": batch, "seq": seq, "memory": memory or None, "host": host or None, "machine": machine}
-    options: dict[str, Any] = {"precision": precision, "optimizer": optimizer, "update": update, "accumulate": accumulate}
-    try:
-        with cli._progress() as tell:
-            made = plan(cli._model(model), tell=tell, **sizes, **options)
-    except (ValueError, MtcompileError) as error:
-        _stop(command, str(error))
-    if not made.feasible:
-        print(made, file=sys.stderr)
-        raise typer.Exit(cli.DOES_NOT_FIT)
-    return made
-
-
-def _stop(command: str, why: str) -> NoReturn:
-    from mtcompile.cli import WRONG
-
-    print(f"mtcompile {command}: {why}", file=sys.stderr)
-    raise typer.Exit(WRONG) from None
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    """Of a command's arguments, those that ``mtcompile.plan`` takes."""
+    names = ("batch", "seq", "memory", "host", "machine", "precision", "optimizer", "update", "accumulate")
+    return {name: given[name] for name in names}

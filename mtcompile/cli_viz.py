@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from mtcompile.cli_common import planned
 from mtcompile.runtime.schedule import FORMAT, Schedule, from_json
 
 
@@ -38,15 +38,13 @@ def viz(
 
     Exit code 0: written; 3: the step does not fit (--force shows the leanest plan); 2: something asked for is wrong.
     """
-    from mtcompile import cli
-    from mtcompile.errors import MtcompileError
     from mtcompile.viz import page
 
     options: dict[str, Any] = {
         "batch": batch,
         "seq": seq,
-        "memory": memory or None,
-        "host": host or None,
+        "memory": memory,
+        "host": host,
         "machine": machine,
         "precision": precision,
         "optimizer": optimizer,
@@ -57,16 +55,11 @@ def viz(
         "force": force,
     }
     write = {Format.html: page.write}[form]
-    try:
-        schedule = dumped(model)
-        about: dict[str, Any] = {"title": Path(model).name}
-        if schedule is None:
-            schedule, about = _planned(model, options)
-        made = write(schedule, output, **about)
-    except (ValueError, OSError, MtcompileError) as error:
-        print(f"mtcompile viz: {error}", file=sys.stderr)
-        raise typer.Exit(cli.WRONG) from None
-    print(made)
+    schedule = dumped(model)
+    about: dict[str, Any] = {"title": Path(model).name}
+    if schedule is None:
+        schedule, about = _planned(model, options)
+    print(write(schedule, output, **about))
 
 
 def dumped(path: str) -> Schedule | None:
@@ -82,16 +75,11 @@ def dumped(path: str) -> Schedule | None:
 
 
 def _planned(model: str, options: dict[str, Any]) -> tuple[Schedule, dict[str, Any]]:
-    """The schedule of a model, and what its page says of it. Exits where nothing fits."""
-    from mtcompile import cli
-    from mtcompile.forecast import plan
+    """The schedule of a model, and what its page says of it."""
     from mtcompile.viz.live import names_of
 
-    with cli._progress() as tell:
-        found = plan(cli._model(model), tell=tell, **options)
-    if found.planned is None:
-        print(f"{found}\nmtcompile viz: nothing to show; --force shows the leanest plan", file=sys.stderr)
-        raise typer.Exit(cli.DOES_NOT_FIT)
-    planned = found.planned
+    found = planned(model, **options)
+    made = found.planned
+    assert made is not None
     title = f"{found.model} on {found.machine}"
-    return planned.schedule, {"plan": planned.plan, "title": title, "names": names_of(planned.schedule, planned.step)}
+    return made.schedule, {"plan": made.plan, "title": title, "names": names_of(made.schedule, made.step)}

@@ -65,7 +65,7 @@ class Report:
 
 def examine(device: Device, quick: bool = False, tell: Callable[[str], object] = lambda text: None) -> Report:
     """Look at the limits, measure, and remember the machine. ``tell``: is told what takes time."""
-    found = limits(device)
+    found = limits(device) + misspelt()
     effort = QUICK if quick or psutil.virtual_memory().available < 4 * FULL.nbytes else FULL
     tell(f"measuring {name_of(device.where)}, some seconds ...")
     try:
@@ -78,6 +78,15 @@ def examine(device: Device, quick: bool = False, tell: Callable[[str], object] =
     file = remember(device.where, measured)
     machine, rows = measured.machine, measured.measurements
     return Report(machine, rows, hints_of(machine), found, versions(), parts(device), knobs.listed(), str(file or ""))
+
+
+def misspelt() -> tuple[Limit, ...]:
+    """Of environment variables that look like ours and that nobody reads."""
+    known = ", ".join(knobs.listed())
+    return tuple(
+        Limit(name, "is set", None, "watch", "mtcompile reads no such variable", f"set {meant}" if meant else f"one of {known}")
+        for name, meant in knobs.unknown().items()
+    )
 
 
 def hints_of(machine: Machine) -> tuple[str, ...]:

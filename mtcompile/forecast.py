@@ -218,7 +218,7 @@ def _sized(question: _Question, batch: int, seq: int, like: _Sized | None = None
     question.tell("capturing the step", 0, 0)
     traced, data = _traced(question, batch // question.accumulate, seq)
     chunks = like.chunks if like else _chunks(traced, question.budgets.device)
-    return _chunked(question, traced, _tokens(data) * question.accumulate, chunks, like)
+    return _chunked(question, traced, tokens_of(data) * question.accumulate, chunks, like)
 
 
 def _chunked(question: _Question, traced: Traced, tokens: int, chunks: int, like: _Sized | None = None) -> _Sized:
@@ -351,7 +351,7 @@ def _parameters(step: fx.GraphModule) -> list[torch.Tensor]:
     return [node.meta["val"] for spec, node in specs if spec.role == "param"]
 
 
-def _tokens(data: Mapping[str, Any]) -> int:
+def tokens_of(data: Mapping[str, Any]) -> int:
     """Integers of the largest integer input, which is what a language model calls tokens; else samples."""
     tensors = [v for v in data.values() if isinstance(v, torch.Tensor)]
     whole = [t.numel() for t in tensors if not t.is_floating_point()]

@@ -121,6 +121,22 @@ def _refusing(clip: Callable[..., Any]) -> Callable[..., Any]:
     return refusing
 
 
+def counting_losses(losses: list[tuple[int, int, bool]]) -> contextlib.AbstractContextManager[Any]:
+    """Inside, every cross-entropy that runs adds (reduction, tokens that count, whether classes are weighted) to ``losses``."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    kinds = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in kinds:
+                _, target, weight, reduction, ignored = args
+                losses.append((reduction, int((target != ignored).sum()), weight is not None))
+            return func(*args, **(kwargs or {}))
+
+    return Counting()  # type: ignore[no-untyped-call]
+
+
 def storage_holders(tensor: torch.Tensor) -> int:
     """How many tensors and storages share the tensor's memory, those of C++ included."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

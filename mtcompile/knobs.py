@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 
 
@@ -16,7 +17,7 @@ def check_seed() -> int:
 
 
 def debug() -> int:
-    """MT_DEBUG=0..5: 1 prints the plan, 2 the schedule, 3 the step graph after each pass."""
+    """MT_DEBUG=0..5: 1 prints the plan, 2 the schedule, 3 the step graph after each pass; commands show tracebacks."""
     return int(os.environ.get("MT_DEBUG", "0") or 0)
 
 
@@ -68,3 +69,10 @@ def listed() -> dict[str, tuple[str | None, str]]:
             name = about.partition("=")[0]
             found[name] = (os.environ.get(name), meaning.strip().rstrip("."))
     return found
+
+
+def unknown() -> dict[str, str]:
+    """name -> the variable that may have been meant, or nothing; of every MT_ variable that is set and that nobody reads."""
+    known = list(listed())
+    strange = sorted(name for name in os.environ if name.startswith("MT_") and name not in known)
+    return {name: next(iter(difflib.get_close_matches(name, known, 1)), "") for name in strange}

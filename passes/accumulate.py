@@ -25,7 +25,7 @@ from mtcompile.passes.regions import assign, in_order
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, placeholders, step_outputs
 
 aten = torch.ops.aten
-_MEAN, _SUM = 1, 2  # of nll_loss's reductions
+MEAN, SUM = 1, 2  # of nll_loss's reductions
 _LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 Region = tuple[str, int]
 
@@ -114,10 +114,10 @@ def _weights(loss: fx.Node, own: set[fx.Node]) -> Weights:
             stack += [operand for operand in node.all_input_nodes if operand not in seen]
             seen.update(node.all_input_nodes)
     reductions = {node.args[3] for node in losses}
-    if reductions == {_SUM}:
+    if reductions == {SUM}:
         _check_sums(losses, seen, own)
         return Weights("sum")
-    if reductions == {_MEAN} and len(losses) == 1 and losses[0].args[2] is None:
+    if reductions == {MEAN} and len(losses) == 1 and losses[0].args[2] is None:
         return Weights("tokens", losses[0].args[1].name, int(losses[0].args[4]))
     return Weights("equal")
 

@@ -1,0 +1,35 @@
+"""``mtcompile.verify`` and ``mtcompile bench`` on a device with memory of its own, where weights may be updated on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import mtcompile
+from mtcompile.cli_bench import measured
+from mtcompile.device import choose
+from mtcompile.precision import precision_named
+from mtcompile.sides import Asked
+from tests.device.models import make
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"update": "backward", "max_grad_norm": 0.5}, {"precision": "bf16-master32", "max_grad_norm": 0.5}],
+    ids=["step", "backward", "masters"],
+)
+@pytest.mark.parametrize("memory", [None, "1GiB"])
+def test_plain_and_compiled_are_equal(memory: str | None, options: dict[str, Any], device: torch.device) -> None:
+    module, data = make("decoder" if "precision" in options else "dropping")
+    found = mtcompile.verify(module, data, memory=memory, device=device, **options)
+    assert found.equal, str(found)
+    assert str(device) in found.reference and found.compared["weight"] > 0
+
+
+def test_both_are_measured(device: torch.device) -> None:
+    asked = Asked(choose(device), precision_named("model"), memory=64 * 2**20, batch=1, seq=16)
+    found = measured("gpt-11m", asked, 1, lambda text, done, of: None)
+    assert found.plain is not None and found.time_ratio is not None and found.device == str(device)
+    assert 0 < found.compiled.peak_device_bytes <= 64 * 2**20  # type: ignore[operator]
