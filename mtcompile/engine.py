@@ -24,11 +24,12 @@ from mtcompile.kernels import Built, EagerKernels, InductorKernels
 from mtcompile.knobs import cuda_graphs
 from mtcompile.machine import machine_of
 from mtcompile.passes import rewrite
-from mtcompile.passes.accumulate import Micro, Weights, repeat, weights_of
+from mtcompile.passes.accumulate import Micro, repeat, weights_of
 from mtcompile.passes.build import build
 from mtcompile.passes.check import check_schedule, same_computation
 from mtcompile.passes.cost import Machine
 from mtcompile.passes.loss_head import chunk_loss
+from mtcompile.passes.loss_weights import Weights
 from mtcompile.passes.normalize import normalize
 from mtcompile.passes.planner import (
     BIT_EQUAL,

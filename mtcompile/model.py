@@ -20,7 +20,7 @@ from mtcompile.passes.cost import Machine
 from mtcompile.passes.planner import DoesNotFit, Planned
 from mtcompile.passes.state import Budgets
 from mtcompile.precision import Precision
-from mtcompile.program import Collected, Program
+from mtcompile.program import Collected, DifferentMicroBatches, Program
 from mtcompile.runtime.device import Device
 from mtcompile.runtime.schedule import gib
 from mtcompile.updates import UpdateOptions, UpdatesInBackward
@@ -95,6 +95,12 @@ class ModelEngine(Engine):
             return self._captured(*args, **kwargs)
         if self.masters is not None:
             self.masters.take_any()
+        try:
+            return self._in_micro_batches(args, kwargs)
+        except DifferentMicroBatches:  # a model may settle at its first call what it does from then on
+            return self._in_micro_batches(args, kwargs)
+
+    def _in_micro_batches(self, args: Any, kwargs: Any) -> Any:
         self.collected = Collected(self.accumulate, self.masters is not None)
         try:
             for some, named in capture.micro_batches((args, kwargs), self.accumulate):

@@ -96,6 +96,10 @@ class Frame:
         self.evicted = True
 
 
+class DifferentMicroBatches(StepError):
+    """Of one batch; nothing has run yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class Collected:
     """The calls that make one step of ``count`` micro-batches; ``wide``: as ``Micro``."""
@@ -185,7 +189,10 @@ class Program:
         """One micro-batch's call; the last one runs them all, and returns what they make together."""
         collected.calls.append((self, inputs))
         if any(program is not self for program, _ in collected.calls):
-            raise StepError("expected micro-batches that run the same operations on the same shapes, found others")
+            raise DifferentMicroBatches(
+                f"accumulate={collected.count}: expected micro-batches that run the same operations on the same shapes, found "
+                "others: what the model does seems to depend on how often it was called"
+            )
         if len(collected.calls) < collected.count:
             return tuple(inputs[0].new_empty(0) for _ in self.description.outputs)  # nobody will see them
         (_, first), *others = collected.calls
@@ -241,7 +248,8 @@ class _Step(torch.autograd.Function):
             return (None,) * (2 + len(frame.inputs))
         updates = ctx.program.engine.updates
         if updates is not None:
-            updates.begin([ref() for ref in frame.outputs], tangents, internals.accumulates(ctx))
+            planned = frame.compiled.step.meta.get("updated")
+            updates.begin(planned, [ref() for ref in frame.outputs], tangents, internals.accumulates(ctx))
         with failing(updates):
             gradients = run_backward(ctx.program, frame, tangents)
         if updates is not None:

@@ -21,7 +21,7 @@ from mtcompile.internals import counting_losses, without_memory
 from mtcompile.machine import machine_of
 from mtcompile.masters import cast
 from mtcompile.module import compile
-from mtcompile.passes.accumulate import MEAN, SUM
+from mtcompile.passes.loss_weights import MEAN, SUM
 from mtcompile.passes.planner import Tell
 from mtcompile.passes.step_graph import generator_state, set_generator_state
 from mtcompile.precision import Precision

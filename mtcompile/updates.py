@@ -163,11 +163,19 @@ class UpdatesInBackward:
                 f"into the model and its optimizer (load_state_dict of both; {saved}) before going on"
             )
 
-    def begin(self, outputs: Sequence[Tensor | None], tangents: Sequence[Tensor | None], accumulates: bool) -> None:
-        """Before a backward: everything is checked while nothing has changed. ``outputs``: those that are still there;
-        ``accumulates``: this is a call of backward(). Raises StepError."""
+    def begin(
+        self,
+        planned: frozenset[str] | None,
+        outputs: Sequence[Tensor | None],
+        tangents: Sequence[Tensor | None],
+        accumulates: bool,
+    ) -> None:
+        """Before a backward: everything is checked while nothing has changed. ``planned``: the names when the forward ran;
+        ``outputs``: those that are still there; ``accumulates``: this is a call of backward(). Raises StepError."""
         self.check()
         names = self.names()
+        if names != planned:
+            raise StepError("the optimizer's parameters are others than when this forward ran; run the forward again")
         model, optimizer = self.model(), self.optimizer
         assert model is not None and optimizer is not None
         if not self._stepped:

@@ -4,9 +4,9 @@ Each region runs all micro-batches, one after the other, before the next region 
 pass, and its gradients, summed over the micro-batches in their order, leave once. It is done to the joint graph, so that
 everything after plans, proves and runs it like any other operations.
 
-The loss is the micro-batches' mean, weighted by the tokens that count: where it comes from one mean cross-entropy, each weighs
-as many as are not ignored (one without any weighs nothing, and does not make the loss NaN); where its cross-entropies
-are sums, the losses are added up; else all weigh alike. Outputs with the batch in front are put together again. Buffers
+The loss is what it would be over the whole batch, as far as it is linear in the micro-batches' (``loss_weights``): weighted by
+the tokens that count, added up, or averaged. A micro-batch without any token that counts weighs nothing, and does not make the
+loss NaN. Outputs with the batch in front are put together again. Buffers
 that change go from micro-batch to micro-batch. Random numbers are drawn region by region.
 """
 
@@ -21,12 +21,11 @@ import torch
 from torch import fx
 
 from mtcompile.passes.loss_head import Add, adder
+from mtcompile.passes.loss_weights import Weights, weights
 from mtcompile.passes.regions import assign, in_order
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, placeholders, step_outputs
 
 aten = torch.ops.aten
-MEAN, SUM = 1, 2  # of nll_loss's reductions
-_LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 Region = tuple[str, int]
 
 
@@ -56,26 +55,13 @@ class Micro:
         return replace(spec, index=self.index(spec.index, micro), name=name)
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Of micro-batches in a loss. ``target``: name of the node whose elements other than ``ignored`` are counted."""
-
-    kind: str  # "tokens", "sum", "equal"
-    target: str = ""
-    ignored: int = 0
-
-    def __str__(self) -> str:
-        ways = {"tokens": "averaged over the tokens that count", "sum": "added up", "equal": "averaged, each weighing alike"}
-        return f"their losses {ways[self.kind]}"
-
-
 def weights_of(joint: fx.GraphModule, micro: Micro) -> dict[int, Weights]:
     """Of each scalar output (by index), from the captured graph, before anything is rewritten. Raises NotImplementedError for
     a loss whose share cannot be told."""
     found, own = {}, _own(joint, micro)
     for spec, value in zip(joint.meta["outputs"], step_outputs(joint), strict=True):
         if spec.kind == "output" and _is_loss(value, _rows(joint, micro)):
-            found[spec.index] = _weights(value, own)
+            found[spec.index] = weights(value, own, _rows(joint, micro))
     return found
 
 
@@ -102,45 +88,6 @@ def _own(joint: fx.GraphModule, micro: Micro) -> set[fx.Node]:
         if any(operand in own for operand in node.all_input_nodes):
             own.add(node)
     return own
-
-
-def _weights(loss: fx.Node, own: set[fx.Node]) -> Weights:
-    losses, seen, stack = [], {loss}, [loss]
-    while stack:
-        node = stack.pop()
-        if node.target in _LOSSES:
-            losses.append(node)
-        else:
-            stack += [operand for operand in node.all_input_nodes if operand not in seen]
-            seen.update(node.all_input_nodes)
-    reductions = {node.args[3] for node in losses}
-    if reductions == {SUM}:
-        _check_sums(losses, seen, own)
-        return Weights("sum")
-    if reductions == {MEAN} and len(losses) == 1 and losses[0].args[2] is None:
-        return Weights("tokens", losses[0].args[1].name, int(losses[0].args[4]))
-    return Weights("equal")
-
-
-def _check_sums(losses: list[fx.Node], seen: set[fx.Node], own: set[fx.Node]) -> None:
-    """Sums that are divided by what a micro-batch has of its own are means, which do not add up to the whole batch's. A number
-    is such if it is how many labels, or how many rows of them, there are."""
-    summed = set(losses)
-    sizes = {float(size) for node in losses for val in [node.args[1].meta["val"]] for size in (val.numel(), *val.shape[:1])}
-    for node in losses[0].graph.nodes:
-        if node not in seen or not any(operand in summed for operand in node.all_input_nodes):
-            continue
-        summed.add(node)
-        if node.target not in (aten.div.Tensor, aten.mul.Tensor):
-            continue
-        other = next((x for x in node.args[:2] if x not in summed), None)
-        number = float(other) if isinstance(other, int | float) and other else 0.0
-        by = number if node.target is aten.div.Tensor else 1 / number if number else 0.0
-        if other in own or (by > 1 and any(abs(by - size) < 1e-6 * size for size in sizes)):
-            raise NotImplementedError(
-                "a loss that divides summed cross-entropies by a number that each micro-batch has of its own "
-                '(use reduction="mean", or pass the number of the whole batch)'
-            )
 
 
 def repeat(joint: fx.GraphModule, micro: Micro, weights: Mapping[int, Weights]) -> fx.GraphModule:
@@ -296,11 +243,14 @@ class _Repeat:
             return _total(add, [add(aten.div.Tensor, loss, self.micro.count) for loss in losses])
         dtype = losses[0].meta["val"].dtype
         exact = torch.float64 if dtype == torch.float64 else torch.float32
-        target = next(node for node in self.joint.graph.nodes if node.name == weights.target)
+        name = weights.count or weights.target
+        counted = next(node for node in self.joint.graph.nodes if node.name == name)
         counts = []
         for env in self.env:
-            counted = add(aten.sum.default, add(aten.ne.Scalar, env[target], weights.ignored))
-            counts.append(add(aten._to_copy.default, counted, dtype=exact))
+            number = env[counted]
+            if not weights.count:
+                number = add(aten.sum.default, add(aten.ne.Scalar, number, weights.ignored))
+            counts.append(add(aten._to_copy.default, add(aten.view.default, number, []), dtype=exact))
         of_all = _total(add, counts)
         scales = [add(aten.div.Tensor, count, of_all) for count in counts]
         self.scales[spec.index] = scales

@@ -1,0 +1,172 @@
+"""How much each micro-batch's loss weighs in the whole batch's, read from the captured graph.
+
+A loss is taken apart through what is linear in it (sums of losses, factors that all micro-batches share, casts, reshapes) down
+to its reductions. A mean over rows weighs alike in every micro-batch, which have the same number of rows; a mean
+cross-entropy weighs by the labels that count; a sum that is divided by a number of the micro-batch's own weighs by that
+number; a sum is added up. Anything else is refused: a wrong weight would be a wrong gradient, and silent.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+MEAN, SUM = 1, 2  # of every loss's ``reduction``
+_CROSS_ENTROPIES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+_AS_IT_IS = (
+    *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._to_copy.default, aten.clone.default),
+    *(aten.neg.default, aten.squeeze.default, aten.squeeze.dim, aten.unsqueeze.default, aten.alias.default),
+)
+_ADDED = (aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default)
+_SCALED = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
+_MEANS = (aten.mean.default, aten.mean.dim)
+_SUMS = (aten.sum.default, aten.sum.dim_IntList)
+_UNKNOWN = "unknown"  # its ``count`` says why
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Of micro-batches in a loss. ``kind``: "sum", "equal", or "tokens", by a number that each has: elements of ``target``
+    other than ``ignored``, or what the node ``count`` makes (names in the captured graph)."""
+
+    kind: str
+    target: str = ""
+    ignored: int = 0
+    count: str = ""
+
+    def __str__(self) -> str:
+        ways = {"tokens": "averaged over the tokens that count", "sum": "added up", "equal": "averaged, each weighing alike"}
+        return f"their losses {ways[self.kind]}"
+
+
+def weights(loss: fx.Node, own: set[fx.Node], rows: int) -> Weights:
+    """``own``: what is not the same in every micro-batch; ``rows``: of each. Raises NotImplementedError."""
+    found = _Reading(own, rows).of(loss)
+    counted = {each for each in found if each.kind == "tokens"}
+    if len(counted) == 1:  # what is added to a cross-entropy weighs as that does
+        return counted.pop()
+    if unknown := [each for each in found if each.kind == _UNKNOWN] if not counted else []:
+        raise _refused(unknown[0].count)
+    if {each.kind for each in found} <= {"equal", "tokens"}:
+        return Weights("equal")
+    if {each.kind for each in found} == {"sum"}:
+        return Weights("sum")
+    raise _refused("is a sum in one part and a mean in another")
+
+
+def _refused(what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"a loss that {what}, so that it cannot be told how much each micro-batch weighs in it (use a mean over rows, "
+        'cross_entropy with reduction="mean" or "sum", or pass the number of the whole batch)'
+    )
+
+
+def _unknown(why: str) -> set[Weights]:
+    return {Weights(_UNKNOWN, count=why)}
+
+
+@dataclass(slots=True)
+class _Reading:
+    own: set[fx.Node]
+    rows: int
+
+    def of(self, node: fx.Node) -> set[Weights]:
+        """The weights that its parts have."""
+        target = node.target
+        if target in _AS_IT_IS:
+            return self.of(node.all_input_nodes[0])
+        if target in _ADDED:
+            return self._added(node)
+        if target in _SCALED:
+            return self._scaled(node)
+        if target is operator.getitem and node.args[0].target in _CROSS_ENTROPIES and node.args[1] == 0:
+            return self._cross_entropy(node.args[0])
+        reduction = MEAN if target in _MEANS else SUM if target in _SUMS else _reduction(node)
+        if reduction not in (MEAN, SUM):
+            return _unknown(f"comes from {target}")
+        return self._reduced(node, reduction)
+
+    def _reduced(self, node: fx.Node, reduction: int) -> set[Weights]:
+        whole = node.all_input_nodes[0]
+        while whole.target in _AS_IT_IS:
+            whole = whole.all_input_nodes[0]
+        joined = whole.all_input_nodes if whole.target in (aten.cat.default, aten.stack.default) else []
+        if joined and all(part.meta["val"].numel() == 1 for part in joined):  # losses, put side by side
+            return self._of_all(joined)
+        if node.meta["val"].numel() != 1 or whole.meta["val"].numel() % max(self.rows, 1):
+            return _unknown("is reduced over something else than rows")
+        return {Weights("equal" if reduction == MEAN else "sum")}
+
+    def _added(self, node: fx.Node) -> set[Weights]:
+        mine = [operand for operand in node.all_input_nodes if operand in self.own]
+        found = self._of_all(mine)
+        constants = len(mine) < sum(isinstance(x, (fx.Node, int, float)) for x in node.args[:2])
+        if constants and any(each.kind == "sum" for each in found) and node.target in (aten.add.Tensor, aten.sub.Tensor):
+            return _unknown("adds to a sum what all micro-batches share")
+        return found
+
+    def _of_all(self, nodes: Iterable[fx.Node]) -> set[Weights]:
+        return set().union(*(self.of(node) for node in nodes))
+
+    def _scaled(self, node: fx.Node) -> set[Weights]:
+        one, other = node.args[:2]
+        if node.target is aten.mul.Tensor and isinstance(other, fx.Node) and (one not in self.own):
+            one, other = other, one
+        assert isinstance(one, fx.Node)
+        if isinstance(other, fx.Node) and other in self.own:
+            found = self.of(one) if node.target is aten.div.Tensor else set()
+            if found == {Weights("sum")} and other.meta["val"].numel() == 1:
+                return {_counted(other)}
+            return _unknown("is multiplied or divided by what a micro-batch has of its own")
+        found = self.of(one)
+        if isinstance(other, (int, float)) and other and any(each.kind == "sum" for each in found):
+            by = float(other) if node.target in (aten.div.Tensor, aten.div.Scalar) else 1 / float(other)
+            if by > 1 and any(abs(by - size) < 1e-6 * size for size in self._sizes(one)):
+                return _unknown("divides a sum by what is the size of a micro-batch")
+        return found
+
+    def _sizes(self, node: fx.Node) -> set[float]:
+        """How many rows and elements what is summed has."""
+        while node.target not in (*_SUMS, *_CROSS_ENTROPIES) and node.all_input_nodes:
+            node = node.all_input_nodes[0]
+        vals = [operand.meta["val"] for operand in node.all_input_nodes if operand in self.own]
+        return {float(n) for val in vals for n in (val.numel(), *val.shape[:1])} | {float(self.rows)}
+
+    def _cross_entropy(self, node: fx.Node) -> set[Weights]:
+        if node.args[3] == SUM:
+            return {Weights("sum")}
+        if node.args[3] != MEAN or node.args[2] is not None:
+            return _unknown("is a cross-entropy with class weights")
+        return {Weights("tokens", node.args[1].name, int(node.args[4]))}
+
+
+def _counted(node: fx.Node) -> Weights:
+    """By a number: the elements of something that are not ignored, told as a cross-entropy tells them, or just the number."""
+    counted = node
+    while counted.target in (aten._to_copy.default, aten.view.default):
+        counted = counted.all_input_nodes[0]
+    if counted.target in _SUMS:
+        compared = counted.all_input_nodes[0]
+        while compared.target is aten._to_copy.default:
+            compared = compared.all_input_nodes[0]
+        if compared.target is aten.ne.Scalar:
+            return Weights("tokens", compared.args[0].name, int(compared.args[1]))  # type: ignore[union-attr, arg-type]
+        if compared.target is aten.bitwise_not.default and compared.args[0].target is aten.eq.Scalar:  # type: ignore[union-attr]
+            equal = compared.args[0]
+            return Weights("tokens", equal.args[0].name, int(equal.args[1]))  # type: ignore[union-attr]
+    return Weights("tokens", count=node.name)
+
+
+def _reduction(node: fx.Node) -> int | None:
+    """Of a loss that has such an argument."""
+    arguments = getattr(getattr(node.target, "_schema", None), "arguments", ())
+    for position, argument in enumerate(arguments):
+        if argument.name == "reduction":
+            given = node.args[position] if position < len(node.args) else node.kwargs.get("reduction", argument.default_value)
+            return given if isinstance(given, int) else None
+    return None
