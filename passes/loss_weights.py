@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -77,15 +78,16 @@ class _Reading:
 
     def of(self, node: fx.Node) -> set[Weights]:
         """The weights that its parts have."""
-        target = node.target
+        target: Any = node.target
         if target in _AS_IT_IS:
             return self.of(node.all_input_nodes[0])
         if target in _ADDED:
             return self._added(node)
         if target in _SCALED:
             return self._scaled(node)
-        if target is operator.getitem and node.args[0].target in _CROSS_ENTROPIES and node.args[1] == 0:
-            return self._cross_entropy(node.args[0])
+        made: Any = node.args[0] if target is operator.getitem else None
+        if made is not None and made.target in _CROSS_ENTROPIES and node.args[1] == 0:
+            return self._cross_entropy(made)
         reduction = MEAN if target in _MEANS else SUM if target in _SUMS else _reduction(node)
         if reduction not in (MEAN, SUM):
             return _unknown(f"comes from {target}")
@@ -155,10 +157,10 @@ def _counted(node: fx.Node) -> Weights:
         while compared.target is aten._to_copy.default:
             compared = compared.all_input_nodes[0]
         if compared.target is aten.ne.Scalar:
-            return Weights("tokens", compared.args[0].name, int(compared.args[1]))  # type: ignore[union-attr, arg-type]
-        if compared.target is aten.bitwise_not.default and compared.args[0].target is aten.eq.Scalar:  # type: ignore[union-attr]
+            return Weights("tokens", compared.args[0].name, int(compared.args[1]))
+        if compared.target is aten.bitwise_not.default and compared.args[0].target is aten.eq.Scalar:
             equal = compared.args[0]
-            return Weights("tokens", equal.args[0].name, int(equal.args[1]))  # type: ignore[union-attr]
+            return Weights("tokens", equal.args[0].name, int(equal.args[1]))
     return Weights("tokens", count=node.name)
 
 
