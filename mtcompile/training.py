@@ -56,7 +56,8 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One step. ``grad_norm``: before clipping; None where gradients are used as they arrive and nothing is clipped."""
+    """One step. ``grad_norm``: before clipping; None with ``update="backward"`` where nothing is clipped or updates run ahead,
+    and nobody waits for it."""
 
     step: int
     loss: float
@@ -195,7 +196,7 @@ def one_step(recipe: Recipe, model: Any, optimizer: torch.optim.Optimizer, windo
 def clipped(recipe: Recipe, model: Any) -> float | None:
     """The gradients' norm; they are scaled by it unless the compiled backward has done so."""
     if recipe.update == "backward":
-        norm: float | None = model.grad_norm
+        norm: float | None = None if recipe.run_ahead else model.grad_norm
         return norm
     return float(torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip or math.inf))
 

@@ -93,7 +93,7 @@ def test_alone_it_says_what_there_is_in_the_order_it_is_needed() -> None:
     code, text, _ = run()
     assert code == 0 and text.count("  mtcompile ") == 2
     listed = re.findall(r"^  (\w+)  ", text.partition("Commands:")[2], re.MULTILINE)
-    assert tuple(listed[: len(COMMANDS)]) == COMMANDS
+    assert tuple(name for name in listed if name in COMMANDS) == COMMANDS  # others between them
     assert run("--help")[1] == text
 
 

@@ -161,7 +161,7 @@ def test_the_command_ends_with_its_verdict(tmp_path: Path) -> None:
     config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_attention_heads": 2, "vocab_size": 100}))
     for model, code in (("own.py:equal", 0), ("own.py:odd", 5), ("config.json", 0)):
-        arguments = ["verify", f"{tmp_path}/{model}", "--steps", "2", "--seq", "16", "--device", "cpu", "--memory", "1MiB"]
+        arguments = ["verify", f"{tmp_path}/{model}", "--steps", "2", "--seq", "48", "--device", "cpu", "--memory", "1MiB"]
         made = CliRunner().invoke(app, [*arguments, "--json"])
         assert made.exit_code == code, made.output
         found = json.loads(made.stdout)
