@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import inspect
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from typer.testing import CliRunner
 
 import mtcompile
+from mtcompile.cli import app
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -31,6 +35,21 @@ def test_the_pass_of_the_page_runs_and_does_what_it_says() -> None:
     assert len(copies) > 8 and {len(i.reads) for i in copies} == {1}
     first = code(DOCS / "writing-a-pass.md", "python")[0]
     assert len(first.strip().splitlines()) <= 30
+
+
+@pytest.mark.slow
+def test_the_tours_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MT_CACHE", str(tmp_path / "cache"))
+    commands = [line for part in code(DOCS / "tour.md", "sh") for line in part.splitlines()]
+    assert len(commands) > 6
+    for command in commands:
+        wanted = int(found.group(1)) if (found := re.search(r"# exit code (\d)", command)) else 0
+        torch.compiler.reset()
+        result = CliRunner().invoke(app, shlex.split(command, comments=True)[1:])
+        assert result.exit_code == wanted, f"{command}\n{result.output}"
+        assert result.output.strip()
+    assert {path.name for path in tmp_path.iterdir()} >= {"timeline.html", "timeline.json", "step.dot"}
 
 
 def test_every_message_of_the_troubleshooting_page_is_one_of_ours() -> None:
