@@ -119,9 +119,9 @@ def progress(what: str) -> Iterator[Callable[[str, int, int], None]]:
         yield lambda what, done, of: bar.update(task, description=what, completed=done, total=of or None)
 
 
-def planned(model: str, force: bool = False, **options: Any) -> Forecast:
-    """What ``mtcompile.plan`` says of a model named on the command line. Ends the command where nothing fits: with ``force``
-    there is the leanest plan then."""
+def planned(model: str, force: bool = False, hint: str = "", **options: Any) -> Forecast:
+    """What ``mtcompile.plan`` says of a model named on the command line. Ends the command where nothing fits, with a ``hint``;
+    with ``force`` there is the leanest plan then."""
     from mtcompile.forecast import plan
     from mtcompile.sources import model_named
 
@@ -129,6 +129,6 @@ def planned(model: str, force: bool = False, **options: Any) -> Forecast:
     with progress("planning") as tell:
         found = plan(model_named(model), tell=tell, force=force, **options)
     if not (found.feasible or force):
-        print(found, file=sys.stderr)
+        print(f"{found}\n{hint}".rstrip(), file=sys.stderr)
         raise typer.Exit(DOES_NOT_FIT)
     return found

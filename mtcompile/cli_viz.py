@@ -78,7 +78,7 @@ def _planned(model: str, options: dict[str, Any]) -> tuple[Schedule, dict[str, A
     """The schedule of a model, and what its page says of it."""
     from mtcompile.viz.live import names_of
 
-    found = planned(model, **options)
+    found = planned(model, hint="nothing to show; --force shows the leanest plan", **options)
     made = found.planned
     assert made is not None
     title = f"{found.model} on {found.machine}"

@@ -54,8 +54,13 @@ def compiled(model: nn.Module, count: int, **options: Any) -> tuple[Any, torch.o
     return mtcompile.compile(model, optimizer=optimizer, **options), optimizer
 
 
-@pytest.mark.parametrize("update", ["step", "backward"])
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(
+    ("count", "update"),
+    [
+        *((1, "step"), (2, "step"), (3, "backward"), (8, "backward")),
+        *(pytest.param(n, update, marks=pytest.mark.long) for n in (4, 5, 6, 7) for update in ("step", "backward")),
+    ],
+)
 def test_uneven_tokens_and_clipping_are_the_reference(count: int, update: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if count in (2, 3):
         monkeypatch.setenv("MT_CHECK", "1")

@@ -119,7 +119,11 @@ def test_it_is_listed() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "offload", "budgets"),
-    [(gpt, True, 3), (gpt, False, 3), *(pytest.param(model, True, 10, marks=pytest.mark.long) for model in (gpt, vit))],
+    [
+        (gpt, True, 3),
+        pytest.param(gpt, False, 3, marks=pytest.mark.long),
+        *(pytest.param(model, True, 10, marks=pytest.mark.long) for model in (gpt, vit)),
+    ],
 )
 def test_budgets_from_floor_to_resident(make: Any, offload: bool, budgets: int) -> None:
     """Equal bits at each; the allocator's peak is within the budget; planned peak and time are monotone."""

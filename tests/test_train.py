@@ -133,13 +133,16 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+_LONG = ("t5", "gpt2", "chain", "constants")  # other tests of these run in any case
+
+
 def make(name: str) -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
     factory, data = CASES[name]
     return factory().train(), data()
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n == "t5")) for n in CASES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in _LONG)) for n in CASES])
 def test_equal_bits_at_three_budgets(name: str) -> None:
     model, data = make(name)
     plain = copy.deepcopy(model)

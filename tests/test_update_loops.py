@@ -140,7 +140,7 @@ class Mixed(Net):
 
 
 @pytest.mark.parametrize("make", [lambda: Net(torch.float64), Mixed], ids=["fp64", "mixed"])
-@pytest.mark.parametrize("memory", ["48KiB", "64MiB"])
+@pytest.mark.parametrize("memory", ["48KiB", pytest.param("64MiB", marks=pytest.mark.long)])
 def test_fp64_gradients_are_clipped_in_fp64(make: Callable[[], Net], memory: str) -> None:
     plain, model = make(), make()
     bound, optimizer = sgd(plain.parameters()), sgd(model.parameters())
@@ -178,12 +178,14 @@ def test_an_interrupt_while_updates_run_behind_leaves_a_whole_step(while_in: str
     assert model._mt_engine.left is not None
     main = threading.main_thread().ident
     assert main is not None
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs tests may ignore it
     interrupt = threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT))
     interrupt.start()
     with pytest.raises(KeyboardInterrupt):
         model.state_dict() if while_in == "state_dict" else model(rows(4), rows(5))
         time.sleep(1)
     interrupt.join()
+    signal.signal(signal.SIGINT, before)
     monkeypatch.undo()
     optimizer.step()
     plain(rows(2), rows(3)).backward()
@@ -213,7 +215,7 @@ REFUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("why", REFUSED)
+@pytest.mark.parametrize("why", [pytest.param(w, marks=[pytest.mark.long] * (i > 1)) for i, w in enumerate(REFUSED)])
 def test_a_loss_of_which_a_micro_batchs_share_cannot_be_told_is_refused(why: str) -> None:
     model = compiled(Lossy(REFUSED[why]), accumulate=2, memory="1MiB")
     with pytest.raises(CaptureError, match=why):
@@ -284,7 +286,7 @@ TOTALS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", TOTALS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (i % 2)) for i, n in enumerate(TOTALS)])
 def test_losses_and_gradients_are_the_whole_batchs(name: str) -> None:
     plain, model = Lossy(TOTALS[name]), compiled(Lossy(TOTALS[name]), accumulate=2, memory="1MiB")
     wanted, found = plain(rows(0), LABELS), model(rows(0), LABELS)
