@@ -225,7 +225,7 @@ class ModelEngine(Engine):
         """Bytes of weights, gradients and optimizer state as they are now."""
         model = self.model()
         assert model is not None
-        parameters = list(model.parameters())
+        parameters = [p for _, p in nn.Module.named_parameters(model)]  # the model's own waits for updates under way
         weights = sum(p.numel() * p.element_size() for p in parameters)
         widths = ((p, p if p.grad is None else p.grad) for p in parameters if p.requires_grad)  # accumulated ones are wider
         gradients = sum(p.numel() * like.element_size() for p, like in widths) if self.updates is None else 0

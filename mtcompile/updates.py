@@ -187,7 +187,7 @@ class UpdatesInBackward:
             raise StepError(
                 'torch.autograd.grad was called; with update="backward" gradients are used as they arrive. Call backward()'
             )
-        parameters = {name: parameter for name, parameter in model.named_parameters() if name in names}
+        parameters = {name: parameter for name, parameter in nn.Module.named_parameters(model) if name in names}
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 raise StepError(f'{name} has a gradient already; with update="backward" there are none. Set it to None first')

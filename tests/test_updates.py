@@ -427,6 +427,17 @@ def evaluated(model: Any) -> Tensor:
     return model(**batch(0))  # type: ignore[no-any-return]
 
 
+def test_an_ordinary_loop_waits_for_nothing_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = compiled(run_ahead=True)
+    train(model, optimizer, 2)
+    engine, drained = model._mt_engine, []
+    monkeypatch.setattr(engine, "drain", lambda: drained.append(engine.left))
+    train(model, optimizer, 2)
+    assert not any(drained) and engine.left is not None
+    monkeypatch.undo()
+    model.synchronize()
+
+
 def schedule_that_runs_ahead() -> Schedule:
     model, _ = compiled("600KiB", model=Decoder(SIZES[0]).train(), run_ahead=True, throttle=FAIR_HOST)
     model(**batch(0)).backward()
