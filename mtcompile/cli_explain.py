@@ -44,6 +44,10 @@ def explain(
 ) -> None:
     """Say where the values of a part of a model live and when, why, and what else could be done. Without a name, show the plan.
 
+    \b
+    Example:
+      mtcompile explain llama-8b blocks.3 --seq 4096 --machine rtx4090
+
     Exit code 0; 3: the step does not fit; 2: something asked for is wrong.
     """
     from rich.console import Console
@@ -78,6 +82,10 @@ def trace(
 ) -> None:
     """Write when each instruction of the planned step is predicted to run, and the memory it takes, as a trace.
 
+    \b
+    Example:
+      mtcompile trace llama-8b --machine rtx4090 -o step.json
+
     Exit code 0; 3: the step does not fit; 2: something asked for is wrong.
     """
     from mtcompile.runtime.sim import simulate
@@ -106,6 +114,10 @@ def graph(
     accumulate: Accumulate = 1,
 ) -> None:
     """Draw the planned step: its regions by block and phase, with every copy, update, cast and recomputation.
+
+    \b
+    Example:
+      mtcompile graph llama-8b --machine rtx4090 --fold -o step.svg
 
     Exit code 0; 3: the step does not fit; 2: something asked for is wrong.
     """

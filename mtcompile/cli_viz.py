@@ -36,6 +36,10 @@ def viz(
 ) -> None:
     """Write a step's timeline: what runs when on each queue, and the memory it holds. Open the file in a browser.
 
+    \b
+    Example:
+      mtcompile viz qwen2.5-7b --machine rtx3090 -o timeline.html
+
     Exit code 0: written; 3: the step does not fit (--force shows the leanest plan); 2: something asked for is wrong.
     """
     from mtcompile.viz import page
