@@ -20,7 +20,8 @@ from mtcompile.engine import Engine, check_options
 from mtcompile.errors import BudgetError
 from mtcompile.passes.state import Budgets
 from mtcompile.passes.step_graph import placeholders
-from mtcompile.program import Compiled, Program, Tangents
+from mtcompile.program import Program
+from mtcompile.running import Compiled, Tangents
 from mtcompile.runtime.device import Device
 from mtcompile.sizes import parse_bytes
 from mtcompile.specialize import Key, is_symbolic, size_key, specialize

@@ -15,7 +15,7 @@ from mtcompile import cache, knobs
 from mtcompile.cache import Times
 from mtcompile.errors import StepError
 from mtcompile.passes.cost import Machine, Measured, formula_us, kernel_digest, kernel_us
-from mtcompile.program import Compiled
+from mtcompile.running import Compiled
 from mtcompile.runtime.schedule import Instruction, Phase
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import Record, Trace, span_us

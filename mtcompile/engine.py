@@ -46,17 +46,8 @@ from mtcompile.passes.policies import POLICIES
 from mtcompile.passes.state import Budgets
 from mtcompile.passes.step_graph import calls, copy_step, generator_nbytes, has_random, is_convert, listing
 from mtcompile.precision import PRECISIONS, Precision
-from mtcompile.program import (
-    Collected,
-    Compiled,
-    Frame,
-    Left,
-    Program,
-    Tangents,
-    describe_compiled,
-    run_forward,
-    without_autocast,
-)
+from mtcompile.program import Collected, Program
+from mtcompile.running import Compiled, Frame, Left, Tangents, describe_compiled, run_forward, without_autocast
 from mtcompile.runtime.cpu import Arenas, CpuMemory
 from mtcompile.runtime.device import Device
 from mtcompile.runtime.schedule import Schedule, Tier, aligned, gib

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import mtcompile
 from mtcompile.backend import reports
 from mtcompile.internals import AllocatorPeak
-from mtcompile.program import Frame
+from mtcompile.running import Frame
 
 
 class Block(nn.Module):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from mtcompile.engine import Engine
-    from mtcompile.program import Compiled
+    from mtcompile.running import Compiled
 
 _numbers = itertools.count()  # of the pages that this process writes by itself
 _OF_SCHEDULE = tuple(f.name for f in fields(Schedule))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mtcompile
-from mtcompile import capture, program
+from mtcompile import capture, running
 from mtcompile.runtime import cuda
 from mtcompile.runtime.pinned import NotPinned
 from tests.device.models import make
@@ -348,7 +348,7 @@ def test_torchs_race_detector_finds_nothing(device: torch.device, monkeypatch: p
     mode: Any = Seen()
     if device.type == "cuda":
         mode = importlib.import_module("torch.cuda._sanitizer").CUDASanitizerDispatchMode()
-    execute, copy_now = program.execute, cuda.Torch.copy
+    execute, copy_now = running.execute, cuda.Torch.copy
 
     def watched(*args: Any) -> Any:
         with mode:
@@ -358,7 +358,7 @@ def test_torchs_race_detector_finds_nothing(device: torch.device, monkeypatch: p
         with mode:
             copy_now(self, target, source)
 
-    monkeypatch.setattr(program, "execute", watched)
+    monkeypatch.setattr(running, "execute", watched)
     monkeypatch.setattr(cuda.Torch, "copy", watched_copy)
     compare(compiled, optimizer, model, data, device)
     if device.type != "cuda":
