@@ -108,7 +108,7 @@ def measured(model: str, asked: Asked, steps: int, tell: Tell) -> Bench:
     """Raises what ``verify`` does."""
     import torch
 
-    from mtcompile.forecast import tokens_of
+    from mtcompile.question import tokens_of
     from mtcompile.sides import Compiled, Plain, subject
     from mtcompile.sources import model_named
 

@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from math import ceil, log2
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from mtcompile.forecast_text import lines, time_of
-from mtcompile.internals import without_memory
 from mtcompile.machine import named
-from mtcompile.passes.accumulate import Micro, repeat, weights_of
-from mtcompile.passes.build import build
 from mtcompile.passes.cost import Machine, kernel_cost
-from mtcompile.passes.loss_head import chunk_loss
 from mtcompile.passes.memory import workspace_nbytes
 from mtcompile.passes.plan import Updates
-from mtcompile.passes.planner import BIT_EQUAL, Candidates, DoesNotFit, Planned, Source, Tell, silent
+from mtcompile.passes.planner import Candidates, DoesNotFit, Planned, Source, Tell, silent
 from mtcompile.passes.policies import POLICIES
 from mtcompile.passes.state import Budgets, resident_nbytes
-from mtcompile.passes.step_graph import copy_step, placeholders, storage_nbytes
+from mtcompile.passes.step_graph import placeholders
 from mtcompile.passes.symbolic import MONOMIALS, evaluated, peak_expressions
-from mtcompile.precision import MOMENTS, PRECISIONS, Precision, precision_named
+from mtcompile.precision import MOMENTS, PRECISIONS, precision_named
+from mtcompile.question import MOST_CHUNKS, Question, Sized, chunked, head_nbytes, sized_step, takes_sizes
 from mtcompile.runtime.schedule import Schedule, gib, placed
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us, exposed_us
 from mtcompile.runtime.verify import verify
-from mtcompile.shapes import SHAPES, fake
+from mtcompile.shapes import SHAPES
 from mtcompile.sizes import parse_bytes
-from mtcompile.tracing import Traced, collecting_later, trace
+from mtcompile.tracing import collecting_later
 from mtcompile.updates import update_options
 
-_LARGE_HEAD, _MOST_CHUNKS = 0.02, 64  # a loss head whose logits take more than that part of the device is cut
 _LEFT_FREE = 0.08  # of a machine's device memory when no budget is given
 _ONE_GIB = 2**30
 _GRAIN = 128  # tokens of a sequence that is solved for
@@ -164,7 +158,7 @@ def plan(
         raise ValueError(f"expected policies among {', '.join(POLICIES)}, found {', '.join(unknown)}")
     if isinstance(model, str) and model not in SHAPES:
         raise ValueError(f"expected a model among {', '.join(SHAPES)}, or a module, found {model!r}")
-    if solve in ("batch", "seq") and not (isinstance(model, str) or _takes_sizes(model)):
+    if solve in ("batch", "seq") and not (isinstance(model, str) or takes_sizes(model)):
         raise ValueError(f"solve={solve!r} expects a built-in shape or a factory of (batch, seq), found {type(model).__name__}")
     kind, there = precision_named(precision), named(machine)
     device = parse_bytes(memory)
@@ -173,7 +167,7 @@ def plan(
     copies = kind.state_copies(optimizer)
     updates = None if options is None else Updates(copies, held=options.held, run_ahead=run_ahead)
     budgets = Budgets(device, parse_bytes(host), copies, updates=updates)
-    question = _Question(model, data, kind, optimizer, there, budgets, policies, force, tell, accumulate)
+    question = Question(model, data, kind, optimizer, there, budgets, policies, force, tell, accumulate)
     with collecting_later():
         if solve in ("batch", "seq"):
             return _largest(question, solve, batch, seq)
@@ -185,82 +179,17 @@ def plan(
         return first
 
 
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """What is asked, but for the sizes."""
-
-    model: str | nn.Module | Callable[..., Any]
-    data: Mapping[str, Any] | None
-    precision: Precision
-    optimizer: str
-    machine: Machine
-    budgets: Budgets
-    policies: tuple[str, ...]
-    force: bool
-    tell: Tell
-    accumulate: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Sized:
-    """A step of some batch and sequence, and its candidate plans. ``whole``: as captured, with its loss head in one piece."""
-
-    candidates: Candidates
-    whole: Traced
-    joint: fx.GraphModule
-    step: fx.GraphModule
-    tokens: int
-    chunks: int
-
-
-def _sized(question: _Question, batch: int, seq: int, like: _Sized | None = None) -> _Sized:
-    """``like``: the same step at another size, from which the chunks of the loss head and the cut into regions are taken."""
-    question.tell("capturing the step", 0, 0)
-    traced, data = _traced(question, batch // question.accumulate, seq)
-    chunks = like.chunks if like else _chunks(traced, question.budgets.device)
-    return _chunked(question, traced, tokens_of(data) * question.accumulate, chunks, like)
-
-
-def _chunked(question: _Question, traced: Traced, tokens: int, chunks: int, like: _Sized | None = None) -> _Sized:
-    joint = copy_step(traced.joint)
-    whole = chunks == 1 or not chunk_loss(joint, chunks)
-    if question.accumulate > 1:
-        joint = _repeated(joint, traced, question)
-    step = traced.step if whole and not like and question.accumulate == 1 else build(joint, like=like.joint if like else None)
-    numerics = f"{question.precision.contract()}; {BIT_EQUAL}"
-    if not whole:
-        numerics += f"; the loss head's sums over tokens in {chunks} chunks"
-    if question.accumulate > 1:
-        numerics += f"; {question.accumulate} micro-batches, their gradients added up in their order"
-    candidates = Candidates(step, question.machine, question.budgets, numerics=numerics, tell=question.tell)
-    return _Sized(candidates, traced, joint, step, tokens, _MOST_CHUNKS if whole and chunks > 1 else chunks)
-
-
-def _repeated(joint: fx.GraphModule, traced: Traced, question: _Question) -> fx.GraphModule:
-    """Of as many micro-batches as asked for. Raises ValueError for what has no meaning over several."""
-    rows = list(zip(joint.meta["inputs"], placeholders(joint.graph), strict=True))
-    taken = [(spec, node.meta["val"]) for spec, node in rows if spec.role not in ("tangent", "constant")]
-    fronts = [val.shape[0] for spec, val in taken if spec.role == "input" and val.dim()]
-    batch = max(fronts, default=1)
-    split = tuple(spec.index for spec, val in taken if spec.role == "input" and val.dim() and val.shape[0] == batch)
-    micro = Micro(question.accumulate, split, 1 + max(spec.index for spec, _ in taken), question.precision.split)
-    try:
-        return repeat(joint, micro, weights_of(traced.joint, micro))
-    except NotImplementedError as error:
-        raise ValueError(f"accumulate={question.accumulate}: the model has {error}") from None
-
-
-def _answer(question: _Question, batch: int, seq: int) -> Forecast:
+def _answer(question: Question, batch: int, seq: int) -> Forecast:
     """With more chunks of the loss head where those that the device's memory calls for leave too little of it."""
-    sized = _sized(question, batch, seq)
-    while not (found := _told(question, sized)).feasible and found.minimum_device_bytes and sized.chunks < _MOST_CHUNKS:
-        if not _head_nbytes(sized.whole):
+    sized = sized_step(question, batch, seq)
+    while not (found := _told(question, sized)).feasible and found.minimum_device_bytes and sized.chunks < MOST_CHUNKS:
+        if not head_nbytes(sized.whole):
             break
-        sized = _chunked(question, sized.whole, sized.tokens, min(_MOST_CHUNKS, 4 * sized.chunks))
+        sized = chunked(question, sized.whole, sized.tokens, min(MOST_CHUNKS, 4 * sized.chunks))
     return found
 
 
-def _told(question: _Question, sized: _Sized) -> Forecast:
+def _told(question: Question, sized: Sized) -> Forecast:
     candidates, budgets, model = sized.candidates, question.budgets, question.model
     about = Forecast(
         model=model if isinstance(model, str) else getattr(model, "__name__", type(model).__name__),
@@ -293,75 +222,15 @@ def _told(question: _Question, sized: _Sized) -> Forecast:
     return _described(replace(about, feasible=True), candidates, planned)
 
 
-def _traced(question: _Question, batch: int, seq: int) -> tuple[Traced, Mapping[str, Any]]:
-    model, data = question.model, question.data
-    with without_memory():
-        if isinstance(model, str):
-            tokens = torch.zeros((batch, seq), dtype=torch.int64)
-            module: nn.Module = fake(SHAPES[model])
-            data = {"tokens": tokens, "targets": tokens}
-        else:
-            made = model if isinstance(model, nn.Module) else model(batch, seq) if _takes_sizes(model) else model()
-            module, data = made if isinstance(made, tuple) else (made, data)
-        if data is None:
-            raise ValueError("expected data=, the module's keyword arguments, for a model that is not a built-in shape")
-        if question.precision.weights is not None:
-            _cast(module, question.precision.weights)
-        torch.compiler.reset()
-        return trace(module.train(), dict(data)), data
-
-
-def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """As ``module.to(dtype)``, which fails on tensors without memory; tied parameters stay tied."""
-    made: dict[int, nn.Parameter] = {}
-    for part in module.modules():
-        for name, parameter in part.named_parameters(recurse=False):
-            if parameter.is_floating_point():
-                cast = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
-                setattr(part, name, made.setdefault(id(parameter), cast))
-        for name, buffer in part.named_buffers(recurse=False):
-            if buffer.is_floating_point():
-                setattr(part, name, buffer.to(dtype))
-
-
-def _takes_sizes(model: Any) -> bool:
-    """Whether it is a function of (batch, seq)."""
-    if isinstance(model, nn.Module) or not callable(model):
-        return False
-    taken = inspect.signature(model).parameters.values()
-    return sum(p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD for p in taken) == 2
-
-
-def _chunks(traced: Traced, device: int | None) -> int:
-    """Of the loss head: one, unless its logits would take a large part of the device; then so many that one does not."""
-    nbytes = _head_nbytes(traced)
-    if device is None or nbytes < device * _LARGE_HEAD:
-        return 1
-    return int(min(_MOST_CHUNKS, 2 ** ceil(log2(nbytes / max(1.0, device * _LARGE_HEAD)))))
-
-
-def _head_nbytes(traced: Traced) -> int:
-    """Of the largest logits; 0 where there are none."""
-    wide = [n for n in traced.joint.graph.nodes if n.target is torch.ops.aten._log_softmax.default]
-    return max((storage_nbytes(node.meta["val"]) for node in wide), default=0)
-
-
 def _parameters(step: fx.GraphModule) -> list[torch.Tensor]:
     specs = zip(step.meta["inputs"], placeholders(step.graph), strict=True)
     return [node.meta["val"] for spec, node in specs if spec.role == "param"]
 
 
-def tokens_of(data: Mapping[str, Any]) -> int:
-    """Integers of the largest integer input, which is what a language model calls tokens; else samples."""
-    tensors = [v for v in data.values() if isinstance(v, torch.Tensor)]
-    whole = [t.numel() for t in tensors if not t.is_floating_point()]
-    return max(whole, default=tensors[0].shape[0] if tensors and tensors[0].dim() else 1)
-
-
 # -------------------------------------------------------------------------------------------------------------- solving
 
 
-def _largest(question: _Question, what: str, batch: int, seq: int) -> Forecast:
+def _largest(question: Question, what: str, batch: int, seq: int) -> Forecast:
     """The plan at the largest batch or sequence that fits: where the expression of the leanest plan's peak says, made sure of
     by planning there and one size further. Raises ValueError where the model cannot be traced at the sizes this takes."""
 
@@ -369,8 +238,8 @@ def _largest(question: _Question, what: str, batch: int, seq: int) -> Forecast:
         return (n, seq) if what == "batch" else (batch, n * _GRAIN)
 
     sizes = (2, 3, 5) if what == "batch" else (2, 4, 6, 7)
-    first = _sized(question, *at(sizes[-1]))
-    steps = [*(_sized(question, *at(n), first) for n in sizes[:-1]), first]
+    first = sized_step(question, *at(sizes[-1]))
+    steps = [*(sized_step(question, *at(n), first) for n in sizes[:-1]), first]
     leanest = first.candidates.least().plan
     planned = [sized.candidates.evaluate(leanest) for sized in steps]
     points = [at(n) for n in sizes]
