@@ -22,8 +22,8 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check -qq
 READY := $(VENV)/.ready
 SITE  := $(abspath $(VENV))/wheel-site
 
-# Test processes share the cores, so each computes on one thread; no plan comes from an earlier run.
-PYTEST := MT_CACHE=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+# Test processes share the cores, so each computes on one thread; and the plans of this run, which no earlier run's are among.
+PYTEST := MT_CACHE=$$(mktemp -d) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 .PHONY: demo check test long gpu env lint types clean
 .DEFAULT_GOAL := check

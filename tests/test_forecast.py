@@ -84,6 +84,7 @@ def test_what_does_not_fit_says_how_much_is_short_and_what_would() -> None:
     assert planned("4MiB", "9MiB", update="backward").feasible
 
 
+@pytest.mark.long
 def test_candidates_give_every_budget_what_a_search_of_its_own_would() -> None:
     traced = trace(*make("gpt2"))
     most = make_plan(traced.step, Machine(), Budgets()).plan.peak_bytes["device"]
@@ -241,6 +242,7 @@ def test_peaks_are_expressions_of_batch_and_sequence() -> None:
         peak_expressions([planned[0], other], points[:2], MONOMIALS["batch"])
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_shown_all_the_same_when_forced() -> None:
     code, said = run("gpt-11m", "--seq", "64", "--memory", "3MiB", "--force")
     assert code == 3 and "if there were room" in said and "Ways out" in said and "workspace" in said

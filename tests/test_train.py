@@ -133,7 +133,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-_LONG = ("t5", "gpt2", "chain", "constants")  # other tests of these run in any case
+_LONG = ("t5", "gpt2", "cnn", "chain", "constants")  # other tests of these run in any case
 
 
 def make(name: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -166,7 +166,7 @@ def test_optimizers_step_as_they_do_alone(name: str) -> None:
     assert same(expected, found)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3))])
 def test_delays_and_poison_change_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = make("gpt2")
     plain = copy.deepcopy(model)

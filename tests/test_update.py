@@ -492,7 +492,7 @@ def test_a_device_without_the_kernels_or_with_other_bits_is_not_proven(monkeypat
 
 
 @needs_triton
-@pytest.mark.slow
+@pytest.mark.long
 def test_triton_gives_the_same_bits_on_many_values() -> None:
     interpreted(("adamw", "adamw, scaled", "sgd", "sgd, first", "nesterov", "nesterov, first"), 100_003)
 

@@ -350,9 +350,9 @@ def test_torchs_race_detector_finds_nothing(device: torch.device, monkeypatch: p
         mode = importlib.import_module("torch.cuda._sanitizer").CUDASanitizerDispatchMode()
     execute, copy_now = running.execute, cuda.Torch.copy
 
-    def watched(*args: Any) -> Any:
+    def watched(*args: Any, **options: Any) -> Any:
         with mode:
-            return execute(*args)
+            return execute(*args, **options)
 
     def watched_copy(self: cuda.Torch, target: torch.Tensor, source: torch.Tensor) -> None:
         with mode:
