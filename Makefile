@@ -36,7 +36,7 @@ check: lint types
 
 test: lint types
 	@$(PYTEST) -m "not long"
-	@$(PYTEST) tests/device
+	@$(PYTEST) tests/device -m "not long"
 
 long: $(READY)
 	@$(PYTEST) -m long

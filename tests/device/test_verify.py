@@ -20,7 +20,7 @@ from tests.device.models import make
     [{}, {"update": "backward", "max_grad_norm": 0.5}, {"precision": "bf16-master32", "max_grad_norm": 0.5}],
     ids=["step", "backward", "masters"],
 )
-@pytest.mark.parametrize("memory", [None, "1GiB"])
+@pytest.mark.parametrize("memory", [None, pytest.param("1GiB", marks=pytest.mark.long)])
 def test_plain_and_compiled_are_equal(memory: str | None, options: dict[str, Any], device: torch.device) -> None:
     module, data = make("decoder" if "precision" in options else "dropping")
     found = mtcompile.verify(module, data, memory=memory, device=device, **options)
