@@ -10,7 +10,23 @@ from typing import Annotated, Any
 import typer
 
 from mtcompile import cli_bench, cli_explain, cli_train, cli_verify
-from mtcompile.cli_common import BAD, DOES_NOT_FIT, FINE, WIDTH, Commands, Precisions, Update, progress
+from mtcompile.cli_common import (
+    BAD,
+    DOES_NOT_FIT,
+    FINE,
+    WIDTH,
+    Accumulate,
+    Batch,
+    Commands,
+    Host,
+    Machine,
+    Memory,
+    Model,
+    Precisions,
+    Seq,
+    Update,
+    progress,
+)
 from mtcompile.cli_viz import viz
 
 app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -81,12 +97,12 @@ def doctor(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="a built-in shape (llama-8b), a Hugging Face config.json or file.py:factory")],
-    batch: Annotated[int, typer.Option(min=1, help="sequences per step")] = 1,
-    seq: Annotated[int, typer.Option(min=1, help="tokens per sequence")] = 2048,
-    memory: Annotated[str, typer.Option(help="device bytes: 16GiB, 141GB or a number (default: the machine's)")] = "",
-    host: Annotated[str, typer.Option(help="host bytes (default: no limit)")] = "",
-    machine: Annotated[str, typer.Option(help="a preset such as h200-sxm or rtx4090, this, or a .json file")] = "h200-sxm",
+    model: Model,
+    batch: Batch = 1,
+    seq: Seq = 2048,
+    memory: Memory = "",
+    host: Host = "",
+    machine: Machine = "h200-sxm",
     precision: Annotated[Precisions, typer.Option(help="of weights and optimizer state; model: as it says")] = Precisions.model,
     optimizer: Annotated[Optimizer, typer.Option(help="whose state there is")] = Optimizer.adamw,
     update: Annotated[Update, typer.Option(help="after the backward, or as gradients arrive")] = Update.step,
@@ -94,7 +110,7 @@ def plan(
         float | None, typer.Option(help="with --update backward: clipped to it, so updates wait for all gradients")
     ] = None,
     run_ahead: Annotated[bool, typer.Option(help="with --update backward: updates go on behind the next forward")] = False,
-    accumulate: Annotated[int, typer.Option(min=1, help="micro-batches that the batch is run as, region by region")] = 1,
+    accumulate: Accumulate = 1,
     policy: Annotated[list[str] | None, typer.Option(help="compare with a fixed strategy, or all; may be repeated")] = None,
     solve: Annotated[Solve | None, typer.Option(help="plan the largest that fits; memory: the least that works")] = None,
     force: Annotated[bool, typer.Option(help="show the leanest plan though it does not fit")] = False,

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -24,6 +24,15 @@ FINE = 0
 FAILED, WRONG, DOES_NOT_FIT, BAD, DIFFERENT = 1, 2, 3, 4, 5
 INTERRUPTED = 130
 WIDTH = 128  # of tables that do not go to a terminal
+
+# Of every command that plans a step.
+Model = Annotated[str, typer.Argument(help="a built-in shape (llama-8b), a Hugging Face config.json or file.py:factory")]
+Batch = Annotated[int, typer.Option(min=1, help="sequences per step")]
+Seq = Annotated[int, typer.Option(min=1, help="tokens per sequence")]
+Memory = Annotated[str, typer.Option(help="device bytes: 16GiB, 141GB or a number (default: the machine's)")]
+Host = Annotated[str, typer.Option(help="host bytes (default: no limit)")]
+Machine = Annotated[str, typer.Option(help="a preset such as h200-sxm or rtx4090, this, or a .json file")]
+Accumulate = Annotated[int, typer.Option(min=1, help="micro-batches that the batch is run as, region by region")]
 
 
 class Precisions(str, Enum):

@@ -8,18 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from mtcompile.cli_common import WIDTH, planned
+from mtcompile.cli_common import WIDTH, Accumulate, Batch, Host, Machine, Memory, Model, Seq, planned
 
-Model = Annotated[str, typer.Argument(help="a built-in shape (llama-8b), a Hugging Face config.json or file.py:factory")]
-Batch = Annotated[int, typer.Option(min=1, help="sequences per step")]
-Seq = Annotated[int, typer.Option(min=1, help="tokens per sequence")]
-Memory = Annotated[str, typer.Option(help="device bytes: 16GiB, 141GB or a number (default: the machine's)")]
-Host = Annotated[str, typer.Option(help="host bytes (default: no limit)")]
-Machine = Annotated[str, typer.Option(help="a preset such as h200-sxm or rtx4090, this, or a .json file")]
 Precision = Annotated[str, typer.Option(help="model, fp32, bf16-master32 or bf16")]
 Optimizer = Annotated[str, typer.Option(help="adamw, adam, sgd-momentum or sgd")]
 Update = Annotated[str, typer.Option(help="step: after the backward; backward: as gradients arrive")]
-Accumulate = Annotated[int, typer.Option(min=1, help="micro-batches that the batch is run as, region by region")]
 
 
 def register(app: typer.Typer) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mtcompile.cli_common import planned
+from mtcompile.cli_common import Accumulate, Batch, Host, Machine, Memory, Seq, planned
 from mtcompile.runtime.schedule import FORMAT, Schedule, from_json
 
 
@@ -20,17 +20,17 @@ class Format(str, Enum):
 def viz(
     model: Annotated[str, typer.Argument(help="a schedule.json of MT_DUMP; or what mtcompile plan takes")],
     output: Annotated[Path, typer.Option("--output", "-o", help="the file to write")] = Path("timeline.html"),
-    batch: Annotated[int, typer.Option(min=1, help="sequences per step")] = 1,
-    seq: Annotated[int, typer.Option(min=1, help="tokens per sequence")] = 2048,
-    memory: Annotated[str, typer.Option(help="device bytes: 16GiB, 141GB or a number (default: the machine's)")] = "",
-    host: Annotated[str, typer.Option(help="host bytes (default: no limit)")] = "",
-    machine: Annotated[str, typer.Option(help="a preset such as h200-sxm or rtx4090, this, or a .json file")] = "h200-sxm",
+    batch: Batch = 1,
+    seq: Seq = 2048,
+    memory: Memory = "",
+    host: Host = "",
+    machine: Machine = "h200-sxm",
     precision: Annotated[str, typer.Option(help="model, fp32, bf16 or bf16-master32")] = "model",
     optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd-momentum or sgd")] = "adamw",
     update: Annotated[str, typer.Option(help="step or backward")] = "step",
     max_grad_norm: Annotated[float | None, typer.Option(help="with --update backward: clipped to it")] = None,
     run_ahead: Annotated[bool, typer.Option(help="with --update backward: updates go on behind the next forward")] = False,
-    accumulate: Annotated[int, typer.Option(min=1, help="micro-batches that the batch is run as, region by region")] = 1,
+    accumulate: Accumulate = 1,
     force: Annotated[bool, typer.Option(help="show the leanest plan though it does not fit")] = False,
     form: Annotated[Format, typer.Option("--format", help="of the file")] = Format.html,
 ) -> None:
