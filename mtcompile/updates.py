@@ -18,7 +18,7 @@ import warnings
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ class _Now:
     begun: bool = False
     skip: bool = False
     made_state: bool = False
-    told: list[str] = field(default_factory=list)
+    told: bool = False
 
 
 class UpdatesInBackward:
@@ -127,11 +127,14 @@ class UpdatesInBackward:
 
     def names(self) -> frozenset[str]:
         """Of the parameters that the optimizer updates. Raises StepError without one."""
+        return frozenset(self._parameters())
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
         optimizer, model = self.optimizer, self.model()
         if optimizer is None or model is None:
             raise StepError('update="backward" needs an optimizer: pass optimizer= to compile, or call model.bind(optimizer)')
         mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in mine)
+        return {name: p for name, p in nn.Module.named_parameters(model) if id(p) in mine}  # the model's own waits for updates
 
     def planned(self, state_copies: float) -> Updates:
         """C works in place, torch's single updates need up to three temporaries of the parameters' size."""
@@ -173,11 +176,11 @@ class UpdatesInBackward:
         """Before a backward: everything is checked while nothing has changed. ``planned``: the names when the forward ran;
         ``outputs``: those that are still there; ``accumulates``: this is a call of backward(). Raises StepError."""
         self.check()
-        names = self.names()
-        if names != planned:
+        parameters = self._parameters()
+        if parameters.keys() != planned:
             raise StepError("the optimizer's parameters are others than when this forward ran; run the forward again")
-        model, optimizer = self.model(), self.optimizer
-        assert model is not None and optimizer is not None
+        optimizer = self.optimizer
+        assert optimizer is not None
         if not self._stepped:
             raise StepError(
                 'a second backward before optimizer.step(): with update="backward" the first one has updated the parameters. '
@@ -187,7 +190,6 @@ class UpdatesInBackward:
             raise StepError(
                 'torch.autograd.grad was called; with update="backward" gradients are used as they arrive. Call backward()'
             )
-        parameters = {name: parameter for name, parameter in nn.Module.named_parameters(model) if name in names}
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 raise StepError(f'{name} has a gradient already; with update="backward" there are none. Set it to None first')
@@ -279,7 +281,7 @@ class UpdatesInBackward:
             )
         self._now.skip = self.options.nonfinite == "skip"
         if not self._now.told:
-            self._now.told.append(name)
+            self._now.told = True
             done = "this step's update is skipped" if self._now.skip else "it goes on, as asked"
             warnings.warn(f"step {self.steps + 1}: the gradient of {name} is not finite; {done}", stacklevel=2)
 

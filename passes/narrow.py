@@ -27,7 +27,6 @@ from mtcompile.passes.step_graph import (
     offload,
     placeholders,
     prefetch,
-    regions,
     results,
     span_nbytes,
 )
@@ -55,7 +54,7 @@ def _narrow_prefetch(step: fx.GraphModule, call: fx.Node) -> None:
     if not found:
         return
     values = [call.args[int(item.args[1])] for item, _, _ in found]
-    with step.graph.inserting_before(_before(step, call)):
+    with step.graph.inserting_before(_before(call)):
         casts = tuple(dict(cast) for _, cast, _ in found)
         node = step.graph.create_node("call_function", convert, tuple(values), {"casts": casts}, name=f"narrow_{call.name}")
         node.meta.update(phase=call.meta["phase"], block=call.meta["block"])
@@ -97,10 +96,14 @@ def _only_dtype(cast: fx.Node) -> bool:
     return {"dtype"} <= cast.kwargs.keys() <= {"dtype", "layout", "device"} and cast.args[0].meta["val"].is_floating_point()
 
 
-def _before(step: fx.GraphModule, call: fx.Node) -> fx.Node:
+def _before(call: fx.Node) -> fx.Node:
     """A region earlier than the copy, so that one value is cast while the one before it is copied."""
-    earlier = [region for region in regions(step) if region < call and region.meta["phase"] == call.meta["phase"]]
-    return earlier[-1] if earlier else call
+    node = call.prev
+    while node.op != "root":
+        if is_region(node) and node.meta["phase"] == call.meta["phase"]:
+            return node
+        node = node.prev
+    return call
 
 
 def _take_narrow(step: fx.GraphModule, region: fx.Node, item: fx.Node) -> None:

@@ -59,9 +59,9 @@ def place_updates(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     for group, following in zip(groups, [*groups[1:], None], strict=True):
         if group in late:
             continue
-        on_host = group.tier == "host" and following is not None
+        stored = following.call if following is not None and group.tier == "host" else group.call
         reads = [place[user] for param in group.params for user in param.users if user in place]
-        after.setdefault(max(place[following.call if on_host and following else group.call], *reads), []).append(group)
+        after.setdefault(max(place[stored], *reads), []).append(group)
     after.setdefault(end, []).extend(reversed(late))
 
     scale: dict[str, fx.Node] = _scales(step, groups) if plan.updates.held else {}

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from mtcompile.runtime.schedule import PHASES, QUEUES, Schedule, with_deps
+from mtcompile.runtime.schedule import PHASES, QUEUES, Instruction, Schedule, with_deps
 
 
 @dataclass(slots=True)
@@ -102,6 +102,15 @@ class _Memory:
             place[0].merge(*place[1:], _Touched(index))
         return {i for entry in entries for i in (entry.writer, *entry.readers.values())}
 
+    def touch(self, instruction: Instruction, index: int) -> set[int]:
+        """Records all its accesses, as instruction ``index``, and returns the earlier ones it must come after."""
+        needed: set[int] = set()
+        for name in instruction.reads:
+            needed |= self.read(name, index, instruction.queue)
+        for name in instruction.writes:
+            needed |= self.write(name, index)
+        return needed - {-1, index}
+
 
 def derive(schedule: Schedule) -> Schedule:
     """The same schedule with the fewest dependencies that order every two conflicting instructions as listed.
@@ -127,12 +136,7 @@ def derive(schedule: Schedule) -> Schedule:
             phase = instruction.phase
             latest = [(index - 1,) * len(QUEUES)] * len(QUEUES)  # the barrier: everything so far is complete
         queue = queues[index]
-        needed: set[int] = set()
-        for name in instruction.reads:
-            needed |= memory.read(name, index, instruction.queue)
-        for name in instruction.writes:
-            needed |= memory.write(name, index)
-        needed -= {-1, index}
+        needed = memory.touch(instruction, index)
         clock = latest[queue]
         kept: list[int] = []
         for earlier in sorted(needed, reverse=True):  # latest first: a later one may imply an earlier one, never back
@@ -164,11 +168,7 @@ def _next_forward(
             done.append(-1)
             ahead.append(())
             continue
-        needed: set[int] = set()
-        for name in instruction.reads:
-            needed |= memory.read(name, start + index, instruction.queue)
-        for name in instruction.writes:
-            needed |= memory.write(name, start + index)
+        needed = memory.touch(instruction, start + index)
         before = [i for i in needed if 0 <= i < start and schedule.instructions[i].queue == "host"]
         queue = QUEUES.index(instruction.queue)
         clock = max((reached[queue], *(done[dep] for dep in deps[index])))
