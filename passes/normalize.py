@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, is_random, restride
+from mtcompile.passes.strides import correct_strides
 
 # Operations whose saved statistics have the dtype of their weight, and where that is among their arguments.
 _WEIGHT_OF_NORM = {
@@ -31,6 +32,7 @@ def normalize(joint: fx.GraphModule) -> fx.GraphModule:
     Raises NotImplementedError naming a higher-order operator that cannot be cut (the capture turns it into an error
     with the user's line).
     """
+    correct_strides(joint.graph)
     _lift_constants(joint)
     for node in list(joint.graph.nodes):
         if node.op == "call_function" and node.target in _IDENTITIES:
