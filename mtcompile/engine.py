@@ -20,7 +20,7 @@ from mtcompile.calibration import KEPT_PHASES, Timed, known_machine
 from mtcompile.cuda_graphs import Graphs, TorchGraphs, graphed
 from mtcompile.errors import BudgetError, CaptureError
 from mtcompile.home import Home
-from mtcompile.kernels import Built, EagerKernels, InductorKernels
+from mtcompile.kernels import Built, EagerKernels, InductorKernels, strides_on
 from mtcompile.knobs import cuda_graphs
 from mtcompile.machine import machine_of
 from mtcompile.passes import rewrite
@@ -238,7 +238,7 @@ class Engine:
         joint = cache.read_joint(key)
         if joint is None:
             try:
-                joint = normalize(capture.joint_graph(description, tangents))
+                joint = normalize(capture.joint_graph(description, tangents), strides_on(self.device.where))
             except NotImplementedError as error:
                 raise CaptureError(f"the model uses {error}; expected ATen operations only") from None
             cache.write_joint(key, joint)

@@ -25,7 +25,9 @@ from mtcompile.passes.step_graph import (
     save_rng,
     storage_nbytes,
 )
+from mtcompile.passes.strides import Observe
 from mtcompile.randomness import around, explicit
+from mtcompile.runtime.arena import layout_of
 from mtcompile.runtime.schedule import aligned
 
 Call = Callable[..., Any]
@@ -112,6 +114,32 @@ def _by_values(kernel: fx.GraphModule) -> int:
     bytes as their operands and results have."""
     nodes = [n for n in kernel.graph.nodes if "_embedding_bag" in str(n.target)]
     return sum(aligned(storage_nbytes(v)) for n in nodes for near in (n, *n.all_input_nodes) for v in iter_tensors(near))
+
+
+def strides_on(device: torch.device) -> Observe:
+    """Runs operations once each on zeros of their operands' layouts, and says how what they make is strided."""
+    known: dict[str, list[tuple[int, ...] | None] | None] = {}
+
+    def observe(node: fx.Node) -> list[tuple[int, ...] | None] | None:
+        layouts = fx.node.map_arg((node.args, node.kwargs), lambda n: tuple(map(str, map(layout_of, iter_tensors(n)))))
+        key = f"{node.target} {layouts}"
+        if key not in known:
+            known[key] = _strides_made(node, device)
+        return known[key]
+
+    return observe
+
+
+def _strides_made(node: fx.Node, device: torch.device) -> list[tuple[int, ...] | None] | None:
+    operands: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: _example(n, device))
+    target: Any = node.target
+    try:
+        with capture.rng_preserved(str(device)), torch.no_grad():
+            made = target(*operands[0], **operands[1])
+    except RuntimeError:  # no room, or an operation that refuses zeros
+        return None
+    results = made if isinstance(made, (tuple, list)) else [made]
+    return [tuple(each.stride()) if isinstance(each, torch.Tensor) else None for each in results]
 
 
 class InductorKernels:

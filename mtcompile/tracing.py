@@ -15,6 +15,7 @@ from mtcompile import capture
 from mtcompile.passes.build import build
 from mtcompile.passes.loss_head import chunk_loss
 from mtcompile.passes.normalize import normalize
+from mtcompile.passes.strides import Observe
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +39,15 @@ def collecting_later() -> Iterator[None]:
             gc.enable()
 
 
-def trace(model: nn.Module, data: dict[str, Any], device: torch.device | None = None, loss_chunks: int = 1) -> Traced:
+def trace(
+    model: nn.Module,
+    data: dict[str, Any],
+    device: torch.device | None = None,
+    loss_chunks: int = 1,
+    observe: Observe | None = None,
+) -> Traced:
     """The step of ``model(**data)`` whose loss (its scalar outputs) receives a gradient. ``device``: where it would compute;
-    tensors may be fake, so that a model of any size can be traced. Raises CaptureError."""
+    tensors may be fake, so that a model of any size can be traced. ``observe``: as for ``normalize``. Raises CaptureError."""
     where = device or torch.device("cpu")
     found: list[Traced] = []
     names: dict[int, tuple[str, str]] = {id(b): ("buffer", n) for n, b in model.named_buffers()}
@@ -50,7 +57,7 @@ def trace(model: nn.Module, data: dict[str, Any], device: torch.device | None = 
         made = fx.node.map_arg(graph.graph.output_node().args[0], lambda node: node.meta["example_value"])
         description = capture.describe(graph, inputs, lambda tensor: names.get(id(tensor)), where)
         scalars = tuple(differentiable and scalar for _, differentiable, scalar in description.computed)
-        joint = normalize(capture.joint_graph(description, scalars))
+        joint = normalize(capture.joint_graph(description, scalars), observe)
         if loss_chunks > 1:
             chunk_loss(joint, loss_chunks)
         found.append(Traced(joint, build(joint), tuple(inputs)))

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, is_random, restride
-from mtcompile.passes.strides import correct_strides
+from mtcompile.passes.strides import Observe, correct_strides
 
 # Operations whose saved statistics have the dtype of their weight, and where that is among their arguments.
 _WEIGHT_OF_NORM = {
@@ -23,8 +23,9 @@ _IDENTITIES = (
 )
 
 
-def normalize(joint: fx.GraphModule) -> fx.GraphModule:
-    """Changes ``joint`` in place and returns it.
+def normalize(joint: fx.GraphModule, observe: Observe | None = None) -> fx.GraphModule:
+    """Changes ``joint`` in place and returns it. ``observe``: what strides the device's kernels make; without it, the traced
+    ones are believed.
 
     Afterwards: no get_attr of a tensor (placeholders with role ``constant``), no detach or alias, no output that is an
     input or another output (a clone instead), every parameter's gradient strided like its parameter, no dead node
@@ -32,7 +33,8 @@ def normalize(joint: fx.GraphModule) -> fx.GraphModule:
     Raises NotImplementedError naming a higher-order operator that cannot be cut (the capture turns it into an error
     with the user's line).
     """
-    correct_strides(joint.graph)
+    if observe is not None:
+        correct_strides(joint.graph, observe)
     _lift_constants(joint)
     for node in list(joint.graph.nodes):
         if node.op == "call_function" and node.target in _IDENTITIES:

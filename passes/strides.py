@@ -1,59 +1,86 @@
-"""Strides as the CPU's kernels make them, where torch's traced shapes say otherwise."""
+"""Strides as the kernels make them, where torch's traced ones are others.
+
+Both agree on operands in row-major order. On others, as a gradient that comes in columns, the shape functions of some
+operations (dropout's, layer norm's and the losses' backward, ``where`` and products of expanded values, ...) do not do what
+the kernels of the CPU do.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from mtcompile.passes.step_graph import restride
+from mtcompile.passes.step_graph import is_random, is_view, iter_tensors, restride
 
-_DROPOUT_BACKWARD = torch.ops.aten.native_dropout_backward.default
+# The strides of every result of an operation (None for one that is no tensor), or None where it could not be run.
+Observe = Callable[[fx.Node], Sequence[tuple[int, ...] | None] | None]
+
+aten = torch.ops.aten
+_ROW_MAJOR = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)  # whatever they are given
 # What these make of an operand depends on where its elements lie.
-_OF_STORAGE = (
-    torch.ops.aten.as_strided.default,
-    torch.ops.aten.as_strided_copy.default,
-    torch.ops.aten.as_strided_scatter.default,
-)
+_OF_STORAGE = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
 
 
-def correct_strides(graph: fx.Graph) -> None:
-    """On the CPU, dropout's backward is strided as the product of its arguments; traced, as on CUDA, it has the gradient's
-    memory format.
+def correct_strides(graph: fx.Graph, observe: Observe) -> None:
+    """Put right ``meta['val']`` of every operation with operands in another than row-major order.
 
-    What follows is traced again with the true strides, for they decide the order in which later operations add. An
-    operation that cannot take them, such as a view, and the graph's outputs take a copy strided as they were traced for.
+    What follows a corrected value is traced again with its true strides, for they decide the order in which later operations
+    add. An operation that cannot take them, such as a view, and the graph's outputs take a copy, strided as they were traced
+    for: there, ordinary PyTorch copies too.
     """
     traced: dict[fx.Node, torch.Tensor] = {}  # of values whose strides are others: what they were traced as
     for node in list(graph.nodes):
         changed = [operand for operand in node.all_input_nodes if operand in traced]
-        if not changed and node.target is not _DROPOUT_BACKWARD:
+        found = node.meta.get("val")
+        if found is None and node.op == "call_function":  # not made, as the gradient that nobody asked for
             continue
-        if node.op == "call_function" and node.meta["val"] is None:  # not made, as the gradient that nobody asked for
-            continue
-        made = _made(node)
+        made = _again(node) if changed else found
         if made is None:
             for operand in changed:
                 _take_a_copy(graph, node, operand, traced[operand])
+            made = found
+        if _to_observe(node):
+            made = _with_strides(made, observe(node))
+        if made is found:
             continue
-        found = node.meta["val"]
         node.meta = {**node.meta, "val": made}
-        if not isinstance(made, torch.Tensor) or made.stride() != found.stride():  # several: each where it is taken out
+        if not isinstance(made, torch.Tensor) or not alike(made, found.stride()):  # several: each where it is taken out
             traced[node] = found
 
 
+def alike(val: torch.Tensor, strides: Sequence[int]) -> bool:
+    """Whether these strides place the elements as ``val``'s do: that of a dimension of one element says nothing."""
+    return not val.numel() or all(n == 1 or a == b for n, a, b in zip(val.shape, val.stride(), strides, strict=True))
+
+
+def _to_observe(node: fx.Node) -> bool:
+    if not hasattr(node.target, "_schema") or node.target in _ROW_MAJOR or is_view(node) or is_random(node):
+        return False
+    return any(not val.is_contiguous() for operand in node.all_input_nodes for val in iter_tensors(operand))
+
+
+def _with_strides(value: Any, strides: Sequence[tuple[int, ...] | None] | None) -> Any:
+    """``value``, its tensors strided as observed; the same object where they are already."""
+    if strides is None or not isinstance(value, (torch.Tensor, tuple, list)):
+        return value
+    if isinstance(value, torch.Tensor):
+        stride = strides[0]
+        return value if stride is None or alike(value, stride) else value.new_empty_strided(value.shape, stride)
+    made = [_with_strides(each, strides[i : i + 1]) for i, each in enumerate(value)]
+    return value if all(one is other for one, other in zip(made, value, strict=True)) else tuple(made)
+
+
 @torch.no_grad()
-def _made(node: fx.Node) -> Any:
-    """What the node makes of its operands as they are traced now; None where it cannot take them."""
+def _again(node: fx.Node) -> Any:
+    """The node's value for its operands as they are traced now; None where it cannot take them."""
     if node.op != "call_function" or node.target in _OF_STORAGE or not callable(node.target):
         return None
     operands: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    args, kwargs = operands
-    if node.target is _DROPOUT_BACKWARD and args[0].device.type == "cpu":
-        return args[0] * args[1].type_as(args[0])
     try:
-        return node.target(*args, **kwargs)
+        return node.target(*operands[0], **operands[1])
     except (RuntimeError, ValueError):
         return None
 

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from mtcompile import tracing
 from mtcompile.internals import AllocatorPeak
+from mtcompile.kernels import strides_on
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.recompute import saved_values
 from mtcompile.passes.step_graph import calls, is_convert, placeholders, regions, results, step_outputs
@@ -23,7 +24,7 @@ from mtcompile.tracing import Traced
 def trace(model: nn.Module, data: dict[str, Any]) -> Traced:
     """With inputs of its own: what the schedules of a test write to."""
     torch.compiler.reset()
-    traced = tracing.trace(model, data)
+    traced = tracing.trace(model, data, observe=strides_on(torch.device("cpu")))
     return replace(traced, inputs=tuple(t.detach().clone() for t in traced.inputs))
 
 
