@@ -23,6 +23,7 @@ from mtcompile.passes.step_graph import (
     placeholders,
     replay,
     save_rng,
+    span_nbytes,
     storage_nbytes,
 )
 from mtcompile.passes.strides import Observe
@@ -225,7 +226,8 @@ def _example(node: fx.Node, device: torch.device) -> torch.Tensor:
     if any(user.target is replay and user.args[0] is node for user in node.users):
         return generator_state(str(device))
     val, where = node.meta["val"], torch.device("cpu") if _read_by_the_host(node) else device
-    return torch.empty_strided(tuple(val.shape), tuple(val.stride()), dtype=val.dtype, device=where).zero_()
+    elements = span_nbytes(val) // val.element_size()
+    return torch.zeros(elements, dtype=val.dtype, device=where).as_strided(tuple(val.shape), tuple(val.stride()))
 
 
 def _read_by_the_host(node: fx.Node) -> bool:
