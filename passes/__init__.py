@@ -34,15 +34,18 @@ def pipeline() -> tuple[Pass, ...]:
     return (recompute, repeat_forward, trim, *moves, place_updates, narrow_transfers)
 
 
-def rewrite(step: fx.GraphModule, plan: Plan, after: Callable[[str, fx.GraphModule], None] | None = None) -> fx.GraphModule:
-    """A rewritten copy of ``step``; linted after every pass, and shown to ``after(name, step)`` if given. Its graph is
-    what counts: its Python code is not generated (``step.recompile()`` does)."""
+def rewrite(
+    step: fx.GraphModule, plan: Plan, after: Callable[[str, fx.GraphModule], None] | None = None, lint: bool = True
+) -> fx.GraphModule:
+    """A rewritten copy of ``step``; linted after every pass (not where it is one of many candidates), and shown to
+    ``after(name, step)`` if given. Its graph is what counts: its Python code is not generated (``step.recompile()`` does)."""
     from mtcompile.passes.step_graph import copy_step
 
     step = copy_step(step)
     for transform in pipeline():
         step = transform(step, plan)
-        step.graph.lint()
+        if lint:
+            step.graph.lint()
         if after is not None:
             after(transform.__name__, step)
     return step

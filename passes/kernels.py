@@ -78,10 +78,9 @@ def trim(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         made = results(region)
         used = [item for item in made if item.users]
         old = kernel_of(step, region)
-        random = any(is_random(n) for n in old.graph.nodes)
         if len(used) == len(body_outputs(old)):
             continue
-        if not used and not random:
+        if not used and not any(is_random(n) for n in old.graph.nodes):
             for item in made:
                 step.graph.erase_node(item)
             step.graph.erase_node(region)

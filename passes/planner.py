@@ -276,7 +276,7 @@ def _evaluator(
     step: fx.GraphModule, sizes: Mapping[str, int], machine: Machine, budgets: Budgets, workspace: Workspace
 ) -> Callable[[Plan], Planned]:
     def evaluate(plan: Plan) -> Planned:
-        rewritten = rewrite(step, plan)
+        rewritten = rewrite(step, plan, lint=False)
         resident = resident_nbytes(sizes, plan, budgets)
         resident["device"] += budgets.reserve
         resident["host"] += len(step.meta["homes"]) * SCALAR_STATE_NBYTES
@@ -288,6 +288,7 @@ def _evaluator(
 
 
 def _finished(best: Planned, sizes: Mapping[str, int], budgets: Budgets, minimum: int) -> Planned:
+    best.step.graph.lint()
     best.step.recompile()
     busy: dict[str, float] = {queue: us for queue, us in busy_us(simulate(best.schedule)).items()}
     busy["update"] = best.plan.update_us
