@@ -24,7 +24,7 @@ from torch import fx
 from mtcompile import knobs, passes
 from mtcompile.passes.graph_json import GraphFormatError, graph_from_json, graph_to_json
 from mtcompile.passes.plan import Plan, plan_from_json
-from mtcompile.passes.step_graph import listing
+from mtcompile.passes.step_graph import kernel_of, listing, regions
 
 Times = Mapping[str, Mapping[str, tuple[float, float]]]  # queue -> what ran there -> microseconds: measured, by formula
 
@@ -47,7 +47,7 @@ def write_joint(key: str | None, joint: fx.GraphModule) -> None:
 
 def plan_key(step: fx.GraphModule, *constraints: Any) -> str:
     """By the step graph with its kernels' bodies, and what the plan must keep to."""
-    kernels = sorted(step.meta["kernels"])
+    kernels = sorted({str(kernel_of(step, region).meta["key"]) for region in regions(step)})  # not those of rewritten copies
     return _digest("\n".join([listing(step), *kernels, *map(repr, [step.meta["homes"], *constraints])]))
 
 

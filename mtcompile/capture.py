@@ -361,18 +361,19 @@ def joint_key(description: Description, tangents: tuple[bool, ...] | None) -> st
         from torch._functorch._aot_autograd.schemas import AOTConfig
 
         with _tracing(description, tangents) as (_, graph, fakes):
-            settings = AOTConfig(None, None, None, None, 0, 0, False, is_export=True, ignore_shape_env=True)
-            traced = autograd_cache_key(graph, fakes, settings)[0]
+            config = AOTConfig(None, None, None, None, 0, 0, False, is_export=True, ignore_shape_env=True)
+            traced = autograd_cache_key(graph, fakes, config)[0]
     except Exception:  # an operation, setting or torch version that it does not know to be safe
         return None
     about = description.inputs, description.computed, description.device, description.at_home, description.backward_autocast
-    return repr((traced, about, tangents, modules, _settings()))
+    return repr((traced, about, tangents, modules, settings(description.device)))
 
 
-def _settings() -> tuple[Any, ...]:
-    """What decides, beside the graph itself, which operations a trace consists of, and is not in torch's key."""
+def settings(device: torch.device) -> tuple[Any, ...]:
+    """What decides, beside the graph itself, which operations a trace for ``device`` consists of, and is not in torch's key."""
     sdp = torch.backends.cuda
     return (
+        _autocast_state(device),
         torch.get_default_dtype(),
         str(torch.get_default_device()),
         torch.get_float32_matmul_precision(),

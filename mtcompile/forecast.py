@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from mtcompile import cache
 from mtcompile.forecast_text import lines, time_of
 from mtcompile.machine import named
 from mtcompile.passes.cost import Machine, kernel_cost
@@ -171,22 +172,22 @@ def plan(
     with collecting_later():
         if solve in ("batch", "seq"):
             return _largest(question, solve, batch, seq)
-        first = _answer(question, batch, seq)
+        first, sized = _answer(question, batch, seq)
         if solve == "memory" and first.minimum_device_bytes:
             least = first.minimum_device_bytes
-            found = _answer(replace(question, budgets=replace(budgets, device=least)), batch, seq)
+            found = _told(replace(question, budgets=replace(budgets, device=least)), sized)
             return replace(found, solved={"memory": least})
         return first
 
 
-def _answer(question: Question, batch: int, seq: int) -> Forecast:
+def _answer(question: Question, batch: int, seq: int) -> tuple[Forecast, Sized]:
     """With more chunks of the loss head where those that the device's memory calls for leave too little of it."""
     sized = sized_step(question, batch, seq)
     while not (found := _told(question, sized)).feasible and found.minimum_device_bytes and sized.chunks < MOST_CHUNKS:
         if not head_nbytes(sized.whole):
             break
         sized = chunked(question, sized.whole, sized.tokens, min(MOST_CHUNKS, 4 * sized.chunks))
-    return found
+    return found, sized
 
 
 def _told(question: Question, sized: Sized) -> Forecast:
@@ -210,16 +211,27 @@ def _told(question: Question, sized: Sized) -> Forecast:
         source=Source(sized.step, question.machine, budgets, workspace_nbytes),
     )
     try:
-        planned = candidates.best(budgets.device, budgets.host)
+        planned = _best(candidates, budgets.device, budgets.host)
     except DoesNotFit as error:
-        refused = _refused(about, candidates, error)
+        refused = _refused(about, candidates, budgets, error)
         if not question.force:
             return refused
         least = candidates.least()
-        shown = _described(refused, candidates, least)
+        shown = _described(refused, candidates, budgets, least)
         return replace(shown, feasible=False, minimum_device_bytes=least.schedule.peak_nbytes["device"])
     verify(planned.schedule)
-    return _described(replace(about, feasible=True), candidates, planned)
+    return _described(replace(about, feasible=True), candidates, budgets, planned)
+
+
+def _best(candidates: Candidates, device: int | None, host: int | None) -> Planned:
+    """The fastest plan within these bytes, which is remembered between runs. Raises DoesNotFit."""
+    constraints = replace(candidates.budgets, device=device, host=host), candidates.base.numerics
+    key = cache.plan_key(candidates.step, "by shapes", candidates.machine, *constraints)
+    known = cache.read_plan(key)
+    found = candidates.best(device, host, known)
+    if known is None or found.plan.decisions != known.decisions:
+        cache.write_plan(key, found.plan)
+    return found
 
 
 def _parameters(step: fx.GraphModule) -> list[torch.Tensor]:
@@ -262,12 +274,12 @@ def _largest(question: Question, what: str, batch: int, seq: int) -> Forecast:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    best = _answer(question, *at(max(1, low)))
+    best, _ = _answer(question, *at(max(1, low)))
     low = max(1, low)
     while not best.feasible and low > 1:  # where sizes are rounded up, or other chunks are taken
         low -= 1
-        best = _answer(question, *at(low))
-    while best.feasible and (more := _answer(question, *at(low + 1))).feasible:
+        best, _ = _answer(question, *at(low))
+    while best.feasible and (more := _answer(question, *at(low + 1))[0]).feasible:
         low, best = low + 1, more
     solved = {what: low if what == "batch" else low * _GRAIN} if best.feasible else None
     return replace(best, solved=solved, peak_expressions=text)
@@ -286,18 +298,18 @@ def _row(candidates: Candidates, policy: str, budgets: Budgets) -> Row:
     return Row(policy, True, peaks, time_us)
 
 
-def _described(about: Forecast, candidates: Candidates, planned: Planned) -> Forecast:
-    plan, schedule, limits = planned.plan, planned.schedule, candidates.budgets
+def _described(about: Forecast, candidates: Candidates, budgets: Budgets, planned: Planned) -> Forecast:
+    plan, schedule, limits = planned.plan, planned.schedule, budgets.limits
     bodies: dict[str, Any] = dict(planned.step.named_children())
     flops = sum(kernel_cost(bodies[i.kernel]).flops for i in schedule.instructions if i.kernel in bodies)
     trace = simulate(schedule)
     busy: dict[str, float] = {queue: us / plan.step_time_us for queue, us in busy_us(trace).items()}
     queues = [queue for queue in busy_us(trace) if queue != "compute"]
     more = {}
-    for tier, limit in limits.limits.items():
+    for tier, limit in limits.items():
         if limit is not None and about.feasible:
-            device, host = (limit + _ONE_GIB if tier == t else n for t, n in limits.limits.items())
-            more[tier] = max(0.0, plan.total_us - candidates.best(device, host).plan.total_us)
+            device, host = (limit + _ONE_GIB if tier == t else n for t, n in limits.items())
+            more[tier] = max(0.0, plan.total_us - _best(candidates, device, host).plan.total_us)
     return replace(
         about,
         peak_bytes=dict(schedule.peak_nbytes),
@@ -360,9 +372,9 @@ def _gradient_slots(schedule: Schedule) -> int:
     return most
 
 
-def _refused(about: Forecast, candidates: Candidates, error: DoesNotFit) -> Forecast:
+def _refused(about: Forecast, candidates: Candidates, budgets: Budgets, error: DoesNotFit) -> Forecast:
     """What is short, and the three cheapest ways out: those that cost nothing first."""
-    budgets, tier = candidates.budgets, error.tier
+    tier = error.tier
     limit = budgets.limits[tier] or 0
     other = "host" if tier == "device" else "device"
     short = error.minimum - limit

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from mtcompile import cache, capture
 from mtcompile.internals import without_memory
 from mtcompile.passes.accumulate import Micro, repeat, weights_of
 from mtcompile.passes.build import build
@@ -97,17 +98,31 @@ def _traced(question: Question, batch: int, seq: int) -> tuple[Traced, Mapping[s
     with without_memory():
         if isinstance(model, str):
             tokens = torch.zeros((batch, seq), dtype=torch.int64)
-            module: nn.Module = fake(SHAPES[model])
-            data = {"tokens": tokens, "targets": tokens}
-        else:
-            made = model if isinstance(model, nn.Module) else model(batch, seq) if takes_sizes(model) else model()
-            module, data = made if isinstance(made, tuple) else (made, data)
+            return _traced_shape(model, question.precision, tokens)
+        made = model if isinstance(model, nn.Module) else model(batch, seq) if takes_sizes(model) else model()
+        module, data = made if isinstance(made, tuple) else (made, data)
         if data is None:
             raise ValueError("expected data=, the module's keyword arguments, for a model that is not a built-in shape")
-        if question.precision.weights is not None:
-            _cast(module, question.precision.weights)
-        torch.compiler.reset()
-        return trace(module.train(), dict(data)), data
+        return _trace(module, data, question.precision), data
+
+
+def _trace(module: nn.Module, data: Mapping[str, Any], precision: Precision) -> Traced:
+    if precision.weights is not None:
+        _cast(module, precision.weights)
+    torch.compiler.reset()
+    return trace(module.train(), dict(data))
+
+
+def _traced_shape(name: str, precision: Precision, tokens: torch.Tensor) -> tuple[Traced, Mapping[str, Any]]:
+    """A built-in shape's step, which is remembered between runs: its sources are ours."""
+    data = {"tokens": tokens, "targets": tokens}
+    key = repr((SHAPES[name], precision, tuple(tokens.shape), capture.settings(tokens.device)))
+    joint = cache.read_joint(key)
+    if joint is not None:
+        return Traced(joint, build(joint), ()), data
+    traced = _trace(fake(SHAPES[name]), data, precision)
+    cache.write_joint(key, traced.joint)
+    return traced, data
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:

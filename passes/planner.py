@@ -90,13 +90,13 @@ def make_plan(
     """The plan for ``step``, with its rewritten graph and schedule (deps derived, not yet proven): the fastest that fits, or
     that of a fixed ``policy``.
 
-    ``fixed_params``: home tier per block where earlier programs of the same model have decided it. ``known``: the plan
-    found for all of this before; taken without a search if it still fits. Raises DoesNotFit.
+    ``fixed_params``: home tier per block where earlier programs of the same model have decided it. ``known``: as for
+    ``Candidates.best``. Raises DoesNotFit.
     """
     candidates = Candidates(step, machine, budgets, workspace, fixed_params, numerics)
-    if known is not None and _fits(again := candidates.evaluate(known), budgets):
-        return _finished(again, candidates.sizes, budgets, known.minimum_device_bytes)
-    return candidates.best(budgets.device, budgets.host) if policy == "fastest" else candidates.by_policy(policy, budgets)
+    if policy != "fastest":
+        return candidates.by_policy(policy, budgets)
+    return candidates.best(budgets.device, budgets.host, known)
 
 
 class Candidates:
@@ -124,9 +124,12 @@ class Candidates:
         self.evaluations += 1
         return self._evaluate(plan)
 
-    def best(self, device: int | None, host: int | None) -> Planned:
-        """The fastest within these bytes. Raises DoesNotFit."""
+    def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:
+        """The fastest within these bytes. ``known``: the plan found for all of this before; taken without a search if it still
+        fits. Raises DoesNotFit."""
         budgets = replace(self.budgets, device=device, host=host)
+        if known is not None and _fits(again := self.evaluate(known), budgets):
+            return _finished(again, self.sizes, budgets, known.minimum_device_bytes)
         if not self._points:
             full = self.evaluate(everything(self.step, self.base, self.open_params))
             if _fits(full, budgets):  # nothing need be searched; the floor is said all the same

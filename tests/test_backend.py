@@ -81,8 +81,8 @@ def train(model: nn.Module, call: Any, batches: list[torch.Tensor]) -> tuple[lis
     torch.manual_seed(5)
     log, peak = [], 0
     for index, batch in enumerate(batches):
-        gc.collect()
         if index + 1 == len(batches):
+            gc.collect()
             with AllocatorPeak() as measured:
                 loss = call(batch)
                 loss.backward()

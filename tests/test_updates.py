@@ -509,7 +509,12 @@ def test_an_update_is_proven_to_come_after_every_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("update", "most", "shape"), [*(("backward", 12.5, shape) for shape in SIZES), ("step", 14.5, SIZES[0])]
+    ("update", "most", "shape"),
+    [
+        ("backward", 12.5, SIZES[0]),
+        *(pytest.param("backward", 12.5, shape, marks=pytest.mark.long) for shape in SIZES[1:]),
+        ("step", 14.5, SIZES[0]),
+    ],
 )
 def test_host_bytes_per_parameter(update: str, most: float, shape: Shape) -> None:
     """Of state, gradients and slots, as held after three steps, and as planned; activations are few here."""
