@@ -1,5 +1,6 @@
-"""What is remembered between runs, on disk: joint graphs, so that nothing is traced, plans, so that nothing is searched, and
-this machine's speeds and times of its kernels, so that nothing is measured.
+"""What is remembered between runs, on disk: joint graphs, so that nothing is traced; plans, and the candidates they were
+chosen from, so that nothing is searched, whatever the budget; this machine's speeds and times of its kernels, so that nothing
+is measured.
 
 What comes from here is text, never code. A plan is decisions: it is rewritten, lowered, measured against the budgets and
 proven as a new one is, and dropped where it no longer fits.
@@ -13,6 +14,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from math import inf
 from pathlib import Path
@@ -61,6 +63,19 @@ def read_plan(key: str) -> Plan | None:
 
 def write_plan(key: str, plan: Plan) -> None:
     _write("plans", key, plan.to_json())
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """Where the search of one step keeps the plans it looked at; ``key``: a plan_key of all but the bytes it may take."""
+
+    key: str
+
+    def read(self) -> str | None:
+        return _read("points", self.key)
+
+    def write(self, text: str) -> None:
+        _write("points", self.key, text)
 
 
 def machine_path(identity: str) -> Path | None:

@@ -8,16 +8,16 @@ grows with it. ``make_plan(step graph, machine, budgets) -> Planned`` is the int
 from __future__ import annotations
 
 import contextlib
-import itertools
-from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import inf
+from functools import cached_property
+from typing import Protocol
 
 from torch import fx
 
 from mtcompile.passes import rewrite
 from mtcompile.passes.cost import Machine
+from mtcompile.passes.frontier import Point, choose, fits, most_promising, pareto, points_from_json, points_to_json
 from mtcompile.passes.lower import Workspace, lower
 from mtcompile.passes.memory import workspace_nbytes
 from mtcompile.passes.paths import Path, blocks_of, everything, paths
@@ -34,8 +34,6 @@ from mtcompile.runtime.trace import busy_us
 _REGIONS_PER_PATH = 150  # evaluated, but ...
 _FEWEST_POINTS, _MOST_POINTS = 6, 12  # ... at least and at most so many plans of each
 _SEARCHED, _MOST_SEARCHED = 4_000_000, 300  # local search: so many plans over the square of a step's operations, at most
-# Between what fits and the frontier's next point: rounds, paths that cross the gap, plans of each.
-_ROUNDS, _MOST_CROSSING, _POINTS_BETWEEN = 3, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +84,35 @@ def make_plan(
     numerics: str = BIT_EQUAL,
     known: Plan | None = None,
     policy: str = "fastest",
+    store: Store | None = None,
 ) -> Planned:
     """The plan for ``step``, with its rewritten graph and schedule (deps derived, not yet proven): the fastest that fits, or
     that of a fixed ``policy``.
 
     ``fixed_params``: home tier per block where earlier programs of the same model have decided it. ``known``: as for
-    ``Candidates.best``. Raises DoesNotFit.
+    ``Candidates.best``; ``store``: as for ``Candidates``. Raises DoesNotFit.
     """
-    candidates = Candidates(step, machine, budgets, workspace, fixed_params, numerics)
+    candidates = Candidates(step, machine, budgets, workspace, fixed_params, numerics, store=store)
     if policy != "fastest":
         return candidates.by_policy(policy, budgets)
     return candidates.best(budgets.device, budgets.host, known)
 
 
+class Store(Protocol):
+    """Where what a search found is kept; text goes in and comes out."""
+
+    def read(self) -> str | None: ...
+
+    def write(self, text: str) -> None: ...
+
+
+class _Stale(Exception):
+    """What was kept of an earlier search is not what an evaluation gives now."""
+
+
 class Candidates:
-    """The candidate plans of one step, each evaluated once: ``best`` chooses among them, budget after budget."""
+    """The candidate plans of one step, each evaluated once: ``best`` chooses among them, budget after budget. ``store``: where
+    they are kept between runs, for these sources, this step, machine and state, and whatever device and host bytes."""
 
     def __init__(
         self,
@@ -111,44 +123,80 @@ class Candidates:
         fixed_params: Mapping[str, str] | None = None,
         numerics: str = BIT_EQUAL,
         tell: Tell = silent,
+        store: Store | None = None,
     ) -> None:
-        self.step, self.machine, self.budgets, self.tell = step, machine, budgets, tell
+        self.step, self.machine, self.budgets, self.tell, self.store = step, machine, budgets, tell, store
         self.sizes = param_nbytes(step)
         self.open_params = self.sizes if fixed_params is None else {}
         self.base = _base(step, self.sizes, machine, budgets, fixed_params, numerics)
         self._evaluate = _evaluator(step, self.sizes, machine, budgets, workspace)
         self.evaluations = 0
-        self._points: list[_Point] = []
+        self._points: list[Point] = []
 
     def evaluate(self, plan: Plan) -> Planned:
         self.evaluations += 1
         return self._evaluate(plan)
 
+    @cached_property
+    def ways(self) -> tuple[Path, ...]:
+        ways = paths(self.step, self.base, self.machine, self.open_params, self.budgets.host_activations)
+        if self.budgets.host_activations:  # so that no fixed policy is ever better
+            made = (policy(self.step, self.base, self.open_params) for name, policy in POLICIES.items() if name != "resident")
+            ways += tuple((plan,) for plan in made)
+        return ways
+
     def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:
         """The fastest within these bytes. ``known``: the plan found for all of this before; taken without a search if it still
         fits. Raises DoesNotFit."""
         budgets = replace(self.budgets, device=device, host=host)
-        if known is not None and _fits(again := self.evaluate(known), budgets):
+        if known is not None and fits((again := self.evaluate(known)).plan, budgets):
             return _finished(again, self.sizes, budgets, known.minimum_device_bytes)
         if not self._points:
             full = self.evaluate(everything(self.step, self.base, self.open_params))
-            if _fits(full, budgets):  # nothing need be searched; the floor is said all the same
-                least = self.evaluate(self._ways()[0][0])
-                minimum = min(planned.schedule.peak_nbytes["device"] for planned in (least, full))
+            if fits(full.plan, budgets):  # nothing need be searched; the floor is said all the same
+                least = self.evaluate(self.ways[0][0]).plan
+                minimum = min(least.peak_bytes["device"], full.plan.peak_bytes["device"])
                 return _finished(self._run_ahead(full, budgets), self.sizes, budgets, minimum)
-            self._points = self._evaluated(full)
-        frontier = _frontier(self._points, budgets)
-        chosen = _choose(frontier, self._points, self.evaluate, budgets)
-        best = self._run_ahead(self._wide(chosen, budgets), budgets)
-        minimum = min(frontier[0].peak, best.schedule.peak_nbytes["device"])
+            self._points = self._kept() or self._searched(full.plan)
+        try:
+            return self._best(budgets)
+        except _Stale:
+            self._points = self._searched(self.evaluate(everything(self.step, self.base, self.open_params)).plan)
+            return self._best(budgets)
+
+    def _best(self, budgets: Budgets) -> Planned:
+        frontier = self._frontier(budgets)
+        chosen = choose(frontier, self._points, lambda plan: self.evaluate(plan).plan, budgets)
+        best = self._run_ahead(self._wide(self._planned(chosen), budgets), budgets)
+        minimum = min(frontier[0].peak, best.plan.peak_bytes["device"])
         return _finished(best, self.sizes, budgets, minimum)
+
+    def _planned(self, point: Point) -> Planned:
+        """Its graph and schedule. Raises _Stale."""
+        made = self.evaluate(point.plan)
+        if (made.plan.peak_bytes, made.plan.total_us) != (point.plan.peak_bytes, point.time_us):
+            raise _Stale
+        return made
+
+    def _frontier(self, budgets: Budgets) -> list[Point]:
+        """Points by rising peak, each faster than all before it. Raises DoesNotFit when no candidate fits."""
+        points = self._points
+        least = min(points, key=lambda point: point.peak)
+        if budgets.device is not None and least.peak > budgets.device:
+            raise DoesNotFit("device", least.peak, causes(self._planned(least), "device"))
+        at_home = [p for p in points if budgets.host is None or p.plan.peak_bytes["host"] <= budgets.host]
+        if not any(fits(p.plan, budgets) for p in at_home):
+            within = (p for p in points if budgets.device is None or p.peak <= budgets.device)
+            cheapest = min(within, key=lambda p: p.plan.peak_bytes["host"])
+            raise DoesNotFit("host", cheapest.plan.peak_bytes["host"], causes(self._planned(cheapest), "host"))
+        return pareto(at_home)
 
     def _wide(self, planned: Planned, budgets: Budgets) -> Planned:
         """With casts where they were captured, if the host is busier than the link."""
         if not any(is_convert(call) for call in calls(planned.step)):
             return planned
         wide = self.evaluate(replace(planned.plan, narrow=False))
-        return wide if _fits(wide, budgets) and wide.plan.total_us < planned.plan.total_us else planned
+        return wide if fits(wide.plan, budgets) and wide.plan.total_us < planned.plan.total_us else planned
 
     def _run_ahead(self, planned: Planned, budgets: Budgets) -> Planned:
         """With as many updates left until after the backward as is fastest."""
@@ -158,18 +206,18 @@ class Candidates:
         most = sum(i.op == "run" and i.queue == "host" for i in planned.schedule.instructions)
         numbers = sorted({most, *(most // part for part in (2, 3, 4, 6, 8, 12, 16))} - {0})
         made = [planned, *(self.evaluate(replace(planned.plan, updates=replace(updates, behind=n))) for n in numbers)]
-        return min((each for each in made if _fits(each, budgets)), key=lambda each: each.plan.total_us)
+        return min((each for each in made if fits(each.plan, budgets)), key=lambda each: each.plan.total_us)
 
     def least(self) -> Planned:
         """The plan that needs least of the device, whatever the budgets."""
         with contextlib.suppress(DoesNotFit):
             self.best(0, None)
-        least = min(self._points, key=lambda point: (point.peak, point.time_us))
-        return _finished(least.planned, self.sizes, self.budgets, least.peak)
+        least = self.evaluate(min(self._points, key=lambda point: (point.peak, point.time_us)).plan)
+        return _finished(least, self.sizes, self.budgets, least.plan.peak_bytes["device"])
 
     def needs(self, tier: str, limits: Mapping[str, int]) -> int | None:
         """The fewest bytes of a tier with which some plan keeps to ``limits`` of others; after ``best`` found none."""
-        peaks = [point.planned.schedule.peak_nbytes for point in self._points]
+        peaks = [point.plan.peak_bytes for point in self._points]
         return min((p[tier] for p in peaks if all(p[other] <= n for other, n in limits.items())), default=None)
 
     def by_policy(self, policy: str, budgets: Budgets) -> Planned:
@@ -177,44 +225,46 @@ class Candidates:
         planned = self.evaluate(POLICIES[policy](self.step, self.base, self.open_params))
         return _by_policy(planned, self.sizes, budgets)
 
-    def _ways(self) -> tuple[Path, ...]:
-        ways = paths(self.step, self.base, self.machine, self.open_params, self.budgets.host_activations)
-        if self.budgets.host_activations:  # so that no fixed policy is ever better
-            made = (policy(self.step, self.base, self.open_params) for name, policy in POLICIES.items() if name != "resident")
-            ways += tuple((plan,) for plan in made)
-        return ways
+    def _kept(self) -> list[Point]:
+        """What an earlier search found, if it is there."""
+        text = self.store.read() if self.store else None
+        with contextlib.suppress(ValueError, TypeError, KeyError, IndexError, AttributeError):
+            return points_from_json(text, self.ways) if text else []
+        return []
 
-    def _evaluated(self, full: Planned) -> list[_Point]:
+    def _searched(self, full: Plan) -> list[Point]:
         each = min(max(_FEWEST_POINTS, _REGIONS_PER_PATH // len(regions(self.step))), _MOST_POINTS)
-        points = [_Point(full, (full.plan,), 0)]
+        points = [Point(full, (full,), 0)]
         sampled = []
-        for way in self._ways():
+        for way in self.ways:
             last, count = len(way) - 1, min(len(way), each)
             sampled += [(way, position) for position in sorted({round(i * last / max(1, count - 1)) for i in range(count)})]
         operations = sum(len(kernel_of(self.step, region).graph.nodes) for region in regions(self.step))
         left = min(_MOST_SEARCHED, _SEARCHED // operations**2)
         for done, (way, position) in enumerate(sampled):
             self.tell("planning", done, len(sampled) + left)
-            points.append(_Point(self.evaluate(way[position]), way, position))
+            points.append(Point(self.evaluate(way[position]).plan, way, position))
         self._explore(points, left)
+        if self.store:
+            self.store.write(points_to_json(points, self.ways))
         return points
 
-    def _explore(self, points: list[_Point], left: int) -> None:
+    def _explore(self, points: list[Point], left: int) -> None:
         """Adds what local search finds in so many evaluations."""
         blocks = blocks_of(self.step, self.machine)
-        seen = {signature(point.planned.plan, blocks, self.sizes) for point in points}
+        seen = {signature(point.plan, blocks, self.sizes) for point in points}
         unvaried = list(points)
         while left > 0 and unvaried:
-            point = _most_promising(points, unvaried)
+            point = most_promising(points, unvaried)
             unvaried = [other for other in unvaried if (other.peak, other.time_us) != (point.peak, point.time_us)]
-            for plan in neighbours(point.planned.plan, blocks, self.open_params, self.budgets.host_activations):
+            for plan in neighbours(point.plan, blocks, self.open_params, self.budgets.host_activations):
                 key = signature(plan, blocks, self.sizes)
                 if key not in seen and left > 0:
                     seen.add(key)
                     self.tell("planning", len(points), len(points) + left)
                     left -= 1
-                    made = self.evaluate(plan)
-                    points.append(_Point(made, (made.plan,), 0))
+                    made = self.evaluate(plan).plan
+                    points.append(Point(made, (made,), 0))
                     unvaried.append(points[-1])
 
 
@@ -240,7 +290,7 @@ def resident_plan(
     if any(plan.params(block) != "device" for block in own.sizes):
         return None
     full = own.evaluate(plan)
-    return _finished(full, own.sizes, budgets, full.schedule.peak_nbytes["device"]) if _fits(full, budgets) else None
+    return _finished(full, own.sizes, budgets, full.schedule.peak_nbytes["device"]) if fits(full.plan, budgets) else None
 
 
 def may_be_resident(step: fx.GraphModule, budgets: Budgets) -> bool:
@@ -285,7 +335,8 @@ def _evaluator(
         resident["host"] += len(step.meta["homes"]) * SCALAR_STATE_NBYTES
         schedule = lower(rewritten, plan, machine, resident, workspace)
         time_us, exposed = times_us(schedule, machine, sizes, plan, budgets)
-        return Planned(replace(plan, step_time_us=time_us, update_us=exposed), rewritten, schedule)
+        peaks = dict(schedule.peak_nbytes)
+        return Planned(replace(plan, step_time_us=time_us, update_us=exposed, peak_bytes=peaks), rewritten, schedule)
 
     return evaluate
 
@@ -305,103 +356,6 @@ def _finished(best: Planned, sizes: Mapping[str, int], budgets: Budgets, minimum
     )
     limits = {tier: n for tier, n in budgets.limits.items() if n is not None}
     return Planned(plan, best.step, replace(best.schedule, limit_nbytes=limits))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Point:
-    """A candidate: the ``position``-th plan of a path."""
-
-    planned: Planned
-    path: Path
-    position: int
-
-    @property
-    def peak(self) -> int:
-        return self.planned.schedule.peak_nbytes["device"]
-
-    @property
-    def time_us(self) -> float:
-        return self.planned.plan.total_us
-
-
-def _fits(planned: Planned, budgets: Budgets) -> bool:
-    return all(n is None or planned.schedule.peak_nbytes[tier] <= n for tier, n in budgets.limits.items())
-
-
-def _frontier(points: list[_Point], budgets: Budgets) -> list[_Point]:
-    """Points by rising peak, each faster than all before it. Raises DoesNotFit when no candidate fits."""
-    least = min(points, key=lambda point: point.peak)
-    if budgets.device is not None and least.peak > budgets.device:
-        raise DoesNotFit("device", least.peak, causes(least.planned, "device"))
-    at_home = [p for p in points if budgets.host is None or p.planned.schedule.peak_nbytes["host"] <= budgets.host]
-    if not any(_fits(p.planned, budgets) for p in at_home):
-        cheapest = min(
-            (p for p in points if budgets.device is None or p.peak <= budgets.device),
-            key=lambda p: p.planned.schedule.peak_nbytes["host"],
-        )
-        raise DoesNotFit("host", cheapest.planned.schedule.peak_nbytes["host"], causes(cheapest.planned, "host"))
-    return _pareto(at_home)
-
-
-def _pareto(points: list[_Point]) -> list[_Point]:
-    kept: list[_Point] = []
-    for point in sorted(points, key=lambda p: (p.peak, p.time_us)):
-        if not kept or point.time_us < kept[-1].time_us:
-            kept.append(point)
-    return kept
-
-
-def _most_promising(points: list[_Point], unvaried: list[_Point]) -> _Point:
-    """Of the frontier's points that were not varied yet, the one with most between it and its neighbours; when there is none,
-    the point that comes nearest to the frontier in time."""
-    frontier = _pareto(points)
-    waiting = {id(point) for point in unvaried}
-    gaps = [(a.time_us - b.time_us) * (b.peak - a.peak) for a, b in itertools.pairwise(frontier)]
-    beside = zip([inf, *gaps], [*gaps, inf], frontier, strict=True)  # its ends come first
-    on_it = [(max(before, after), point) for before, after, point in beside if id(point) in waiting]
-    if on_it:
-        return max(on_it, key=lambda pair: pair[0])[1]
-    peaks = [point.peak for point in frontier]
-    return min(unvaried, key=lambda point: point.time_us / frontier[bisect_right(peaks, point.peak) - 1].time_us)
-
-
-def _choose(frontier: list[_Point], points: list[_Point], evaluate: Callable[[Plan], Planned], budgets: Budgets) -> Planned:
-    """The last point that fits, and what lies between it and the next: on the paths that cross the gap, points between those
-    that were evaluated are tried, round after round in the gap that is left. A round depends on the ends of its gap alone, and
-    only points that lie between these in peak and in time count, so that what a budget gets still grows with it."""
-    known = list(points)
-    for _ in range(_ROUNDS):
-        one = [p for p in frontier if _fits(p.planned, budgets)][-1]
-        other = next((p for p in frontier if p.peak > one.peak), None)
-        if other is None:
-            break
-        made = []
-        for low, high in _crossing(known, one, other):
-            gap = high.position - low.position
-            count = min(gap - 1, _POINTS_BETWEEN)
-            for position in sorted({low.position + round(i * gap / (count + 1)) for i in range(1, count + 1)}):
-                made.append(_Point(evaluate(low.path[position]), low.path, position))
-        if not made:
-            break
-        known += made
-        inside = [p for p in made if one.peak < p.peak < other.peak and other.time_us <= p.time_us <= one.time_us]
-        host = budgets.host
-        frontier = _pareto([one, other, *(p for p in inside if host is None or p.planned.schedule.peak_nbytes["host"] <= host)])
-    return [p for p in frontier if _fits(p.planned, budgets)][-1].planned
-
-
-def _crossing(points: list[_Point], one: _Point, other: _Point) -> list[tuple[_Point, _Point]]:
-    """Neighbours on one path, not next to each other, between which it may pass between the two; the fastest few."""
-    by_path: dict[int, list[_Point]] = {}
-    for point in points:
-        by_path.setdefault(id(point.path), []).append(point)
-    found = []
-    for row in by_path.values():
-        for low, high in itertools.pairwise(sorted(row, key=lambda point: point.position)):
-            crosses = low.peak < other.peak and high.peak > one.peak and high.time_us < one.time_us
-            if crosses and high.position - low.position > 1:
-                found.append((low, high))
-    return sorted(found, key=lambda pair: pair[0].time_us + pair[1].time_us)[:_MOST_CROSSING]
 
 
 def causes(planned: Planned, tier: str) -> tuple[tuple[str, int], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ def searches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     """One entry per search; plans are remembered in ``tmp_path``."""
     monkeypatch.setenv("MT_CACHE", str(tmp_path))
     made: list[int] = []
-    search = planner._frontier
-    monkeypatch.setattr(planner, "_frontier", lambda *args: (made.append(1), search(*args))[1])
+    search = planner.Candidates._searched
+    monkeypatch.setattr(planner.Candidates, "_searched", lambda *args: (made.append(1), search(*args))[1])
     return made
 
 
@@ -56,17 +57,44 @@ def test_the_second_run_does_not_search(searches: list[int], monkeypatch: pytest
     found, second = run(model, memory)
     assert len(searches) == 1 and len(proofs) == 2
     assert same(expected, found) and second.plan == first.plan and rows(second) == rows(first)
-    other, _ = run(model, memory + 4096)  # another budget is another question
-    assert len(searches) == 2 and same(expected, other)
 
     _, resident = run(model, 2**30)
     for file in tmp_path.glob("plans/*.json"):  # a plan that does not fit here
         file.write_text(resident.plan.to_json())
-    again, fourth = run(model, memory)
-    assert len(searches) == 3 and same(expected, again) and rows(fourth) == rows(first)
+    again, third = run(model, memory)
+    assert len(searches) == 1 and same(expected, again) and rows(third) == rows(first)
     for file in tmp_path.glob("plans/*.json"):
         file.write_text("{")
-    assert same(expected, run(model, memory)[0]) and len(searches) == 4
+    assert same(expected, run(model, memory)[0]) and len(searches) == 1
+
+
+def test_a_search_serves_every_budget(searches: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Gpt(layers=2)
+    with monkeypatch.context() as patched:
+        patched.setenv("MT_CACHE", "0")
+        least = minimum_bytes(model, {"tokens": tokens(4)})
+        expected, first = run(model, least * 2)
+    searches.clear()
+    run(model, int(least * 1.2))
+    found, second = run(model, least * 2)
+    assert len(searches) == 1 and minimum_bytes(model, {"tokens": tokens(4)}) == least and len(searches) == 1
+    assert same(expected, found) and second.plan == first.plan and rows(second) == rows(first)
+
+    def spoil(change: Any) -> None:
+        for file in tmp_path.glob("plans/*.json"):
+            file.unlink()
+        for file in tmp_path.glob("points/*.json"):
+            file.write_text(json.dumps(change(json.loads(file.read_text()))))
+
+    def light(points: list[Any]) -> list[Any]:  # what they needed once is not what they need
+        return [[where, {tier: n // 2 for tier, n in peaks.items()}, *times] for where, peaks, *times in points]
+
+    spoils = (light, lambda points: {}, lambda points: [1], lambda points: [[[99, 0], *point[1:]] for point in points])
+    for spoiled, change in enumerate(spoils):
+        spoil(change)
+        found, other = run(model, least * 2)
+        assert len(searches) == 2 + spoiled and same(expected, found) and rows(other) == rows(first)
 
 
 class Scaled(torch.nn.Module):

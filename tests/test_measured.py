@@ -132,8 +132,8 @@ def test_bits_stay_the_same_and_the_same_times_give_the_same_plan(monkeypatch: p
     inject(first)
     first.calibrate()
     searches: list[int] = []
-    search = planner._frontier
-    monkeypatch.setattr(planner, "_frontier", lambda *args: (searches.append(1), search(*args))[1])
+    search = planner.Candidates._searched
+    monkeypatch.setattr(planner.Candidates, "_searched", lambda *args: (searches.append(1), search(*args))[1])
     found, second = run(model, 3, memory=memory)
     assert same(expected, found) and len(searches) == 1  # other times are another question
     again, third = run(model, 3, memory=memory)
