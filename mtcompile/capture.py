@@ -22,6 +22,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch.utils import _pytree as pytree
 
+from mtcompile import masks
 from mtcompile.errors import CaptureError, MtcompileError
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, generator_state, is_random, set_generator_state
 from mtcompile.runtime.schedule import aligned
@@ -39,7 +40,14 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
 
     Raises CaptureError with the user's own source line where ``fn`` cannot be captured.
     """
-    compiled = torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)
+    without_packed = True
+
+    def checked(graph: fx.GraphModule, inputs: Any) -> Any:
+        if without_packed:
+            masks.check_positions(graph.graph)
+        return backend(graph, inputs)
+
+    compiled = torch.compile(fn, backend=checked, fullgraph=True, dynamic=False)
     # Floats and ints of the call become constants of the graph (guarded), so that nothing in it is symbolic.
     settings = torch._dynamo.config.patch(
         specialize_float=True,
@@ -54,11 +62,15 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
     )
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal without_packed
         try:
-            with settings, devices:
+            with settings, devices, masks.without_packed() if without_packed else contextlib.nullcontext():
                 return compiled(*args, **kwargs)
         except TorchDynamoException as error:
             cause = getattr(error, "inner_exception", None) or error.__cause__ or error
+            if isinstance(cause, masks.Packed):
+                without_packed = False
+                return call(*args, **kwargs)
             if isinstance(cause, MtcompileError):
                 raise cause from None
             raise CaptureError(_capture_message(error)) from error

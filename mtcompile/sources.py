@@ -109,29 +109,6 @@ def _from_config(path: str, batch: int, seq: int) -> Made:
     return model, {"input_ids": tokens, "labels": tokens}
 
 
-def _same_mask_when_captured() -> None:
-    """While it is captured, Transformers cannot look at positions to see that no sequences are packed, and before torch 2.14
-    believes that it is exported: it then gives attention a mask that a plain run leaves out, which means other kernels, other
-    bits and more memory. Here nothing is packed and every size has a program of its own, so it is told both. What is not
-    captured goes on as before; this lasts as long as the process, so it is for models of the command line only."""
-    from transformers import masking_utils
-
-    plain = getattr(masking_utils, "find_packed_sequence_indices", None)
-    if plain is None or plain.__module__ == __name__:
-        return
-
-    def none_packed(position_ids: Tensor) -> Tensor | None:
-        return None if torch.compiler.is_compiling() else plain(position_ids)
-
-    masking_utils.find_packed_sequence_indices = none_packed
-    if hasattr(masking_utils, "is_torchdynamo_exporting"):
-        masking_utils.is_torchdynamo_exporting = _not_exporting
-
-
-def _not_exporting() -> bool:
-    return False
-
-
 def _causal(path: str) -> Any:
     """A causal language model of a Hugging Face configuration, with random weights: nothing is fetched."""
     try:
@@ -143,7 +120,6 @@ def _causal(path: str) -> Any:
         config = AutoConfig.for_model(**{"use_cache": False, **fields})
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"expected a Hugging Face config file with a model_type, found {path}: {error}") from None
-    _same_mask_when_captured()
     dtype = getattr(torch, str(fields.get("dtype") or fields.get("torch_dtype") or "float32"))
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
