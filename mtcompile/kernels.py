@@ -137,7 +137,7 @@ def _strides_made(node: fx.Node, device: torch.device) -> list[tuple[int, ...] |
     try:
         with capture.rng_preserved(str(device)), torch.no_grad():
             made = target(*operands[0], **operands[1])
-    except RuntimeError:  # no room, or an operation that refuses zeros
+    except (RuntimeError, ValueError, ArithmeticError, LookupError):  # no room, or an operation that refuses zeros
         return None
     results = made if isinstance(made, (tuple, list)) else [made]
     return [tuple(each.stride()) if isinstance(each, torch.Tensor) else None for each in results]
