@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 from mtcompile.runtime.deps import derive
@@ -253,3 +256,21 @@ def streamed(layers: int) -> Schedule:
 def small_schedules() -> dict[str, Schedule]:
     makers = (inference, training, offload, recompute, from_disk, module_buffers, update_on_host)
     return {make.__name__: make() for make in makers}
+
+
+def lines_run(function: Callable[[Schedule], object], schedule: Schedule) -> int:
+    """How many lines of Python it runs: what it costs, on any machine."""
+    count = 0
+
+    def line(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return line
+
+    before = sys.gettrace()
+    sys.settrace(line)
+    try:
+        function(schedule)
+    finally:
+        sys.settrace(before)
+    return count

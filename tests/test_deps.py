@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import strategies as st
 
 from mtcompile.runtime.deps import derive
 from mtcompile.runtime.schedule import QUEUES, Buffer, Instruction, Schedule, with_deps
-from tests.schedules import Builder, from_disk, inference, small_schedules, streamed, training
+from tests.schedules import Builder, from_disk, inference, lines_run, small_schedules, streamed, training
 
 
 def conflict(schedule: Schedule, a: Instruction, b: Instruction) -> bool:
@@ -129,9 +128,5 @@ def test_refuses_what_it_cannot_order() -> None:
         derive(replace(schedule, buffers=below))
 
 
-def test_ten_thousand_instructions_in_well_under_a_second() -> None:
-    schedule = streamed(1700)
-    assert len(schedule) > 10_000
-    start = time.perf_counter()
-    derive(schedule)
-    assert time.perf_counter() - start < 1
+def test_work_grows_with_the_instructions() -> None:
+    assert lines_run(derive, streamed(1600)) < 4.5 * lines_run(derive, streamed(400))
