@@ -39,7 +39,7 @@ def without_packed() -> Iterator[None]:
     with _lock:
         _depth += 1
         if _depth == 1:
-            for name, function in (("find_packed_sequence_indices", _found), ("is_torchdynamo_exporting", _exporting)):
+            for name, function in _OURS.items():
                 if hasattr(library, name):
                     _plain[name] = getattr(library, name)
                     setattr(library, name, function)
@@ -68,8 +68,17 @@ def _found(position_ids: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
+def _tracing(tensor: torch.Tensor | None = None) -> bool:
+    """Older versions ask it of no mask, too."""
+    plain: Callable[..., bool] = _plain["is_tracing"]
+    return tensor is not None and plain(tensor)
+
+
 def _exporting() -> bool:
     return False
+
+
+_OURS = {"find_packed_sequence_indices": _found, "is_tracing": _tracing, "is_torchdynamo_exporting": _exporting}
 
 
 _BY_A_NUMBER = (operator.add, operator.sub, torch.add, torch.sub, "add", "sub")
