@@ -9,6 +9,7 @@ every call, replays Python side effects, rebuilds pytree outputs and makes a new
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -374,7 +375,9 @@ def joint_key(description: Description, tangents: tuple[bool, ...] | None) -> st
 
         with _tracing(description, tangents) as (_, graph, fakes):
             config = AOTConfig(None, None, None, None, 0, 0, False, is_export=True, ignore_shape_env=True)
-            traced = autograd_cache_key(graph, fakes, config)[0]
+            key: Any = autograd_cache_key
+            of_compilers: tuple[Any, ...] = ({},) if "fx_config" in inspect.signature(key).parameters else ()  # torch 2.11
+            traced = key(graph, fakes, config, *of_compilers)[0]
     except Exception:  # an operation, setting or torch version that it does not know to be safe
         return None
     about = description.inputs, description.computed, description.device, description.at_home, description.backward_autocast
