@@ -13,12 +13,12 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -27,6 +27,10 @@ from mtcompile import knobs, passes
 from mtcompile.passes.graph_json import GraphFormatError, graph_from_json, graph_to_json
 from mtcompile.passes.plan import Plan, plan_from_json
 from mtcompile.passes.step_graph import kernel_of, listing, regions
+
+if TYPE_CHECKING:
+    from mtcompile.passes.planner import Planned
+    from mtcompile.passes.state import Budgets
 
 Times = Mapping[str, Mapping[str, tuple[float, float]]]  # queue -> what ran there -> microseconds: measured, by formula
 
@@ -53,6 +57,15 @@ def plan_key(step: fx.GraphModule, *constraints: Any) -> str:
     return _digest("\n".join([listing(step), *kernels, *map(repr, [step.meta["homes"], *constraints])]))
 
 
+def planned(key: str, find: Callable[[Plan | None], Planned]) -> Planned:
+    """What ``find`` makes of the plan that was found for all of this before, if any; its plan is remembered."""
+    known = read_plan(key)
+    found = find(known)
+    if known is None or found.plan.decisions != known.decisions:
+        write_plan(key, found.plan)
+    return found
+
+
 def read_plan(key: str) -> Plan | None:
     text = _read("plans", key)
     try:
@@ -76,6 +89,10 @@ class Points:
 
     def write(self, text: str) -> None:
         _write("points", self.key, text)
+
+
+def points(step: fx.GraphModule, budgets: Budgets, *constraints: Any) -> Points:
+    return Points(plan_key(step, replace(budgets, device=None, host=None), *constraints))
 
 
 def machine_path(identity: str) -> Path | None:

@@ -25,7 +25,7 @@ from mtcompile.cli_common import (
     Precisions,
     Seq,
     Update,
-    progress,
+    asked,
 )
 from mtcompile.cli_viz import viz
 
@@ -126,16 +126,14 @@ def plan(
 
     Exit code 0: it fits; 3: it does not; 2: something asked for is wrong.
     """
-    from mtcompile.forecast import plan as forecast
     from mtcompile.passes.policies import POLICIES
-    from mtcompile.sources import model_named
 
     policies = tuple(POLICIES) if "all" in (policy or ()) else tuple(policy or ())
     options: dict[str, Any] = {
         "batch": batch,
         "seq": seq,
-        "memory": memory or None,
-        "host": host or None,
+        "memory": memory,
+        "host": host,
         "machine": machine,
         "precision": precision.value,
         "optimizer": optimizer.value,
@@ -147,8 +145,7 @@ def plan(
         "solve": solve.value if solve else None,
         "force": force,
     }
-    with progress("planning") as tell:
-        made = forecast(model_named(model), tell=tell, **options)
+    made = asked(model, **options)
     print(made.to_json(indent=1) if as_json else made)
     raise typer.Exit(FINE if made.feasible else DOES_NOT_FIT)
 

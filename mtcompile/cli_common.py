@@ -128,15 +128,20 @@ def progress(what: str) -> Iterator[Callable[[str, int, int], None]]:
         yield lambda what, done, of: bar.update(task, description=what, completed=done, total=of or None)
 
 
-def planned(model: str, force: bool = False, hint: str = "", **options: Any) -> Forecast:
-    """What ``mtcompile.plan`` says of a model named on the command line. Ends the command where nothing fits, with a ``hint``;
-    with ``force`` there is the leanest plan then."""
+def asked(model: str, **options: Any) -> Forecast:
+    """What ``mtcompile.plan`` says of a model named on the command line; an empty option is none."""
     from mtcompile.forecast import plan
     from mtcompile.sources import model_named
 
     options = {key: None if value == "" else value for key, value in options.items()}
     with progress("planning") as tell:
-        found = plan(model_named(model), tell=tell, force=force, **options)
+        return plan(model_named(model), tell=tell, **options)
+
+
+def planned(model: str, force: bool = False, hint: str = "", **options: Any) -> Forecast:
+    """The same, of a step that fits. Ends the command where nothing does, with a ``hint``; with ``force`` there is the leanest
+    plan then."""
+    found = asked(model, force=force, **options)
     if not (found.feasible or force):
         print(f"{found}\n{hint}".rstrip(), file=sys.stderr)
         raise typer.Exit(DOES_NOT_FIT)

@@ -311,13 +311,10 @@ class Engine:
                 return Source(whole, self.machine, budgets, self.eager.workspace), resident
         try:
             key = cache.plan_key(step, self.machine, budgets, fixed, numerics, self.policy)
-            any_bytes = replace(budgets, device=None, host=None)
-            store = cache.Points(cache.plan_key(step, self.machine, any_bytes, fixed, numerics))
-            known = cache.read_plan(key)
-            planned = make_plan(step, self.machine, budgets, self.eager.workspace, fixed, numerics, known, self.policy, store)
-            if known is None or planned.plan.decisions != known.decisions:
-                cache.write_plan(key, planned.plan)
-            return Source(step, self.machine, budgets, self.eager.workspace), planned
+            store = cache.points(step, budgets, self.machine, fixed, numerics)
+            source = Source(step, self.machine, budgets, self.eager.workspace)
+            within = (step, self.machine, budgets, self.eager.workspace, fixed, numerics)
+            return source, cache.planned(key, lambda known: make_plan(*within, known, self.policy, store))
         except DoesNotFit as error:
             if self.relax(error):
                 return self._plan(joint, reserved, numerics)

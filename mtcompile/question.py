@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, log2
 from typing import Any
 
@@ -75,8 +75,7 @@ def chunked(question: Question, traced: Traced, tokens: int, chunks: int, like: 
         numerics += f"; the loss head's sums over tokens in {chunks} chunks"
     if question.accumulate > 1:
         numerics += f"; {question.accumulate} micro-batches, their gradients added up in their order"
-    any_bytes = replace(question.budgets, device=None, host=None)
-    store = cache.Points(cache.plan_key(step, "by shapes", question.machine, any_bytes, numerics))
+    store = cache.points(step, question.budgets, "by shapes", question.machine, numerics)
     candidates = Candidates(step, question.machine, question.budgets, numerics=numerics, tell=question.tell, store=store)
     return Sized(candidates, traced, joint, step, tokens, MOST_CHUNKS if whole and chunks > 1 else chunks)
 

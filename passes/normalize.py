@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import fx
 
-from mtcompile.passes.step_graph import InputSpec, OutputSpec, is_random, restride
+from mtcompile.passes.step_graph import InputSpec, OutputSpec, add_restride, is_random
 from mtcompile.passes.strides import Observe, correct_strides
 
 # Operations whose saved statistics have the dtype of their weight, and where that is among their arguments.
@@ -88,8 +88,8 @@ def _correct_copies(graph: fx.Graph) -> None:
             if value.meta["val"].dtype != val.dtype:
                 value = graph.call_function(torch.ops.aten._to_copy.default, (value,), {"dtype": val.dtype})
                 value.meta = {**node.meta, "val": torch.empty_like(node.args[1].meta["val"], dtype=val.dtype, device="meta")}
-            made = graph.call_function(restride, (value, tuple(val.shape), tuple(val.stride())))
-        made.meta = {**node.meta, "val": torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device="meta")}
+            made = add_restride(graph, value, val)
+        made.meta = {**node.meta, **made.meta}
         node.replace_all_uses_with(made)
         graph.erase_node(node)
 
@@ -179,10 +179,8 @@ def _own_outputs(joint: fx.GraphModule) -> None:
         val = value.meta["val"]
         made = None
         if spec.kind == "grad" and val.stride() != inputs[spec.index].meta["val"].stride():
-            home = inputs[spec.index].meta["val"]
             with graph.inserting_before(output):
-                made = graph.call_function(restride, (value, tuple(home.shape), tuple(home.stride())))
-            made.meta["val"] = torch.empty_strided(home.shape, home.stride(), dtype=val.dtype, device="meta")
+                made = add_restride(graph, value, inputs[spec.index].meta["val"])
         elif value.op == "placeholder" or value in seen:
             with graph.inserting_before(output):
                 made = graph.call_function(torch.ops.aten.clone.default, (value,))

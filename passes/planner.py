@@ -349,7 +349,6 @@ def _finished(best: Planned, sizes: Mapping[str, int], budgets: Budgets, minimum
     plan = replace(
         best.plan,
         budget_bytes=budgets.limits,
-        peak_bytes=dict(best.schedule.peak_nbytes),
         minimum_device_bytes=minimum,
         state_bytes=sum(resident_nbytes(sizes, best.plan, budgets).values()),
         limiting_resource=max(busy, key=lambda what: busy[what]),

@@ -283,6 +283,13 @@ def add_move(graph: fx.Graph, target: Any, values: list[fx.Node], phase: Phase, 
     return add_call(graph, call, outputs)
 
 
+def add_restride(graph: fx.Graph, value: fx.Node, like: torch.Tensor) -> fx.Node:
+    """Append a copy of ``value`` that is strided as ``like``, at the insertion point."""
+    made = graph.call_function(restride, (value, tuple(like.shape), tuple(like.stride())))
+    made.meta["val"] = value.meta["val"].new_empty_strided(like.shape, like.stride())
+    return made
+
+
 def copy_step(step: fx.GraphModule) -> fx.GraphModule:
     """A copy with a graph of its own and the same kernels. It cannot be called before ``recompile()``: most copies are
     candidates that never are, and generating code is a quarter of what planning costs."""

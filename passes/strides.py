@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile.passes.step_graph import is_random, is_view, iter_tensors, restride
+from mtcompile.passes.step_graph import add_restride, is_random, is_view, iter_tensors
+from mtcompile.runtime.arena import same_strides
 
 # The strides of every result of an operation (None for one that is no tensor), or None where it could not be run.
 Observe = Callable[[fx.Node], Sequence[tuple[int, ...] | None] | None]
@@ -47,13 +48,12 @@ def correct_strides(graph: fx.Graph, observe: Observe) -> None:
         if made is found:
             continue
         node.meta = {**node.meta, "val": made}
-        if not isinstance(made, torch.Tensor) or not alike(made, found.stride()):  # several: each where it is taken out
+        if not isinstance(made, torch.Tensor) or not _alike(made, found.stride()):  # several: each where it is taken out
             traced[node] = found
 
 
-def alike(val: torch.Tensor, strides: Sequence[int]) -> bool:
-    """Whether these strides place the elements as ``val``'s do: that of a dimension of one element says nothing."""
-    return not val.numel() or all(n == 1 or a == b for n, a, b in zip(val.shape, val.stride(), strides, strict=True))
+def _alike(val: torch.Tensor, strides: Sequence[int]) -> bool:
+    return not val.numel() or same_strides(val.shape, val.stride(), strides)
 
 
 def _to_observe(node: fx.Node) -> bool:
@@ -68,7 +68,7 @@ def _with_strides(value: Any, strides: Sequence[tuple[int, ...] | None] | None) 
         return value
     if isinstance(value, torch.Tensor):
         stride = strides[0]
-        return value if stride is None or alike(value, stride) else value.new_empty_strided(value.shape, stride)
+        return value if stride is None or _alike(value, stride) else value.new_empty_strided(value.shape, stride)
     made = [_with_strides(each, strides[i : i + 1]) for i, each in enumerate(value)]
     return value if all(one is other for one, other in zip(made, value, strict=True)) else tuple(made)
 
@@ -87,6 +87,6 @@ def _again(node: fx.Node) -> Any:
 
 def _take_a_copy(graph: fx.Graph, node: fx.Node, operand: fx.Node, like: torch.Tensor) -> None:
     with graph.inserting_before(node):
-        copy = graph.call_function(restride, (operand, tuple(like.shape), tuple(like.stride())))
-    copy.meta = {**operand.meta, "val": like}
+        copy = add_restride(graph, operand, like)
+    copy.meta = {**operand.meta, **copy.meta}
     node.replace_input_with(operand, copy)

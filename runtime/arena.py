@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,12 @@ class Layout:
 
 def layout_of(tensor: torch.Tensor) -> Layout:
     return Layout(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def same_strides(size: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether they place every element alike: the stride of a dimension of one element says nothing, and torch's kernels
+    and its shape propagation do not always agree on it."""
+    return all(n == 1 or a == b for n, a, b in zip(size, one, other, strict=True))
 
 
 def arena(nbytes: int, device: torch.device | None = None) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mtcompile.runtime.arena import Layout, arena, layout_of, span_nbytes, view
+from mtcompile.runtime.arena import Layout, arena, layout_of, same_strides, span_nbytes, view
 from mtcompile.runtime.schedule import Queue, Schedule, Tier, gib
 
 POISON = 0xFF  # every float type reads NaN, every index far out of range
@@ -100,7 +100,7 @@ class CpuMemory:
         """(target, source) of a copy. Raises RuntimeError where their bytes would not mean the same."""
         pairs = [(self.tensors[write], self.tensors[read]) for read, write in zip(reads, writes, strict=True)]
         for read, write, (target, source) in () if self.trusted else zip(reads, writes, pairs, strict=True):
-            if not _same_strides(source.shape, source.stride(), target.stride()) or source.dtype != target.dtype:
+            if not same_strides(source.shape, source.stride(), target.stride()) or source.dtype != target.dtype:
                 raise RuntimeError(
                     f"copy {read} -> {write}: expected equal strides and dtype, found {layout_of(source)} {layout_of(target)}"
                 )
@@ -132,18 +132,12 @@ class CpuMemory:
         if fits and self.schedule.buffers[name].role == "rng":  # passed on as it is, whatever it is
             return
         alike = tensor.dtype == layout.dtype and tensor.shape == layout.size
-        if fits and alike and _same_strides(layout.size, tensor.stride(), layout.stride):
+        if fits and alike and same_strides(layout.size, tensor.stride(), layout.stride):
             return
         raise RuntimeError(
             f"{name}: expected {layout} in {declared} bytes, found {layout_of(tensor)} in "
             f"{tensor.untyped_storage().nbytes()}: torch's shape propagation is wrong about an operation that makes it"
         )
-
-
-def _same_strides(size: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether they place every element alike: the stride of a dimension of one element says nothing, and torch's kernels
-    and its shape propagation do not always agree on it."""
-    return all(n == 1 or a == b for n, a, b in zip(size, one, other, strict=True))
 
 
 class CpuDevice:
