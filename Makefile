@@ -47,7 +47,7 @@ gpu:
 env: $(READY)
 
 # torch comes first and from constraints.txt; without build isolation nothing else can fetch another one.
-$(READY): pyproject.toml constraints.txt setup.py runtime/update.c
+$(READY): pyproject.toml constraints.txt setup.py runtime/optim/update.c
 	@echo "setting up $(VENV) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install -c constraints.txt torch setuptools wheel
@@ -68,5 +68,5 @@ types: $(READY)
 
 # Only the default environment: VENV may be one that was there before.
 clean:
-	rm -rf .venv build dist runtime/*.so *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv build dist runtime/optim/*.so *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
 """The one thing that pyproject.toml cannot say stably: a C library that is built where it can be, and left out elsewhere.
 
-It is loaded with ctypes (runtime/host_adam.py), needs no Python header, and installs inside the package. No flag is for
-the machine it is built on: update.c picks its vector width when it is loaded.
+It is loaded with ctypes (runtime/optim/host_kernels.py), needs no Python header, and installs inside the package. No
+flag is for the machine it is built on: update.c picks its vector width when it is loaded.
 """
 
 from setuptools import Extension, setup
@@ -12,8 +12,8 @@ SPEED = ["-O3", "-fno-math-errno", "-fno-trapping-math"]  # square roots as vect
 setup(
     ext_modules=[
         Extension(
-            "mtcompile.runtime._update",
-            ["runtime/update.c"],
+            "mtcompile.runtime.optim._update",
+            ["runtime/optim/update.c"],
             extra_compile_args=["-std=gnu11", "-fopenmp", "-fvisibility=hidden", *BITS, *SPEED],
             extra_link_args=["-fopenmp"],
             optional=True,  # where there is no compiler, or one without OpenMP, torch's operations do the update

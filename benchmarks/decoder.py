@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from mtcompile.shapes import Decoder, Shape
+from mtcompile.models.decoders import Decoder, Shape
 
 
 class Checkpointed(Decoder):

@@ -20,15 +20,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mtcompile
 from benchmarks.models import Case, make
-from mtcompile.machine import PRESETS
-from mtcompile.passes.planner import Planned, make_plan
-from mtcompile.passes.state import Budgets
-from mtcompile.runtime.arena import Layout, layout_of
-from mtcompile.runtime.cpu import Arenas, CpuMemory
+from mtcompile.capture.tracing import trace
+from mtcompile.machine.presets import PRESETS
+from mtcompile.models.decoders import SHAPES, fake
+from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.planning.planner import Planned, make_plan
+from mtcompile.runtime.devices.arena import Layout, layout_of
+from mtcompile.runtime.devices.cpu import Arenas, CpuMemory
 from mtcompile.runtime.executor import execute, prepare
 from mtcompile.runtime.schedule import PHASES, Schedule
-from mtcompile.shapes import SHAPES, fake
-from mtcompile.tracing import trace
 
 STEPS = 30
 

@@ -57,9 +57,9 @@ def fixtures() -> bool:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from mtcompile.capture.tracing import trace
+    from mtcompile.models.decoders import SHAPES, fake
     from mtcompile.passes.graph_json import graph_to_json
-    from mtcompile.shapes import SHAPES, fake
-    from mtcompile.tracing import trace
 
     FIXTURES.mkdir(exist_ok=True)
     where = torch.device("cuda", torch.cuda.current_device())

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.run import about
-from mtcompile.runtime import host_adam
-from mtcompile.runtime.host_adam import LAYOUTS, By, Layout, moved_nbytes
+from mtcompile.runtime.optim import host_kernels
+from mtcompile.runtime.optim.host_kernels import LAYOUTS, By, Layout, moved_nbytes
 
 MILLIONS = (1, 16, 64)
 ROUNDS = 9
@@ -43,16 +43,16 @@ def updates(layout: Layout, weight: Tensor, grad: Tensor) -> dict[str, Callable[
     if layout == "fp32":
         weight = weight.clone()
     else:
-        weight, remainder = host_adam.split(weight)
+        weight, remainder = host_kernels.split(weight)
     grad = grad.bfloat16() if layout == "split, bf16 gradient" else grad
     step = 0
 
     def once(by: By) -> None:
         nonlocal step
         step += 1
-        host_adam.adamw(weight, grad, m, v, remainder, **SCALARS, step=step, by=by)
+        host_kernels.adamw(weight, grad, m, v, remainder, **SCALARS, step=step, by=by)
 
-    paths: tuple[By, ...] = ("torch",) if host_adam.library() is None else ("c", "torch")
+    paths: tuple[By, ...] = ("torch",) if host_kernels.library() is None else ("c", "torch")
     return {f"{by}, {layout}": lambda by=by: once(by) for by in paths}  # type: ignore[misc]
 
 
@@ -138,7 +138,13 @@ def main() -> None:
     load = [os.getloadavg()[0]]
     rows = [row for millions in args.millions for row in measure(millions, args.rounds)]
     load.append(os.getloadavg()[0])
-    whole = {**about(), "torch": torch.__version__, "threads": torch.get_num_threads(), "path": host_adam.which(), "load": load}
+    whole = {
+        **about(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "path": host_kernels.which(),
+        "load": load,
+    }
     text = ", ".join(f"{key} {value}" for key, value in whole.items()) + "\n\n" + table(rows)
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(whole | {"rows": rows}, indent=1) + "\n")

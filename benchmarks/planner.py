@@ -23,13 +23,13 @@ from pathlib import Path
 import torch
 from torch import fx, nn
 
-from mtcompile.passes.cost import Machine
+from mtcompile.capture.tracing import trace
+from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.analysis.saved import crossing_values, saved_values
+from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Choice, Decision, Plan
-from mtcompile.passes.planner import Candidates, DoesNotFit
-from mtcompile.passes.recompute import crossing_values, saved_values
-from mtcompile.passes.state import Budgets
+from mtcompile.passes.planning.planner import Candidates, DoesNotFit
 from mtcompile.passes.step_graph import regions, results
-from mtcompile.tracing import trace
 
 GRAPHS, FEWEST_PLANS, MOST_PLANS = 30, 500, 8000
 TIERS: tuple[Choice, ...] = ("device", "host")
@@ -94,9 +94,7 @@ def every_plan(step: fx.GraphModule, base: Plan, blocks: list[str]) -> Iterator[
     small = []
     for region in regions(step):
         names = step.meta["blocks"][region.meta["block"]]
-        saved, crossing = (
-            (saved_values(region), crossing_values(region)) if region.meta["phase"] == "forward" else ([], [])
-        )
+        saved, crossing = (saved_values(region), crossing_values(region)) if region.meta["phase"] == "forward" else ([], [])
         others = []
         for value in results(region):
             if value.meta["role"] != "activation":

@@ -1,6 +1,6 @@
 """How long planning takes, and how much memory: each case in a process of its own, from nothing.
 
-    python -m benchmarks.planning --json out.json
+python -m benchmarks.planning --json out.json
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ import mtcompile
 from benchmarks.decoder import build, text
 from benchmarks.models import Case, make
 from benchmarks.run import about
-from mtcompile.passes.cost import Machine
-from mtcompile.shapes import Shape
+from mtcompile.models.decoders import Shape
+from mtcompile.passes.analysis.cost import Machine
 
 WARMUPS, STEPS = 2, 5  # after one step that compiles and measures the peak
 _LARGE = 50 * 10**6  # bytes; above, a predicted peak should be within a tenth of the measured one

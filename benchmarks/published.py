@@ -2,7 +2,7 @@
 
     python -m benchmarks.published --json out.json
 
-TFLOPS by ``mtcompile.shapes.FORMULA`` over the predicted step, the update after the backward. Sequences of 1,024 tokens,
+TFLOPS by ``models.decoders.FORMULA`` over the predicted step, the update after the backward. Sequences of 1,024 tokens,
 as many as BATCH says: the source does not, but that its serial update takes a sixth of a step, which at the preset's host
 bandwidth comes to 22 of them on the GH200; fewer on smaller devices are assumed. One factor per machine scales the rates
 of its kernels, so that the row marked ``calibrates`` comes out as published; all other rows are predicted with it.
@@ -21,13 +21,13 @@ from pathlib import Path
 
 import torch
 
-from mtcompile.internals import without_memory
-from mtcompile.machine import PRESETS
-from mtcompile.passes.cost import Machine
-from mtcompile.passes.planner import Candidates
-from mtcompile.passes.state import Budgets
-from mtcompile.shapes import FORMULA, SHAPES, fake, model_flops
-from mtcompile.tracing import Traced, trace
+from mtcompile.capture.tracing import Traced, trace
+from mtcompile.machine.presets import PRESETS
+from mtcompile.models.decoders import FORMULA, SHAPES, fake, model_flops
+from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.planning.planner import Candidates
+from mtcompile.torch_private import without_memory
 
 SEQ = 1024
 BATCH = {"gh200": 22, "h100-sxm": 22, "a6000": 16, "rtx3090": 8}

@@ -31,7 +31,7 @@ from typing import Any
 
 from benchmarks import training
 from benchmarks.training import Training
-from mtcompile.shapes import FORMULA, SHAPES
+from mtcompile.models.decoders import FORMULA, SHAPES
 
 WARMUPS, ROUNDS = 1, 5  # after two steps that compile and measure the peak
 _FEWEST_S = 60  # left, to start another
@@ -46,7 +46,7 @@ def measure(name: str, share: float | None) -> dict[str, Any]:
     from benchmarks.models import CPU, flops_per_step, make
     from benchmarks.peers import PEERS, RESIDENT, WITHIN
     from mtcompile.backend import reports
-    from mtcompile.internals import AllocatorPeak
+    from mtcompile.torch_private import AllocatorPeak
 
     case = next(case for case in CPU if case.name == name)
     model, tokens, targets = make(case)

@@ -26,7 +26,7 @@ PEERS = ("mtcompile", "torch.compile")
 def first_step(peer: str, layers: int, share: float) -> dict[str, Any]:
     import torch
 
-    import mtcompile.module
+    import mtcompile.api
     from benchmarks.models import Case, make
 
     model, tokens, targets = make(Case("start", layers, 128, 4, 4, 64))

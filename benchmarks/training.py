@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import mtcompile
 from benchmarks.decoder import Checkpointed, build, text
-from mtcompile.device import allocator_peak
-from mtcompile.shapes import SHAPES, counted, model_flops
+from mtcompile.machine.device import allocator_peak
+from mtcompile.models.decoders import SHAPES, counted, model_flops
 
 WARMUPS, STEPS = 3, 5
 _SLOW_S, _FEW = 30.0, (1, 3)  # where a step takes longer, so many warm-ups and steps instead
@@ -218,7 +218,7 @@ def _peak(model: nn.Module, call: Loss, optimizer: Any, batch: Any) -> int:
 
 def _own(model: Any, call: Loss, optimizer: Any, batch: Any, step_s: float) -> dict[str, Any]:
     """What only our runs can say, from one more step that the device's clock watches."""
-    from mtcompile.passes.cost import kernel_cost
+    from mtcompile.passes.analysis.cost import kernel_cost
     from mtcompile.runtime.trace import busy_us, exposed_us, span_us
 
     with _environment("MT_TRACE", "1"):

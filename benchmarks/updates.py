@@ -30,8 +30,8 @@ import torch
 import mtcompile
 from benchmarks.decoder import build, text
 from benchmarks.run import about
-from mtcompile.passes.cost import Machine
-from mtcompile.shapes import Shape
+from mtcompile.models.decoders import Shape
+from mtcompile.passes.analysis.cost import Machine
 
 LAYERS = (6, 8, 10)
 STEPS, WARMUPS = 9, 3

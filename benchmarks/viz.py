@@ -23,8 +23,8 @@ from benchmarks.run import about
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import Trace
 from mtcompile.viz.page import write
-from tests.browser import Page, browser
-from tests.schedules import streamed
+from tests.helpers.browser import Page, browser
+from tests.helpers.schedules import streamed
 
 INSTRUCTIONS, PER_LAYER = 20_000, 6
 REPEATS = 30
@@ -89,7 +89,7 @@ def interactions(path: Path) -> list[dict[str, Any]]:
 
 def size_of_7b(folder: Path) -> dict[str, Any]:
     import mtcompile
-    from mtcompile.viz.live import names_of
+    from mtcompile.report.live_timeline import names_of
 
     options: dict[str, Any] = {"precision": "bf16-master32", "update": "backward", "machine": "rtx3090"}
     planned = mtcompile.plan("qwen2.5-7b", batch=2, seq=4096, **options).planned

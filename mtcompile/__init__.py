@@ -17,19 +17,19 @@ __version__ = "0.1.0"
 from typing import TYPE_CHECKING as _TYPE_CHECKING  # noqa: E402
 
 if _TYPE_CHECKING:
+    from mtcompile.api import CompiledModule, compile, master_parameters
     from mtcompile.errors import BudgetError, CaptureError, MtcompileError, StepError
-    from mtcompile.forecast import Forecast, plan
-    from mtcompile.module import CompiledModule, compile, master_parameters
-    from mtcompile.verifying import Verification, verify
+    from mtcompile.forecast.solve import Forecast, plan
+    from mtcompile.parity.verification import Verification, verify
 
 _LAZY = {
-    "compile": "mtcompile.module",
-    "plan": "mtcompile.forecast",
-    "Forecast": "mtcompile.forecast",
-    "CompiledModule": "mtcompile.module",
-    "Verification": "mtcompile.verifying",
-    "verify": "mtcompile.verifying",
-    "master_parameters": "mtcompile.module",
+    "compile": "mtcompile.api",
+    "plan": "mtcompile.forecast.solve",
+    "Forecast": "mtcompile.forecast.solve",
+    "CompiledModule": "mtcompile.api",
+    "Verification": "mtcompile.parity.verification",
+    "verify": "mtcompile.parity.verification",
+    "master_parameters": "mtcompile.api",
     "BudgetError": "mtcompile.errors",
     "CaptureError": "mtcompile.errors",
     "MtcompileError": "mtcompile.errors",

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile import capture
-from mtcompile.device import choose
-from mtcompile.engine import Engine, check_options
+from mtcompile.capture.description import describe, device_of
+from mtcompile.capture.specialize import Key, is_symbolic, size_key, specialize
 from mtcompile.errors import BudgetError
-from mtcompile.passes.state import Budgets
+from mtcompile.execution.program import Program
+from mtcompile.execution.runner import Compiled, Tangents
+from mtcompile.execution.session import Engine, check_options
+from mtcompile.machine.device import choose
+from mtcompile.options import parse_bytes
+from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.step_graph import placeholders
-from mtcompile.program import Program
-from mtcompile.running import Compiled, Tangents
-from mtcompile.runtime.device import Device
-from mtcompile.sizes import parse_bytes
-from mtcompile.specialize import Key, is_symbolic, size_key, specialize
+from mtcompile.runtime.devices.protocol import Device
 
 _OPTIONS = ("activation_memory", "offload", "kernels", "loss_chunks")
 _doors: weakref.WeakValueDictionary[tuple[int, torch.device], Door] = weakref.WeakValueDictionary()
@@ -65,7 +65,7 @@ class Door(Engine):
 
     def _program(self, graph: fx.GraphModule, inputs: Any) -> Program:
         self.programs += 1
-        return Program(self, capture.describe(graph, inputs, lambda tensor: None, self.device.where, at_home=False))
+        return Program(self, describe(graph, inputs, lambda tensor: None, self.device.where, at_home=False))
 
     def needs_loss_head(self, joint: fx.GraphModule) -> bool:
         """A piece between graph breaks may have no loss."""
@@ -117,7 +117,7 @@ def mtcompile_backend(graph: fx.GraphModule, inputs: list[Any], *, options: Any 
         raise ValueError(f"expected no mode, found {mode!r}; pass options=")
     if options is None:
         options = {}
-    where = capture.device_of(graph, inputs)
+    where = device_of(graph, inputs)
     door = _doors.get((id(options), where))
     if door is None:
         door = _doors[id(options), where] = Door(options, choose(where))

@@ -29,8 +29,8 @@ from mtcompile.passes.plan import Plan, plan_from_json
 from mtcompile.passes.step_graph import kernel_of, listing, regions
 
 if TYPE_CHECKING:
-    from mtcompile.passes.planner import Planned
-    from mtcompile.passes.state import Budgets
+    from mtcompile.passes.analysis.state import Budgets
+    from mtcompile.passes.planning.planner import Planned
 
 Times = Mapping[str, Mapping[str, tuple[float, float]]]  # queue -> what ran there -> microseconds: measured, by formula
 

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 def pipeline() -> tuple[Pass, ...]:
     """The rewrites, in order."""
-    from mtcompile.passes.kernels import trim
-    from mtcompile.passes.narrow import narrow_transfers
-    from mtcompile.passes.recompute import recompute, repeat_forward
-    from mtcompile.passes.stream import offload_activations, offload_gradients, stream_params
-    from mtcompile.passes.update import place_updates
+    from mtcompile.passes.rewrites.casts import narrow_transfers
+    from mtcompile.passes.rewrites.recompute import recompute, repeat_forward
+    from mtcompile.passes.rewrites.transfers import offload_activations, offload_gradients, stream_params
+    from mtcompile.passes.rewrites.trim import trim
+    from mtcompile.passes.rewrites.updates import place_updates
 
     moves = (stream_params, offload_activations, offload_gradients)
     return (recompute, repeat_forward, trim, *moves, place_updates, narrow_transfers)

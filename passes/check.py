@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from mtcompile.passes.generators import replay, save_rng
 from mtcompile.passes.step_graph import (
     body_outputs,
     calls,
@@ -28,9 +29,7 @@ from mtcompile.passes.step_graph import (
     offload,
     placeholders,
     prefetch,
-    replay,
     results,
-    save_rng,
     source,
     step_outputs,
 )

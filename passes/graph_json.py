@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile.passes.kernels import kernel_key
-from mtcompile.passes.step_graph import InputSpec, OutputSpec, offload, prefetch, replay, restride, save_rng
+from mtcompile.passes.analysis.kernels import kernel_key
+from mtcompile.passes.generators import replay, save_rng
+from mtcompile.passes.step_graph import InputSpec, OutputSpec, offload, prefetch, restride
 
 FORMAT = "mtcompile-graph-1"
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from mtcompile.passes.cost import Machine, kernel_us
-from mtcompile.passes.memory import workspace_nbytes
+from mtcompile.passes.analysis.cost import Machine, kernel_us
+from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.slots import assign_offsets
 from mtcompile.passes.step_graph import (

@@ -34,7 +34,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-from mtcompile.runtime.order import Order
+from mtcompile.runtime.happens_before import Order
 from mtcompile.runtime.schedule import ALIGNMENT, PHASES, QUEUES, TIERS, Buffer, Instruction, Schedule, gib, instruction_text
 
 INVARIANTS = {"I0": "well formed", "I1": "present", "I2": "race-free", "I3": "fits", "I4": "closed"}

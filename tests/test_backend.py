@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import mtcompile
 from mtcompile.backend import reports
-from mtcompile.internals import AllocatorPeak
-from mtcompile.running import Frame
+from mtcompile.execution.runner import Frame
+from mtcompile.torch_private import AllocatorPeak
 
 
 class Block(nn.Module):

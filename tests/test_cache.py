@@ -13,10 +13,11 @@ import torch
 from torch.nn import functional as F
 
 import mtcompile
-from mtcompile import capture, engine
-from mtcompile.passes import planner
+from mtcompile.capture.joint import joint_graph
+from mtcompile.execution import session
+from mtcompile.passes.planning import planner
+from tests.helpers.training import adamw, minimum_bytes, same, train
 from tests.test_backend import Gpt, tokens
-from tests.training import adamw, minimum_bytes, same, train
 
 
 @pytest.fixture
@@ -51,8 +52,8 @@ def test_the_second_run_does_not_search(searches: list[int], monkeypatch: pytest
     monkeypatch.setenv("MT_CACHE", str(tmp_path))
     searches.clear()
     proofs = []
-    prove = engine.verify
-    monkeypatch.setattr(engine, "verify", lambda schedule: (proofs.append(1), prove(schedule))[1])
+    prove = session.verify
+    monkeypatch.setattr(session, "verify", lambda schedule: (proofs.append(1), prove(schedule))[1])
     expected, first = run(model, memory)
     found, second = run(model, memory)
     assert len(searches) == 1 and len(proofs) == 2
@@ -116,8 +117,8 @@ class Scaled(torch.nn.Module):
 def test_what_is_remembered_is_not_traced_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MT_CACHE", str(tmp_path))
     traced: list[int] = []
-    trace = capture.joint_graph
-    monkeypatch.setattr(capture, "joint_graph", lambda *args: (traced.append(1), trace(*args))[1])
+    trace = joint_graph
+    monkeypatch.setattr(session, "joint_graph", lambda *args: (traced.append(1), trace(*args))[1])
 
     def loss_of(scale: float, x: torch.Tensor, autocast: bool = False) -> tuple[torch.Tensor, ...]:
         torch.compiler.reset()

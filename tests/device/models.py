@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.decoder import build
-from mtcompile.shapes import Shape
-from tests.test_train import make as make_other
+from mtcompile.models.decoders import Shape
+from tests.execution.test_model import make as make_other
 
 
 class Dropping(nn.Module):

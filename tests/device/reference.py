@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mtcompile.passes.step_graph import generator_state, set_generator_state
-from tests.training import MakeOptimizer, adamw, loss_of
+from mtcompile.passes.generators import generator_state, set_generator_state
+from tests.helpers.training import MakeOptimizer, adamw, loss_of
 
 
 def on(device: torch.device, data: dict[str, Any]) -> dict[str, Any]:

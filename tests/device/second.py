@@ -17,7 +17,7 @@ import torch
 from torch import _refs
 from torch._subclasses import fake_impls
 
-from tests.fake_cuda import Event, FakeCuda, Stream
+from tests.helpers.fake_cuda import Event, FakeCuda, Stream
 
 NAME = "hpu"
 SOURCE = Path(__file__).with_name("second_device.cpp")

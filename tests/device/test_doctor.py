@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtcompile import doctor, measure
-from mtcompile.device import choose
-from mtcompile.runtime.pinned import NotPinned
+from mtcompile.machine import doctor, measure
+from mtcompile.machine.device import choose
+from mtcompile.runtime.devices.pinned import NotPinned
 
 MIB = 2**20
 TINY = measure.Effort((MIB // 4, MIB), MIB, 8 * MIB, MIB // 4, 64, 64, 0.0)
@@ -19,8 +19,8 @@ TINY = measure.Effort((MIB // 4, MIB), MIB, 8 * MIB, MIB // 4, 64, 64, 0.0)
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("mtcompile.doctor.FULL", TINY)
-    monkeypatch.setattr("mtcompile.limits._PINS", (MIB, 2 * MIB))
+    monkeypatch.setattr("mtcompile.machine.doctor.FULL", TINY)
+    monkeypatch.setattr("mtcompile.machine.limits._PINS", (MIB, 2 * MIB))
     monkeypatch.setenv("MT_CACHE", str(tmp_path))
 
 
@@ -40,7 +40,7 @@ def test_copies_go_through_the_ring_where_nothing_is_pinned(device: torch.device
     def refuse(self: object, nbytes: int) -> torch.Tensor:
         raise NotPinned(f"{nbytes} bytes")
 
-    monkeypatch.setattr("mtcompile.runtime.cuda.Torch.pin", refuse)
+    monkeypatch.setattr("mtcompile.runtime.devices.cuda.Torch.pin", refuse)
     found = doctor.examine(choose(device))
     assert found.machine is not None and found.machine.h2d_gbps > 0
     assert "ring" in found.measurements[0].meaning

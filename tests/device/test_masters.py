@@ -9,7 +9,7 @@ import torch
 import mtcompile
 from tests.device.models import make
 from tests.device.reference import on
-from tests.training import adamw, loss_of
+from tests.helpers.training import adamw, loss_of
 
 
 def test_masters_are_updated_at_home_from_the_gradients_of_the_device(device: torch.device) -> None:

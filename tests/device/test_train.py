@@ -13,13 +13,15 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mtcompile
-from mtcompile import capture, running
-from mtcompile.runtime import cuda
-from mtcompile.runtime.pinned import NotPinned
+from mtcompile.capture.description import describe
+from mtcompile.execution import model as model_file
+from mtcompile.execution import runner
+from mtcompile.runtime.devices import cuda
+from mtcompile.runtime.devices.pinned import NotPinned
 from tests.device.models import make
 from tests.device.reference import compare, on
 from tests.device.second import LateCopies
-from tests.training import adamw, loss_of
+from tests.helpers.training import adamw, loss_of
 
 MODELS = ("decoder", "dropping", "tied", "cnn", "chain")
 
@@ -57,8 +59,8 @@ def test_bits_and_bytes_at_the_floor_between_and_resident(name: str, device: tor
 def test_a_model_with_resident_parameters_is_captured_once(
     first: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    described, describe = [], capture.describe
-    monkeypatch.setattr(capture, "describe", lambda *args: described.append(args) or describe(*args))
+    described: list[Any] = []
+    monkeypatch.setattr(model_file, "describe", lambda *args: described.append(args) or describe(*args))
     model, data = make("decoder")
     compiled, optimizer = compiled_at(model, None, device)
     if first == "evaluation":
@@ -348,7 +350,7 @@ def test_torchs_race_detector_finds_nothing(device: torch.device, monkeypatch: p
     mode: Any = Seen()
     if device.type == "cuda":
         mode = importlib.import_module("torch.cuda._sanitizer").CUDASanitizerDispatchMode()
-    execute, copy_now = running.execute, cuda.Torch.copy
+    execute, copy_now = runner.execute, cuda.Torch.copy
 
     def watched(*args: Any, **options: Any) -> Any:
         with mode:
@@ -358,7 +360,7 @@ def test_torchs_race_detector_finds_nothing(device: torch.device, monkeypatch: p
         with mode:
             copy_now(self, target, source)
 
-    monkeypatch.setattr(running, "execute", watched)
+    monkeypatch.setattr(runner, "execute", watched)
     monkeypatch.setattr(cuda.Torch, "copy", watched_copy)
     compare(compiled, optimizer, model, data, device)
     if device.type != "cuda":

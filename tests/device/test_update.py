@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mtcompile import device_update
-from tests.test_update import UPDATES, assert_same_bits, cases, edge_operands, needs_triton, random_operands, run
+from mtcompile.runtime.optim import device_kernels
+from tests.runtime.optim.test_kernels import UPDATES, assert_same_bits, cases, edge_operands, needs_triton, random_operands, run
 
 
 @needs_triton
@@ -15,5 +15,5 @@ from tests.test_update import UPDATES, assert_same_bits, cases, edge_operands, n
 def test_updates_on_the_gpu_give_the_bits_of_the_host(device: torch.device, name: str, layout: str) -> None:
     states = UPDATES[name][1]
     for parts in (edge_operands(states), random_operands(10**6 + 3, states)):
-        found = run(name, layout, [part.to(device) for part in parts], where=device_update)
+        found = run(name, layout, [part.to(device) for part in parts], where=device_kernels)
         assert_same_bits([result.cpu() for result in found], run(name, layout, parts))

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import mtcompile
-from mtcompile.cli_bench import measured
-from mtcompile.device import choose
-from mtcompile.precision import precision_named
-from mtcompile.sides import Asked
+from mtcompile.cli.bench import measured
+from mtcompile.machine.device import choose
+from mtcompile.optim.precision import precision_named
+from mtcompile.parity.reference import Asked
 from tests.device.models import make
 
 

@@ -1,0 +1,201 @@
+"""What a captured graph takes and returns: its inputs by role, its outputs by how they are rebuilt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from mtcompile.errors import CaptureError
+from mtcompile.passes.step_graph import InputSpec
+from mtcompile.torch_private import pytree
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """An output that is one of the inputs, or a view of it: rebuilt from the call's own tensor."""
+
+    index: int
+    view: tuple[tuple[int, ...], tuple[int, ...], int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """An output that the graph computes: the ``position``-th tensor of the program; ``view`` (size, stride, offset) when
+    it shares the storage of that tensor."""
+
+    position: int
+    view: tuple[tuple[int, ...], tuple[int, ...], int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """An output that is not a tensor."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a captured graph takes and returns.
+
+    ``inputs``: a spec per input of the graph. ``outputs``: how to rebuild each of its outputs. ``computed``: the outputs
+    the program must produce: (name, differentiable, is a scalar). ``autocast``: (device, enabled, dtype) at the call;
+    ``backward_autocast``: (device, dtype) of those enabled when backward is called, which is mostly outside autocast.
+    ``device``: where it computes. ``at_home``: whether its parameters need not be there.
+    """
+
+    graph: fx.GraphModule
+    inputs: tuple[InputSpec, ...]
+    outputs: tuple[Passed | Computed | Constant, ...]
+    computed: tuple[tuple[str, bool, bool], ...]
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    device: torch.device
+    at_home: bool
+    backward_autocast: tuple[tuple[str, torch.dtype], ...] = ()
+
+
+def autocast_state(device: torch.device) -> tuple[tuple[str, bool, torch.dtype], ...]:
+    kinds = [d for d in dict.fromkeys(("cpu", "cuda", device.type)) if torch.amp.is_autocast_available(d)]
+    return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in kinds)
+
+
+def enabled_autocast(device: torch.device) -> tuple[tuple[str, torch.dtype], ...]:
+    """(device, dtype) of every autocast that is enabled now."""
+    return tuple((kind, dtype) for kind, enabled, dtype in autocast_state(device) if enabled)
+
+
+def device_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> torch.device:
+    """Where a graph of Dynamo's computes: the first device other than the host among its inputs and values."""
+    values = [*inputs, *(node.meta.get("example_value") for node in graph.graph.nodes)]
+    found = (v.device for v in values if isinstance(v, torch.Tensor) and v.device.type not in ("cpu", "meta"))
+    return next(found, _CPU)
+
+
+def describe(
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    names: Callable[[torch.Tensor], tuple[str, str] | None],
+    device: torch.device = _CPU,
+    at_home: bool = True,
+) -> Description:
+    """Read Dynamo's graph; ``names(tensor)`` gives (role, path) of the model's own parameters and buffers.
+
+    ``graph`` is changed: outputs become those the program computes, each with storage of its own; with ``at_home``, what
+    was said of the host, where parameters are read, is said of ``device``, where they are when they are used.
+    Raises CaptureError for inputs or outputs that have no static shape.
+    """
+    if at_home and device.type != "cpu":
+        _check_factories(graph, device)
+        _retarget(graph, device)
+    specs = []
+    slots = list(graph.graph.find_nodes(op="placeholder"))
+    for index, (node, tensor) in enumerate(zip(slots, inputs, strict=True)):
+        if not isinstance(tensor, torch.Tensor):
+            raise CaptureError(
+                f"input {node.name} is symbolic ({type(tensor).__name__}); expected tensors of static shape: "
+                "do not mark dimensions as dynamic"
+            )
+        known = names(tensor)
+        role, name = known if known else ("input", _input_name(node))
+        there = role == "input" and device.type != "cpu" and tensor.device == device
+        specs.append(InputSpec(role, name, index, tensor.requires_grad, "device" if there else "host"))  # type: ignore[arg-type]
+
+    output = graph.graph.output_node()
+    outputs: list[Passed | Computed | Constant] = []
+    kept: dict[fx.Node, int] = {}
+    by_storage: dict[int, fx.Node] = {}
+    inputs_by_storage = {storage_of(n): i for i, n in enumerate(slots)}
+    for value in pytree.tree_leaves(output.args[0]):
+        if not isinstance(value, fx.Node):
+            outputs.append(Constant(value))
+            continue
+        val = value.meta.get("example_value")
+        if not isinstance(val, torch.Tensor):
+            raise CaptureError(f"output {value.name} is {type(val).__name__}; expected a tensor of static shape")
+        layout = (tuple(val.shape), tuple(val.stride()), int(val.storage_offset()))
+        storage = storage_of(value)
+        if value.op == "placeholder":
+            outputs.append(Passed(slots.index(value), None))
+        elif value in kept:
+            outputs.append(Computed(kept[value], None))
+        elif storage in inputs_by_storage and val.dtype == fake_of(slots[inputs_by_storage[storage]]).dtype:
+            outputs.append(Passed(inputs_by_storage[storage], layout))
+        elif (
+            storage in by_storage and _covers(fake_of(by_storage[storage])) and val.dtype == fake_of(by_storage[storage]).dtype
+        ):
+            outputs.append(Computed(kept[by_storage[storage]], layout))
+        else:
+            kept[value] = len(kept)
+            by_storage.setdefault(storage, value)
+            outputs.append(Computed(kept[value], None))
+    computed = tuple(
+        (node.name, bool(fake_of(node).requires_grad), fake_of(node).numel() == 1 and fake_of(node).is_floating_point())
+        for node in kept
+    )
+    output.args = (tuple(kept),)
+    graph.recompile()
+    return Description(graph, tuple(specs), tuple(outputs), computed, autocast_state(device), device, at_home)
+
+
+_RANDOM_FACTORIES = (torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal)
+
+
+def _check_factories(graph: fx.GraphModule, device: torch.device) -> None:
+    """Random numbers that plain PyTorch would draw from the host's generator."""
+    for module in graph.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            made = node.meta.get("example_value")
+            drawn = node.target in _RANDOM_FACTORIES and not node.all_input_nodes and "device" not in node.kwargs
+            if drawn and isinstance(made, torch.Tensor) and made.device.type == "cpu":
+                raise CaptureError(
+                    f"the model's forward draws random numbers on the host ({getattr(node.target, '__name__', node.target)} "
+                    f"without device=), expected them on {device}, where it computes: pass device=x.device, x being an input"
+                )
+
+
+def _retarget(graph: fx.GraphModule, device: torch.device) -> None:
+    """Every constant that names the host names ``device``."""
+
+    def moved(value: Any) -> Any:
+        return device if isinstance(value, torch.device) and value.type == "cpu" else value
+
+    for module in graph.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            node.args, node.kwargs = pytree.tree_map(moved, (node.args, node.kwargs))
+            if node.kwargs.get("device") == "cpu":
+                node.kwargs = {**node.kwargs, "device": device}
+            if node.op == "call_method" and node.target == "to":
+                node.args = tuple(device if argument == "cpu" else argument for argument in node.args)
+            if node.op == "call_method" and node.target == "cpu":
+                node.target, node.args = "to", (node.args[0], device)
+
+
+def fake_of(node: fx.Node) -> torch.Tensor:
+    return node.meta["example_value"]  # type: ignore[no-any-return]
+
+
+def storage_of(node: fx.Node) -> int:
+    return int(fake_of(node).untyped_storage()._cdata)
+
+
+def _covers(val: torch.Tensor) -> bool:
+    """True when the tensor, made again with its own strides, holds every byte its storage held."""
+    return val.storage_offset() == 0 and val.untyped_storage().nbytes() == val.numel() * val.element_size()
+
+
+def _input_name(node: fx.Node) -> str:
+    return re.sub(r"^[lL]_+|_+$", "", node.name) or node.name
+
+
+def _source_name(node: fx.Node) -> str:
+    argument = node.meta.get("grapharg")
+    name = getattr(argument, "source", None)
+    name = name.name if name is not None else node.name
+    return str(name() if callable(name) else name)

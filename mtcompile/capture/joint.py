@@ -1,0 +1,197 @@
+"""From a described graph to its joint (forward and backward) ATen graph, and the key under which that is remembered."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import fx
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+
+from mtcompile.capture.description import Description, autocast_state, fake_of, storage_of
+from mtcompile.capture.dynamo import mixing_devices
+from mtcompile.errors import CaptureError
+from mtcompile.passes.generators import rng_preserved
+from mtcompile.passes.step_graph import InputSpec, OutputSpec, is_random
+from mtcompile.torch_private import pytree
+
+
+def joint_graph(description: Description, tangents: tuple[bool, ...] | None) -> fx.GraphModule:
+    """The ATen graph of one program, in the form ``passes.normalize`` takes.
+
+    ``tangents[i]``: whether computed output i receives a gradient; others are detached, so that no backward is traced
+    for them. None: inference, the forward only. Raises CaptureError.
+    """
+    with _tracing(description, tangents) as (stack, graph, fakes):
+        try:
+            joint = aot_export_joint_with_descriptors(stack, graph, fakes, ignore_shape_env=True).graph_module
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"the backward of this model could not be traced: {type(error).__name__}: "
+                + next(iter(str(error).splitlines()), "")
+            ) from error
+    return _annotate(joint, description)
+
+
+def joint_key(description: Description, tangents: tuple[bool, ...] | None) -> str | None:
+    """Text that is equal for two programs only if ``joint_graph`` makes the same of both: torch's own key of what it would
+    trace, which knows the settings that tracing depends on. None where torch can promise no such key."""
+    modules = [str(list((n.meta.get("nn_module_stack") or {}).values())) for n in description.graph.graph.nodes]
+    try:
+        from torch._functorch._aot_autograd.autograd_cache import autograd_cache_key
+        from torch._functorch._aot_autograd.schemas import AOTConfig
+
+        with _tracing(description, tangents) as (_, graph, fakes):
+            config = AOTConfig(None, None, None, None, 0, 0, False, is_export=True, ignore_shape_env=True)
+            key: Any = autograd_cache_key
+            of_compilers: tuple[Any, ...] = ({},) if "fx_config" in inspect.signature(key).parameters else ()  # torch 2.11
+            traced = key(graph, fakes, config, *of_compilers)[0]
+    except Exception:  # an operation, setting or torch version that it does not know to be safe
+        return None
+    about = description.inputs, description.computed, description.device, description.at_home, description.backward_autocast
+    return repr((traced, about, tangents, modules, trace_settings(description.device)))
+
+
+def trace_settings(device: torch.device) -> tuple[Any, ...]:
+    """What decides, beside the graph itself, which operations a trace for ``device`` consists of, and is not in torch's key."""
+    sdp = torch.backends.cuda
+    return (
+        autocast_state(device),
+        torch.get_default_dtype(),
+        str(torch.get_default_device()),
+        torch.get_float32_matmul_precision(),
+        (sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled(), sdp.cudnn_sdp_enabled()),
+        torch.backends.mha.get_fastpath_enabled(),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cpu.get_cpu_capability(),
+    )
+
+
+@contextlib.contextmanager
+def _tracing(
+    description: Description, tangents: tuple[bool, ...] | None
+) -> Iterator[tuple[contextlib.ExitStack, fx.GraphModule, tuple[torch.Tensor, ...]]]:
+    """What is traced, its inputs, and the settings it is traced under."""
+    graph = fx.GraphModule(description.graph, _with_detached(description.graph.graph, tangents))
+    fakes = tuple(fake_of(node) for node in description.graph.graph.find_nodes(op="placeholder"))
+    fake_mode = next((f.fake_mode for f in fakes if hasattr(f, "fake_mode")), None) or torch._guards.detect_fake_mode()
+    with contextlib.ExitStack() as stack:
+        if description.at_home and description.device.type != "cpu":
+            fakes = tuple(_there(fake, fake_mode, description.device) for fake in fakes)
+            stack.enter_context(mixing_devices(description.device))
+            stack.enter_context(description.device)  # factories that name no device
+        stack.enter_context(tracing(TracingContext(fake_mode)))
+        backward = [{"device_type": device, "dtype": dtype} for device, dtype in description.backward_autocast]
+        stack.enter_context(torch._functorch.config.patch(backward_pass_autocast=backward))
+        stack.enter_context(torch.set_grad_enabled(tangents is not None))
+        stack.enter_context(rng_preserved("cpu"))
+        stack.enter_context(rng_preserved(str(description.device)))
+        for device, enabled, dtype in description.autocast:  # a retrace happens in a backward, outside the user's autocast
+            if enabled != torch.is_autocast_enabled(device) or enabled:
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+        yield stack, graph, fakes
+
+
+def _there(fake: torch.Tensor, mode: Any, device: torch.device) -> torch.Tensor:
+    """The same fake tensor on ``device``."""
+    with mode:
+        made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=device)
+    return made.requires_grad_(fake.requires_grad)
+
+
+def _with_detached(graph: fx.Graph, tangents: tuple[bool, ...] | None) -> fx.Graph:
+    copied = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    copied.graph_copy(graph, env)
+    results = []
+    seen: set[int] = set()
+    for position, value in enumerate(graph.output_node().args[0]):  # type: ignore[arg-type]
+        node = env[value]
+        storage = storage_of(value)
+        if storage in seen:  # two results that overlap in storage: give the second its own
+            node = copied.call_method("clone", (node,))
+        seen.add(storage)
+        if tangents is not None and not tangents[position]:
+            node = copied.call_method("detach", (node,))
+        results.append(node)
+    copied.output(tuple(results))
+    return copied
+
+
+def _annotate(joint: fx.GraphModule, description: Description) -> fx.GraphModule:
+    """Replace torch's descriptors by InputSpec and OutputSpec, so that no pass knows them."""
+    inputs, computed = description.inputs, description.computed
+    specs = []
+    for node in joint.graph.find_nodes(op="placeholder"):
+        desc = node.meta["desc"]
+        kind = type(desc).__name__
+        if kind == "PlainAOTInput":
+            specs.append(inputs[desc.idx])
+        elif kind == "TangentAOTInput" and type(desc.output).__name__ == "PlainAOTOutput":
+            specs.append(InputSpec("tangent", f"grad of {computed[desc.output.idx][0]}", desc.output.idx))
+        else:
+            raise CaptureError(f"the traced graph takes {desc.expr()}, which is not supported (a tensor subclass or effect)")
+    results, described = [], []
+    output = joint.graph.output_node()
+    for value, desc in zip(
+        pytree.tree_leaves(output.args[0], is_leaf=_is_none), pytree.tree_leaves(output.meta["desc"]), strict=True
+    ):
+        if value is None:
+            continue
+        kind = type(desc).__name__
+        if kind == "PlainAOTOutput":
+            spec = OutputSpec("output", desc.idx, computed[desc.idx][0])
+        elif kind == "GradAOTOutput" and type(desc.grad_of).__name__ == "PlainAOTInput":
+            spec = OutputSpec("grad", desc.grad_of.idx, inputs[desc.grad_of.idx].name)
+            if any("sparse" in str(node.target) for node in (value, *value.all_input_nodes)):
+                raise CaptureError(
+                    f"the gradient of {spec.name} is sparse; expected dense gradients, which have a place at home: "
+                    "leave sparse=True out of the embedding"
+                )
+        elif kind == "InputMutationAOTOutput" and type(desc.mutated_input).__name__ == "PlainAOTInput":
+            spec = OutputSpec("mutation", desc.mutated_input.idx, inputs[desc.mutated_input.idx].name)
+            if inputs[spec.index].role == "param" or inputs[spec.index].differentiable:
+                raise CaptureError(
+                    f"forward changes {spec.name} in place, which is trained; expected only buffers or inputs "
+                    "that need no gradient to be changed in place: do it outside forward"
+                )
+        else:
+            raise CaptureError(f"the traced graph returns {desc.expr()}, which is not supported")
+        results.append(value)
+        described.append(spec)
+    output.args = (tuple(results),)
+    joint.meta.update(inputs=tuple(specs), outputs=tuple(described), device=str(description.device))
+    for node in joint.graph.nodes:
+        _check_generator(node, description.device)
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+        if stack:
+            node.meta["module_path"] = _module_path(str(list(stack.values())[-1][0]))
+    return joint
+
+
+def _check_generator(node: fx.Node, device: torch.device) -> None:
+    """One generator's states are saved and replayed: the device's."""
+    val = node.meta.get("val")
+    if is_random(node) and isinstance(val, torch.Tensor) and val.device.type != device.type:
+        raise CaptureError(
+            f"{node.target} draws random numbers on {val.device}, expected on {device}, where the graph computes: "
+            f"pass device= to it"
+        )
+
+
+def _is_none(value: Any) -> bool:
+    return value is None
+
+
+def _module_path(path: str) -> str:
+    """``layers.0.attention`` out of ``L['self'].__dict__['_modules']['layers'].0.attention``."""
+    parts = [a or b or c for a, b, c in re.findall(r"\['?([^'\]]+)'?\]|\.?([A-Za-z_]\w*)|\.?(\d+)", path)]
+    return ".".join(p for p in parts[2:] if p not in ("__dict__", "_modules", "_orig_mod"))

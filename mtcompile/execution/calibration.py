@@ -1,0 +1,172 @@
+"""What kernels and copies took in the steps that a model has run, kept for the plans that follow: ``model.calibrate()``.
+
+Nothing is run to be measured: the records that every step leaves are read. A kernel is known by its digest, a copy by its
+bytes. On a GPU only steps under MT_TRACE=1 count, since other records say when work was issued.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from mtcompile import cache, knobs
+from mtcompile.cache import Times
+from mtcompile.errors import StepError
+from mtcompile.execution.runner import Compiled
+from mtcompile.passes.analysis.cost import Machine, Measured, formula_us, kernel_digest, kernel_us
+from mtcompile.runtime.schedule import Instruction, Phase
+from mtcompile.runtime.sim import simulate
+from mtcompile.runtime.trace import Record, Trace, span_us
+
+if TYPE_CHECKING:
+    from mtcompile.execution.session import Engine
+
+KEPT_PHASES = 16  # of the last steps, a forward or a backward each
+_LATENCY_US = 50.0  # a copy that is shorter by formula says what starting one costs, nothing of the rate
+Timed = tuple[Compiled, Phase, list[Record]]
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """``kernels``, ``copies``: how many different ones were measured now. ``scale``: queue -> measured over formula, of all
+    that is known of the machine. Of the program that last trained, microseconds of forward and backward: ``predicted_us``
+    as its plan had it, ``fitted_us`` with what was measured, ``measured_us`` (median). ``kept``: whether later plans will
+    find it."""
+
+    machine: str
+    kernels: int
+    copies: int
+    scale: Mapping[str, float]
+    predicted_us: float
+    fitted_us: float
+    measured_us: float
+    kept: bool
+
+    def __str__(self) -> str:
+        factors = ", ".join(f"{queue} {factor:.2f}" for queue, factor in self.scale.items())
+        where = "later plans count on it" if self.kept else "kept nowhere, as MT_CACHE=0 asks"
+        return (
+            f"calibrated {self.machine} by {self.kernels} kernels and {self.copies} sizes of copies; measured over formula: "
+            f"{factors}\nstep {self.predicted_us / 1e3:.2f} ms predicted, {self.fitted_us / 1e3:.2f} ms with these times, "
+            f"{self.measured_us / 1e3:.2f} ms measured; {where}"
+        )
+
+
+def as_measured(machine: Machine, times: Times | None) -> Machine:
+    """``machine`` with what is known of it; itself where nothing is."""
+    if not times:
+        return machine
+    kernels = {digest: us for digest, (us, _) in times.get("compute", {}).items()}
+    scale = {}
+    for queue, pairs in times.items():
+        telling = [(us, formula) for us, formula in pairs.values() if queue == "compute" or formula >= _LATENCY_US]
+        took, formula = sum(us for us, _ in telling), sum(formula for _, formula in telling)
+        if took > 0 and formula > 0:
+            scale[queue] = took / formula
+    return replace(machine, name=f"{machine.name} as measured", measured=Measured(kernels, scale))
+
+
+def known_machine(engine: Engine) -> Machine:
+    """The engine's machine as plans may count on it. What keeps to given speeds is not measured."""
+    machine = engine.speeds()
+    if engine.throttle is not None or not knobs.measured():
+        return machine
+    return as_measured(machine, cache.read_times(_key(engine)))
+
+
+def calibrate(engine: Engine) -> Calibration:
+    """Medians over the last steps, written beside what was known. Raises StepError when no step counts."""
+    if engine.throttle is not None:
+        raise StepError("calibrate: this model keeps to the speeds given as throttle=; compile it without, to measure")
+    if not engine.timed or engine.last is None:
+        raise StepError(
+            "calibrate: expected at least two training steps before it, of which the first does not count (nor those under "
+            "MT_CHECK=1, nor on a GPU those without MT_TRACE=1)"
+        )
+    speeds = engine.speeds()
+    found = _medians(engine.timed, speeds)
+    merged = dict(cache.read_times(_key(engine)) or {})
+    for queue, pairs in found.items():
+        merged[queue] = {**merged.get(queue, {}), **pairs}
+    kept = cache.write_times(_key(engine), merged)
+    machine = as_measured(speeds, merged)
+    assert machine.measured is not None
+    last = engine.last
+    return Calibration(
+        speeds.name,
+        len(found.get("compute", {})),
+        sum(len(pairs) for queue, pairs in found.items() if queue != "compute"),
+        machine.measured.scale,
+        last.plan.step_time_us,
+        _predicted_us(last, machine),
+        _measured_us(engine.timed, last),
+        kept,
+    )
+
+
+def _key(engine: Engine) -> str:
+    return cache.times_key(engine.speeds().name, engine.device.where.type, engine.kernels)
+
+
+def _medians(timed: Iterable[Timed], speeds: Machine) -> Times:
+    """queue -> kernel digest or bytes of a copy -> microseconds (median, by formula)."""
+    took: dict[str, dict[str, list[float]]] = {}
+    formula: dict[str, dict[str, float]] = {}
+    for compiled, _, records in timed:
+        for record in records:
+            instruction = compiled.schedule.instructions[record.index]
+            if instruction.op == "run" and not _calls_region(compiled, instruction):
+                continue
+            subject = _subject(compiled, instruction)
+            took.setdefault(record.queue, {}).setdefault(subject, []).append(record.end_us - record.start_us)
+            formulas = formula.setdefault(record.queue, {})
+            if subject not in formulas:
+                formulas[subject] = _instruction_us(compiled, instruction, speeds)
+    return {
+        queue: {subject: (statistics.median(us), formula[queue][subject]) for subject, us in subjects.items()}
+        for queue, subjects in took.items()
+    }
+
+
+def _calls_region(compiled: Compiled, instruction: Instruction) -> bool:
+    """Of an instruction that runs something; else it is an update."""
+    return hasattr(compiled.step, instruction.kernel)
+
+
+def _subject(compiled: Compiled, instruction: Instruction) -> str:
+    if instruction.op == "copy":
+        return str(instruction.nbytes)
+    return kernel_digest(compiled.step.get_submodule(instruction.kernel))  # type: ignore[arg-type]
+
+
+def _instruction_us(compiled: Compiled, instruction: Instruction, speeds: Machine) -> float:
+    """By formula."""
+    if instruction.op == "copy":
+        return speeds.copy_us(instruction.nbytes, instruction.queue)
+    return formula_us(compiled.step.get_submodule(instruction.kernel), speeds)  # type: ignore[arg-type]
+
+
+def _predicted_us(compiled: Compiled, machine: Machine) -> float:
+    """What the planner would say of the same schedule on that machine."""
+    instructions = []
+    for i in compiled.schedule.instructions:
+        if i.op == "run" and _calls_region(compiled, i):
+            kernel = compiled.step.get_submodule(i.kernel)
+            i = replace(i, time_us=kernel_us(kernel, machine))  # type: ignore[arg-type]
+        elif i.op == "copy":
+            i = replace(i, time_us=machine.copy_us(i.nbytes, i.queue))
+        instructions.append(i)
+    copied = sum(i.nbytes for i in instructions if i.op == "copy")
+    trace = simulate(replace(compiled.schedule, instructions=tuple(instructions)))
+    return span_us(trace) + machine.contention_us(copied)
+
+
+def _measured_us(timed: Iterable[Timed], compiled: Compiled) -> float:
+    """The program's phases, the median of each."""
+    spans: dict[Phase, list[float]] = {}
+    for other, phase, records in timed:
+        if other is compiled:
+            spans.setdefault(phase, []).append(span_us(Trace(tuple(records), "measured")))
+    return sum(statistics.median(us) for us in spans.values())

@@ -1,0 +1,1 @@
+"""What a training step will need and take, before anything is allocated: ``mtcompile.plan``."""

@@ -1,0 +1,1 @@
+"""Region bodies as callables: eager or compiled by Inductor, as CUDA graphs, and the memory each needs."""

@@ -1,0 +1,93 @@
+"""Kernels compiled by Inductor, each distinct one once; one whose results may not stand for the eager ones stays eager."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from mtcompile import torch_private
+from mtcompile.kernels.compile_pool import compile_ahead, compiled_before
+from mtcompile.kernels.eager import Built, Call, EagerKernels, examples_for, measure
+from mtcompile.kernels.random import around, explicit
+from mtcompile.passes.generators import generator_state, replay, rng_preserved, save_rng
+from mtcompile.passes.step_graph import body_outputs, is_random, storage_nbytes
+from mtcompile.runtime.schedule import aligned
+
+
+class InductorKernels:
+    """Kernels compiled by Inductor, one per distinct body and thread count; eager where it cannot. ``device``: where they
+    run."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.known: dict[tuple[str, int], Built] = {}
+
+    def build(self, kernels: Iterable[fx.GraphModule], eager: EagerKernels) -> dict[str, Built]:
+        """By name. Says on standard error, once per kernel, why one is eager."""
+        from rich.console import Console
+        from rich.progress import track
+
+        threads = torch.get_num_threads()
+        kernels = list(kernels)
+        new = [k for k in kernels if (k.meta["key"], threads) not in self.known]
+        console = Console(stderr=True)
+        quiet = not console.is_terminal or len(new) < 2
+        # Worker processes are for the C++ compiler; for a GPU Inductor has its own, and each of ours would take its memory.
+        ahead = compile_ahead(new) if self.device.type == "cpu" else iter(())
+        for _ in track(ahead, "compiling kernels", len(new), console=console, transient=True, disable=quiet):
+            pass
+        for kernel in track(new, "loading kernels", console=console, transient=True, disable=quiet):
+            built = _inductor_kernel(kernel, eager, self.device)
+            if built.why_eager:
+                print(f"mtcompile: kernel {kernel.meta['name']} stays eager: {built.why_eager}", file=sys.stderr)
+            self.known[kernel.meta["key"], threads] = built
+        return {str(kernel.meta["name"]): self.known[kernel.meta["key"], threads] for kernel in kernels}
+
+
+def compile_kernel(kernel: fx.GraphModule, device: torch.device) -> Call:
+    """By Inductor, from its disk cache where it has been there."""
+    random = any(is_random(n) or n.target in (save_rng, replay) for n in kernel.graph.nodes)
+    if random:
+        where = str(device)
+        examples = [generator_state(where), *examples_for(kernel, device)]
+        return around(torch_private.inductor(explicit(kernel, where), examples), where)
+    return torch_private.inductor(kernel, examples_for(kernel, device))
+
+
+def _inductor_kernel(kernel: fx.GraphModule, eager: EagerKernels, device: torch.device) -> Built:
+    try:
+        call = compile_kernel(kernel, device)
+        compiled_before(kernel, record=True)
+        inputs = examples_for(kernel, device)
+        with rng_preserved(str(device)), torch.no_grad():
+            wrong = _unlike_declared(kernel, inputs, call(*inputs))
+        measured = measure(kernel, call, device)
+        if not wrong and measured.kept > 0:
+            wrong = f"it keeps {measured.kept} bytes after its results are gone"
+        if wrong:
+            return replace(eager(kernel), why_eager=wrong)
+        return Built(call, measured.workspace)
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), "")
+        return replace(eager(kernel), why_eager=f"Inductor raised {type(error).__name__}: {first}")
+
+
+def _unlike_declared(kernel: fx.GraphModule, inputs: list[torch.Tensor], results: Any) -> str:
+    """Why results may not stand for the eager ones: another layout, more bytes, or memory of another tensor."""
+    taken = {tensor.untyped_storage().data_ptr() for tensor in inputs if tensor.numel()}
+    for node, tensor in zip(body_outputs(kernel), results, strict=True):
+        val = node.meta["val"]
+        if (tensor.dtype, tensor.shape, tensor.stride()) != (val.dtype, val.shape, val.stride()):
+            return f"its result {node.name} has strides {tuple(tensor.stride())}, expected {tuple(val.stride())}"
+        if tensor.untyped_storage().nbytes() > aligned(storage_nbytes(val)):
+            return f"its result {node.name} holds {tensor.untyped_storage().nbytes()} bytes, expected {storage_nbytes(val)}"
+        pointer = tensor.untyped_storage().data_ptr()
+        if tensor.numel() and pointer in taken:
+            return f"its result {node.name} shares memory with another tensor"
+        taken.add(pointer)
+    return ""

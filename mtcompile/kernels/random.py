@@ -1,0 +1,128 @@
+"""Random operations in compiled kernels: the generator's state becomes a value.
+
+A compiler may move or drop what looks free of effects, so inside a kernel each random operation is one opaque operator
+from (state, tensors) to (results, next state), and the state goes from one to the next as any value does. The kernel
+takes the generator's state first and returns it last; ``around`` puts it back. Every number drawn is the one that the
+plain run draws.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from mtcompile.passes.generators import generator_state, replay, save_rng, set_generator_state
+from mtcompile.passes.step_graph import body_outputs, is_random, placeholders
+
+
+def explicit(kernel: fx.GraphModule, device: str) -> fx.GraphModule:
+    """``kernel`` with the state of the device's generator as first input and last output, and no hidden effects."""
+    body = fx.Graph()
+    state = body.placeholder("generator_state")
+    env = {node: body.node_copy(node) for node in placeholders(kernel.graph)}
+    for node in kernel.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is save_rng:
+            env[node] = state
+        elif node.target is replay:
+            saved, _, target, *args = node.args
+            env[node], _ = _draw(body, device, env[saved], target, tuple(args), node.kwargs, env)
+        elif is_random(node):
+            env[node], state = _draw(body, device, state, node.target, node.args, node.kwargs, env)
+        else:
+            env[node] = body.node_copy(node, env.__getitem__)
+    outputs = [env[node] for node in body_outputs(kernel)]
+    # A state that leaves must be memory of its own.
+    for position, node in enumerate(body_outputs(kernel)):
+        if node.target is save_rng:
+            outputs[position] = body.call_function(torch.ops.aten.clone.default, (outputs[position],))
+    body.output((*outputs, body.call_function(torch.ops.aten.clone.default, (state,))))
+    return fx.GraphModule(kernel, body)
+
+
+def around(call: Callable[..., Any], device: str) -> Callable[..., Sequence[torch.Tensor]]:
+    """A kernel made ``explicit`` as one that reads and advances the generator."""
+
+    def run(*args: torch.Tensor) -> Sequence[torch.Tensor]:
+        made: Sequence[torch.Tensor] = call(generator_state(device), *args)
+        set_generator_state(device, made[-1])
+        return made[:-1]
+
+    return run
+
+
+def _draw(
+    body: fx.Graph, device: str, state: fx.Node, target: Any, args: Any, kwargs: Any, env: dict[fx.Node, fx.Node]
+) -> tuple[fx.Node, fx.Node]:
+    """The results of a random operation (a tuple's are read by the getitems that follow it), and the next state."""
+    tensors: list[fx.Node] = []
+
+    def slot(node: fx.Node) -> Any:
+        tensors.append(env[node])
+        return _Slot(len(tensors) - 1)
+
+    places = map_arg((args, kwargs), slot)
+    made = body.call_function(_operator(device, target, *places), (state, tensors))
+    after = body.call_function(_last, (made,))
+    single = len(target._schema.returns) == 1
+    return (body.call_function(_first, (made,)) if single else made), after
+
+
+def _first(made: Sequence[torch.Tensor]) -> torch.Tensor:
+    return made[0]
+
+
+def _last(made: Sequence[torch.Tensor]) -> torch.Tensor:
+    return made[-1]
+
+
+class _Slot:
+    """A tensor operand by its position among those of its operation."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def __repr__(self) -> str:
+        return f"<{self.position}>"
+
+
+def _filled(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """The argument with its tensors. A function of its own: one that calls itself from a closure is a reference cycle,
+    and would keep the tensors until the next collection."""
+    if isinstance(value, _Slot):
+        return tensors[value.position]
+    if isinstance(value, (tuple, list)):
+        return type(value)(_filled(v, tensors) for v in value)
+    return value
+
+
+def _operator(device: str, target: Any, args: Any, kwargs: Any) -> Any:
+    """The operator for one random operation with these arguments, registered on first sight."""
+    text = f"{device} {target} {args!r} {kwargs!r}"
+    name = f"random_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    namespace = torch.ops.mtcompile
+    if not hasattr(namespace, name):
+
+        def call(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            made = target(*_filled(tuple(args), tensors), **{key: _filled(value, tensors) for key, value in kwargs.items()})
+            return [made] if isinstance(made, torch.Tensor) else list(made)
+
+        def draw(state: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            now = generator_state(device)
+            set_generator_state(device, state)
+            try:
+                return [*call(tensors), generator_state(device)]
+            finally:
+                set_generator_state(device, now)
+
+        operator = torch.library.custom_op(
+            f"mtcompile::{name}", draw, mutates_args=(), schema="(Tensor state, Tensor[] tensors) -> Tensor[]"
+        )
+        operator.register_fake(lambda state, tensors: [*call(tensors), torch.empty_like(state)])
+    return getattr(namespace, name).default

@@ -1,0 +1,82 @@
+"""The device a model computes on: which, how much memory it has, and what a piece of work took of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import torch
+
+from mtcompile import knobs
+from mtcompile.runtime.devices.cpu import CpuDevice
+from mtcompile.runtime.devices.cuda import CudaDevice
+from mtcompile.runtime.devices.protocol import Device
+from mtcompile.torch_private import AllocatorPeak
+
+_LEFT_FREE = 0.1  # of what is free on an accelerator when no budget is given: what its allocator rounds up and libraries take
+
+
+def choose(device: str | torch.device | None) -> Device:
+    """None: the GPU if there is one, else the emulated device. Raises ValueError where there is no such device."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        where = torch.device(device)
+        if where.type == "cpu":
+            return CpuDevice()
+        module = torch.get_device_module(where)
+        available = module.is_available()
+    except RuntimeError:  # torch has no such name, or no module for it
+        available = False
+    if not available:
+        raise ValueError(f'expected device to be one that torch sees here, found {str(device)!r}; device="cpu" emulates one')
+    where = where if where.index is not None else torch.device(where.type, module.current_device())
+    return CudaDevice(where, ranges=knobs.nvtx())
+
+
+def free_nbytes(device: Device) -> int:
+    """What a budget is by default: half of the free memory of the host, nine tenths of that of an accelerator."""
+    if device.where.type == "cpu":
+        return int(psutil.virtual_memory().available) // 2
+    module = torch.get_device_module(device.where)
+    free, _ = module.mem_get_info(device.where)
+    cached = module.memory_reserved(device.where) - module.memory_allocated(device.where)  # which torch gives again
+    return int((free + cached) * (1 - _LEFT_FREE))
+
+
+def total_nbytes(device: Device) -> int | None:
+    """All the memory of an accelerator; None for the emulated device, which has what it is given."""
+    if device.where.type == "cpu":
+        return None
+    return int(torch.get_device_module(device.where).mem_get_info(device.where)[1])
+
+
+class AcceleratorPeak:
+    """Largest sum of bytes asked of an accelerator's allocator since entry, over what was held at entry: ``nbytes`` after
+    exit; ``kept``: what is still held then."""
+
+    def __init__(self, where: torch.device) -> None:
+        self.nbytes: int | None = None
+        self.kept = 0
+        self._where, self._module, self._before = where, torch.get_device_module(where), 0
+
+    def __enter__(self) -> AcceleratorPeak:
+        # Libraries take their workspace on the first product of each thread, and keep it: it is no part of what is measured.
+        one = torch.zeros(8, 8, device=self._where)
+        torch.addmm(one[0], one @ one, one)
+        del one
+        self._module.reset_peak_memory_stats(self._where)
+        self._before = self._read("current")
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.nbytes = self._read("peak") - self._before
+        self.kept = self._read("current") - self._before
+
+    def _read(self, what: str) -> int:
+        return int(self._module.memory_stats(self._where).get(f"requested_bytes.all.{what}", 0))
+
+
+def allocator_peak(where: torch.device) -> AllocatorPeak | AcceleratorPeak:
+    """A context that measures what is allocated on a device while it lasts."""
+    return AllocatorPeak() if where.type == "cpu" else AcceleratorPeak(where)

@@ -1,0 +1,191 @@
+"""``mtcompile doctor``: this machine's speeds, what they mean for training, and what would kill a run here."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from math import ceil
+from pathlib import Path
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import mtcompile
+from mtcompile import knobs
+from mtcompile.machine.limits import Limit, limits
+from mtcompile.machine.measure import FULL, QUICK, Measurement, measure, name_of
+from mtcompile.machine.presets import remember, scratch, to_json
+from mtcompile.passes.analysis.cost import Machine
+from mtcompile.runtime.devices.protocol import Device
+from mtcompile.runtime.optim.host_kernels import library, which
+
+_COLORS = {"ok": "green", "watch": "yellow", "bad": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Something that need not be there: its version or place, empty where it is missing, and what it brings."""
+
+    name: str
+    found: str
+    brings: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """``machine``: None where measuring failed, which is then one of the limits. ``file``: the machine file that
+    ``machine="this"`` reads. ``knobs``: name -> (value or None, meaning) of every variable that is read."""
+
+    machine: Machine | None
+    measurements: tuple[Measurement, ...]
+    hints: tuple[str, ...]
+    limits: tuple[Limit, ...]
+    versions: Mapping[str, str]
+    parts: tuple[Part, ...]
+    knobs: Mapping[str, tuple[str | None, str]]
+    file: str
+
+    @property
+    def bad(self) -> bool:
+        return any(limit.level == "bad" for limit in self.limits)
+
+    def to_json(self, indent: int | None = None) -> str:
+        """One object with every field, and ``bad``."""
+        knobs = {name: {"value": value, "meaning": meaning} for name, (value, meaning) in self.knobs.items()}
+        return json.dumps(asdict(self) | {"knobs": knobs, "bad": self.bad}, indent=indent)
+
+
+def examine(device: Device, quick: bool = False, tell: Callable[[str], object] = lambda text: None) -> Report:
+    """Look at the limits, measure, and remember the machine. ``tell``: is told what takes time."""
+    found = limits(device) + misspelt()
+    effort = QUICK if quick or psutil.virtual_memory().available < 4 * FULL.nbytes else FULL
+    tell(f"measuring {name_of(device.where)}, some seconds ...")
+    try:
+        measured = measure(device, effort, scratch())
+    except (RuntimeError, MemoryError) as error:  # torch's own error when memory is short is a RuntimeError
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        step = "free memory on host and device, then mtcompile doctor --quick"
+        found += (Limit("measuring", "failed", None, "bad", reason, step),)
+        return Report(None, (), (), found, versions(), parts(device), knobs.listed(), "")
+    file = remember(device.where, measured)
+    machine, rows = measured.machine, measured.measurements
+    return Report(machine, rows, hints_of(machine), found, versions(), parts(device), knobs.listed(), str(file or ""))
+
+
+def misspelt() -> tuple[Limit, ...]:
+    """Of environment variables that look like ours and that nobody reads."""
+    known = ", ".join(knobs.listed())
+    return tuple(
+        Limit(name, "is set", None, "watch", "mtcompile reads no such variable", f"set {meant}" if meant else f"one of {known}")
+        for name, meant in knobs.unknown().items()
+    )
+
+
+def hints_of(machine: Machine) -> tuple[str, ...]:
+    """What the machine's ratios say, for weights of 2 bytes and everything recomputed (8 FLOP per weight and token): weights
+    cross twice a step, 4 bytes each; the host's AdamW moves 28 bytes each."""
+    streaming = ceil(machine.flops / (2 * machine.h2d_gbps * 1e9))
+    update = ceil(3.5 * machine.flops / (machine.host_gbps * 1e9))
+    return (
+        f"from {streaming:,} tokens a step, streaming bf16 weights hides behind compute (T = F / 2 L)",
+        f"from {update:,} tokens a step, AdamW on the host would hide behind compute (T = 3.5 F / B)",
+    )
+
+
+def versions(root: Path = Path("/")) -> dict[str, str]:
+    """Name -> version of what is here."""
+    found = {"mtcompile": mtcompile.__version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+    found |= {name: version for name in ("triton", "transformers") if (version := _installed(name))}
+    if torch.version.cuda:
+        found["CUDA runtime"] = torch.version.cuda
+    if driver := driver_version(root):
+        found["NVIDIA driver"] = driver
+    return found
+
+
+def driver_version(root: Path) -> str:
+    """Of the NVIDIA driver that is loaded; empty without one."""
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text()
+    except OSError:
+        return ""
+    match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", text)
+    return match.group(1) if match else ""
+
+
+def _installed(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def parts(device: Device) -> tuple[Part, ...]:
+    accelerator = "" if device.where.type == "cpu" else f"{name_of(device.where)} ({device.where})"
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), "")
+    return (
+        Part("accelerator", accelerator, "real device memory; without one it is emulated in the host's"),
+        Part("triton", _installed("triton"), 'kernels="inductor" on a GPU: pip install "mtcompile[triton]"'),
+        Part("C update kernels", which() if library() else "", "fast optimizer updates on the host: install gcc, then again"),
+        Part("C++ compiler", compiler, 'kernels="inductor" on the CPU: install g++'),
+        Part("transformers", _installed("transformers"), "mtcompile plan config.json: pip install transformers"),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ for people
+
+
+def show(report: Report, console: Console) -> None:
+    about = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    console.print(Text(f"{report.machine.name if report.machine else 'this machine'}: {about}"))
+    if report.measurements:
+        table = _table("measured", "", "what it means")
+        for row in report.measurements:
+            table.add_row(row.what, _values(row), row.meaning)
+        console.print(table)
+    for hint in report.hints:
+        console.print(Text(hint))
+    table = _table("limit", "found", "", "what it means, and what to do")
+    for limit in report.limits:
+        advice = Text(limit.meaning) + (Text(f"\n-> {limit.step}", style="bold") if limit.step else Text())
+        table.add_row(limit.what, limit.found, Text(limit.level, style=_COLORS[limit.level]), advice)
+    console.print(table)
+    table = _table("part", "found", "what it brings")
+    for part in report.parts:
+        table.add_row(part.name, part.found or Text("missing", style="yellow"), part.brings)
+    console.print(table)
+    for name, (value, meaning) in report.knobs.items():
+        if value is not None:
+            console.print(Text(f"{name}={value} is set: {meaning}"))
+    if report.file:
+        console.print(Text(f'remembered in {report.file}: mtcompile plan MODEL --machine this, machine="this"'))
+
+
+def _table(*headers: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for header in headers:
+        table.add_column(header, overflow="fold")
+    return table
+
+
+def _values(row: Measurement) -> str:
+    """One line per size or kind."""
+    return "\n".join(f"{name}: {value:.3g} {row.unit}" for name, value in row.values.items())
+
+
+def save(report: Report, path: Path) -> None:
+    """Write the machine file that ``--machine`` takes. Raises ValueError."""
+    if report.machine is None:
+        raise ValueError("expected a machine that could be measured to be saved, found none: see the limits")
+    try:
+        path.write_text(to_json(report.machine))
+    except OSError as error:
+        raise ValueError(f"expected a file that can be written, found {path}: {error.strerror}") from None

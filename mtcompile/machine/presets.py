@@ -1,0 +1,136 @@
+"""How fast a device is, as plans assume it: published figures of the machines we know, by the name torch gives them, and
+this machine's as they were measured."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import asdict, replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtcompile import cache, knobs
+from mtcompile.machine import device
+from mtcompile.machine.measure import QUICK, Findings, identity, measure
+from mtcompile.passes.analysis.cost import Machine
+
+
+def _preset(name: str, flops: float, memory: float, h2d: float, d2h: float, host: float, gigabytes: int) -> Machine:
+    return Machine(name, flops, memory, h2d, d2h, host_gbps=host, device_nbytes=gigabytes * 10**9)
+
+
+PRESETS = {  # sustained bf16 FLOP/s, GB/s of device memory, link to and from the device, host memory; GB of device memory
+    machine.name: machine
+    for machine in (
+        _preset("h200-sxm", 6.0e14, 4300.0, 50.0, 50.0, 200.0, 141),
+        _preset("gh200", 6.0e14, 3700.0, 377.0, 297.0, 348.0, 96),
+        _preset("h100-sxm", 6.0e14, 3000.0, 50.0, 50.0, 250.0, 80),
+        _preset("b200", 1.4e15, 7000.0, 50.0, 50.0, 300.0, 192),
+        _preset("a100-pcie", 2.0e14, 1800.0, 25.0, 25.0, 150.0, 80),
+        _preset("a6000", 1.0e14, 770.0, 25.0, 25.0, 100.0, 48),
+        _preset("rtx3090", 5.5e13, 850.0, 25.0, 25.0, 40.0, 24),
+        _preset("rtx4090", 1.3e14, 920.0, 25.0, 25.0, 70.0, 24),
+        _preset("rtx5090", 1.6e14, 1600.0, 50.0, 50.0, 70.0, 32),
+    )
+}
+_NAMED = (  # part of torch's name -> preset; the first that fits
+    ("GH200", "gh200"),
+    ("H200", "h200-sxm"),
+    ("H100", "h100-sxm"),
+    ("B200", "b200"),
+    ("A100", "a100-pcie"),
+    ("A6000", "a6000"),
+    ("RTX 3090", "rtx3090"),
+    ("RTX 4090", "rtx4090"),
+    ("RTX 5090", "rtx5090"),
+)
+_FLOPS_PER_UNIT = 1.5e12  # of a device nobody has named: a multiprocessor's, as of the A100
+_STAGED_GBPS = 6.0  # through pageable memory: one thread's copy into the ring, an estimate
+
+
+def machine_of(where: torch.device, fuses: bool, staged: bool) -> Machine:
+    """``staged``: copies go through a ring of pinned chunks, since host memory could not be pinned."""
+    machine = Machine() if where.type == "cpu" else _accelerator(where)
+    if staged:
+        machine = replace(
+            machine,
+            name=f"{machine.name}, host memory not pinned",
+            h2d_gbps=min(machine.h2d_gbps, _STAGED_GBPS),
+            d2h_gbps=min(machine.d2h_gbps, _STAGED_GBPS),
+        )
+    return replace(machine, fuses=fuses)
+
+
+def _accelerator(where: torch.device) -> Machine:
+    properties: Any = torch.get_device_module(where).get_device_properties(where)
+    name = str(properties.name)
+    for part, preset in _NAMED:
+        if part in name:
+            return PRESETS[preset]
+    units = int(getattr(properties, "multi_processor_count", 1))
+    return Machine(name, _FLOPS_PER_UNIT * units, 20.0 * units, 25.0, 25.0)
+
+
+def named(machine: str | Machine) -> Machine:
+    """A preset by name, ``"this"``, or a JSON file with Machine's fields (those left out as on the emulated device). Raises
+    ValueError."""
+    if isinstance(machine, Machine):
+        return machine
+    if machine in PRESETS:
+        return PRESETS[machine]
+    if machine == "this":
+        return this()
+    if not machine.endswith(".json"):
+        expected = f"{', '.join(PRESETS)}, this (measured here) or a .json file"
+        raise ValueError(f"expected machine to be one of {expected}, found {machine!r}")
+    return _from_file(Path(machine))
+
+
+def this() -> Machine:
+    """This machine as it was measured last, or measured now, which takes seconds."""
+    where = device.choose(None)
+    path = cache.machine_path(identity(where.where))
+    with suppress(ValueError):
+        if path is not None and path.exists():
+            return _from_file(path)
+    measured = measure(where, QUICK, scratch())
+    remember(where.where, measured)
+    return measured.machine
+
+
+def remember(where: torch.device, measured: Findings) -> Path | None:
+    """Write what ``this`` reads. Returns the file; None where nothing could be written."""
+    cache.write_machine(identity(where), to_json(measured.machine))
+    path = cache.machine_path(identity(where))
+    return path if path is not None and path.exists() else None
+
+
+def scratch() -> Path:
+    """Where the disk is measured: the cache folder where there is one, else the current one."""
+    folder = Path(knobs.cache() or ".")
+    return folder if folder.is_dir() else Path.cwd()
+
+
+def to_json(machine: Machine) -> str:
+    """The text of a machine file."""
+    data = asdict(replace(machine, measured=None))
+    del data["measured"]
+    return json.dumps(data, indent=1) + "\n"
+
+
+def _from_file(path: Path) -> Machine:
+    try:
+        data = json.loads(path.read_text())
+        kinds = {name: type(value) for name, value in asdict(Machine()).items() if name != "measured"}
+        if not isinstance(data, dict) or set(data) - set(kinds):
+            raise ValueError(f"expected an object with fields among {', '.join(kinds)}")
+        for name, value in data.items():
+            found = float if kinds[name] is float and type(value) is int else type(value)
+            if found is not kinds[name] or (found is float and not 0 < value < inf) or (found is int and value < 0):
+                raise ValueError(f"{name}: expected a {kinds[name].__name__}{' above 0' * (found is float)}, found {value!r}")
+        return Machine(**{"name": path.stem, **data})
+    except (OSError, ValueError) as error:
+        raise ValueError(f"machine file {path}: {error}") from None

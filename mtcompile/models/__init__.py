@@ -1,0 +1,1 @@
+"""Models by name: built-in decoder shapes, Hugging Face configurations and factories in files."""

@@ -1,0 +1,112 @@
+"""What else a plan could have done with some values, and what that would cost: the plan with one decision made otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from mtcompile.passes.analysis.saved import crossing_values, saved_values
+from mtcompile.passes.plan import Choice, Decision, Plan
+from mtcompile.passes.planning.planner import Planned, Source
+from mtcompile.passes.step_graph import regions, results
+
+_WHY = "asked for"
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """The plan with ``what`` instead. ``more_bytes`` (device), ``more_us``: than the plan as it is, evaluated alike.
+    ``fits``: within the plan's budgets."""
+
+    kind: str
+    what: str
+    peak_bytes: Mapping[str, int]
+    step_time_us: float
+    more_bytes: int
+    more_us: float
+    fits: bool
+
+
+def alternatives(
+    planned: Planned, source: Source, decisions: Iterable[Decision], values: Sequence[str]
+) -> tuple[bool, tuple[Alternative, ...]]:
+    """At most eight, each made for all of the blocks and values at once; and whether evaluating the plan itself again gives
+    the peaks and the time that it has."""
+    candidates = source.candidates()
+    now = candidates.evaluate(planned.plan)
+    found = []
+    for kind, what, plan in _others(planned.plan, source, list(decisions), values):
+        made = candidates.evaluate(plan)
+        peaks, time_us = dict(made.schedule.peak_nbytes), made.plan.total_us
+        fits = all(n is None or peaks[tier] <= n for tier, n in planned.plan.budget_bytes.items())
+        more = peaks["device"] - now.schedule.peak_nbytes["device"]
+        found.append(Alternative(kind, what, peaks, time_us, more, time_us - now.plan.total_us, fits))
+    same = now.schedule.peak_nbytes == planned.schedule.peak_nbytes and now.plan.total_us == planned.plan.total_us
+    return same, tuple(found)
+
+
+def _others(plan: Plan, source: Source, decisions: list[Decision], values: Sequence[str]) -> Iterator[tuple[str, str, Plan]]:
+    blocks = {kind: dict.fromkeys(d.subject for d in decisions if d.kind == kind) for kind in ("params", "variant")}
+    tiers: tuple[Choice, ...] = ("device", "host") if source.budgets.host_activations else ("device",)
+    sizes = {d.subject: d.nbytes for d in decisions}
+    homes: tuple[Choice, ...] = ("device", "host")
+    for tier in homes:
+        if any(plan.params(block) != tier for block in blocks["params"]):
+            made = (Decision("params", block, tier, sizes[block], _WHY) for block in blocks["params"])
+            yield (
+                "params",
+                f"parameters, gradients and optimizer state of {_list(blocks['params'])} on the {tier}",
+                _with(plan, made),
+            )
+    names = source.step.meta["blocks"]
+    forward = [r for r in regions(source.step) if r.meta["phase"] == "forward"]
+    ours = [(names[r.meta["block"]], saved_values(r)) for r in forward if names[r.meta["block"]] in blocks["variant"]]
+    for tier in tiers:
+        if any(not plan.keeps(block, v.name) for block, saved in ours for v in saved):
+            new = [v for block, saved in ours for v in saved if not plan.keeps(block, v.name)]
+            made = (_variant(block, "save", saved) for block, saved in ours)
+            yield (
+                "variant",
+                f"nothing of {_list(blocks['variant'])} recomputed, saved on the {tier}",
+                _waiting(_with(plan, made), new, tier),
+            )
+    if any(plan.keeps(block, v.name) for block, saved in ours for v in saved):
+        made = (_variant(block, "recompute", saved) for block, saved in ours)
+        yield "variant", f"all of {_list(blocks['variant'])} recomputed", _with(plan, made)
+    waiting = {d.subject for d in decisions if d.kind == "activation"}
+    wanted = [v for r in regions(source.step) for v in results(r) if v.name in values and v.meta["role"] == "activation"]
+    kept = [v for v in wanted if v.name in waiting or "*" in waiting]
+    kept = [v for v in kept if v not in {s for _, saved in ours for s in saved} or _keeps(plan, ours, v)]
+    for tier in tiers:
+        if any(plan.activation(v.name) != tier for v in kept):
+            yield "activation", f"{_list([v.name for v in kept])} waiting on the {tier}", _waiting(plan, kept, tier)
+    between = [v for r in forward for v in crossing_values(r) if v in kept and plan.activation(v.name) != "recompute"]
+    if between:
+        what = f"{_list([v.name for v in between])} made again by running their regions once more"
+        yield "activation", what, _waiting(plan, between, "recompute")
+
+
+def _keeps(plan: Plan, ours: Iterable[tuple[str, list[fx.Node]]], value: fx.Node) -> bool:
+    return any(value in saved and plan.keeps(block, value.name) for block, saved in ours)
+
+
+def _variant(block: str, choice: Choice, saved: Sequence[fx.Node]) -> Decision:
+    nbytes = sum(v.meta["nbytes"] for v in saved) if choice == "save" else 0
+    return Decision("variant", block, choice, nbytes, _WHY)
+
+
+def _with(plan: Plan, decisions: Iterable[Decision]) -> Plan:
+    for decision in decisions:
+        plan = plan.having(decision)
+    return plan
+
+
+def _waiting(plan: Plan, values: Iterable[fx.Node], tier: Choice) -> Plan:
+    return _with(plan, (Decision("activation", v.name, tier, v.meta["nbytes"], _WHY) for v in values))
+
+
+def _list(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")

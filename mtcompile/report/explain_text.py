@@ -1,0 +1,100 @@
+"""An explanation for a reader."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mtcompile.forecast.text import time_of
+from mtcompile.runtime.schedule import gib
+
+if TYPE_CHECKING:
+    from mtcompile.report.compare import Compared
+    from mtcompile.report.explain import Explanation, Life, Value
+
+_MOST = 40  # values that are written out
+
+
+def text_of(e: Explanation) -> str:
+    total = sum(value.nbytes for value in e.values)
+    lines = [f"{e.asked}: {len(e.values)} value(s), {gib(total)}, in a step of {time_of(e.step_time_us)}"]
+    for tier, peak in e.peak_bytes.items():
+        budget = e.budget_bytes.get(tier)
+        lines.append(f"  {tier}: peak {gib(peak)} of {gib(budget) if budget is not None else 'no limit'}")
+    for value in e.values[:_MOST]:
+        lines += _value(value)
+    if len(e.values) > _MOST:
+        lines.append(f"  ... and {len(e.values) - _MOST} more values: ask for less, or read to_json()")
+    lines += ["why"]
+    reasons: dict[tuple[str, str, str, str], list[str]] = {}
+    for value in e.values:
+        for d in value.why:
+            subject = d.subject if d.kind != "activation" else "waits"
+            reasons.setdefault((d.kind, subject, d.choice, d.reason), []).append(value.name)
+    for (kind, subject, choice, reason), names in reasons.items():
+        lines.append(f"  {kind} {subject}: {choice}, for {_list(names)}: {reason}")
+    if not reasons:
+        lines.append("  nothing was to be decided: it is made and used within its regions, or the caller's own")
+    lines += _alternatives(e)
+    if e.compared is None or e.compared_here is None:
+        lines += [f"  {e.unmeasured}"] if e.unmeasured else []
+    else:
+        lines += _compared("predicted against measured, the whole step", e.compared)
+        lines += _compared(f"predicted against measured, the work on {e.asked}", e.compared_here)
+    return "\n".join(lines)
+
+
+def _value(value: Value) -> list[str]:
+    at_home = f"at home on the {value.home}" if value.home else "made in the step"
+    block = f", block {value.block}" if value.block else ""
+    lines = [f"  {value.name}: {value.role}, {gib(value.nbytes)}, {at_home}{block}"]
+    lines += [f"    {_life(life)}" for life in value.lives if life.kind != "home" or life.began]
+    if value.made_again:
+        lines.append(f"    computed again inside {_list(value.made_again)}")
+    elif not value.lives:
+        lines.append("    of no use to the plan: what needs it computes it within")
+    return lines
+
+
+def _life(life: Life) -> str:
+    ends = f"freed by {life.ended}" if life.ended else "kept"
+    began = f"from {life.began}" if life.began else "from the start"
+    phases = " to ".join(life.phases) or "step"
+    span = f"{life.start_us / 1e3:.3f} to {life.end_us / 1e3:.3f} ms"
+    return f"{phases}: on the {life.tier} {span} ({gib(life.nbytes)}), {began}, {ends}"
+
+
+def _alternatives(e: Explanation) -> list[str]:
+    lines = ["otherwise"]
+    for a in e.alternatives:
+        fits = "" if a.fits else ", which does not fit"
+        lines.append(
+            f"  {a.what}: {time_of(a.step_time_us)} a step ({_signed(a.more_us)}), device peak "
+            f"{gib(a.peak_bytes['device'])} ({'+' if a.more_bytes >= 0 else ''}{gib(a.more_bytes)}){fits}"
+        )
+    if not e.alternatives:
+        lines.append("  no decision could be made otherwise")
+    if not e.exact:
+        lines.append("  (peaks as eager kernels need them; differences are from the plan with those)")
+    return lines
+
+
+def _compared(title: str, c: Compared) -> list[str]:
+    off = c.measured_us - c.predicted_us
+    lines = [f"{title}: {time_of(c.predicted_us)} predicted, {time_of(c.measured_us)} measured ({_signed(off)})"]
+    for kind in c.kinds:
+        lines.append(
+            f"  {kind.queue:8s} {kind.kind}: {kind.count} in {time_of(kind.predicted_us)} predicted, "
+            f"{time_of(kind.measured_us)} measured; most off: {kind.worst} by {_signed(kind.worst_us)}"
+        )
+    for queue in c.queues:
+        what = "working longer" if queue.queue == "compute" else "working while compute was idle"
+        lines.append(f"  {queue.queue:8s} {_signed(queue.cost_us)} by {what}")
+    return lines
+
+
+def _signed(us: float) -> str:
+    return ("-" if us < 0 else "+") + time_of(abs(us))
+
+
+def _list(names: tuple[str, ...] | list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

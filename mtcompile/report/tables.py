@@ -1,0 +1,73 @@
+"""A plan as tables in a terminal: bytes per tier as bars, decisions in groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group
+from rich.table import Table
+
+from mtcompile.forecast.text import time_of
+from mtcompile.passes.plan import Decision, Plan
+from mtcompile.runtime.schedule import Schedule, gib
+
+_WIDE = 40  # of a full bar
+_SHOWN = 3  # subjects of a group
+
+
+def plan_tables(plan: Plan, schedule: Schedule) -> Group:
+    """What ``rich.print`` takes."""
+    return Group(_tiers(schedule), _decisions(plan), _rest(plan))
+
+
+def parts(schedule: Schedule) -> dict[str, dict[str, int]]:
+    """tier -> part -> bytes at its peak; the parts of a tier add up to it."""
+    found = {}
+    for tier, peak in schedule.peak_nbytes.items():
+        state, slots = schedule.resident_nbytes.get(tier, 0), schedule.arena_nbytes.get(tier, 0)
+        found[tier] = {"training state": state, "slots of copies": slots, "values and workspace": peak - state - slots}
+    return found
+
+
+def groups(plan: Plan) -> Iterator[tuple[str, str, str, list[Decision]]]:
+    """(kind, choice, reason, the decisions alike in them)."""
+    found: dict[tuple[str, str, str], list[Decision]] = {}
+    for decision in plan.decisions:
+        found.setdefault((decision.kind, decision.choice, decision.reason), []).append(decision)
+    yield from ((*key, alike) for key, alike in found.items())
+
+
+def _tiers(schedule: Schedule) -> Table:
+    table = Table("tier", "part", "bytes", "of the budget, or of the peak where there is none", title="memory at its peak")
+    for tier, shares in parts(schedule).items():
+        peak, limit = schedule.peak_nbytes[tier], schedule.limit_nbytes.get(tier)
+        whole = peak if limit is None else limit
+        for part, nbytes in shares.items():
+            if nbytes:
+                table.add_row(tier, part, gib(nbytes), _bar(nbytes, whole))
+        of = "no limit" if limit is None else gib(limit)
+        table.add_row(tier, "peak", f"{gib(peak)} of {of}", _bar(peak, whole), end_section=True)
+    return table
+
+
+def _bar(nbytes: int, whole: int) -> str:
+    share = nbytes / whole if whole else 0.0
+    full = round(min(1.0, share) * _WIDE)
+    return "█" * full + "░" * (_WIDE - full) + f" {share:.0%}"
+
+
+def _decisions(plan: Plan) -> Table:
+    table = Table("kind", "choice", "of", "bytes", "because", title="decisions")
+    for kind, choice, reason, alike in groups(plan):
+        shown = ", ".join(d.subject for d in alike[:_SHOWN])
+        more = f" and {len(alike) - _SHOWN} more" if len(alike) > _SHOWN else ""
+        table.add_row(kind, choice, shown + more, gib(sum(d.nbytes for d in alike)), reason)
+    return table
+
+
+def _rest(plan: Plan) -> str:
+    update = f", {time_of(plan.update_us)} of it the update" if plan.update_us else ""
+    return (
+        f"step {time_of(plan.total_us)} predicted on {plan.machine}{update}, limited by {plan.limiting_resource}; parameters "
+        "of blocks without a decision are on the host, activations wait there, what a block saves is computed again"
+    )

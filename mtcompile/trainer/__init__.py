@@ -1,0 +1,1 @@
+"""A language-model trainer within a memory budget: data, loop, checkpoints."""

@@ -1,0 +1,261 @@
+"""A small trainer: ``mtcompile train``. All but ``compile`` is an ordinary PyTorch loop, and its losses are that loop's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtcompile.api import compile
+from mtcompile.errors import StepError
+from mtcompile.machine.device import choose
+from mtcompile.models.loading import language_model
+from mtcompile.trainer.checkpoint import CHECKPOINT, Checkpointed, resumed, save
+from mtcompile.trainer.text_data import Windows, tokens
+
+_EVALUATED = 8  # batches, at most
+_FINAL = 0.1  # of the learning rate, at the end of the cosine
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What to train, on what, and how. ``model``: a built-in shape or a Hugging Face config.json; ``data``: files and folders,
+    none: the standard library's sources; ``memory``, ``host``: bytes as text; ``clip``: 0 for none; ``evaluate_every``: steps,
+    0 for never; ``resume``, ``save``: folders; ``metrics``: a file of JSON lines. The others are ``compile``'s and AdamW's."""
+
+    model: str
+    data: tuple[Path, ...] = ()
+    vocab: int | None = None
+    batch: int = 8
+    seq: int = 128
+    steps: int = 100
+    lr: float = 1e-3
+    warmup: int = 20
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    accumulate: int = 1
+    precision: str = "model"
+    update: str = "step"
+    run_ahead: bool = False
+    memory: str | None = None
+    host: str | None = None
+    device: str | None = None
+    evaluate_every: int = 50
+    seed: int = 0
+    metrics: Path | None = None
+    save: Path | None = None
+    resume: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One step. ``grad_norm``: before clipping; None with ``update="backward"`` where nothing is clipped or updates run ahead,
+    and nobody waits for it."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float | None
+    tokens_per_s: float
+    peak_device_bytes: int
+    peak_host_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The mean loss of what is held out, after a step."""
+
+    step: int
+    eval_loss: float
+    eval_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """``first_loss``, ``last_loss``: of this run; ``steps``: done in all, those before a resumption too."""
+
+    steps: int
+    of_steps: int
+    interrupted: bool
+    parameters: int
+    first_loss: float | None
+    last_loss: float | None
+    eval_loss: float | None
+    tokens_per_s: float | None
+    budget_device_bytes: int
+    peak_device_bytes: int
+    peak_host_bytes: int
+    state_bytes: int
+    limiting_resource: str
+    saved: str | None
+
+
+Tell = Callable[[Row | Evaluated, Any], object]
+
+
+def train(recipe: Recipe, tell: Tell = lambda row, model: None, stop: Callable[[], bool] = lambda: False) -> Summary:
+    """``tell``: is given each row and the compiled model; ``stop``: asked after each step. Raises ValueError, OSError, and what
+    ``compile`` raises."""
+    checked(recipe)
+    stream, used = tokens(recipe.data, recipe.vocab)
+    windows = Windows.cut(stream, recipe.seq, recipe.batch)
+    torch.manual_seed(recipe.seed)
+    model, optimizer, where = prepared(recipe, used)
+    trained = Checkpointed(model, optimizer, where, recipe.seed)
+    step = 0 if recipe.resume is None else resumed(recipe.resume, trained, recipe.steps)
+    rows: list[Row] = []
+    evaluated: Evaluated | None = None
+    interrupted = False
+    with saving(recipe, trained, rows), written(recipe) as write:
+        while step < recipe.steps and not interrupted:
+            step += 1
+            rows.append(one_step(recipe, model, optimizer, windows, step))
+            write(rows[-1])
+            tell(rows[-1], model)
+            if recipe.evaluate_every and (step % recipe.evaluate_every == 0 or step == recipe.steps):
+                evaluated = evaluation(recipe, model, windows, step)
+                write(evaluated)
+                tell(evaluated, model)
+            interrupted = step < recipe.steps and stop()
+    return summary(recipe, model, step, rows, evaluated, interrupted)
+
+
+def checked(recipe: Recipe) -> None:
+    """Raises ValueError, or OSError for what cannot be written, before anything takes time."""
+    if recipe.batch % recipe.accumulate:
+        raise ValueError(f"expected a batch of a multiple of accumulate={recipe.accumulate}, found {recipe.batch}")
+    if recipe.run_ahead and recipe.update != "backward":
+        raise ValueError("expected --run-ahead with --update backward only")
+    if recipe.clip < 0:
+        raise ValueError(f"expected clip of 0 (none) or more, found {recipe.clip}")
+    if recipe.save is not None:
+        recipe.save.mkdir(parents=True, exist_ok=True)
+
+
+def prepared(recipe: Recipe, vocabulary: int) -> tuple[Any, torch.optim.Optimizer, str]:
+    """The compiled model, its optimizer and where it computes. Weight decay is for matrices."""
+    module, known = language_model(recipe.model)
+    if vocabulary > known:
+        raise ValueError(f"expected a model with a vocabulary of {vocabulary} or more for this data, found {known}")
+    matrices = [p for p in module.parameters() if p.dim() >= 2]
+    others = [p for p in module.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=recipe.lr, betas=(0.9, 0.95))
+    where = choose(recipe.device).where
+    backward = recipe.update == "backward"
+    made: Any = compile(
+        module.train(),
+        memory=recipe.memory,
+        host=recipe.host,
+        optimizer=optimizer,
+        device=where,
+        precision=recipe.precision,
+        accumulate=recipe.accumulate,
+        update=recipe.update,
+        max_grad_norm=recipe.clip or None if backward else None,
+        run_ahead=recipe.run_ahead,
+    )
+    return made, optimizer, str(where)
+
+
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """Linear warm-up, then a cosine down to a tenth."""
+    if step <= recipe.warmup:
+        return recipe.lr * step / recipe.warmup
+    share = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
+    return recipe.lr * (_FINAL + (1 - _FINAL) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
+
+
+def one_step(recipe: Recipe, model: Any, optimizer: torch.optim.Optimizer, windows: Windows, step: int) -> Row:
+    started = time.perf_counter()
+    rate = learning_rate(recipe, step)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    inputs, targets = windows.batch(step, recipe.batch, recipe.seed)
+    loss = model(inputs, targets)
+    value = float(loss.detach())
+    if not math.isfinite(value):
+        raise StepError(f"the loss of step {step} is {value}; nothing was changed. Lower --lr, or give a longer --warmup")
+    loss.backward()
+    norm = clipped(recipe, model)
+    optimizer.step()
+    optimizer.zero_grad()
+    seconds = time.perf_counter() - started
+    report = model.memory_report()
+    peaks = (report["peak_device_bytes"], report["peak_host_bytes"])
+    return Row(step, value, rate, norm, inputs.numel() / seconds, *peaks)
+
+
+def clipped(recipe: Recipe, model: Any) -> float | None:
+    """The gradients' norm; they are scaled by it unless the compiled backward has done so."""
+    if recipe.update == "backward":
+        norm: float | None = None if recipe.run_ahead else model.grad_norm
+        return norm
+    return float(torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip or math.inf))
+
+
+def evaluation(recipe: Recipe, model: Any, windows: Windows, step: int) -> Evaluated:
+    """In batches of one micro-batch, which is what fits."""
+    total, count = 0.0, 0
+    model.eval()
+    with torch.no_grad():
+        for inputs, targets in windows.evaluation(recipe.batch // recipe.accumulate, _EVALUATED * recipe.accumulate):
+            total += float(model(inputs, targets)) * targets.numel()
+            count += targets.numel()
+    model.train()
+    return Evaluated(step, total / count, count)
+
+
+@contextlib.contextmanager
+def saving(recipe: Recipe, trained: Checkpointed, rows: list[Row]) -> Iterator[None]:
+    """At the end, and where a full disk or a closed pipe stops it, which is between two steps."""
+    try:
+        yield
+    except OSError:
+        if recipe.save is not None and rows:
+            save(recipe.save, trained, rows[-1].step)
+        raise
+    if recipe.save is not None and rows:
+        save(recipe.save, trained, rows[-1].step)
+
+
+@contextlib.contextmanager
+def written(recipe: Recipe) -> Iterator[Callable[[Row | Evaluated], None]]:
+    """One JSON object a line, there as soon as its step is done."""
+    if recipe.metrics is None:
+        yield lambda row: None
+        return
+    with recipe.metrics.open("a" if recipe.resume else "w", encoding="utf-8") as file:
+
+        def write(row: Row | Evaluated) -> None:
+            file.write(json.dumps(asdict(row)) + "\n")
+            file.flush()
+
+        yield write
+
+
+def summary(recipe: Recipe, model: Any, step: int, rows: list[Row], evaluated: Evaluated | None, interrupted: bool) -> Summary:
+    report, settled = model.memory_report(), sorted(row.tokens_per_s for row in rows[2:])
+    return Summary(
+        steps=step,
+        of_steps=recipe.steps,
+        interrupted=interrupted,
+        parameters=sum(p.numel() for p in model.parameters()),
+        first_loss=rows[0].loss if rows else None,
+        last_loss=rows[-1].loss if rows else None,
+        eval_loss=evaluated.eval_loss if evaluated else None,
+        tokens_per_s=settled[len(settled) // 2] if settled else None,
+        budget_device_bytes=report["budget_device_bytes"],
+        peak_device_bytes=report["peak_device_bytes"],
+        peak_host_bytes=report["peak_host_bytes"],
+        state_bytes=report["state_bytes"],
+        limiting_resource=model.plan.limiting_resource if model.plan else "",
+        saved=str(recipe.save / CHECKPOINT) if recipe.save is not None and rows else None,
+    )

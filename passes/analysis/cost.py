@@ -1,0 +1,147 @@
+"""What a kernel costs: FLOPs by torch's own formulas, bytes of memory traffic, time on a machine by the roofline; or as it
+was measured there."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field, replace
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from mtcompile.passes.generators import replay
+from mtcompile.passes.step_graph import is_view, iter_tensors, span_nbytes
+
+aten = torch.ops.aten
+# Beside pointwise operations, what is compiled together with its neighbours.
+_REDUCTIONS = {
+    aten.native_layer_norm.default,
+    aten.native_layer_norm_backward.default,
+    aten._softmax.default,
+    aten._softmax_backward_data.default,
+    aten._log_softmax.default,
+    aten._log_softmax_backward_data.default,
+    aten.sum.dim_IntList,
+    aten.mean.dim,
+}
+_FUSED = 3  # of the bytes that fusible operations move one by one, the share that is left: one in so many (an estimate)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Times that a machine took, in place of formulas. ``kernels``: ``kernel_digest`` -> microseconds of one run. ``scale``:
+    queue -> what was measured there over what formulas say of the same; everything that was not measured itself is
+    multiplied by it, so that it does not look cheap only because formulas are."""
+
+    kernels: Mapping[str, float] = field(hash=False)
+    scale: Mapping[str, float] = field(hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Speeds of one machine: GB/s of the device's memory, of the link per direction and of the host's memory, dense FLOP/s,
+    and the microseconds one operation costs to issue. ``fuses``: its kernels are compiled. ``device_nbytes``: the memory of
+    its device, 0 where it has what it is given. ``measured``: what is known of it beside these, None for nothing. The
+    defaults are of the emulated device on a small CPU."""
+
+    name: str = "emulated"
+    flops: float = 5e10
+    memory_gbps: float = 10.0
+    h2d_gbps: float = 5.0
+    d2h_gbps: float = 5.0
+    issue_us: float = 5.0
+    fuses: bool = False
+    host_gbps: float = 10.0
+    device_nbytes: int = 0
+    measured: Measured | None = None
+
+    def scale(self, queue: str) -> float:
+        return 1.0 if self.measured is None else self.measured.scale.get(queue, 1.0)
+
+    def copy_us(self, nbytes: int, queue: str) -> float:
+        return self.scale(queue) * (nbytes / (self.d2h_gbps if queue == "d2h" else self.h2d_gbps) / 1e3)
+
+    def update_us(self, host_nbytes: int, device_nbytes: int, state_copies: float) -> float:
+        """Of an elementwise optimizer, by parameter bytes at home in each tier: it reads weight, gradient and state, and
+        writes weight and state, once each."""
+        passes = 3 + 2 * state_copies
+        return passes * (host_nbytes / self.host_gbps + device_nbytes / self.memory_gbps) / 1e3
+
+    def contention_us(self, nbytes: int) -> float:
+        """What copies cost the kernels they hide behind: their bytes go through the same memory."""
+        return nbytes / self.memory_gbps / 1e3
+
+    def run_us(self, flops: int, nbytes: int, operations: int) -> float:
+        by_formula = max(flops / self.flops * 1e6, nbytes / self.memory_gbps / 1e3) + self.issue_us * operations
+        return self.scale("compute") * by_formula
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """``fusible_nbytes``, ``fusible``: how much of the bytes and operations is of operations that a compiler joins."""
+
+    flops: int
+    nbytes: int
+    operations: int
+    fusible_nbytes: int = 0
+    fusible: int = 0
+
+    def time_us(self, machine: Machine) -> float:
+        if not machine.fuses:
+            return machine.run_us(self.flops, self.nbytes, self.operations)
+        left = self.nbytes - self.fusible_nbytes + self.fusible_nbytes // _FUSED
+        return machine.run_us(self.flops, left, self.operations - self.fusible)
+
+
+def kernel_us(kernel: fx.GraphModule, machine: Machine) -> float:
+    """Microseconds of one run: as measured, or by formula."""
+    known = None if machine.measured is None else machine.measured.kernels.get(kernel_digest(kernel))
+    return kernel_cost(kernel).time_us(machine) if known is None else known
+
+
+def formula_us(kernel: fx.GraphModule, machine: Machine) -> float:
+    """Microseconds of one run, whatever was measured."""
+    return kernel_cost(kernel).time_us(replace(machine, measured=None))
+
+
+def kernel_digest(kernel: fx.GraphModule) -> str:
+    """Of its key: the same for the same body in every process."""
+    if "digest" not in kernel.meta:
+        kernel.meta["digest"] = hashlib.sha256(kernel.meta["key"].encode()).hexdigest()
+    return str(kernel.meta["digest"])
+
+
+def kernel_cost(kernel: fx.GraphModule) -> Cost:
+    """``body_cost``, worked out once per kernel."""
+    if "cost" not in kernel.meta:
+        kernel.meta["cost"] = body_cost(kernel.graph)
+    cost: Cost = kernel.meta["cost"]
+    return cost
+
+
+def body_cost(body: fx.Graph) -> Cost:
+    """FLOPs, bytes read and written, and number of operations of a body run operation by operation."""
+    costs = [node_cost(node) for node in body.nodes if node.op == "call_function" and not is_view(node)]
+    return Cost(*(sum(parts) for parts in zip(*map(astuple, costs), strict=True))) if costs else Cost(0, 0, 0)
+
+
+def node_cost(node: fx.Node) -> Cost:
+    """One operation's; a getitem costs nothing."""
+    if node.target is operator.getitem:
+        return Cost(0, 0, 0)
+    nbytes = sum(span_nbytes(v) for v in iter_tensors(node))
+    nbytes += sum(span_nbytes(v) for operand in node.all_input_nodes for v in iter_tensors(operand))
+    fusible = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _REDUCTIONS
+    return Cost(node_flops(node), nbytes, 1, nbytes * fusible, int(fusible))
+
+
+def node_flops(node: fx.Node) -> int:
+    target, args = (node.args[2], node.args[3:]) if node.target is replay else (node.target, node.args)
+    formula = flop_registry.get(getattr(target, "overloadpacket", None))
+    if formula is None or "val" not in node.meta:
+        return 0
+    shapes, kwargs = fx.node.map_arg((args, node.kwargs), lambda operand: operand.meta["val"])
+    return int(formula(*shapes, **kwargs, out_val=node.meta["val"]))

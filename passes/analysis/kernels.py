@@ -1,0 +1,75 @@
+"""Kernels: the bodies that regions call. Identical bodies are one kernel, found by a key over everything that matters."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from mtcompile.passes.generators import save_rng
+from mtcompile.passes.step_graph import body_outputs, is_random, iter_tensors
+
+Kernels = dict[str, fx.GraphModule]  # key -> kernel; one registry for a step graph and all rewritten copies of it
+
+
+def kernel_key(body: fx.Graph) -> str:
+    """Text that is equal for two bodies exactly when they compute the same: operations with their overloads, arguments
+    and keyword arguments by position, literals, shapes, dtypes and strides of everything made or taken. It is compared
+    as text, so two bodies never share a kernel by an accident of hashing. Tensors are never literals: constants are
+    inputs."""
+    order = {node: position for position, node in enumerate(body.nodes)}
+    rows = []
+    for node in body.nodes:
+        if node.op == "call_function":
+            target = str(node.target) if hasattr(node.target, "_schema") else f"{node.target.__module__}.{node.target.__name__}"
+        else:
+            target = ""
+        operands = map_arg((node.args, node.kwargs), lambda operand: _Position(order[operand]))
+        values = [(tuple(v.shape), str(v.dtype), tuple(v.stride())) for v in iter_tensors(node)]
+        rows.append(f"{node.op} {target} {operands!r} {values}")
+    return "\n".join(rows)
+
+
+class _Position:
+    """Prints as %3: an operand by where it stands, not by what it is called."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def __repr__(self) -> str:
+        return f"%{self.position}"
+
+
+def install(owner: torch.nn.Module, kernels: Kernels, body: fx.Graph) -> str:
+    """The submodule name of the kernel for ``body``; made on first sight."""
+    key = kernel_key(body)
+    if key not in kernels:
+        name = f"k{len(kernels)}_{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+        kernels[key] = fx.GraphModule(torch.nn.Module(), body, class_name=name)
+        kernels[key].meta.update(key=key, name=name)
+    return attach(owner, kernels[key])
+
+
+def attach(owner: torch.nn.Module, kernel: fx.GraphModule) -> str:
+    """Make a kernel callable from ``owner``; its submodule name."""
+    name = str(kernel.meta["name"])
+    if name not in owner._modules:
+        owner.add_module(name, kernel)
+    return name
+
+
+def drop_dead(body: fx.Graph) -> None:
+    """Drop operations nobody needs; those that advance the generator stay."""
+    body.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or is_random(n))
+
+
+def saved_states(body: fx.GraphModule) -> dict[str, int]:
+    """Name of each ``save_rng`` node among the outputs of a body -> its position there."""
+    return {node.name: i for i, node in enumerate(body_outputs(body)) if node.target is save_rng}
+
+
+def copy_meta(node: fx.Node, keys: tuple[str, ...] = ("val", "rng_state", "rng_device")) -> dict[str, Any]:
+    return {key: node.meta[key] for key in keys if key in node.meta}

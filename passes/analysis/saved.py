@@ -1,0 +1,27 @@
+"""Values that a step keeps between its forward and its backward, and between its blocks."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from mtcompile.passes.step_graph import is_region, results
+
+
+def saved_values(region: fx.Node) -> list[fx.Node]:
+    """Results of a forward region that only the backward reads: what recomputation makes unnecessary to keep."""
+    return [
+        value
+        for value in results(region)
+        if value.meta["role"] == "activation"
+        and value.users
+        and all(is_region(user) and user.meta["phase"] == "backward" for user in value.users)
+    ]
+
+
+def crossing_values(region: fx.Node) -> list[fx.Node]:
+    """Results of a forward region that later forward regions read as well: what goes from block to block."""
+    return [
+        value
+        for value in results(region)
+        if value.meta["role"] == "activation" and any(user.meta.get("phase") == "forward" for user in value.users)
+    ]

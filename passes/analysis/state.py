@@ -1,0 +1,85 @@
+"""Training state in bytes and its update in time: what of a plan does not depend on how its step is rewritten."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.plan import Plan, Updates
+from mtcompile.passes.step_graph import placeholders
+from mtcompile.runtime.schedule import ALIGNMENT, Instruction, Schedule, placed
+from mtcompile.runtime.sim import period_us, simulate
+from mtcompile.runtime.trace import span_us
+
+SCALAR_STATE_NBYTES = ALIGNMENT  # step counters of a parameter's optimizer state, on the host wherever the rest is
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Bytes per tier; None is unlimited. ``state_copies``: optimizer state per parameter, in parameter sizes.
+    ``host_activations``: whether activations may wait on the host. ``reserve``: device bytes that are held beside the
+    schedule at all times, such as a generator's state. ``updates``: in the backward; None: after it, with all gradients
+    kept for it."""
+
+    device: int | None = None
+    host: int | None = None
+    state_copies: float = 2.0
+    host_activations: bool = True
+    reserve: int = 0
+    updates: Updates | None = None
+
+    @property
+    def limits(self) -> dict[str, int | None]:
+        return {"device": self.device, "host": self.host}
+
+
+def param_nbytes(step: fx.GraphModule) -> dict[str, int]:
+    """Bytes of parameters per home block."""
+    sizes: dict[str, int] = {}
+    for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
+        if spec.role == "param" and spec.name in step.meta["homes"]:
+            block = step.meta["homes"][spec.name]
+            sizes[block] = sizes.get(block, 0) + placed(node.meta["nbytes"])
+    return sizes
+
+
+def resident_nbytes(sizes: Mapping[str, int], plan: Plan, budgets: Budgets) -> dict[str, int]:
+    """Persistent bytes per tier, at the home of their block: weights, optimizer state, and gradients where they wait for
+    optimizer.step() (an older one may be held while a new one is made)."""
+    totals = {"device": 0, "host": 0}
+    held = 2 if budgets.updates is None else 1
+    for block, nbytes in sizes.items():
+        tier = "device" if plan.params(block) == "device" else "host"
+        totals[tier] += int(nbytes * (held + budgets.state_copies))
+    return totals
+
+
+def times_us(
+    schedule: Schedule, machine: Machine, sizes: Mapping[str, int], plan: Plan, budgets: Budgets
+) -> tuple[float, float]:
+    """Microseconds of forward and backward, and what the optimizer's update adds to them. In the backward, the host works on
+    gradients while others are made, through the memory that copies use too."""
+    copied = sum(i.nbytes for i in schedule.instructions if i.op == "copy")
+    contention = machine.contention_us(copied)
+    there = sum(nbytes for block, nbytes in sizes.items() if plan.params(block) == "device")
+    here = sum(sizes.values()) - there
+    if budgets.updates is None:
+        return span_us(simulate(schedule)) + contention, machine.update_us(here, there, budgets.state_copies)
+    free = [replace(i, time_us=0.0) if _of_update(schedule, i) else i for i in schedule.instructions]
+    trace = simulate(replace(schedule, instructions=tuple(free), run_ahead=False))
+    alone = beside = span_us(trace)
+    if not budgets.updates.run_ahead:
+        starts = (r.start_us for r in trace.records if schedule.instructions[r.index].phase == "backward")
+        beside -= min(starts, default=alone)
+        copied = sum(i.nbytes for i in schedule.instructions if i.op == "copy" and i.phase == "backward")
+    crowded = machine.update_us(here, 0, budgets.state_copies) + copied / machine.host_gbps / 1e3 - beside
+    return alone + contention, max(period_us(schedule) - alone, 0.0, crowded)
+
+
+def _of_update(schedule: Schedule, instruction: Instruction) -> bool:
+    """Whether it makes a new version of a parameter, or what an update is scaled by."""
+    written = (schedule.buffers[name] for name in instruction.writes)
+    return any(buffer.over or buffer.role == "state" for buffer in written)

@@ -1,0 +1,138 @@
+"""Peaks of a fixed plan as expressions of batch and sequence.
+
+A step is traced at a few sizes. Where its graphs are the same but for sizes, every value's bytes are a polynomial of batch
+and sequence, which those traces determine; the peak is a maximum of sums of them. Slots are stacked here without filling
+holes, so that an expression says at least what the planner needs wherever no size is rounded up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+
+import sympy
+from torch import fx
+
+from mtcompile.passes.analysis.memory import body_lives, output_nbytes
+from mtcompile.passes.planning.planner import Planned
+from mtcompile.runtime.schedule import Instruction, Schedule, Tier, placed
+
+BATCH, SEQ = sympy.symbols("batch seq", positive=True, integer=True)
+Point = tuple[int, int]  # batch, sequence
+Monomial = tuple[int, int]  # exponents of batch and sequence
+Bytes = tuple[int, ...]  # of one thing at each point
+Polynomial = tuple[Fraction, ...]  # a coefficient per monomial
+
+MONOMIALS: Mapping[str, tuple[Monomial, ...]] = {  # by what varies
+    "batch": ((0, 0), (1, 0)),
+    "seq": ((0, 0), (0, 1), (0, 2)),
+    "both": ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)),
+}
+
+
+class NotPolynomial(ValueError):
+    """The traces are not the same graph with other sizes."""
+
+
+def peak_expressions(
+    planned: Sequence[Planned], points: Sequence[Point], monomials: Sequence[Monomial]
+) -> dict[str, sympy.Expr]:
+    """Tier -> bytes, of the same plan at as many points as there are monomials. Raises NotPolynomial."""
+    schedules = [p.schedule for p in planned]
+    first = schedules[0]
+    if any([_shape(i) for i in s.instructions] != [_shape(i) for i in first.instructions] for s in schedules):
+        raise NotPolynomial("expected the same schedule at every size, found others")
+    inverse = sympy.Matrix([[b**i * s**j for i, j in monomials] for b, s in points]).inv()
+    rows = [[Fraction(int(x.p), int(x.q)) for x in inverse.row(i)] for i in range(len(monomials))]
+
+    def polynomial(nbytes: Bytes) -> Polynomial:
+        return tuple(sum((x * n for x, n in zip(row, nbytes, strict=True)), Fraction(0)) for row in rows)
+
+    def largest(sizes: Iterable[Bytes]) -> list[Polynomial]:
+        return _largest(polynomial(nbytes) for nbytes in set(sizes))
+
+    found = {}
+    for tier in ("device", "host"):
+        resident = largest([tuple(s.resident_nbytes.get(tier, 0) for s in schedules)])
+        parts = [resident, _arena(schedules, tier, polynomial)]
+        if tier == "device":
+            parts.append(largest(_live(planned)))
+        found[tier] = sympy.Add(*(_expression(part, monomials) for part in parts))
+    return found
+
+
+def evaluated(expression: sympy.Expr, batch: int, seq: int) -> int:
+    """Bytes at a batch and sequence, rounded up."""
+    return int(sympy.ceiling(expression.subs({BATCH: batch, SEQ: seq})))
+
+
+def _shape(instruction: Instruction) -> tuple[object, ...]:
+    return instruction.op, instruction.queue, instruction.phase, instruction.reads, instruction.writes
+
+
+def _body_nbytes(bodies: Sequence[fx.GraphModule]) -> list[Bytes]:
+    """Live bytes beside the outputs, at each position of a kernel's body."""
+    lives = [body_lives(body.graph) for body in bodies]
+    if len({len(live) for live in lives}) > 1:
+        raise NotPolynomial("expected the same operations at every size, found others")
+    outputs = [output_nbytes(body) for body in bodies]
+    return [tuple(n - o for n, o in zip(at, outputs, strict=True)) for at in zip(*lives, strict=True)]
+
+
+def _live(planned: Sequence[Planned]) -> Iterator[Bytes]:
+    """Pooled bytes, workspace and tangents, at each instruction; as in ``lower``, at every size at once."""
+    schedules = [p.schedule for p in planned]
+    tangents = [sum(b.nbytes for b in s.buffers.values() if b.role == "tangent" and b.tier == "device") for s in schedules]
+    none = (0,) * len(planned)
+    bodies: dict[tuple[str, ...], set[Bytes]] = {}
+    live = none
+    for alike in zip(*(s.instructions for s in schedules), strict=True):
+        first = alike[0]
+        if first.op in ("alloc", "free"):
+            buffers = [s.buffers[first.writes[0]] for s in schedules]
+            if buffers[0].kind == "pooled":
+                sign = 1 if first.op == "alloc" else -1
+                live = tuple(n + sign * b.nbytes for n, b in zip(live, buffers, strict=True))
+        names = tuple(i.kernel for i in alike)
+        if first.op == "run" and names not in bodies:
+            kernels = [p.step.get_submodule(name) for p, name in zip(planned, names, strict=True)]
+            bodies[names] = {none, *_body_nbytes(kernels)}
+        for inside in bodies[names] if first.op == "run" else (none,):
+            more = tangents if first.phase == "backward" else none
+            yield tuple(map(sum, zip(live, inside, more, strict=True)))
+
+
+def _arena(schedules: Sequence[Schedule], tier: Tier, polynomial: Callable[[Bytes], Polynomial]) -> list[Polynomial]:
+    """The ends of its slots, each above all those before it whose lives meet its own; in the order of the largest size's."""
+    lives: dict[str, list[int]] = {}
+    for position, instruction in enumerate(schedules[0].instructions):
+        if instruction.op in ("alloc", "free"):
+            lives.setdefault(instruction.writes[0], []).append(position)
+    last = len(schedules[0].instructions)
+    order = sorted(
+        (b for b in schedules[-1].buffers.values() if b.kind == "placed" and b.tier == tier),
+        key=lambda b: (-b.nbytes, lives[b.name][0], b.name),
+    )
+    done: list[tuple[int, int, list[Polynomial]]] = []
+    for buffer in order:
+        start, end = (*lives[buffer.name], last)[:2]
+        size = polynomial(tuple(placed(s.buffers[buffer.name].nbytes) for s in schedules))
+        below = _largest(top for first, until, tops in done if first <= end and start <= until for top in tops)
+        done.append((start, end, [tuple(map(sum, zip(size, top, strict=True))) for top in below] or [size]))
+    return _largest(top for _, _, tops in done for top in tops)
+
+
+def _largest(polynomials: Iterable[Polynomial]) -> list[Polynomial]:
+    """Those that no other one is at least as large as, coefficient by coefficient."""
+    kept: list[Polynomial] = []
+    for new in sorted(set(polynomials), reverse=True):
+        if not any(all(a >= b for a, b in zip(old, new, strict=True)) for old in kept):
+            kept.append(new)
+    return kept
+
+
+def _expression(polynomials: Sequence[Polynomial], monomials: Sequence[Monomial]) -> sympy.Expr:
+    """Their maximum."""
+    terms = [BATCH**i * SEQ**j for i, j in monomials]
+    sums = [sum(sympy.Rational(c.numerator, c.denominator) * t for c, t in zip(p, terms, strict=True)) for p in polynomials]
+    return sympy.Max(*sums) if sums else sympy.Integer(0)

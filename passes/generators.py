@@ -1,0 +1,51 @@
+"""Random generators: their states, saved and replayed so that what is computed again draws the same numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def generator_state(device: str) -> torch.Tensor:
+    """The state of a device's default generator: bytes, in host memory."""
+    return torch.get_rng_state() if device == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def set_generator_state(device: str, state: torch.Tensor) -> None:
+    if device == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+def generator_nbytes(device: str) -> int:
+    """Of a state, also where there is no such device."""
+    return 16 if device.startswith("cuda") else generator_state(device).numel()
+
+
+def save_rng(device: str) -> torch.Tensor:
+    """The state of the device's default generator, to be replayed by ``replay``."""
+    return generator_state(device)
+
+
+def replay(state: torch.Tensor, device: str, target: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a random operation from a saved generator state and leave the generator's stream where it was."""
+    now = generator_state(device)
+    set_generator_state(device, state)
+    try:
+        return target(*args, **kwargs)
+    finally:
+        set_generator_state(device, now)
+
+
+@contextlib.contextmanager
+def rng_preserved(device: str) -> Iterator[None]:
+    """Leaves the device's default generator as it was found."""
+    state = generator_state(device)
+    try:
+        yield
+    finally:
+        set_generator_state(device, state)

@@ -1,0 +1,268 @@
+"""Gradient accumulation inside one step: a captured step of one micro-batch becomes a step of several, region by region.
+
+Each region runs all micro-batches, one after the other, before the next region runs any: its parameters come in once per
+pass, and its gradients, summed over the micro-batches in their order, leave once. It is done to the joint graph, so that
+everything after plans, proves and runs it like any other operations.
+
+The loss is what it would be over the whole batch, as far as it is linear in the micro-batches' (``loss_weights``): weighted by
+the tokens that count, added up, or averaged. A micro-batch without any token that counts weighs nothing, and does not make the
+loss NaN. Outputs with the batch in front are put together again. Buffers
+that change go from micro-batch to micro-batch. Random numbers are drawn region by region.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from mtcompile.passes.joint.loss_head import Add, adder
+from mtcompile.passes.joint.loss_weights import Weights, weights
+from mtcompile.passes.joint.regions import assign, in_order
+from mtcompile.passes.step_graph import InputSpec, OutputSpec, placeholders, step_outputs
+
+aten = torch.ops.aten
+Region = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Micro:
+    """``count`` micro-batches. ``split``: the inputs, by index, of which each has its own; ``inputs``: how many a program of
+    one takes. ``wide``: gradients of half-precision parameters are summed, and leave, in fp32."""
+
+    count: int
+    split: tuple[int, ...]
+    inputs: int
+    wide: bool = False
+
+    def index(self, index: int, micro: int) -> int:
+        """Where the program of all takes what a program of one takes at ``index``."""
+        if micro == 0 or index not in self.split:
+            return index
+        return self.inputs + (micro - 1) * len(self.split) + self.split.index(index)
+
+    def specs(self, inputs: tuple[InputSpec, ...]) -> tuple[InputSpec, ...]:
+        """Of the program of all."""
+        more = (self.spec(inputs[index], micro) for micro in range(1, self.count) for index in self.split)
+        return (*inputs, *more)
+
+    def spec(self, spec: InputSpec, micro: int) -> InputSpec:
+        name = spec.name if micro == 0 else f"{spec.name} of micro-batch {micro + 1}"
+        return replace(spec, index=self.index(spec.index, micro), name=name)
+
+
+def weights_of(joint: fx.GraphModule, micro: Micro) -> dict[int, Weights]:
+    """Of each scalar output (by index), from the captured graph, before anything is rewritten. Raises NotImplementedError for
+    a loss whose share cannot be told."""
+    found, own = {}, _own(joint, micro)
+    for spec, value in zip(joint.meta["outputs"], step_outputs(joint), strict=True):
+        if spec.kind == "output" and _is_loss(value, _rows(joint, micro)):
+            found[spec.index] = weights(value, own, _rows(joint, micro))
+    return found
+
+
+def _is_loss(value: fx.Node, rows: int) -> bool:
+    """Of micro-batches of one row, a result of one element is that row's."""
+    val = value.meta["val"]
+    return val.is_floating_point() and val.numel() == 1 and (val.dim() == 0 or rows > 1)
+
+
+def _split(joint: fx.GraphModule, micro: Micro) -> list[fx.Node]:
+    rows = zip(joint.meta["inputs"], placeholders(joint.graph), strict=True)
+    return [node for spec, node in rows if spec.role == "input" and spec.index in micro.split]
+
+
+def _rows(joint: fx.GraphModule, micro: Micro) -> int:
+    """Of a micro-batch; 0 where the model reads nothing that is cut."""
+    return next((int(node.meta["val"].shape[0]) for node in _split(joint, micro)), 0)
+
+
+def _own(joint: fx.GraphModule, micro: Micro) -> set[fx.Node]:
+    """What is not the same in every micro-batch."""
+    own = set(_split(joint, micro))
+    for node in joint.graph.nodes:
+        if any(operand in own for operand in node.all_input_nodes):
+            own.add(node)
+    return own
+
+
+def repeat(joint: fx.GraphModule, micro: Micro, weights: Mapping[int, Weights]) -> fx.GraphModule:
+    """The joint graph of all micro-batches. Raises NotImplementedError for what has no meaning over several: an output without
+    the batch in front, a buffer that is changed after the region that reads it."""
+    return _Repeat(joint, micro, weights).made()
+
+
+class _Repeat:
+    def __init__(self, joint: fx.GraphModule, micro: Micro, weights: Mapping[int, Weights]) -> None:
+        self.joint, self.micro, self.weights = joint, micro, weights
+        self.region, self.blocks = assign(joint.graph)
+        self.graph = fx.Graph()
+        self.env: list[dict[fx.Node, fx.Node]] = [{} for _ in range(micro.count)]
+        self.inputs: list[InputSpec] = []
+        self.outputs: dict[OutputSpec, fx.Node] = {}
+        self.tangents: dict[fx.Node, tuple[fx.Node, int]] = {}  # -> of all, and the index of its output
+        self.scales: dict[int, list[fx.Node]] = {}  # output index -> the weight of each micro-batch
+        self.rows = _rows(joint, micro)
+        self.specs: tuple[OutputSpec, ...] = joint.meta["outputs"]
+        self.values = step_outputs(joint)
+        self.following = {}  # a buffer's placeholder -> the node that is its next version
+        rows = zip(joint.meta["inputs"], placeholders(joint.graph), strict=True)
+        by_index = {spec.index: node for spec, node in rows if spec.role not in ("tangent", "constant")}
+        for spec, value in zip(self.specs, self.values, strict=True):
+            if spec.kind == "mutation":
+                self.following[by_index[spec.index]] = value
+
+    def made(self) -> fx.GraphModule:
+        self._take_inputs()
+        grads = {v: spec for spec, v in zip(self.specs, self.values, strict=True) if spec.kind == "grad"}
+        for region, nodes in in_order(self.joint.graph, self.region):
+            for number in range(self.micro.count):
+                for node in nodes:
+                    copied = self._copy(node, number, region)
+                    if node in grads:
+                        self._sum(grads[node], node, copied, number)
+            for spec, value in zip(self.specs, self.values, strict=True):
+                if self.region.get(value) == region and spec.kind != "grad":
+                    self._output(spec, value)
+        for spec, value in zip(self.specs, self.values, strict=True):  # what no region makes
+            if value not in self.region:
+                raise NotImplementedError(f"an output ({spec.name}) that is one of its inputs")
+        ordered = sorted(self.outputs.items(), key=lambda item: ("output", "mutation", "grad").index(item[0].kind))
+        self.graph.output(tuple(node for _, node in ordered))
+        made = fx.GraphModule(torch.nn.Module(), self.graph)
+        made.meta.update(self.joint.meta)
+        made.meta.update(inputs=tuple(self.inputs), outputs=tuple(spec for spec, _ in ordered), cut=self.blocks)
+        made.graph.lint()
+        return made
+
+    def _take_inputs(self) -> None:
+        rows = list(zip(self.joint.meta["inputs"], placeholders(self.joint.graph), strict=True))
+        outputs = {spec.index: value for spec, value in zip(self.specs, self.values, strict=True) if spec.kind == "output"}
+        for spec, node in rows:
+            split = spec.role == "input" and spec.index in self.micro.split
+            for number in range(self.micro.count if split else 1):
+                taken = self.graph.placeholder(node.name if number == 0 else f"{node.name}_micro{number}")
+                taken.meta = dict(node.meta)
+                self.inputs.append(self.micro.spec(spec, number) if split else spec)
+                for env in [self.env[number]] if split else self.env:
+                    env[node] = taken
+            if spec.role == "tangent":
+                self.tangents[node] = taken, spec.index
+                taken.meta["val"] = self._whole(spec.index, outputs[spec.index])
+                for env in self.env:
+                    del env[node]
+
+    def _whole(self, index: int, value: fx.Node) -> torch.Tensor:
+        """Of an output over all micro-batches."""
+        val = value.meta["val"]
+        return val if index in self.weights else val.new_empty((val.shape[0] * self.micro.count, *val.shape[1:]))
+
+    def _copy(self, node: fx.Node, number: int, region: Region) -> fx.Node:
+        copied = self.graph.create_node(
+            node.op,
+            node.target,
+            *fx.node.map_arg((node.args, node.kwargs), lambda operand: self._operand(operand, number, node)),
+            name=node.name if number == 0 else f"{node.name}_micro{number}",
+        )
+        copied.meta = {**node.meta, "region": region}
+        self.env[number][node] = copied
+        return copied
+
+    def _operand(self, operand: fx.Node, number: int, node: fx.Node) -> fx.Node:
+        if operand in self.tangents and operand not in self.env[number]:
+            self.env[number][operand] = self._tangent(operand, number, node)
+        if number and operand in self.following:
+            before = self.env[number - 1].get(self.following[operand])
+            if before is None:
+                raise NotImplementedError("a buffer that is changed in a later layer than the one that reads it")
+            return before
+        return self.env[number][operand]
+
+    def _add(self, like: fx.Node) -> Add:
+        """Appends an operation to the region of ``like``, a node of the captured graph."""
+        add = adder(self.graph, like)
+
+        def with_region(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+            made = add(target, *args, **kwargs)
+            made.meta["region"] = self.region[like]
+            return made
+
+        return with_region
+
+    def _tangent(self, tangent: fx.Node, number: int, user: fx.Node) -> fx.Node:
+        """Of one micro-batch's output, from that of all."""
+        whole, index = self.tangents[tangent]
+        add, val = self._add(user), tangent.meta["val"]
+        if index not in self.weights:
+            rows = val.shape[0]
+            return add(aten.slice.Tensor, whole, 0, number * rows, (number + 1) * rows)
+        if self.weights[index].kind == "sum":
+            return whole
+        if self.weights[index].kind == "equal":
+            return add(aten.div.Tensor, whole, self.micro.count)
+        scaled = add(aten.mul.Tensor, whole, self.scales[index][number])
+        return scaled if scaled.meta["val"].dtype == val.dtype else add(aten._to_copy.default, scaled, dtype=val.dtype)
+
+    def _sum(self, spec: OutputSpec, node: fx.Node, copied: fx.Node, number: int) -> None:
+        """Gradients of what all share are added up; what a micro-batch has to itself has its own."""
+        if spec.index in self.micro.split:
+            own = replace(spec, index=self.micro.index(spec.index, number))
+            self.outputs[replace(own, name=self.micro.spec(InputSpec("input", spec.name, spec.index), number).name)] = copied
+            return
+        add = self._add(node)
+        role = next(s.role for s in self.joint.meta["inputs"] if s.index == spec.index and s.role != "tangent")
+        if self.micro.wide and role == "param" and copied.meta["val"].dtype in (torch.bfloat16, torch.float16):
+            copied = add(aten._to_copy.default, copied, dtype=torch.float32)
+        if number:
+            copied = add(aten.add.Tensor, self.outputs[spec], copied)
+        self.outputs[spec] = copied
+
+    def _output(self, spec: OutputSpec, value: fx.Node) -> None:
+        parts = [env[value] for env in self.env]
+        add = self._add(value)
+        if spec.kind == "mutation":
+            self.outputs[spec] = parts[-1]
+        elif spec.index in self.weights:
+            self.outputs[spec] = self._loss(spec, parts, add)
+        elif value.meta["val"].dim() == 0 and not value.meta["val"].is_floating_point():
+            self.outputs[spec] = _total(add, parts)
+        elif value.meta["val"].dim() == 0 or value.meta["val"].shape[0] % max(self.rows, 1):
+            raise NotImplementedError(f"an output ({spec.name}) without the batch in front")
+        else:
+            self.outputs[spec] = add(aten.cat.default, parts)
+
+    def _loss(self, spec: OutputSpec, losses: list[fx.Node], add: Add) -> fx.Node:
+        weights = self.weights[spec.index]
+        if weights.kind == "sum":
+            return _total(add, losses)
+        if weights.kind == "equal":
+            return _total(add, [add(aten.div.Tensor, loss, self.micro.count) for loss in losses])
+        dtype = losses[0].meta["val"].dtype
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        name = weights.count or weights.target
+        counted = next(node for node in self.joint.graph.nodes if node.name == name)
+        counts = []
+        for env in self.env:
+            number = env[counted]
+            if not weights.count:
+                number = add(aten.sum.default, add(aten.ne.Scalar, number, weights.ignored))
+            counts.append(add(aten._to_copy.default, add(aten.view.default, number, []), dtype=exact))
+        of_all = _total(add, counts)
+        scales = [add(aten.div.Tensor, count, of_all) for count in counts]
+        self.scales[spec.index] = scales
+        terms = []
+        for loss, scale in zip(losses, scales, strict=True):
+            if dtype != exact:
+                loss = add(aten._to_copy.default, loss, dtype=exact)
+            terms.append(add(aten.masked_fill.Scalar, add(aten.mul.Tensor, loss, scale), add(aten.eq.Scalar, scale, 0), 0))
+        made = _total(add, terms)
+        return made if dtype == exact else add(aten._to_copy.default, made, dtype=dtype)
+
+
+def _total(add: Add, parts: list[fx.Node]) -> fx.Node:
+    """In their order, one after the other."""
+    return list(itertools.accumulate(parts, lambda one, other: add(aten.add.Tensor, one, other)))[-1]

@@ -1,0 +1,195 @@
+"""From a normalized joint graph to a step graph: one call per region, views made where they are used."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from mtcompile.passes.analysis.kernels import Kernels, copy_meta, install
+from mtcompile.passes.generators import generator_nbytes, save_rng
+from mtcompile.passes.joint.regions import assign, in_order
+from mtcompile.passes.rewrites.transfers import homes_of
+from mtcompile.passes.step_graph import (
+    InputSpec,
+    OutputSpec,
+    add_call,
+    is_random,
+    is_seed,
+    is_view,
+    placeholders,
+    span_nbytes,
+    storage_nbytes,
+)
+from mtcompile.runtime.schedule import aligned
+
+RegionId = tuple[str, int]
+
+
+def build(joint: fx.GraphModule, whole: bool = False, like: fx.GraphModule | None = None) -> fx.GraphModule:
+    """The step graph of ``joint`` (normalized): nothing moved, nothing recomputed, every value on the device except
+    the placeholders, which are at home on the host (tangents arrive on the device). ``whole``: one region per phase.
+    ``like``: cut as this graph of the same operations at other sizes would be; raises ValueError where they differ."""
+    device = joint.meta["device"]
+    if "cut" in joint.meta:  # it was put together from regions
+        region: Mapping[fx.Node, RegionId] = {n: n.meta["region"] for n in joint.graph.nodes if "region" in n.meta}
+        blocks = joint.meta["cut"]
+    else:
+        region, blocks = assign((like or joint).graph)
+    if like is not None:
+        region = _cut_alike(joint.graph, like.graph, region)
+    if whole:
+        region, blocks = {node: (phase, 0) for node, (phase, _) in region.items()}, ("model",)
+    ordered = in_order(joint.graph, region)
+    outputs: list[fx.Node] = list(joint.graph.output_node().args[0])
+    specs: tuple[OutputSpec, ...] = joint.meta["outputs"]
+    training = any(phase == "backward" for (phase, _), _ in ordered)
+
+    needed = {rid: _externals(nodes, rid, region) for rid, nodes in ordered}
+    exported = {node for nodes in needed.values() for node in nodes if node.op != "placeholder"} | set(outputs)
+    roles = {node: _output_role(spec) for spec, node in zip(specs, outputs, strict=True)}
+
+    root = torch.nn.Module()
+    kernels: Kernels = {}
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for spec, node in zip(joint.meta["inputs"], placeholders(joint.graph), strict=True):
+        env[node] = graph.placeholder(node.name)
+        tier = "device" if spec.role == "tangent" else spec.tier
+        val = node.meta["val"]
+        env[node].meta.update(val=val, nbytes=aligned(span_nbytes(val)), role=spec.role, tier=tier, name=spec.name)
+        env[node].meta["origin"] = node.name
+    for rid, nodes in ordered:
+        phase, block = rid
+        leaving = [node for node in nodes if node in exported and not (is_view(node) and node not in roles)]
+        body, made = _body(nodes, needed[rid], leaving, device if training and phase == "forward" else None)
+        call = graph.create_node(
+            "call_module",
+            install(root, kernels, body),
+            tuple(env[n] for n in needed[rid]),
+            name=f"{_safe(blocks[block])}_{phase}",
+        )
+        call.meta.update(phase=phase, block=block)
+        items = add_call(graph, call, [(node.name, _value_meta(node, val, roles)) for node, val in made])
+        for (node, _), item in zip(made, items, strict=True):
+            item.meta["origin"] = item.name
+            if node in exported:
+                env[node] = item
+    graph.output(tuple(env[node] for node in outputs))
+
+    step = fx.GraphModule(root, graph, class_name="Step")
+    step.meta.update(
+        inputs=joint.meta["inputs"], outputs=specs, constants=joint.meta["constants"], blocks=blocks, kernels=kernels
+    )
+    step.meta["device"] = device
+    step.meta["homes"] = homes_of(step)
+    step.graph.lint()
+    return step
+
+
+def _externals(nodes: list[fx.Node], rid: RegionId, region: Mapping[fx.Node, RegionId]) -> list[fx.Node]:
+    """What a region takes from outside: placeholders and results of others; views are traced back to what they view."""
+    found: dict[fx.Node, None] = {}
+    seen: set[fx.Node] = set()
+
+    def visit(operand: fx.Node) -> None:
+        if operand in seen or region.get(operand) == rid:
+            return
+        seen.add(operand)
+        if is_view(operand):
+            for base in operand.all_input_nodes:
+                visit(base)
+        else:
+            found[operand] = None
+
+    for node in nodes:
+        for operand in node.all_input_nodes:
+            visit(operand)
+    return list(found)
+
+
+def _body(
+    nodes: list[fx.Node], inputs: list[fx.Node], leaving: list[fx.Node], states_of: str | None
+) -> tuple[fx.Graph, list[tuple[fx.Node, Any]]]:
+    """The region's ATen graph and what it returns: (node of the joint graph, its fake tensor); a generator state is a
+    node of the body. ``states_of``: the device whose generator's states are saved, if any."""
+    body = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        env[node] = body.placeholder(node.name)
+        env[node].meta = copy_meta(node)
+
+    def local(operand: fx.Node) -> fx.Node:
+        if operand not in env:  # a view made elsewhere: make it here too, so that no view crosses a cut
+            env[operand] = body.create_node(
+                "call_function", operand.target, *map_arg((operand.args, operand.kwargs), local), name=operand.name
+            )
+            env[operand].meta = copy_meta(operand)
+        return env[operand]
+
+    states: list[fx.Node] = []
+    for node in nodes:
+        if states_of is not None and is_random(node):
+            state = body.create_node("call_function", save_rng, (states_of,), name=f"rng_{len(states)}")
+            state.meta.update(val=torch.empty(generator_nbytes(states_of), dtype=torch.uint8, device="meta"), role="rng")
+            states.append(state)
+        copied = body.create_node("call_function", node.target, *map_arg((node.args, node.kwargs), local), name=node.name)
+        copied.meta = copy_meta(node)
+        if states_of is not None and is_random(node):
+            copied.meta.update(rng_state=states[-1].name, rng_device=states_of)
+        env[node] = copied
+
+    taken: set[fx.Node] = set()
+    returned = []
+    for node in leaving:
+        value = env[node]
+        if is_view(node) and not _owns_storage(node, nodes, leaving, taken):
+            value = body.call_function(torch.ops.aten.clone.default, (value,))
+            value.meta["val"] = torch.empty_like(node.meta["val"], device="meta")
+        returned.append(value)
+    body.output((*returned, *states))
+    vals = [value.meta["val"] for value in returned]
+    return body, [*zip(leaving, vals, strict=True), *((state, state.meta["val"]) for state in states)]
+
+
+def _owns_storage(view: fx.Node, nodes: list[fx.Node], leaving: list[fx.Node], taken: set[fx.Node]) -> bool:
+    """True when a returned view may be handed out as it is: it covers storage made in this region that nothing else
+    returned shares."""
+    base = view
+    while is_view(base):
+        base = base.args[0]
+    val = view.meta["val"]
+    alone = base in nodes and base not in leaving and base not in taken
+    if base.target is operator.getitem or not isinstance(base.meta.get("val"), torch.Tensor):
+        alone = False
+    taken.add(base)
+    return alone and storage_nbytes(base.meta["val"]) == val.numel() * val.element_size()
+
+
+def _cut_alike(graph: fx.Graph, other: fx.Graph, region: Mapping[fx.Node, RegionId]) -> dict[fx.Node, RegionId]:
+    one, two = list(graph.nodes), list(other.nodes)
+    if [(node.op, node.target) for node in one] != [(node.op, node.target) for node in two]:
+        raise ValueError("expected the same operations at other sizes, found others: the model does other things there")
+    return {node: region[twin] for node, twin in zip(one, two, strict=True) if twin in region}
+
+
+def _output_role(spec: OutputSpec) -> str:
+    return {"output": "output", "grad": "grad", "mutation": "buffer"}[spec.kind]
+
+
+def _value_meta(node: fx.Node, val: torch.Tensor, roles: Mapping[fx.Node, str]) -> dict[str, Any]:
+    role = node.meta.get("role", "rng" if is_seed(node) else "activation")
+    made = {"val": val, "nbytes": aligned(storage_nbytes(val)), "role": roles.get(node, role), "tier": "device"}
+    return {**made, "module_path": node.meta.get("module_path", "")}
+
+
+def _safe(name: str) -> str:
+    return name.replace(".", "_")
+
+
+def input_specs(step: fx.GraphModule) -> list[tuple[InputSpec, fx.Node]]:
+    return list(zip(step.meta["inputs"], placeholders(step.graph), strict=True))

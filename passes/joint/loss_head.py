@@ -1,0 +1,248 @@
+"""The loss head in chunks of tokens: a linear layer and its cross-entropy, so that whole-batch logits never exist.
+
+Each chunk's logits are made, reduced to a sum of losses and dropped; the backward makes them again, chunk by chunk. All
+of it is plain ATen in the joint graph, so everything after plans, proves and runs it like any other operations.
+
+The row-wise operations see the same rows; what differs from the whole is the order of summation over chunks, in the
+loss, the weight's and the bias's gradient (and what a matrix product of fewer rows rounds otherwise).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from mtcompile.passes.analysis.kernels import drop_dead
+from mtcompile.passes.analysis.memory import owner
+from mtcompile.passes.step_graph import is_view
+
+aten = torch.ops.aten
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_MEAN, _SUM = 1, 2  # of nll_loss's reductions
+
+
+@dataclass(frozen=True, slots=True)
+class _Backward:
+    """The logits' gradient g, and the products that are all that reads it."""
+
+    loss: fx.Node  # nll_loss_backward
+    softmax: fx.Node
+    casts: tuple[fx.Node, ...]
+    for_x: tuple[fx.Node, ...]  # mm(g, w')
+    for_weight: tuple[fx.Node, ...]  # mm(g.t(), x)
+    for_bias: tuple[fx.Node, ...]  # g.sum(0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What was recognised: x (tokens, width), logits = product(x) then casts, and their loss."""
+
+    product: fx.Node  # mm(x, w) or addmm(bias, x, w)
+    casts: tuple[fx.Node, ...]
+    softmax: fx.Node
+    loss: fx.Node  # nll_loss_forward
+    backward: _Backward | None
+
+    @property
+    def x(self) -> fx.Node:
+        return self.product.args[-2]
+
+
+def chunk_loss(joint: fx.GraphModule, chunks: int) -> int:
+    """Rewrite every loss head of a normalized joint graph that nobody else reads, in place; how many there were."""
+    found = [_recognise(node) for node in joint.graph.nodes] if chunks > 1 else []
+    heads = [head for head in found if head is not None and _where(joint.graph, head.backward) is not None]
+    for head in heads:
+        _rewrite(joint.graph, head, chunks)
+    if heads:
+        drop_dead(joint.graph)
+        joint.graph.lint()
+        joint.recompile()
+    return len(heads)
+
+
+def _recognise(softmax: fx.Node) -> _Head | None:
+    if softmax.target is not aten._log_softmax.default or softmax.args[1] not in (1, -1) or softmax.args[2]:
+        return None
+    shape, dtype = _val(softmax).shape, _val(softmax).dtype
+    if len(shape) != 2 or dtype not in (torch.float32, torch.float64):
+        return None
+    product, casts = _up(softmax.args[0])
+    if product.target not in (aten.mm.default, aten.addmm.default) or product.kwargs or len(product.users) != 1:
+        return None
+    users = {user.target: user for user in softmax.users}
+    loss = users.pop(aten.nll_loss_forward.default, None)
+    if loss is None or loss.args[2] is not None or loss.args[3] != _MEAN or _val(product).shape != shape:
+        return None
+    if len(softmax.users) == 1:
+        return _Head(product, casts, softmax, loss, None)
+    loss_back = users.pop(aten.nll_loss_backward.default, None)
+    softmax_back = users.pop(aten._log_softmax_backward_data.default, None)
+    if len(softmax.users) != 3 or loss_back is None or softmax_back is None:
+        return None
+    gradient, casts_back = _down(softmax_back)
+    if loss_back.args[3:5] != (None, _MEAN) or list(loss_back.users) != [softmax_back] or _val(gradient).shape != shape:
+        return None
+    parts = _products(gradient, product.args[-2])
+    return parts and _Head(product, casts, softmax, loss, _Backward(loss_back, softmax_back, casts_back, *parts))
+
+
+def _up(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+    """Through reshapes and casts that nobody else reads, to what they come from."""
+    casts: list[fx.Node] = []
+    while node.op == "call_function" and len(node.users) == 1 and (node.target in _RESHAPES or _is_cast(node)):
+        casts += [node] if _is_cast(node) else []
+        node = node.args[0]
+    return node, tuple(reversed(casts))
+
+
+def _down(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+    """Through reshapes and casts, to what the gradients' products read."""
+    casts: list[fx.Node] = []
+    while len(node.users) == 1 and ((user := next(iter(node.users))).target in _RESHAPES or _is_cast(user)):
+        node = user
+        casts += [node] if _is_cast(node) else []
+    return node, tuple(casts)
+
+
+def _is_cast(node: fx.Node) -> bool:
+    return node.target is aten._to_copy.default and set(node.kwargs) <= {"dtype", "layout", "device"}
+
+
+def _products(gradient: fx.Node, x: fx.Node) -> tuple[tuple[fx.Node, ...], ...] | None:
+    """(for x, for the weight, for the bias) if that is all that reads the logits' gradient."""
+    for_x: list[fx.Node] = []
+    for_weight: list[fx.Node] = []
+    for_bias: list[fx.Node] = []
+    for user in gradient.users:
+        if user.target is aten.mm.default and user.args[0] is gradient and user.args[1] is not gradient:
+            for_x.append(user)
+        elif user.target is aten.sum.dim_IntList and list(user.args[1]) == [0] and user.args[2:] == (True,):
+            for_bias.append(user)
+        elif user.target is aten.t.default and all(
+            u.target is aten.mm.default and u.args[0] is user and u.args[1] is x for u in user.users
+        ):
+            for_weight += user.users
+        else:
+            return None
+    return tuple(for_x), tuple(for_weight), tuple(for_bias)
+
+
+def _rewrite(graph: fx.Graph, head: _Head, chunks: int) -> None:
+    first = _where(graph, head.backward)
+    rows = _val(head.softmax).shape[0]
+    size = -(-rows // min(chunks, rows))
+    bounds = [(start, min(start + size, rows)) for start in range(0, rows, size)]
+    target, ignored = head.loss.args[1], head.loss.args[4]
+
+    with graph.inserting_before(head.loss):
+        add = adder(graph, head.product)
+        sums, weights = [], []
+        for start, end in bounds:
+            logarithms = _logarithms(add, head, start, end)
+            made = add(aten.nll_loss_forward.default, logarithms, _rows(add, target, start, end), None, _SUM, ignored)
+            sums.append(_item(graph, made, 0))
+            weights.append(_item(graph, made, 1))
+        weight = _sum(add, weights)
+        loss = add(aten.div.Tensor, _sum(add, sums), weight)
+    for user in list(head.loss.users):
+        user.replace_all_uses_with(loss if user.args[1] == 0 else weight)
+
+    back = head.backward
+    if back is None:
+        return
+    with graph.inserting_before(first):
+        add = adder(graph, back.softmax)
+        pieces: dict[fx.Node, list[fx.Node]] = {end: [] for end in (*back.for_x, *back.for_weight, *back.for_bias)}
+        for start, end in bounds:
+            logarithms = _logarithms(add, head, start, end)
+            tangent, total = back.loss.args[0], back.loss.args[6]
+            labels = _rows(add, target, start, end)
+            gradient = add(aten.nll_loss_backward.default, tangent, logarithms, labels, None, _MEAN, ignored, total)
+            gradient = add(aten._log_softmax_backward_data.default, gradient, logarithms, *back.softmax.args[2:])
+            for cast in back.casts:
+                gradient = add(cast.target, gradient, **cast.kwargs)
+            for node in back.for_x:
+                pieces[node].append(add(aten.mm.default, gradient, _viewed(add, node.args[1])))
+            for node in back.for_weight:
+                turned = add(aten.t.default, gradient)
+                rows_of_x, so_far = _rows(add, head.x, start, end), pieces[node]
+                made = (
+                    add(aten.addmm.default, so_far[0], turned, rows_of_x) if so_far else add(aten.mm.default, turned, rows_of_x)
+                )
+                pieces[node] = [made]
+            for node in back.for_bias:
+                pieces[node].append(add(node.target, gradient, *node.args[1:], **node.kwargs))
+        for node, parts in pieces.items():
+            node.replace_all_uses_with(add(aten.cat.default, parts) if node in back.for_x else _sum(add, parts))
+
+
+def _where(graph: fx.Graph, back: _Backward | None) -> fx.Node | None:
+    """Before which node the gradients can be made: after all they read and before all that reads them; None if never."""
+    if back is None:
+        return graph.output_node()
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    ends = (*back.for_x, *back.for_weight, *back.for_bias)
+    first = min((user for end in ends for user in end.users), key=order.__getitem__, default=graph.output_node())
+    weights = [owner(node.args[1]) for node in back.for_x]  # views of them are made again where they are needed
+    operands = [back.softmax, *weights, *(node.args[1] for node in back.for_weight)]
+    return first if all(order[node] < order[first] for node in operands) else None
+
+
+Add = Callable[..., fx.Node]
+
+
+def adder(graph: fx.Graph, like: fx.Node) -> Add:
+    """Append an operation whose result is known by running it on tensors without content (fake ones of a trace, or those of
+    a graph read from text); phase and place are those of ``like``."""
+    mode: Any = getattr(_val(like), "fake_mode", None) or nullcontext()
+
+    def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = graph.call_function(target, args, kwargs)
+        with mode, torch.no_grad():
+            val = target(*fx.node.map_arg(args, _val), **{k: v for k, v in kwargs.items() if k != "device"})
+        node.meta.update({k: v for k, v in like.meta.items() if k in ("phase", "seq_nr", "module_path")}, val=val)
+        return node
+
+    return add
+
+
+def _item(graph: fx.Graph, made: fx.Node, position: int) -> fx.Node:
+    node = graph.call_function(operator.getitem, (made, position))
+    node.meta.update({k: v for k, v in made.meta.items() if k != "val"}, val=made.meta["val"][position])
+    return node
+
+
+def _logarithms(add: Add, head: _Head, start: int, end: int) -> fx.Node:
+    """The chunk's log-softmax, from its rows of x."""
+    rows = _rows(add, head.x, start, end)
+    logits = add(head.product.target, *head.product.args[:-2], rows, head.product.args[-1])
+    for cast in head.casts:
+        logits = add(cast.target, logits, **cast.kwargs)
+    return add(head.softmax.target, logits, *head.softmax.args[1:])
+
+
+def _rows(add: Add, node: fx.Node, start: int, end: int) -> fx.Node:
+    return add(aten.slice.Tensor, node, 0, start, end)
+
+
+def _viewed(add: Add, node: fx.Node) -> fx.Node:
+    """The same view, made here."""
+    return add(node.target, _viewed(add, node.args[0]), *node.args[1:], **node.kwargs) if is_view(node) else node
+
+
+def _sum(add: Add, nodes: list[fx.Node]) -> fx.Node:
+    total = nodes[0]
+    for node in nodes[1:]:
+        total = add(aten.add.Tensor, total, node)
+    return total
+
+
+def _val(node: Any) -> torch.Tensor:
+    return node.meta["val"]

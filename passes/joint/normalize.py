@@ -1,0 +1,196 @@
+"""Make a captured joint graph regular: constants lifted, aliases gone, every output a value of its own, phases marked."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from mtcompile.passes.joint.strides import Observe, correct_strides
+from mtcompile.passes.step_graph import InputSpec, OutputSpec, add_restride, is_random
+
+# Operations whose saved statistics have the dtype of their weight, and where that is among their arguments.
+_WEIGHT_OF_NORM = {
+    torch.ops.aten._native_batch_norm_legit_functional.default: 1,
+    torch.ops.aten.native_layer_norm.default: 2,
+    torch.ops.aten.native_group_norm.default: 1,
+}
+_IDENTITIES = (
+    torch.ops.aten.detach.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.lift_fresh.default,
+)
+
+
+def normalize(joint: fx.GraphModule, observe: Observe | None = None) -> fx.GraphModule:
+    """Changes ``joint`` in place and returns it. ``observe``: what strides the device's kernels make; without it, the traced
+    ones are believed.
+
+    Afterwards: no get_attr of a tensor (placeholders with role ``constant``), no detach or alias, no output that is an
+    input or another output (a clone instead), every parameter's gradient strided like its parameter, no dead node
+    except random ones (dropping those would move the generator's stream), and ``meta['phase']`` on every node.
+    Raises NotImplementedError naming a higher-order operator that cannot be cut (the capture turns it into an error
+    with the user's line).
+    """
+    if observe is not None:
+        correct_strides(joint.graph, observe)
+    _lift_constants(joint)
+    for node in list(joint.graph.nodes):
+        if node.op == "call_function" and node.target in _IDENTITIES:
+            node.replace_all_uses_with(node.args[0])
+            joint.graph.erase_node(node)
+    _correct_copies(joint.graph)
+    _correct_statistics(joint.graph)
+    _correct_dropout(joint.graph)
+    _mark_phases(joint.graph)
+    _own_outputs(joint)
+    joint.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or is_random(n))
+    joint.graph.lint()
+    joint.recompile()
+    return joint
+
+
+def _lift_constants(joint: fx.GraphModule) -> None:
+    graph = joint.graph
+    constants: dict[str, torch.Tensor] = {}
+    inputs: list[InputSpec] = list(joint.meta["inputs"])
+    last = list(graph.find_nodes(op="placeholder"))[-1:]
+    lifted: dict[str, fx.Node] = {}
+    for node in list(graph.find_nodes(op="get_attr")):
+        name = str(node.target)
+        attribute: object = joint
+        for part in name.split("."):
+            attribute = getattr(attribute, part)
+        if not isinstance(attribute, torch.Tensor):
+            user = next(iter(node.users))
+            raise NotImplementedError(f"the higher-order operator {user.target}, which carries a graph of its own")
+        if name not in lifted:
+            context = graph.inserting_after(last[-1]) if last else graph.inserting_before(next(iter(graph.nodes)))
+            with context:
+                lifted[name] = graph.placeholder(f"constant_{len(lifted)}")
+            lifted[name].meta["val"] = node.meta.get("val", attribute)
+            last = [lifted[name]]
+            constants[lifted[name].name] = attribute.detach()
+            inputs.append(InputSpec("constant", lifted[name].name, -1))
+        node.replace_all_uses_with(lifted[name])
+        graph.erase_node(node)
+    joint.meta["inputs"] = tuple(inputs)
+    joint.meta["constants"] = constants
+
+
+def _correct_copies(graph: fx.Graph) -> None:
+    """``x.copy_(y)`` is traced as copy(x, y), which makes y's values in a copy of all of x's storage: be that an arena. Only
+    the values are wanted, with the dtype, size and strides of x."""
+    for node in list(graph.find_nodes(op="call_function", target=torch.ops.aten.copy.default)):
+        value, val = node.args[1], node.args[0].meta["val"]
+        with graph.inserting_before(node):
+            if value.meta["val"].dtype != val.dtype:
+                value = graph.call_function(torch.ops.aten._to_copy.default, (value,), {"dtype": val.dtype})
+                value.meta = {**node.meta, "val": torch.empty_like(node.args[1].meta["val"], dtype=val.dtype, device="meta")}
+            made = add_restride(graph, value, val)
+        made.meta = {**node.meta, **made.meta}
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
+
+
+def _correct_statistics(graph: fx.Graph) -> None:
+    """A norm of a half-precision input with float32 weights saves float32 statistics on the CPU; the traced shapes say
+    half precision."""
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in _WEIGHT_OF_NORM:
+            continue
+        weight = node.args[_WEIGHT_OF_NORM[node.target]]
+        if weight is None or weight.meta["val"].dtype != torch.float32:
+            continue
+        for item in node.users:
+            if item.args[1] in (1, 2):
+                item.meta["val"] = torch.empty_like(item.meta["val"], dtype=torch.float32, device="meta")
+
+
+def _correct_dropout(graph: fx.Graph) -> None:
+    """On the CPU, plain dropout multiplies by mask / (1 - p), traced dropout by mask and by 1 / (1 - p). Where these round
+    differently, the first. The mask is what is saved in both."""
+    drawn = [n for n in graph.nodes if n.op == "call_function" and n.target is torch.ops.aten.native_dropout.default]
+    for node in drawn:
+        x, p = node.args[0], node.args[1]
+        val = x.meta["val"]
+        if val.device.type != "cpu" or _rounds_alike(p, val.dtype):
+            continue
+        items = {item.args[1]: item for item in node.users}
+        if 1 not in items:
+            with graph.inserting_after(node):
+                items[1] = graph.call_function(operator.getitem, (node, 1))
+            items[1].meta = {**node.meta, "val": node.meta["val"][1]}
+        mask = items[1]
+        if 0 in items:
+            _multiply(graph, items[0], x, mask, p)
+        for user in [u for u in mask.users if u.target is torch.ops.aten.native_dropout_backward.default]:
+            _multiply(graph, user, user.args[0], mask, p)
+
+
+def _rounds_alike(p: float, dtype: torch.dtype) -> bool:
+    if p >= 1 or dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return True
+    scale = 1 / (1 - p)
+    quotient = torch.ones((), dtype=dtype, device="cpu").div_(1 - p)
+    return float(quotient) == (float(torch.tensor(scale, dtype=dtype)) if dtype == torch.float32 else scale)
+
+
+def _multiply(graph: fx.Graph, node: fx.Node, x: fx.Node, mask: fx.Node, p: float) -> None:
+    """Replace ``node`` by x * (mask / (1 - p)), after the mask and x."""
+    dtype = node.meta["val"].dtype
+    noise = torch.empty_like(mask.meta["val"], dtype=dtype, device="meta")
+    with graph.inserting_after(mask if node.args[0] is mask.args[0] else node):
+        made = graph.call_function(torch.ops.aten._to_copy.default, (mask,), {"dtype": dtype})
+    with graph.inserting_after(made):
+        divided = graph.call_function(torch.ops.aten.div.Tensor, (made, 1 - p))
+    with graph.inserting_after(divided):
+        product = graph.call_function(torch.ops.aten.mul.Tensor, (x, divided))
+    made.meta, divided.meta = {**node.meta, "val": noise}, {**node.meta, "val": noise}
+    product.meta = dict(node.meta)
+    node.replace_all_uses_with(product)
+    graph.erase_node(node)
+
+
+def _mark_phases(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.meta["phase"] = "backward" if node.name.startswith("tangents_") else "forward"
+        else:
+            backward = node.meta.get("partitioner_tag") == "is_backward" or any(
+                operand.meta["phase"] == "backward" for operand in node.all_input_nodes
+            )
+            node.meta["phase"] = "backward" if backward else "forward"
+
+
+def _own_outputs(joint: fx.GraphModule) -> None:
+    graph, output = joint.graph, joint.graph.output_node()
+    inputs = {
+        spec.index: node
+        for spec, node in zip(joint.meta["inputs"], graph.find_nodes(op="placeholder"), strict=True)
+        if spec.role not in ("constant", "tangent")
+    }
+    specs: tuple[OutputSpec, ...] = joint.meta["outputs"]
+    seen: set[fx.Node] = set()
+    owned = []
+    for spec, value in zip(specs, output.args[0], strict=True):
+        phase = "backward" if spec.kind == "grad" else "forward"
+        val = value.meta["val"]
+        made = None
+        if spec.kind == "grad" and val.stride() != inputs[spec.index].meta["val"].stride():
+            with graph.inserting_before(output):
+                made = add_restride(graph, value, inputs[spec.index].meta["val"])
+        elif value.op == "placeholder" or value in seen:
+            with graph.inserting_before(output):
+                made = graph.call_function(torch.ops.aten.clone.default, (value,))
+            made.meta["val"] = torch.empty_like(val, device="meta")
+        if made is not None:
+            for key in ("nn_module_stack", "fwd_nn_module_stack", "seq_nr"):
+                if key in value.meta:
+                    made.meta[key] = value.meta[key]
+            made.meta["phase"] = phase
+            value = made
+        seen.add(value)
+        owned.append(value)
+    output.args = (tuple(owned),)

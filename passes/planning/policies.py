@@ -1,0 +1,60 @@
+"""Fixed strategies, such as other systems use: one plan each, to compare a searched plan with in the same runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from torch import fx
+
+from mtcompile.passes.analysis.saved import saved_values
+from mtcompile.passes.plan import Choice, Decision, Plan
+from mtcompile.passes.planning.ladders import everything
+from mtcompile.passes.step_graph import regions
+
+# (step graph, what is decided already, bytes of the home blocks still open) -> plan
+Policy = Callable[[fx.GraphModule, Plan, Mapping[str, int]], Plan]
+
+
+def _checkpoint_all(step: fx.GraphModule, base: Plan, open_params: Mapping[str, int]) -> Plan:
+    """State on the device; what enters a block is kept there, all else is recomputed."""
+    home = [Decision("params", block, "device", nbytes, "policy") for block, nbytes in open_params.items()]
+    return _with(replace(base, lookahead=1), [*home, _entering("device")])
+
+
+def _megatrain(step: fx.GraphModule, base: Plan, open_params: Mapping[str, int]) -> Plan:
+    """State on the host, weights streamed in for the forward and again for the backward, the next block's while this one
+    computes; what enters a block waits on the device, all else is recomputed."""
+    return _with(replace(base, lookahead=1), [_entering("device")])
+
+
+def _zero3_offload(step: fx.GraphModule, base: Plan, open_params: Mapping[str, int]) -> Plan:
+    """As ``megatrain``, but each block's weights are fetched when it is about to run."""
+    return _with(base, [_entering("device")])
+
+
+def _offload_all(step: fx.GraphModule, base: Plan, open_params: Mapping[str, int]) -> Plan:
+    """Nothing recomputed: what a block saves goes home and comes back, as its weights do."""
+    saved = [
+        Decision("variant", step.meta["blocks"][region.meta["block"]], "save", 0, "policy")
+        for region in regions(step)
+        if region.meta["phase"] == "forward" and saved_values(region)
+    ]
+    return _with(replace(base, lookahead=1), [_entering("host"), *saved])
+
+
+POLICIES: Mapping[str, Policy] = {
+    "resident": everything,
+    "checkpoint-all": _checkpoint_all,
+    "megatrain": _megatrain,
+    "zero3-offload": _zero3_offload,
+    "offload-all": _offload_all,
+}
+
+
+def _entering(tier: Choice) -> Decision:
+    return Decision("activation", "*", tier, 0, "policy")
+
+
+def _with(plan: Plan, decisions: list[Decision]) -> Plan:
+    return replace(plan, decisions=(*plan.decisions, *decisions))

@@ -1,0 +1,63 @@
+"""Local search over plans: what differs from a good plan in one decision.
+
+It knows no budget: it grows the frontier over (peak, time), from which every budget then chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from mtcompile.passes.plan import Choice, Decision, Plan
+from mtcompile.passes.planning.ladders import Block, variant_decision
+
+LOOKAHEADS = (0, 1, 2)
+_WHY = "found by local search"
+
+
+def signature(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, int]) -> tuple[object, ...]:
+    """Equal for plans that come to the same, whatever their reasons and however they say it."""
+    homes = tuple(plan.params(home) for home in param_nbytes)
+    values = []
+    for block in blocks:
+        kept = [value for value in block.saved if plan.keeps(block.name, value.name)]
+        values.append(tuple((v.name, plan.activation(v.name)) for v in (*kept, *block.crossing, *block.others)))
+    return plan.lookahead, plan.span, homes, tuple(values)
+
+
+def neighbours(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, int], host: bool) -> Iterator[Plan]:
+    """Plans that differ from ``plan`` in one decision about one block, or in how far ahead they fetch. ``host``: whether
+    activations may go home."""
+    for home, nbytes in param_nbytes.items():
+        other: Choice = "host" if plan.params(home) == "device" else "device"
+        yield plan.having(Decision("params", home, other, nbytes, _WHY))
+    for block in reversed(blocks):
+        yield from _of_block(plan, block, host)
+    for lookahead in LOOKAHEADS:
+        if lookahead != plan.lookahead:
+            yield replace(plan, lookahead=lookahead)
+
+
+def _of_block(plan: Plan, block: Block, host: bool) -> Iterator[Plan]:
+    kept = tuple(i for i, value in enumerate(block.saved) if plan.keeps(block.name, value.name))
+    for variant in block.variants:
+        if variant.kept != kept:
+            other = plan.having(variant_decision(block.name, block.saved, variant, _WHY))
+            yield _wait(other, tuple(block.saved[i] for i in variant.kept), "device")
+            if variant.kept and host:
+                yield _wait(other, tuple(block.saved[i] for i in variant.kept), "host")
+    groups = (tuple(block.saved[i] for i in kept), block.crossing, block.others)
+    for values in groups:
+        choices: tuple[Choice, ...] = ("device", "host", "recompute") if host else ("device", "recompute")
+        for choice in choices:
+            elsewhere = [value for value in values if plan.activation(value.name) != choice]
+            if elsewhere and (choice != "recompute" or values is block.crossing):
+                yield _wait(plan, values, choice)
+
+
+def _wait(plan: Plan, values: tuple[fx.Node, ...], choice: Choice) -> Plan:
+    for value in values:
+        plan = plan.having(Decision("activation", value.name, choice, value.meta["nbytes"], _WHY))
+    return plan

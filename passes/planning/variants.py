@@ -1,0 +1,120 @@
+"""Variants of a block: how much of what its forward saves is kept for its backward, from all of it to nothing."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from mtcompile.passes.analysis.cost import Machine, node_cost
+from mtcompile.passes.analysis.kernels import saved_states
+from mtcompile.passes.analysis.saved import saved_values
+from mtcompile.passes.step_graph import body_outputs, is_random, is_view, kernel_of, results
+
+_MANY = 48  # saved values from which on the order of dropping is taken from each one's cost alone
+_POINTS = 5  # of a block's trade-off, its two ends included
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """``kept``: positions among the block's saved values. ``nbytes``: what that keeps, generator states included.
+    ``time_us``: of making the others again, operation by operation."""
+
+    kept: tuple[int, ...]
+    nbytes: int
+    time_us: float
+
+
+def variants(step: fx.GraphModule, region: fx.Node, machine: Machine) -> tuple[Variant, ...]:
+    """From the fewest bytes to those that cost no time, each with more bytes and less time than the one before.
+
+    From save-all downwards, the value that costs least time per byte is dropped next; of these points the lower convex
+    hull over (bytes, time) is what a planner needs.
+    """
+    body = kernel_of(step, region)
+    outputs = body_outputs(body)
+    saved = [outputs[int(item.args[1])] for item in saved_values(region)]
+    sizes = [item.meta["nbytes"] for item in saved_values(region)]
+    states = saved_states(body)
+    state_nbytes = {name: _size(region, position) for name, position in states.items()}
+
+    def point(kept: Iterable[int]) -> Variant:
+        kept = tuple(sorted(kept))
+        made = _made_again([n for i, n in enumerate(saved) if i not in kept], {saved[i] for i in kept})
+        random = {node.meta["rng_state"] for node in made if is_random(node)}
+        nbytes = sum(sizes[i] for i in kept) + sum(state_nbytes[name] for name in random)
+        return Variant(kept, nbytes, sum(node_cost(node).time_us(machine) for node in made))
+
+    points = [point(range(len(saved)))]
+    if len(saved) > _MANY:
+        full = points[0]
+        alone = [point(i for i in full.kept if i != dropped) for dropped in full.kept]
+        first = sorted(full.kept, key=lambda i: (alone[i].time_us / max(1, sizes[i]), i))
+        points += [point(first[count:]) for count in range(1, len(first) + 1, -(-len(first) // _MANY))]
+        points += [point(())] if points[-1].kept else []
+    while points[-1].kept:
+        now = points[-1]
+        rest = [point(i for i in now.kept if i != dropped) for dropped in now.kept]
+        points.append(min(rest, key=lambda v: ((v.time_us - now.time_us) / max(1, now.nbytes - v.nbytes), v.kept)))
+    return _thinned(_lower_hull(points[::-1]))
+
+
+def save_all(region: fx.Node) -> Variant:
+    saved = saved_values(region)
+    return Variant(tuple(range(len(saved))), sum(item.meta["nbytes"] for item in saved), 0.0)
+
+
+def fused_variant(step: fx.GraphModule, region: fx.Node) -> Variant:
+    """For kernels that fuse pointwise operations: what those alone make from other saved values or from inputs is not
+    kept, since reading it would cost what making it again costs."""
+    outputs = body_outputs(kernel_of(step, region))
+    saved = [outputs[int(item.args[1])] for item in saved_values(region)]
+    kept = set(range(len(saved)))
+    for position in reversed(range(len(saved))):  # the last first: each from those before it
+        made = _made_again([saved[position]], {saved[i] for i in kept if i != position})
+        if all(torch.Tag.pointwise in getattr(node.target, "tags", ()) and not is_random(node) for node in made):
+            kept.discard(position)
+    sizes = [item.meta["nbytes"] for item in saved_values(region)]
+    return Variant(tuple(sorted(kept)), sum(sizes[i] for i in kept), 0.0)
+
+
+def _size(region: fx.Node, position: int) -> int:
+    return next((item.meta["nbytes"] for item in results(region) if item.args[1] == position), 0)
+
+
+def _made_again(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.Node]:
+    """The operations that make ``wanted`` from the body's inputs and ``given``."""
+    found: dict[fx.Node, None] = {}
+    stack = list(wanted)
+    while stack:
+        node = stack.pop()
+        if node.op == "call_function" and node not in given and node not in found:
+            found[node] = None
+            stack.extend(node.all_input_nodes)
+    return [node for node in found if not is_view(node) and node.target is not operator.getitem]
+
+
+def _lower_hull(points: list[Variant]) -> list[Variant]:
+    """The lower convex hull of time over bytes, from the fewest bytes on. That is not always recompute-all: replaying a
+    random operation may keep a generator's state that weighs more than its result."""
+    hull: list[Variant] = []
+    for point in sorted(points, key=lambda v: (v.nbytes, v.time_us, len(v.kept))):
+        if hull and point.time_us >= hull[-1].time_us:
+            continue
+        while len(hull) >= 2 and _slope(hull[-2], point) <= _slope(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _slope(one: Variant, other: Variant) -> float:
+    return (other.time_us - one.time_us) / max(1, other.nbytes - one.nbytes)
+
+
+def _thinned(hull: list[Variant]) -> tuple[Variant, ...]:
+    if len(hull) <= _POINTS:
+        return tuple(hull)
+    return tuple(hull[round(i * (len(hull) - 1) / (_POINTS - 1))] for i in range(_POINTS))

@@ -1,0 +1,272 @@
+"""Recomputation: part or all of what a block's forward saved is made again, in two ways.
+
+*Variants of a block* (``recompute``): the forward body goes in front of the backward body that first reads a value
+which was not kept; one kernel does both, so that what was recomputed is freed inside it as the backward proceeds.
+*Chains of blocks* (``repeat_forward``): a value that crosses from block to block is made again by calling its forward
+region once more, from an earlier value that was kept, just before the backward first reads it.
+
+Random operations are replayed from their saved generator state in both.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+from torch.fx.node import map_arg
+
+from mtcompile.passes.analysis.kernels import attach, drop_dead, install, saved_states
+from mtcompile.passes.analysis.saved import saved_values
+from mtcompile.passes.generators import replay, save_rng
+from mtcompile.passes.plan import Plan
+from mtcompile.passes.step_graph import add_call, body_outputs, is_random, is_region, kernel_of, placeholders, regions, results
+
+
+def recomputable(step: fx.GraphModule) -> dict[int, int]:
+    """Block -> bytes its forward saves for the backward alone; blocks that save nothing are left out."""
+    found = {}
+    for region in regions(step):
+        if region.meta["phase"] == "forward":
+            nbytes = sum(value.meta["nbytes"] for value in saved_values(region))
+            if nbytes:
+                found[region.meta["block"]] = nbytes
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- variants of a block
+
+
+def recompute(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+    """For every block, what the plan does not keep of its saved values is made again in its backward."""
+    order = {region: i for i, region in enumerate(regions(step))}
+    inlined: dict[fx.Node, list[tuple[fx.Node, frozenset[fx.Node]]]] = {}
+    for region in order:
+        if region.meta["phase"] == "forward":
+            block = step.meta["blocks"][region.meta["block"]]
+            saved = saved_values(region)
+            kept = frozenset(value for value in saved if plan.keeps(block, value.name))
+            users = [user for value in saved if value not in kept for user in value.users]
+            if users:
+                inlined.setdefault(min(users, key=order.__getitem__), []).append((region, kept))
+    for backward, forwards in inlined.items():
+        _fuse(step, backward, forwards, order)
+    return step
+
+
+def _fuse(
+    step: fx.GraphModule,
+    backward: fx.Node,
+    forwards: list[tuple[fx.Node, frozenset[fx.Node]]],
+    order: dict[fx.Node, int],
+) -> None:
+    """Replace ``backward`` by a call that makes the values ``forwards`` did not keep, and then does its work."""
+    moment = order[backward]
+    remade = [
+        item for forward, kept in forwards for item in results(forward) if item not in kept and item.meta["role"] != "rng"
+    ]
+    # What later backward regions read of the recomputed block comes from here, so that the first copy can go early.
+    later = {
+        item: [u for u in item.users if u in order and u.meta["phase"] == "backward" and order[u] > moment] for item in remade
+    }
+    extra = [item for item in remade if later[item]]
+
+    values: dict[fx.Node, int] = {}  # every value of the step graph at play, numbered, so that like layers share the work
+
+    def number(node: fx.Node) -> int:
+        return values.setdefault(node, len(values))
+
+    wiring = tuple(
+        (
+            str(forward.target),
+            tuple(number(a) for a in forward.args),
+            tuple((int(item.args[1]), number(item), item in kept) for item in results(forward)),
+        )
+        for forward, kept in forwards
+    )
+    key = (wiring, str(backward.target), tuple(number(a) for a in backward.args), tuple(number(item) for item in extra))
+    memo = step.meta.setdefault("memo", {})
+    if key not in memo:
+        body, used = _fused_body(step, backward, forwards, list(values), extra)
+        kernel = step.get_submodule(install(step, step.meta["kernels"], body))
+        memo[key] = kernel, used
+    kernel, used = memo[key]
+    name = attach(step, kernel)
+
+    numbered = list(values)
+    with step.graph.inserting_before(backward):
+        call = step.graph.create_node("call_module", name, tuple(numbered[i] for i in used), name=f"{backward.name}_r")
+        call.meta.update(backward.meta, recomputes=tuple(forward.meta["block"] for forward, _ in forwards))
+        olds = results(backward)
+        items = add_call(step.graph, call, [(i.name, dict(i.meta)) for i in [*olds, *extra]])
+    for old, new in zip(olds, items, strict=False):
+        old.replace_all_uses_with(new)
+    for item, new in zip(extra, items[len(olds) :], strict=True):
+        for user in later[item]:
+            user.replace_input_with(item, new)
+    for old in olds:
+        step.graph.erase_node(old)
+    step.graph.erase_node(backward)
+    order[call] = moment
+
+
+def _fused_body(
+    step: fx.GraphModule,
+    backward: fx.Node,
+    forwards: list[tuple[fx.Node, frozenset[fx.Node]]],
+    values: list[fx.Node],
+    extra: list[fx.Node],
+) -> tuple[fx.Graph, tuple[int, ...]]:
+    """The forward bodies, then the backward's; and which of ``values`` it takes."""
+    body = fx.Graph()
+    taken = {value: body.placeholder(value.name) for value in values}
+    for value, node in taken.items():
+        node.meta = {"val": value.meta["val"]}
+    env = dict(taken)
+    for forward, kept in forwards:
+        kernel = kernel_of(step, forward)
+        items = {int(item.args[1]): item for item in results(forward)}
+        states = {name: env[items[position]] for name, position in saved_states(kernel).items() if position in items}
+        given = {position: env[item] for position, item in items.items() if item in kept}
+        made = _inline(body, kernel, [env[a] for a in forward.args], states, given)
+        for position, item in items.items():
+            again = made[position]
+            if item not in kept and again is not None and item.meta["role"] != "rng":
+                env[item] = again
+    own = _inline(body, kernel_of(step, backward), [env[a] for a in backward.args])
+    body.output((*own, *(env[item] for item in extra)))
+    drop_dead(body)
+    used = tuple(i for i, value in enumerate(values) if taken[value].users)
+    for node in taken.values():
+        if not node.users:
+            body.erase_node(node)
+    return body, used
+
+
+def _inline(
+    body: fx.Graph,
+    kernel: fx.GraphModule,
+    args: list[fx.Node],
+    states: Mapping[str, fx.Node] | None = None,
+    given: Mapping[int, fx.Node] | None = None,
+) -> list[fx.Node | None]:
+    """Append a kernel's body; with ``states``, as a replay. ``given``: outputs that need not be made, by position.
+    Returns its outputs (None for generator states)."""
+    env: dict[fx.Node, fx.Node] = dict(zip(placeholders(kernel.graph), args, strict=True))
+    outputs = body_outputs(kernel)
+    env.update({outputs[position]: node for position, node in (given or {}).items()})
+    for node in kernel.graph.nodes:
+        if node.op != "call_function" or node in env or (states is not None and node.target is save_rng):
+            continue
+        operands, keywords = map_arg((node.args, node.kwargs), env.__getitem__)
+        target: Any = node.target
+        if states is not None and is_random(node):
+            state = states[node.meta["rng_state"]]
+            operands, target = (state, node.meta["rng_device"], node.target, *operands), replay
+        env[node] = body.create_node("call_function", target, operands, keywords, name=node.name)
+        env[node].meta = {"val": node.meta["val"]} if "val" in node.meta else {}
+    return [env.get(node) for node in outputs]
+
+
+# --------------------------------------------------------------------------------------------------- chains of blocks
+
+
+def repeat_forward(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+    """Values between blocks that the plan recomputes: their forward regions are called again before the first backward
+    call that reads them.
+
+    Where neighbouring blocks are recomputed, all of the run is made again at once, from what enters it. With ``plan.span``,
+    a longer run is halved: its first half is made again once to enter the second, and once more when its own turn comes;
+    and so on, as deep as needed: less is live, and more is computed.
+    """
+    forward = [region for region in regions(step) if region.meta["phase"] == "forward"]
+    marked = {region: [v for v in results(region) if plan.activation(v.name) == "recompute"] for region in forward}
+    for run in _runs(forward, marked):
+        _repeat_run(step, run, plan.span or len(run), marked)
+    return step
+
+
+def _runs(forward: list[fx.Node], marked: Mapping[fx.Node, list[fx.Node]]) -> list[list[fx.Node]]:
+    """Neighbours with something to make again, together; the last first, so that what a repeated call reads may be remade
+    too."""
+    runs: list[list[fx.Node]] = []
+    for before, region in itertools.pairwise([None, *forward]):
+        if region is not None and marked[region]:
+            if runs and runs[-1][-1] is before:
+                runs[-1].append(region)
+            else:
+                runs.append([region])
+    return runs[::-1]
+
+
+def _repeat_run(step: fx.GraphModule, run: list[fx.Node], span: int, marked: Mapping[fx.Node, list[fx.Node]]) -> None:
+    calls = regions(step)
+    order = {call: position for position, call in enumerate(calls)}
+    readers = {
+        value: [user for user in value.users if is_region(user) and user.meta["phase"] == "backward"]
+        for region in run
+        for value in marked[region]
+    }
+    made: dict[fx.Node, list[tuple[int, fx.Node]]] = {value: [] for value in readers}  # each with the call it stands before
+
+    def reads(low: int, high: int) -> list[int]:
+        return [order[user] for region in run[low:high] for value in marked[region] for user in readers[value]]
+
+    def latest(value: fx.Node, position: int) -> fx.Node:
+        """The value as it is made last before a call; itself where it is not made again before."""
+        return next((again for before, again in reversed(made.get(value, ())) if before <= position), value)
+
+    def repeat(low: int, high: int, position: int) -> None:
+        for region in run[low:high]:
+            args = {value: latest(value, position) for value in region.args}
+            again = _repeat(step, region, marked[region], calls[position], args)
+            for value, new in zip(marked[region], again, strict=True):
+                made[value].append((position, new))
+
+    def serve(low: int, high: int, after: int) -> None:
+        """Make the run's blocks from ``low`` to ``high`` again for what reads them at ``after`` or later."""
+        position = min((place for place in reads(low, high) if place >= after), default=None)
+        if position is None:
+            return
+        if high - low <= span:
+            repeat(low, high, position)
+            return
+        middle = (low + high + 1) // 2
+        repeat(low, middle, position)
+        serve(middle, high, position)
+        serve(low, middle - 1, max(reads(middle, high), default=position) + 1)
+
+    serve(0, len(run), 0)
+    for value, users in readers.items():
+        for user in users:
+            if (again := latest(value, order[user])) is not value:
+                user.replace_input_with(value, again)
+
+
+def _repeat(
+    step: fx.GraphModule, region: fx.Node, again: list[fx.Node], before: fx.Node, args: Mapping[fx.Node, fx.Node]
+) -> list[fx.Node]:
+    """Call a region once more for some of its results; ``args``: what stands for each of its operands."""
+    items = {int(item.args[1]): item for item in results(region)}
+    kernel = kernel_of(step, region)
+    body = fx.Graph()
+    taken = {value: body.placeholder(value.name) for value in dict.fromkeys(region.args)}
+    states = {}
+    for name, position in saved_states(kernel).items():
+        taken[items[position]] = states[name] = body.placeholder(items[position].name)
+    for value, node in taken.items():
+        node.meta = {"val": value.meta["val"]}
+    made = _inline(body, kernel, [taken[a] for a in region.args], states)
+    body.output(tuple(made[int(value.args[1])] for value in again))
+    drop_dead(body)
+    used = [value for value, node in taken.items() if node.users]
+    for node in taken.values():
+        if not node.users:
+            body.erase_node(node)
+    with step.graph.inserting_before(before):
+        name = install(step, step.meta["kernels"], body)
+        operands = tuple(args.get(value, value) for value in used)
+        call = step.graph.create_node("call_module", name, operands, name=f"{region.name}_again")
+        call.meta.update(region.meta, phase="backward", recomputes=(region.meta["block"],))
+        return add_call(step.graph, call, [(f"{v.name}_again", dict(v.meta)) for v in again])

@@ -1,0 +1,1 @@
+"""Devices: the protocol they share, the emulated device, CUDA, arenas and pinned memory."""

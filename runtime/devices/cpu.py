@@ -1,0 +1,167 @@
+"""The emulated device: real tensors in host memory, held to the same byte limit as a device's memory would be."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mtcompile.runtime.devices.arena import Layout, arena, layout_of, same_strides, span_nbytes, view
+from mtcompile.runtime.schedule import Queue, Schedule, Tier, gib
+
+POISON = 0xFF  # every float type reads NaN, every index far out of range
+
+
+class LimitError(RuntimeError):
+    """An instruction would exceed the tier's limit: the plan was wrong about this kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arenas:
+    """The placed memory of each tier: uint8 tensors aligned to the schedule's granularity."""
+
+    device: torch.Tensor
+    host: torch.Tensor
+
+
+class CpuMemory:
+    """The bytes of one step. ``tensors``: what each live buffer is bound to; homes are bound by the caller.
+
+    Every result is compared with what the schedule declared, since a wrong size would break the limit and a wrong
+    layout the numbers; ``trusted`` leaves that out, for a program whose kernels have passed it once. ``check``: it is
+    never left out, and freed bytes are overwritten, so that a use after free shows as NaN. ``views``: the tensors of
+    placed slots, kept from step to step by a caller whose arenas stay.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        layouts: Mapping[str, Layout],
+        arenas: Arenas,
+        check: bool = False,
+        trusted: bool = False,
+        views: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        self.schedule, self.layouts, self.arenas, self.check = schedule, layouts, arenas, check
+        self.trusted = trusted and not check
+        self.views = {} if views is None else views
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.live = 0  # pooled bytes reserved now
+        limit = schedule.peak_nbytes.get("device", 0)
+        self.free_nbytes = limit - schedule.arena_nbytes.get("device", 0) - schedule.resident_nbytes.get("device", 0)
+
+    def leave_device(self) -> None:
+        """Hold nothing of the device's arena, in which nothing is live between phases."""
+        self.take_device(self.arenas.device.new_empty(0))
+
+    def take_device(self, memory: torch.Tensor) -> None:
+        """Placed slots of the device are in ``memory`` from now on."""
+        self.arenas = Arenas(memory, self.arenas.host)
+        self.views = {}
+
+    def bind(self, name: str, tensor: torch.Tensor) -> None:
+        self.tensors[name] = tensor
+
+    def alloc(self, name: str) -> None:
+        buffer = self.schedule.buffers[name]
+        if buffer.kind == "pooled":
+            self._reserve(buffer.nbytes, name)
+            self.live += buffer.nbytes
+            return
+        known = self.views.get(name)
+        if known is None:
+            memory = self.arenas.device if buffer.tier == "device" else self.arenas.host
+            assert buffer.offset is not None
+            known = self.views[name] = view(memory, buffer.offset, self.layouts[name])
+        self.tensors[name] = known
+
+    def free(self, name: str) -> None:
+        buffer = self.schedule.buffers[name]
+        tensor = self.tensors.pop(name)
+        if buffer.kind == "pooled":
+            self.live -= buffer.nbytes
+        if self.check and tensor.numel():
+            self._poison(tensor, buffer.tier, whole=buffer.kind == "pooled")
+
+    def _poison(self, tensor: torch.Tensor, tier: Tier, whole: bool) -> None:
+        """Overwrite its bytes; ``whole``: all of its storage, which is nobody else's."""
+        storage = tensor.untyped_storage()
+        pointer, nbytes = (storage.data_ptr(), storage.nbytes()) if whole else (tensor.data_ptr(), span_nbytes(tensor))
+        ctypes.memset(pointer, POISON, nbytes)
+
+    def copy(self, reads: Sequence[str], writes: Sequence[str]) -> None:
+        for target, source in self._pairs(reads, writes):
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), span_nbytes(source))
+
+    def _pairs(self, reads: Sequence[str], writes: Sequence[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(target, source) of a copy. Raises RuntimeError where their bytes would not mean the same."""
+        pairs = [(self.tensors[write], self.tensors[read]) for read, write in zip(reads, writes, strict=True)]
+        for read, write, (target, source) in () if self.trusted else zip(reads, writes, pairs, strict=True):
+            if not same_strides(source.shape, source.stride(), target.stride()) or source.dtype != target.dtype:
+                raise RuntimeError(
+                    f"copy {read} -> {write}: expected equal strides and dtype, found {layout_of(source)} {layout_of(target)}"
+                )
+        return pairs
+
+    def run(self, kernel: Callable[..., Any], reads: Sequence[str], writes: Sequence[str], workspace: int) -> None:
+        self._reserve(workspace, "workspace")
+        made = kernel(*[self.tensors[name] for name in reads])
+        for name, tensor in zip(writes, made, strict=True):
+            buffer = self.schedule.buffers[name]
+            if buffer.over:  # it was written where it lies
+                self.tensors[name] = self.tensors[buffer.over]
+            elif buffer.kind != "pooled":
+                self.tensors[name].copy_(tensor)
+            else:
+                if not self.trusted:
+                    self._compare(name, tensor)
+                self.tensors[name] = tensor
+
+    def _reserve(self, nbytes: int, what: str) -> None:
+        if self.live + nbytes > self.free_nbytes:
+            raise LimitError(
+                f"{what} needs {gib(nbytes)} beside {gib(self.live)} in use; the plan left {gib(self.free_nbytes)}"
+            )
+
+    def _compare(self, name: str, tensor: torch.Tensor) -> None:
+        layout, declared = self.layouts[name], self.schedule.buffers[name].nbytes
+        fits = tensor.untyped_storage().nbytes() <= declared
+        if fits and self.schedule.buffers[name].role == "rng":  # passed on as it is, whatever it is
+            return
+        alike = tensor.dtype == layout.dtype and tensor.shape == layout.size
+        if fits and alike and same_strides(layout.size, tensor.stride(), layout.stride):
+            return
+        raise RuntimeError(
+            f"{name}: expected {layout} in {declared} bytes, found {layout_of(tensor)} in "
+            f"{tensor.untyped_storage().nbytes()}: torch's shape propagation is wrong about an operation that makes it"
+        )
+
+
+class CpuDevice:
+    """The emulated device: its memory is the host's, its kernels run in the calling thread."""
+
+    where = torch.device("cpu")
+    staging = None
+
+    def arena(self, tier: Tier, nbytes: int) -> torch.Tensor:
+        return arena(nbytes)
+
+    def memory(
+        self,
+        schedule: Schedule,
+        layouts: Mapping[str, Layout],
+        arenas: Arenas,
+        check: bool,
+        trusted: bool,
+        views: dict[str, torch.Tensor] | None,
+    ) -> CpuMemory:
+        return CpuMemory(schedule, layouts, arenas, check, trusted, views)
+
+    def fence(self, visible: Iterable[Queue], timed: bool) -> None:
+        """None is needed: what a thread has done here is done."""
+
+    def synchronize(self) -> None:
+        """Nothing runs behind the threads."""

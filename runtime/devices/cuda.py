@@ -1,0 +1,336 @@
+"""The CUDA device: a stream per queue, an event where a dependency crosses queues, and nothing else.
+
+The executor's threads issue: the caller's thread runs kernels on the stream that was current there, each copying queue
+has a thread and a stream of its own. No thread waits for the device; at the end of a phase the compute stream waits for
+the copying ones, and the host only for bytes that it may touch next (``Fence.end``).
+
+*Not yet measured*: this file is tested through a recording of the calls it makes (tests/helpers/fake_cuda.py), which runs the
+streams in every order that their events allow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from mtcompile.runtime.devices.arena import Layout, arena, span_nbytes
+from mtcompile.runtime.devices.cpu import POISON, Arenas, CpuMemory
+from mtcompile.runtime.devices.pinned import NotPinned, Staging, pinned
+from mtcompile.runtime.schedule import PLACEMENT, Queue, Schedule, Tier
+from mtcompile.runtime.trace import Record
+
+_COPYING: tuple[Queue, ...] = ("h2d", "d2h")
+_CHUNKS, _CHUNK_NBYTES = 3, 32 * 2**20  # of a staging ring, per direction
+
+
+class Api(Protocol):
+    """What is used of CUDA. Streams and events are the implementation's own."""
+
+    def current_stream(self) -> Any: ...
+
+    def new_stream(self) -> Any: ...
+
+    def use(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Make ``stream`` this thread's current one."""
+
+    def new_event(self, timed: bool = False) -> Any: ...
+
+    def record(self, event: Any, stream: Any) -> None: ...
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """What ``stream`` is given from now on starts after ``event``."""
+
+    def block(self, event: Any) -> None:
+        """The calling thread waits for ``event``."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Of bytes, on the current stream, without waiting."""
+
+    def fill(self, target: torch.Tensor, value: int) -> None:
+        """Of bytes, on the current stream, without waiting."""
+
+    def elapsed_us(self, start: Any, end: Any) -> float:
+        """Between two timed events; waits for the later one."""
+
+    def push(self, name: str) -> None:
+        """Begin an NVTX range of this thread."""
+
+    def pop(self) -> None:
+        """End the one begun last."""
+
+    def synchronize(self) -> None: ...
+
+    def pin(self, nbytes: int) -> torch.Tensor:
+        """Page-locked host memory. Raises NotPinned."""
+
+
+class Torch:
+    """``Api`` by torch's module for the device (``torch.cuda``)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.module = device, torch.get_device_module(device)
+
+    def current_stream(self) -> Any:
+        return self.module.current_stream(self.device)
+
+    def new_stream(self) -> Any:
+        return self.module.Stream(self.device)
+
+    def use(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        return self.module.stream(stream)  # type: ignore[no-any-return]
+
+    def new_event(self, timed: bool = False) -> Any:
+        return self.module.Event(enable_timing=timed)
+
+    def record(self, event: Any, stream: Any) -> None:
+        event.record(stream)
+
+    def wait(self, stream: Any, event: Any) -> None:
+        stream.wait_event(event)
+
+    def block(self, event: Any) -> None:
+        event.synchronize()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def fill(self, target: torch.Tensor, value: int) -> None:
+        target.fill_(value)
+
+    def elapsed_us(self, start: Any, end: Any) -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3
+
+    def push(self, name: str) -> None:
+        self.module.nvtx.range_push(name)
+
+    def pop(self) -> None:
+        self.module.nvtx.range_pop()
+
+    def synchronize(self) -> None:
+        self.module.synchronize(self.device)
+
+    def pin(self, nbytes: int) -> torch.Tensor:
+        try:
+            return pinned(nbytes, self.module.cudart(), self.synchronize)
+        except NotPinned:
+            with contextlib.suppress(RuntimeError):  # the refusal stays the thread's last error until a launch reports it
+                torch.empty(1, device=self.device).fill_(0)
+            raise
+
+
+class Streams:
+    """The copying queues' streams, kept for the life of a model; ``last``: the stream that computed most recently."""
+
+    def __init__(self, api: Api) -> None:
+        self.api = api
+        self.copying = {queue: api.new_stream() for queue in _COPYING}
+        self.last: Any = None
+
+
+class Fence:
+    """The order of one phase on the device. ``wait`` and ``signal`` are called by the thread that issues the queue, and a
+    wait only after its signal: an event that nothing has recorded would hold nothing back. ``visible``: the queues whose
+    bytes at home the caller may read (gradients) or change (weights) as soon as the phase returns."""
+
+    def __init__(self, streams: Streams, visible: Iterable[Queue] = _COPYING, timed: bool = False) -> None:
+        self.api, self.visible, self.timed = streams.api, frozenset(visible), timed
+        current = streams.api.current_stream()
+        self.streams = {"compute": current, **streams.copying}
+        self.events: dict[int, Any] = {}
+        self.stamps: list[tuple[int, Queue, Any]] = []
+        before, streams.last = streams.last, current
+        self.moved = None if before is None or before == current else before  # the caller's stream of the phase before
+
+    def begin(self, queues: Iterable[Queue]) -> None:
+        """Copies come after everything the caller has put on its stream: they write where earlier phases have read."""
+        if self.moved is not None:  # the arenas go from one stream to the other
+            event = self.api.new_event()
+            self.api.record(event, self.moved)
+            self.api.wait(self.streams["compute"], event)
+        if self.timed:
+            self.stamp("compute", -1)
+        if others := [queue for queue in queues if queue in _COPYING]:
+            start = self._mark("compute")
+            for queue in others:
+                self.api.wait(self.streams[queue], start)
+
+    def on(self, queue: Queue) -> contextlib.AbstractContextManager[Any]:
+        return self.api.use(self.streams[queue]) if queue in _COPYING else contextlib.nullcontext()
+
+    def wait(self, queue: Queue, index: int) -> None:
+        """Queue host is a thread: it waits for events itself, and what waits for it does so when it has run."""
+        event = self.events[index]
+        if event is not None and queue == "host":
+            self.api.block(event)
+        elif event is not None:
+            self.api.wait(self.streams[queue], event)
+
+    def signal(self, queue: Queue, index: int) -> None:
+        self.events[index] = self._mark(queue) if queue != "host" else None
+
+    def end(self, queues: Iterable[Queue], failed: bool) -> None:
+        """All queues drain into the compute stream; the host waits for those that are visible, or for all after an error,
+        which may have come before a copy's memory was needed no more."""
+        for queue in queues:
+            if queue in _COPYING:
+                last = self._mark(queue)
+                self.api.wait(self.streams["compute"], last)
+                if failed or queue in self.visible:
+                    self.api.block(last)
+
+    def stamp(self, queue: Queue, index: int) -> None:
+        self.stamps.append((index, queue, self._mark(queue, timed=True)))
+
+    def records(self) -> list[Record]:
+        (_, _, start), *stamps = self.stamps
+        found: dict[int, list[float]] = {}
+        for index, _, event in stamps:
+            found.setdefault(index, []).append(self.api.elapsed_us(start, event))
+        queues = {index: queue for index, queue, _ in stamps}
+        records = [Record(index, queues[index], *times) for index, times in found.items() if len(times) == 2]
+        return sorted(records, key=lambda record: (record.start_us, record.index))
+
+    def _mark(self, queue: Queue, timed: bool = False) -> Any:
+        event = self.api.new_event(timed)
+        self.api.record(event, self.streams[queue])
+        return event
+
+
+class CudaMemory(CpuMemory):
+    """The bytes of one step on a CUDA device: placed slots in arenas, pooled values from torch's caching allocator. Pooled
+    values are freed on the compute queue alone, so the allocator's own order is enough for them."""
+
+    def __init__(self, *args: Any, api: Api, staging: Mapping[Queue, Staging] | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.api = api
+        self.staging = staging  # where some host memory could not be pinned
+
+    def copy(self, reads: Sequence[str], writes: Sequence[str]) -> None:
+        pairs = runs_of_bytes(self._pairs(reads, writes))
+        to_device = self.schedule.buffers[writes[0]].tier == "device"
+        for target, source in pairs:
+            if self.staging is None or (source if to_device else target).is_pinned():
+                self.api.copy(target, source)
+            elif to_device:
+                self.staging["h2d"].to_device(target, source)
+            else:
+                self.staging["d2h"].to_host(target, source)
+
+    def _poison(self, tensor: torch.Tensor, tier: Tier, whole: bool) -> None:
+        if tier == "host":  # a copy that was issued may still have to read it, and no stream orders what the host writes
+            return
+        before = tensor.storage_offset() * tensor.element_size() if whole else 0
+        nbytes = tensor.untyped_storage().nbytes() if whole else span_nbytes(tensor)
+        self.api.fill(bytes_of(tensor, -before, nbytes), POISON)
+
+
+class NamedMemory(CudaMemory):
+    """Issues every copy and kernel within an NVTX range of its name, so that a profiler says what a schedule calls it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.names = {(i.reads, i.writes): i.label or i.kernel or i.op for i in self.schedule.instructions}
+
+    def copy(self, reads: Sequence[str], writes: Sequence[str]) -> None:
+        with self._range(reads, writes):
+            super().copy(reads, writes)
+
+    def run(self, kernel: Callable[..., Any], reads: Sequence[str], writes: Sequence[str], workspace: int) -> None:
+        with self._range(reads, writes):
+            super().run(kernel, reads, writes, workspace)
+
+    @contextlib.contextmanager
+    def _range(self, reads: Sequence[str], writes: Sequence[str]) -> Iterator[None]:
+        self.api.push(self.names[tuple(reads), tuple(writes)])
+        try:
+            yield
+        finally:
+            self.api.pop()
+
+
+def bytes_of(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
+    """``nbytes`` bytes of a tensor's storage, ``start`` bytes after its first element."""
+    at = tensor.storage_offset() * tensor.element_size() + start
+    return tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), at, (nbytes,), (1,))
+
+
+def runs_of_bytes(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(target, source) tensors as the fewest (target, source) copies of bytes: neighbours that lie at the same distance in
+    both are one, with the padding between them, so that one copy moves all parameters of a region."""
+    run: tuple[torch.Tensor, torch.Tensor, int] | None = None  # the first pair, and the bytes so far
+    for target, source in pairs:
+        nbytes = span_nbytes(source)
+        if nbytes == 0:
+            continue
+        if run is not None:
+            apart = target.data_ptr() - run[0].data_ptr()
+            together = (
+                apart == source.data_ptr() - run[1].data_ptr()
+                and 0 <= apart - run[2] < PLACEMENT
+                and _same_storage(target, run[0])
+                and _same_storage(source, run[1])
+            )
+            if together:
+                run = (*run[:2], apart + nbytes)
+                continue
+            yield bytes_of(run[0], 0, run[2]), bytes_of(run[1], 0, run[2])
+        run = (target, source, nbytes)
+    if run is not None:
+        yield bytes_of(run[0], 0, run[2]), bytes_of(run[1], 0, run[2])
+
+
+def _same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+class CudaDevice:
+    """One GPU (or what torch drives alike): its streams, its arenas, and the host memory that its copies reach.
+
+    ``staging``: the rings that copies go through, once the driver has refused to pin host memory; None before. ``ranges``:
+    whether NVTX ranges are wanted.
+    """
+
+    def __init__(self, where: torch.device, api: Api | None = None, ranges: bool = False) -> None:
+        self.where, self.ranges = where, ranges
+        self.api = api or Torch(where)
+        self.streams = Streams(self.api)
+        self.staging: dict[Queue, Staging] | None = None
+
+    def arena(self, tier: Tier, nbytes: int) -> torch.Tensor:
+        """``nbytes`` of a tier's memory."""
+        if tier == "device":
+            return arena(nbytes, self.where)
+        try:
+            return self.api.pin(nbytes) if nbytes else arena(0)
+        except NotPinned:
+            if self.staging is None:
+                self.staging = {queue: Staging(self.api, self._chunks()) for queue in _COPYING}
+            return arena(nbytes)
+
+    def _chunks(self) -> list[torch.Tensor]:
+        try:
+            return [self.api.pin(_CHUNK_NBYTES) for _ in range(_CHUNKS)]
+        except NotPinned:  # not even that much: right all the same, and slower still
+            return [arena(_CHUNK_NBYTES) for _ in range(_CHUNKS)]
+
+    def memory(
+        self,
+        schedule: Schedule,
+        layouts: Mapping[str, Layout],
+        arenas: Arenas,
+        check: bool,
+        trusted: bool,
+        views: dict[str, torch.Tensor] | None,
+    ) -> CudaMemory:
+        kind = NamedMemory if self.ranges else CudaMemory
+        return kind(schedule, layouts, arenas, check, trusted, views, api=self.api, staging=self.staging)
+
+    def fence(self, visible: Iterable[Queue], timed: bool) -> Fence:
+        return Fence(self.streams, visible, timed)
+
+    def synchronize(self) -> None:
+        self.api.synchronize()

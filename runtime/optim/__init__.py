@@ -1,0 +1,1 @@
+"""Optimizer updates by one written formula: C, torch's operations, and Triton, with the same bits."""

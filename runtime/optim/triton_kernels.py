@@ -1,0 +1,98 @@
+"""The Triton kernels of ``runtime/optim/device_kernels.py``, which says what they do; importing this file needs triton.
+
+16-bit planes come as int16: only their bits are used. Integers wrap, as in C. ``/`` and ``tl.sqrt`` are approximations on
+NVIDIA GPUs, ``div_rn`` and ``sqrt_rn`` are not.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BLOCK = 1024  # elements of a program
+
+
+@triton.jit
+def _weight_at(weight, remainder, at, inside, SPLIT: tl.constexpr):
+    if SPLIT:
+        hi = tl.load(weight + at, mask=inside, other=0).to(tl.int32)
+        lo = tl.load(remainder + at, mask=inside, other=0).to(tl.int32)
+        return ((hi << 16) + lo).to(tl.float32, bitcast=True)
+    else:
+        return tl.load(weight + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _grad_at(grad, at, inside, HALF: tl.constexpr):
+    if HALF:
+        return (tl.load(grad + at, mask=inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return tl.load(grad + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _stored_bits(x):
+    """NVIDIA GPUs make 0x7fffffff of a NaN, whose high half rounds to a zero."""
+    return tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
+
+
+@triton.jit
+def _set_weight(weight, remainder, at, inside, w, SPLIT: tl.constexpr):
+    bits = _stored_bits(w)
+    if SPLIT:
+        tl.store(weight + at, ((bits + 0x8000) >> 16).to(tl.int16), mask=inside)
+        tl.store(remainder + at, bits.to(tl.int16), mask=inside)
+    else:
+        tl.store(weight + at, bits.to(tl.float32, bitcast=True), mask=inside)
+
+
+@triton.jit
+def _set_state(state, at, inside, x):
+    tl.store(state + at, _stored_bits(x).to(tl.float32, bitcast=True), mask=inside)
+
+
+@triton.jit
+def adamw(
+    weight, grad, m_at, v_at, remainder, count,
+    scale, keep, decay, take1, beta2, take2, size, rise, eps,
+    SPLIT: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``decay`` is Adam's, not used here."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    w = _weight_at(weight, remainder, at, inside, SPLIT)
+    g = _grad_at(grad, at, inside, HALF) * scale
+    m = tl.load(m_at + at, mask=inside, other=0.0)
+    v = tl.load(v_at + at, mask=inside, other=0.0)
+    m = m + take1 * (g - m)
+    v = beta2 * v + (take2 * g) * g
+    d = tl.math.sqrt_rn(v) * rise + eps
+    w = keep * w
+    w = w - tl.math.div_rn(size * m, d)
+    _set_state(m_at, at, inside, m)
+    _set_state(v_at, at, inside, v)
+    _set_weight(weight, remainder, at, inside, w, SPLIT)
+
+
+@triton.jit
+def sgd(
+    weight, grad, buffer, remainder, count,
+    scale, decay, momentum, take, lr,
+    NESTEROV: tl.constexpr, FIRST: tl.constexpr, SPLIT: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    w = _weight_at(weight, remainder, at, inside, SPLIT)
+    g = _grad_at(grad, at, inside, HALF) * scale
+    g = g + decay * w
+    if FIRST:
+        b = g
+    else:
+        b = momentum * tl.load(buffer + at, mask=inside, other=0.0) + take * g
+    if NESTEROV:
+        u = g + momentum * b
+    else:
+        u = b
+    w = w - lr * u
+    _set_state(buffer, at, inside, b)
+    _set_weight(weight, remainder, at, inside, w, SPLIT)

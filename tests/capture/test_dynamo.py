@@ -1,0 +1,141 @@
+"""The contract of the private torch APIs that ``mtcompile.capture`` rests on: each is asked for exactly what we use.
+
+A new torch that fails here tells what moved, before any model does.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from mtcompile import torch_private
+from mtcompile.capture import dynamo, joint
+from mtcompile.capture.description import Computed, Description, describe
+from mtcompile.capture.dynamo import front_end
+from mtcompile.capture.joint import joint_graph
+from mtcompile.passes.joint.normalize import normalize
+from mtcompile.passes.step_graph import InputSpec, OutputSpec
+
+
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor, int]:
+        for layer in self.layers:
+            x = layer(x) * scale
+        x = self.norm(x)
+        return x.sum(), x, 3
+
+
+def captured(*args: Any) -> tuple[nn.Module, Description]:
+    model, found = Buffered(), []
+    names = {id(b): ("buffer", n) for n, b in model.named_buffers()} | {
+        id(p): ("param", n) for n, p in model.named_parameters()
+    }
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        found.append(describe(graph, inputs, lambda tensor: names.get(id(tensor))))
+        return graph.forward
+
+    def call(*inputs: Any) -> Any:
+        return model(*inputs)
+
+    torch.compiler.reset()
+    front_end(call, backend)(*args)
+    return model, found[0]
+
+
+def test_dynamo_lifts_parameters_and_makes_numbers_constants() -> None:
+    model, description = captured(torch.randn(3, 4), 0.5)
+    roles = [(spec.role, spec.name) for spec in description.inputs]
+    assert {n for role, n in roles if role == "param"} == {n for n, _ in model.named_parameters()}
+    assert {n for role, n in roles if role == "buffer"} == {n for n, _ in model.named_buffers()}
+    assert [role for role, _ in roles].count("input") == 1  # x, and no scale
+    assert not any(isinstance(v, torch.SymInt) for n in description.graph.graph.nodes for v in _shape(n))
+    assert {type(o) for o in description.outputs} == {Computed}
+
+
+def _shape(node: fx.Node) -> tuple[Any, ...]:
+    value = node.meta.get("example_value")
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def test_the_joint_export_describes_its_inputs_and_outputs() -> None:
+    model, description = captured(torch.randn(3, 4), 0.5)
+    joint = joint_graph(description, (True, False))
+    assert all(isinstance(spec, InputSpec) for spec in joint.meta["inputs"])
+    assert all(isinstance(spec, OutputSpec) for spec in joint.meta["outputs"])
+    kinds = [(spec.kind, spec.name) for spec in joint.meta["outputs"]]
+    assert {n for kind, n in kinds if kind == "grad"} == {n for n, _ in model.named_parameters()}
+    assert {n for kind, n in kinds if kind == "mutation"} == {n for n, _ in model.named_buffers()}
+    assert [spec.role for spec in joint.meta["inputs"]].count("tangent") == 1  # the detached output has none
+    paths = {node.meta["module_path"] for node in joint.graph.nodes if node.meta.get("module_path")}
+    assert {"layers.0", "layers.1", "norm"} <= paths
+    backward = [n for n in joint.graph.nodes if n.meta.get("partitioner_tag") == "is_backward"]
+    assert backward, "the joint graph tags its backward nodes"
+    assert normalize(joint).graph.output_node() is not None
+
+
+def test_an_inference_graph_has_no_backward() -> None:
+    _, description = captured(torch.randn(3, 4), 0.5)
+    joint = joint_graph(description, None)
+    assert {spec.kind for spec in joint.meta["outputs"]} <= {"output", "mutation"}
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_keeps_graph_tells_a_retained_backward(keep: bool) -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: seen.append(torch_private.keeps_graph()))
+    (x * 2).sum().backward(retain_graph=keep)
+    assert seen == [keep]
+
+
+def test_storage_holders_counts_views() -> None:
+    tensor = torch.ones(8)
+    alone = torch_private.storage_holders(tensor)
+    view = tensor[2:]
+    assert torch_private.storage_holders(tensor) == alone + 1
+    del view
+    assert torch_private.storage_holders(tensor) == alone
+
+
+def test_the_allocators_events_see_what_an_operation_makes_inside() -> None:
+    x = torch.ones(1024)
+    with torch_private.AllocatorPeak() as peak:
+        y = (x + x) * x  # the sum and the product are alive together
+    assert peak.nbytes == 2 * 4096
+    del y
+    with torch_private.AllocatorPeak() as peak:
+        for _ in range(200):
+            torch.empty(16)
+    assert peak.nbytes == 64
+    with torch.profiler.profile(), torch_private.AllocatorPeak() as peak:
+        torch.empty(16)
+    assert peak.nbytes is None  # another profiler is active
+
+
+def test_names_we_call_exist() -> None:
+    """Every ``torch._...`` attribute named where private ones may be."""
+    source = inspect.getsource(dynamo) + inspect.getsource(joint) + inspect.getsource(torch_private)
+    for text in (
+        "torch._guards.detect_fake_mode",
+        "torch._C._autograd._get_current_graph_task_keep_graph",
+        "torch._C._storage_Use_Count",
+        "torch._C._autograd._profiler_enabled",
+        "torch._dynamo.config",
+    ):
+        assert text in source
+        found: Any = torch
+        for part in text.split(".")[1:]:
+            found = getattr(found, part)
+    for name in ("specialize_float", "automatic_dynamic_shapes", "recompile_limit", "accumulated_recompile_limit"):
+        assert hasattr(torch._dynamo.config, name)
+    assert hasattr(torch._functorch.config, "fake_tensor_prefer_device_type")

@@ -1,0 +1,50 @@
+"""Plans of eight models as they are printed: changed only on purpose.
+
+python -m tests.forecast.test_golden        writes tests/golden/ anew; read the difference before committing it
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import mtcompile
+from tests.execution.test_model import make
+from tests.forecast.test_solve import tower
+
+FOLDER = Path(__file__).parent / "golden"
+TORCH = "2.13"  # other versions trace other graphs
+MODELS = {  # name -> device memory
+    "llama": "256KiB",
+    "gpt2": "192KiB",
+    "cnn": "48KiB",
+    "tied": "40KiB",
+    "chain": "120KiB",
+    "constants": "8KiB",
+    "tower": "4MiB",
+    "gpt-11m": "48MiB",
+}
+
+
+def printed(name: str) -> str:
+    """What ``mtcompile plan`` says, and every decision."""
+    model = name if name == "gpt-11m" else (lambda: tower(2, 256)) if name == "tower" else (lambda: make(name))
+    found = mtcompile.plan(model, batch=4, seq=64, memory=MODELS[name], machine="rtx4090", policies=("megatrain",), force=True)
+    assert found.planned is not None
+    text = f"{found}\n\n{found.planned.plan}\n"
+    return text.replace("<lambda>", name)
+
+
+@pytest.mark.skipif(not torch.__version__.startswith(TORCH), reason=f"golden plans are of torch {TORCH}")
+@pytest.mark.parametrize("name", MODELS)
+def test_plans_change_only_on_purpose(name: str) -> None:
+    expected = (FOLDER / f"{name}.txt").read_text()
+    assert printed(name) == expected, "if this was meant: python -m tests.forecast.test_golden"
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for each in MODELS:
+        (FOLDER / f"{each}.txt").write_text(printed(each))

@@ -1,0 +1,82 @@
+"""A stack of equal blocks: small, and with all that a plan can do. What tests of how plans are shown look at."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mtcompile
+from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.planning.planner import Candidates, Planned, Source
+from mtcompile.passes.planning.policies import POLICIES
+
+BLOCKS = 6
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.up = nn.Linear(32, 96)
+        self.down = nn.Linear(96, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return made
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x), y)
+
+
+def stack(batch: int = 64, seq: int = 1) -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    return Stack().train(), {"x": torch.randn(batch * seq, 32), "y": torch.randint(0, 10, (batch * seq,))}
+
+
+@cache
+def forecast(memory: str = "200KiB", **options: Any) -> mtcompile.Forecast:
+    """Planned once for all tests."""
+    found = mtcompile.plan(lambda: stack(), memory=memory, machine="rtx4090", **options)
+    assert found.feasible
+    return found
+
+
+def source() -> Source:
+    found = forecast().source
+    assert found is not None
+    return found
+
+
+def candidates() -> Candidates:
+    one = source()
+    return Candidates(one.step, one.machine, Budgets(), one.workspace)
+
+
+def by_policy(policy: str) -> Planned:
+    return candidates().by_policy(policy, Budgets())
+
+
+KINDS = ("searched", "backward", *POLICIES)
+
+
+def planned(kind: str) -> Planned:
+    """By a search, by one with updates in the backward, or by a fixed policy."""
+    if kind in POLICIES:
+        return by_policy(kind)
+    options = {"update": "backward", "run_ahead": True} if kind == "backward" else {}
+    found = forecast(**options).planned
+    assert found is not None
+    return found

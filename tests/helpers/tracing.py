@@ -1,0 +1,114 @@
+"""Trace a model to its joint and step graph; run a step graph by interpretation, the reference, and its schedule on the
+emulated device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from mtcompile.capture import tracing
+from mtcompile.capture.tracing import Traced
+from mtcompile.kernels.eager import strides_on
+from mtcompile.passes.analysis.saved import saved_values
+from mtcompile.passes.plan import Decision, Plan
+from mtcompile.passes.step_graph import calls, is_convert, placeholders, regions, results, step_outputs
+from mtcompile.runtime.devices.arena import arena, layout_of
+from mtcompile.runtime.devices.cpu import Arenas, CpuMemory
+from mtcompile.runtime.executor import Delays, execute, prepare
+from mtcompile.torch_private import AllocatorPeak
+
+
+def trace(model: nn.Module, data: dict[str, Any]) -> Traced:
+    """With inputs of its own: what the schedules of a test write to."""
+    torch.compiler.reset()
+    traced = tracing.trace(model, data, observe=strides_on(torch.device("cpu")))
+    return replace(traced, inputs=tuple(t.detach().clone() for t in traced.inputs))
+
+
+def interpret(step: fx.GraphModule, inputs: list[torch.Tensor], seed: int = 3) -> list[torch.Tensor]:
+    """Results of ``fx.Interpreter``, and the generator's state afterwards."""
+    torch.manual_seed(seed)
+    values = []
+    for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
+        if spec.role == "tangent":
+            values.append(torch.ones(tuple(node.meta["val"].shape)))
+        else:
+            values.append(step.meta["constants"][spec.name] if spec.role == "constant" else inputs[spec.index])
+    with torch.no_grad():
+        return [*fx.Interpreter(step).run(*values), torch.get_rng_state()]
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def bind(memory: CpuMemory, step: Any, inputs: list[torch.Tensor]) -> dict[str, Any]:
+    """Give a step its inputs and the homes of its results; the kernels it calls."""
+    constants = step.meta["constants"]
+    for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
+        tangent = torch.ones(tuple(node.meta["val"].shape))
+        memory.bind(
+            node.name,
+            tangent if spec.role == "tangent" else constants[spec.name] if spec.role == "constant" else inputs[spec.index],
+        )
+    for node in step_outputs(step):
+        if memory.schedule.buffers[node.name].kind == "home":
+            layout = memory.layouts[node.name]
+            memory.bind(node.name, torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype))
+    conversions = {call.name: _as_it_is for call in calls(step) if is_convert(call)}
+    return {name: module.forward for name, module in step.named_children()} | conversions
+
+
+def _as_it_is(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What the place it is written to makes another dtype of."""
+    return values
+
+
+def layouts_and_arenas(step: Any, schedule: Any) -> tuple[dict[str, Any], Arenas]:
+    nodes = {node.name: node for node in step.graph.nodes}
+    layouts = {name: layout_of(nodes[name].meta["val"]) for name in schedule.buffers}
+    return layouts, Arenas(arena(schedule.arena_nbytes["device"]), arena(schedule.arena_nbytes["host"]))
+
+
+def run(
+    step: Any, schedule: Any, inputs: list[torch.Tensor], seed: int, delays: Delays | None
+) -> tuple[list[torch.Tensor], int]:
+    """Both phases on the emulated device, poisoned; the results as by interpretation, and the measured peak."""
+    memory = CpuMemory(schedule, *layouts_and_arenas(step, schedule), check=True)
+    kernels = bind(memory, step, inputs)
+    torch.manual_seed(seed)
+    measured = []
+    for phase in ("forward", "backward"):
+        base = schedule.arena_nbytes["device"] + sum(
+            t.untyped_storage().nbytes()
+            for t, b in ((t, schedule.buffers[name]) for name, t in memory.tensors.items())
+            if b.tier == "device" and (b.kind == "pooled" or (b.role == "tangent" and phase == "backward"))
+        )
+        with torch.no_grad(), AllocatorPeak() as peak:
+            execute(prepare(schedule, phase), memory, kernels, delays)
+        assert peak.nbytes is not None
+        measured.append(base + peak.nbytes)
+    state = torch.get_rng_state()
+    results = [memory.tensors[node.name] for node in step_outputs(step)]
+    return [*results, state], max(measured)
+
+
+def random_plan(step: fx.GraphModule, choose: Any) -> Plan:
+    """A plan with every decision drawn by ``choose(options)``."""
+    plan = Plan(lookahead=choose([0, 1, 2]), span=choose([0, 1, 2]), narrow=choose([True, False]))
+    names = step.meta["blocks"]
+    forward = [region for region in regions(step) if region.meta["phase"] == "forward"]
+    for region in forward:
+        choice = choose(["save", "keep", "recompute"])
+        kept = tuple(v.name for v in saved_values(region) if choice == "keep" and choose([True, False]))
+        plan = plan.having(Decision("variant", names[region.meta["block"]], choice, 0, "drawn", kept))
+    for block in dict.fromkeys(step.meta["homes"].values()):
+        plan = plan.having(Decision("params", block, choose(["device", "host"]), 0, "drawn"))
+    for call in regions(step):
+        for item in results(call):
+            if item.meta["role"] == "activation":
+                plan = plan.having(Decision("activation", item.name, choose(["device", "host", "recompute"]), 0, "drawn"))
+    return plan

@@ -1,0 +1,129 @@
+"""Kernels compiled by Inductor: near the eager ones, the same random numbers, equal bits whatever moves, bytes kept."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mtcompile
+from mtcompile.kernels.random import around, explicit
+from mtcompile.passes.step_graph import is_random, kernel_of, regions
+from tests.execution.test_model import make
+from tests.helpers.tracing import trace
+from tests.helpers.training import adamw, minimum_bytes, train
+from tests.test_backend import Gpt, tokens
+
+
+def data() -> dict[str, torch.Tensor]:
+    return {"tokens": tokens(4)}
+
+
+def small() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return Gpt(layers=3)
+
+
+def run(model: torch.nn.Module, memory: int | None, kernels: str) -> tuple[Any, Any]:
+    torch.compiler.reset()
+    copied = copy.deepcopy(model)
+    optimizer = adamw(copied.parameters())
+    compiled = mtcompile.compile(copied, memory=memory, optimizer=optimizer, kernels=kernels)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the device peak was")
+        return train(compiled, optimizer, data(), steps=2), compiled
+
+
+@pytest.mark.slow
+def test_inductor_kernels_at_three_budgets(capfd: pytest.CaptureFixture[str]) -> None:
+    model = small()
+    eager, compiled = run(model, None, "eager")
+    full = compiled.memory_report()["planned_peak_device_bytes"]
+    floor = minimum_bytes(model, data())
+    by_kernels: dict[Any, Any] = {}
+    for memory in (None, full // 2, int(floor * 1.3)):
+        found, compiled = run(model, memory, "inductor")
+        for row, expected in zip(found[:-1], eager[:-1], strict=True):
+            for one, other in zip(row, expected, strict=True):
+                # Adam's first steps are the gradient's sign, so a rounded gradient near zero moves a weight by 2 lr.
+                assert one is not None and other is not None and (one - other).abs().max() <= 2.1e-2
+        assert torch.allclose(found[0][0], eager[0][0], rtol=1e-4)  # type: ignore[arg-type]
+        assert torch.equal(found[-1][0], eager[-1][0])  # type: ignore[arg-type]  # the generator's state
+        report = compiled.memory_report()
+        assert 0 < report["peak_device_bytes"] <= report["planned_peak_device_bytes"]
+        runs = [i.kernel for i in compiled.schedule.instructions if i.op == "run"]
+        if memory is None:
+            assert len(runs) == 2  # everything fits: one forward and one backward region
+        assert "by Inductor" in compiled.plan.numerics
+        earlier = by_kernels.setdefault(tuple(sorted({k.split("_")[1] for k in runs})), found)
+        assert all(torch.equal(a, b) for r, e in zip(found, earlier, strict=True) for a, b in zip(r, e, strict=True))  # type: ignore[arg-type]
+    assert "stays eager" not in capfd.readouterr().err
+
+
+_WITH_WORKERS = """
+import torch
+from mtcompile import compile_ahead
+from tests.test_inductor import data, minimum_bytes, run, small
+compile_ahead._cores = lambda: 4  # a machine with cores for it
+model = small()
+found, compiled = run(model, int(minimum_bytes(model, data()) * 1.3), "inductor")
+counted = torch._dynamo.utils.counters["inductor"]
+kernels = {i.kernel for i in compiled.schedule.instructions if i.op == "run"}
+print(len(kernels), counted["fxgraph_cache_hit"], counted["fxgraph_cache_miss"], float(found[-2][0].sum()))
+"""
+
+
+@pytest.mark.long
+def test_workers_compile_into_the_disk_cache(tmp_path: Path) -> None:
+    """Every kernel is then loaded, none compiled in the process itself; a second start starts no worker."""
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    said = []
+    for _ in range(2):
+        started = subprocess.run([sys.executable, "-c", _WITH_WORKERS], capture_output=True, text=True, check=True, env=env)
+        kernels, loaded, compiled, _ = started.stdout.splitlines()[-1].split()
+        assert int(kernels) == int(loaded) >= 3 and compiled == "0"
+        assert len(list(tmp_path.glob("mtcompile/*"))) == int(kernels)
+        said.append(started.stdout)
+    assert said[0] == said[1]
+
+
+def test_random_operations_are_those_of_the_plain_run() -> None:
+    for name in ("gpt2", "t5"):
+        traced = trace(*make(name))
+        for region in regions(traced.step):
+            kernel = kernel_of(traced.step, region)
+            if not any(is_random(node) for node in kernel.graph.nodes):
+                continue
+            inputs = []
+            for node in kernel.graph.find_nodes(op="placeholder"):
+                val = node.meta["val"]
+                made = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype)
+                inputs.append(made.normal_() if val.is_floating_point() else made.zero_())
+            torch.manual_seed(2)
+            expected, state = kernel(*inputs), torch.get_rng_state()
+            torch.manual_seed(2)
+            found = around(explicit(kernel, "cpu"), "cpu")(*inputs)
+            assert torch.equal(torch.get_rng_state(), state)
+            assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(expected, found, strict=True))
+
+
+def test_a_kernel_that_cannot_be_compiled_stays_eager(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*args: Any) -> Any:
+        raise NotImplementedError("no such thing")
+
+    monkeypatch.setattr("mtcompile.torch_private.inductor", refuse)
+    model = small()
+    eager, _ = run(model, None, "eager")
+    found, _ = run(model, None, "inductor")
+    said = capfd.readouterr().err
+    assert "stays eager: Inductor raised NotImplementedError: no such thing" in said
+    assert torch.allclose(found[0][0], eager[0][0], rtol=1e-5)  # type: ignore[arg-type]

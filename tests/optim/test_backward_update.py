@@ -1,0 +1,554 @@
+"""update="backward": the bits of the ordinary loop, whatever the budget and the order; refusals instead of silently other
+numbers; nothing half done that is not said."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_ as imported_before
+
+import mtcompile
+from mtcompile.errors import StepError
+from mtcompile.models.decoders import Decoder, Shape, fake
+from mtcompile.passes.analysis.cost import Machine
+from mtcompile.runtime.schedule import Schedule
+from mtcompile.runtime.verify import ScheduleError, verify
+from tests.optim.test_master_weights import batch, made
+
+RESIDENT, SMALL = "64MiB", "1MiB"
+Optimizer = Callable[..., torch.optim.Optimizer]
+SIZES = [Shape(64, 160, layers, 2, 1, 256, head_dim=32, dtype=torch.float32) for layers in (12, 16, 20)]
+
+
+def adamw(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, **{"lr": 2e-3, "weight_decay": 0.1} | options)
+
+
+def compiled(
+    memory: str = SMALL, optimizer: Optimizer = adamw, model: nn.Module | None = None, **options: Any
+) -> tuple[Any, torch.optim.Optimizer]:
+    model = made() if model is None else model
+    bound = optimizer(model.parameters())
+    options = {"update": "backward", "device": "cpu", "memory": memory} | options
+    return mtcompile.compile(model, optimizer=bound, **options), bound
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: int = 3, clip: float | None = None) -> list[Tensor]:
+    losses = []
+    for step in range(steps):
+        loss = model(**batch(step))
+        loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Everything that a step changes, copied."""
+    found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    saved = optimizer.state_dict()["state"]
+    return found | {
+        f"{index}.{key}": torch.as_tensor(value).clone() for index, row in saved.items() for key, value in row.items()
+    }
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def plain(optimizer: Optimizer = adamw, steps: int = 3, clip: float | None = None) -> tuple[list[Tensor], dict[str, Tensor]]:
+    model = made()
+    bound = optimizer(model.parameters())
+    losses = train(model, bound, steps, clip)
+    return losses, state(model, bound)
+
+
+# ------------------------------------------------------------------------------------------------------------ the bits
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("memory", [RESIDENT, SMALL])
+def test_losses_weights_and_state_are_the_plain_loops(
+    memory: str, clip: float | None, run_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MT_CHECK", "1")
+    losses, wanted = plain(clip=clip)
+    model, optimizer = compiled(memory, max_grad_norm=clip, run_ahead=run_ahead)
+    assert all(map(torch.equal, losses, train(model, optimizer)))
+    assert same(wanted, state(model, optimizer))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    report = model.memory_report()
+    assert report["peak_device_bytes"] <= report["planned_peak_device_bytes"] <= report["budget_device_bytes"]
+    assert (model.grad_norm is not None) == (clip is not None)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_masters_are_those_of_the_ordinary_loop(clip: float | None) -> None:
+    """Where the norm is fp32; torch's of bf16 gradients is rounded, so clipping is compared where it changes nothing."""
+    ordinary, bound = compiled(update="step", precision="bf16-master32")
+    losses = train(ordinary, bound)
+    model, optimizer = compiled(precision="bf16-master32", max_grad_norm=clip and 1e3, run_ahead=True)
+    assert all(map(torch.equal, losses, train(model, optimizer)))
+    assert same(state(ordinary, bound), state(model, optimizer))
+    wanted = mtcompile.master_parameters(ordinary)
+    assert same(wanted, mtcompile.master_parameters(model))
+
+
+def test_the_norm_of_masters_gradients_is_fp32() -> None:
+    ordinary, bound = compiled(update="step", precision="bf16-master32")
+    ordinary(**batch(0)).backward()
+    wanted = torch.linalg.vector_norm(torch.stack([p.grad.float().norm() for p in ordinary.parameters()]))
+    model, _ = compiled(precision="bf16-master32", max_grad_norm=0.5)
+    model(**batch(0)).backward()
+    assert model.grad_norm == float(wanted)
+    del bound
+
+
+_OPTIMIZERS: dict[str, Optimizer] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "AdamW fused": lambda p: adamw(p, fused=True),
+    "AdamW foreach": lambda p: adamw(p, foreach=True),
+    "AdamW amsgrad": lambda p: adamw(p, amsgrad=True),
+    "AdamW tensor lr": lambda p: adamw(p, lr=torch.tensor(2e-3)),
+    **{
+        name: lambda p, name=name: getattr(torch.optim, name)(p, lr=1e-3)  # type: ignore[misc]
+        for name in ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
+    },
+}
+
+
+_MANY = {"Adadelta", "Adafactor", "Adam", "Adamax", "RAdam", "RMSprop", "Rprop", "AdamW foreach", "AdamW tensor lr"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in _MANY)) for n in _OPTIMIZERS])
+def test_every_optimizer_that_looks_at_one_parameter_at_a_time(name: str) -> None:
+    losses, wanted = plain(_OPTIMIZERS[name])
+    model, optimizer = compiled(optimizer=_OPTIMIZERS[name], run_ahead=True)
+    assert all(map(torch.equal, losses, train(model, optimizer)))
+    assert same(wanted, state(model, optimizer))
+
+
+def grouped(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+    named = list(model.named_parameters())
+    flat = [p for _, p in named if p.dim() < 2]
+    rest = [p for _, p in named if p.dim() >= 2]
+    optimizer = torch.optim.AdamW([{"params": rest, "weight_decay": 0.1}, {"params": flat, "lr": 5e-3}], lr=1e-3)
+    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[2e-3, 6e-3], total_steps=5)
+
+
+def test_groups_schedulers_and_hooks_of_the_optimizer() -> None:
+    """The rate of a step is what it was when its backward began, though the scheduler moves on while updates run."""
+
+    def run(model: Any, optimizer: torch.optim.Optimizer, scheduler: Any) -> tuple[list[Tensor], int]:
+        called = []
+        optimizer.register_step_post_hook(lambda *_: called.append(1))
+        losses = []
+        for step in range(4):
+            loss = model(**batch(step))
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses, len(called)
+
+    reference = made()
+    bound, scheduler = grouped(reference)
+    wanted = run(reference, bound, scheduler)
+    model = made()
+    optimizer, rates = grouped(model)
+    mtcompile.compile(model, optimizer=optimizer, memory=SMALL, device="cpu", update="backward", run_ahead=True)
+    losses, calls = run(model, optimizer, rates)
+    assert all(map(torch.equal, wanted[0], losses)) and calls == wanted[1] == 4
+    assert same(state(reference, bound), state(model, optimizer))
+
+
+def test_what_the_optimizer_does_not_have_keeps_its_gradient() -> None:
+    reference, model = made(), made()
+    names = [name for name, _ in model.named_parameters()][:3]
+    for each in (reference, model):
+        dict(each.named_parameters())[names[2]].requires_grad_(False)
+    optimizer = adamw([p for n, p in model.named_parameters() if n not in names])
+    mtcompile.compile(model, optimizer=optimizer, memory=SMALL, device="cpu", update="backward")
+    model(**batch(0)).backward()
+    reference(**batch(0)).backward()
+    theirs, mine = dict(reference.named_parameters()), dict(model.named_parameters())
+    for name in names[:2]:
+        assert torch.equal(theirs[name].grad, mine[name].grad)
+    assert all(p.grad is None for name, p in mine.items() if name not in names[:2])
+    optimizer.step()
+    optimizer.add_param_group({"params": [mine[names[0]]]})  # from now on it is the optimizer's
+    mine[names[0]].grad = None
+    before = mine[names[0]].detach().clone()
+    model(**batch(1)).backward()
+    assert mine[names[0]].grad is None and not torch.equal(before, mine[names[0]])
+
+
+def test_a_closure_makes_a_step() -> None:
+    losses, wanted = plain(steps=2)
+    model, optimizer = compiled()
+
+    def closure(step: int) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            loss: Tensor = model(**batch(step))
+            loss.backward()
+            return loss.detach()
+
+        return run
+
+    assert [optimizer.step(closure(step)) for step in range(2)] == losses
+    assert same(wanted, state(model, optimizer))
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+
+
+def refused(model: Any, optimizer: torch.optim.Optimizer, match: str, act: Callable[[], Any]) -> None:
+    """``act`` raises, and has changed nothing; the model goes on."""
+    before = state(model, optimizer)
+    with pytest.raises(StepError, match=match):
+        act()
+    assert same(before, state(model, optimizer))
+
+
+def test_what_would_silently_be_other_numbers_is_refused() -> None:
+    model, optimizer = compiled()
+    first = next(model.parameters())
+
+    def backward(factor: float = 1.0) -> None:
+        (model(**batch(0)) * factor).backward()
+
+    refused(model, optimizer, "GradScaler", lambda: backward(65536.0))
+    refused(model, optimizer, "autograd.grad", lambda: torch.autograd.grad(model(**batch(0)), first, allow_unused=True))
+    refused(model, optimizer, "clipping by hand", lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    refused(model, optimizer, "clipping by hand", lambda: imported_before(list(model.parameters()), 1.0))
+    refused(model, optimizer, "clipping by hand", lambda: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0))
+    for register in (first.register_hook, first.register_post_accumulate_grad_hook):
+        handle = register(lambda *_: None)
+        refused(model, optimizer, "hook", backward)
+        handle.remove()
+    first.grad = torch.zeros_like(first)
+    refused(model, optimizer, "a gradient already", backward)
+    first.grad = None
+    backward()
+    refused(model, optimizer, "accumulate=k", backward)
+    optimizer.step()
+    backward()
+    other = nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    assert torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0) > 0  # of other models gradients can be clipped
+
+
+def test_options_that_cannot_be_honoured() -> None:
+    for options, match in (
+        ({"update": "later"}, "step or backward"),
+        ({"update": "step", "run_ahead": True}, 'update="backward" only'),
+        ({"update": "step", "max_grad_norm": 1.0}, 'update="backward" only'),
+        ({"max_grad_norm": -1.0}, "above 0"),
+        ({"nonfinite": "ignore"}, "stop, skip, continue"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            compiled(**options)
+    with pytest.raises(TypeError, match="LBFGS"):
+        compiled(optimizer=lambda p: torch.optim.LBFGS(p))
+    model = mtcompile.compile(made(), update="backward", memory=SMALL, device="cpu")
+    with pytest.raises(StepError, match="needs an optimizer"):
+        model(**batch(0))
+
+
+# --------------------------------------------------------------------------------------------------- what is not finite
+
+
+def poisoned(model: Any, value: float) -> None:
+    """One weight is not finite, in a region in the middle."""
+    with torch.no_grad():
+        wide = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+        wide[len(wide) // 2].view(-1)[0] = value
+
+
+def test_a_loss_that_is_not_finite_stops_before_anything_changes() -> None:
+    model, optimizer = compiled()
+    train(model, optimizer, 1)
+    poisoned(model, float("inf"))
+    refused(model, optimizer, "the loss is nan; nothing was changed", lambda: model(**batch(1)).backward())
+
+
+class Exploding(nn.Module):
+    """The loss is finite, the gradient of the first layer is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        for layer in self.layers[:2]:
+            x = layer(x).tanh()
+        x = (x - x.detach() + at).sqrt()  # an infinite slope at 0
+        for layer in self.layers[2:]:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def exploding(**options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    return compiled("1MiB", model=Exploding(), **options)
+
+
+GOOD, BAD = torch.ones(()), torch.zeros(())
+X = torch.linspace(-1, 1, 16).view(2, 8)
+
+
+def test_a_gradient_that_is_not_finite_stops_in_the_middle_and_says_so() -> None:
+    model, optimizer = exploding()
+    model(X, GOOD).backward()
+    optimizer.step()
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    with pytest.raises(StepError, match=r"gradient of layers.1.* regions behind it have been updated"):
+        model(X, BAD).backward()
+    with pytest.raises(StepError, match=r"Load a checkpoint.*after step 1"):
+        model(X, GOOD)
+    with pytest.raises(StepError, match="Load a checkpoint"):
+        model.state_dict()
+    model.load_state_dict(saved[0])
+    with pytest.raises(StepError, match="Load a checkpoint"):
+        model(X, GOOD)
+    optimizer.load_state_dict(saved[1])
+    model(X, GOOD).backward()
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_step_is_skipped_whole(clip: float | None) -> None:
+    model, optimizer = exploding(nonfinite="skip", max_grad_norm=clip)
+    model(X, GOOD).backward()
+    optimizer.step()
+    before = state(model, optimizer)
+    with pytest.warns(UserWarning, match=r"layers.1.*skipped"):
+        model(X, BAD).backward()
+    optimizer.step()
+    assert same(before, state(model, optimizer))
+    model(X, GOOD).backward()
+    assert not same(before, state(model, optimizer))
+
+
+def test_with_a_norm_a_gradient_that_is_not_finite_stops_before_anything_changes() -> None:
+    model, optimizer = exploding(max_grad_norm=1.0)
+    refused(model, optimizer, r"gradient of layers.1.*nothing was changed", lambda: model(X, BAD).backward())
+    model(X, GOOD).backward()
+
+
+def test_going_on_names_the_first_region() -> None:
+    model, _ = exploding(nonfinite="continue")
+    with pytest.warns(UserWarning, match=r"layers.1.*goes on"):
+        model(X, BAD).backward()
+    assert any(not bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_a_fault_among_the_updates_refuses_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = itertools.count()
+
+    model, optimizer = compiled(optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    train(model, optimizer, 1)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    step = torch.optim.SGD.step
+
+    def failing(self: Any, closure: Any = None) -> Any:
+        if next(calls) == 2:
+            raise RuntimeError("no memory")
+        return step(self, closure)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.SGD, "step", failing)
+        with pytest.raises(RuntimeError, match="no memory"):
+            model(**batch(1)).backward()
+    with pytest.raises(StepError, match=r"step 2 failed among its updates.*after step 1"):
+        model(**batch(1))
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    losses, wanted = plain(lambda p: torch.optim.SGD(p, lr=0.1))
+    got = []
+    for number in (1, 2):
+        loss = model(**batch(number))
+        loss.backward()
+        optimizer.step()
+        got.append(loss.detach())
+    assert all(map(torch.equal, losses[1:], got)) and same(wanted, state(model, optimizer))
+
+
+# ------------------------------------------------------------------------------------------------------- running ahead
+
+
+SLOW_HOST = Machine(flops=2e10, memory_gbps=20, h2d_gbps=4, d2h_gbps=4, host_gbps=0.05, issue_us=2)
+FAIR_HOST = Machine(flops=2e10, memory_gbps=20, h2d_gbps=4, d2h_gbps=4, host_gbps=1, issue_us=2)
+
+
+def test_updates_run_behind_the_next_forward_and_nobody_sees_them_under_way() -> None:
+    """On a host so slow that most updates are left when the backward returns."""
+    losses, wanted = plain(steps=2)
+    model, optimizer = compiled(run_ahead=True, throttle=SLOW_HOST)
+    engine = model._mt_engine
+    loss = model(**batch(0))
+    loss.backward()
+    optimizer.step()
+    assert engine.left is not None
+    second = model(**batch(1))
+    assert engine.left is None  # the forward has drained it
+    assert torch.equal(loss, losses[0]) and torch.equal(second, losses[1])
+    second.backward()
+    assert engine.left is not None
+    seen = model.state_dict()
+    assert engine.left is None and all(torch.equal(seen[name], wanted[name]) for name in seen)
+    optimizer.step()
+    for look in (
+        lambda: list(model.parameters()),
+        lambda: optimizer.state_dict(),
+        lambda: model.synchronize(),
+        lambda: evaluated(model),
+        lambda: model(**{name: rows[:1] for name, rows in batch(0).items()}),
+    ):
+        model(**batch(0)).backward()
+        assert engine.left is not None
+        look()
+        assert engine.left is None
+        optimizer.step()
+
+
+@torch.no_grad()
+def evaluated(model: Any) -> Tensor:
+    return model(**batch(0))  # type: ignore[no-any-return]
+
+
+def test_an_ordinary_loop_waits_for_nothing_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = compiled(run_ahead=True)
+    train(model, optimizer, 2)
+    engine, drained = model._mt_engine, []
+    monkeypatch.setattr(engine, "drain", lambda: drained.append(engine.left))
+    train(model, optimizer, 2)
+    assert not any(drained) and engine.left is not None
+    monkeypatch.undo()
+    model.synchronize()
+
+
+def schedule_that_runs_ahead() -> Schedule:
+    model, _ = compiled("600KiB", model=Decoder(SIZES[0]).train(), run_ahead=True, throttle=FAIR_HOST)
+    model(**batch(0)).backward()
+    found: Schedule = model.schedule
+    return found
+
+
+def test_a_forward_waits_for_its_own_updates_and_the_proof_wants_each_wait() -> None:
+    from dataclasses import replace
+
+    schedule = schedule_that_runs_ahead()
+    verify(schedule)
+    waiting = [i for i, instruction in enumerate(schedule.instructions) if instruction.ahead]
+    first, last = schedule.instructions[waiting[0]], schedule.instructions[waiting[-1]]
+    assert len(waiting) > 3 and first.ahead < last.ahead, "prefetches wait each for its own region's update"
+    caught = 0
+    for index in waiting:
+        rows = list(schedule.instructions)
+        rows[index] = replace(rows[index], ahead=())
+        with pytest.raises(ScheduleError) as error:
+            verify(replace(schedule, instructions=tuple(rows)))
+        caught += error.value.invariant == "I2" and "step before" in str(error.value)
+    assert caught == len(waiting)
+
+
+def test_a_failed_update_is_raised_by_the_next_forward() -> None:
+    model, optimizer = exploding(run_ahead=True)
+    model(X, GOOD).backward()
+    optimizer.step()
+    with pytest.raises(StepError, match=r"gradient of layers.1"):  # it may be found while the backward goes on
+        model(X, BAD).backward()
+        model(X, GOOD)
+    with pytest.raises(StepError, match="Load a checkpoint"):
+        model(X, GOOD)
+
+
+# ------------------------------------------------------------------------------------------------------------ the proof
+
+
+def test_an_update_is_proven_to_come_after_every_read() -> None:
+    from dataclasses import replace
+
+    model, _ = compiled()
+    model(**batch(0)).backward()
+    schedule = model.schedule
+    index = next(i for i, each in enumerate(schedule.instructions) if any(schedule.buffers[w].over for w in each.writes))
+    below = schedule.buffers[schedule.instructions[index].writes[0]].over
+    reader = next(i for i, each in enumerate(schedule.instructions) if below in each.reads and each.phase == "backward")
+    rows = list(schedule.instructions)
+    rows.insert(index + 1, replace(rows[reader], deps=(index,), writes=rows[reader].writes))
+    with pytest.raises(ScheduleError, match=r"I1|I2"):
+        verify(replace(schedule, instructions=tuple(rows)))
+    buffers = dict(schedule.buffers)
+    taken = [name for name, buffer in buffers.items() if buffer.over][:2]
+    buffers[taken[0]] = replace(buffers[taken[0]], over=buffers[taken[1]].over)
+    with pytest.raises(ScheduleError, match="I0"):
+        verify(replace(schedule, buffers=buffers))
+    rows = [
+        replace(each, reads=tuple(r for r in each.reads if schedule.buffers[r].role != "grad"), deps=each.deps)
+        if i == index
+        else each
+        for i, each in enumerate(schedule.instructions)
+    ]
+    with pytest.raises(ScheduleError, match=r"I4.*grad"):
+        verify(replace(schedule, instructions=tuple(rows)))
+
+
+# -------------------------------------------------------------------------------------------------------- bytes and time
+
+
+@pytest.mark.parametrize(
+    ("update", "most", "shape"),
+    [
+        ("backward", 12.5, SIZES[0]),
+        *(pytest.param("backward", 12.5, shape, marks=pytest.mark.long) for shape in SIZES[1:]),
+        ("step", 14.5, SIZES[0]),
+    ],
+)
+def test_host_bytes_per_parameter(update: str, most: float, shape: Shape) -> None:
+    """Of state, gradients and slots, as held after three steps, and as planned; activations are few here."""
+    torch.manual_seed(0)
+    source = Decoder(shape).train()
+    model, optimizer = compiled("1MiB", model=source, update=update, precision="bf16-master32")
+    train(model, optimizer)
+    parameters = sum(p.numel() for p in model.parameters())
+    resident = model.schedule.resident_nbytes.get("device", 0)
+    report = model.memory_report()
+    held = report["peak_host_bytes"] + resident
+    arena = sum(b.nbytes for b in model.schedule.buffers.values() if b.tier == "host" and b.role == "activation")
+    assert (held - arena) / parameters <= most
+    assert report["peak_host_bytes"] <= report["planned_peak_host_bytes"]
+
+
+def decoder_of_8(batch: int, seq: int) -> Any:
+    tokens = torch.zeros((batch, seq), dtype=torch.int64)
+    return fake(Shape(256, 1024, 8, 4, 2, 512, head_dim=64, dtype=torch.bfloat16)), {"tokens": tokens, "targets": tokens}
+
+
+def planned(host_gbps: float, **options: Any) -> mtcompile.Forecast:
+    machine = Machine(flops=1e10, memory_gbps=4, h2d_gbps=2, d2h_gbps=2, host_gbps=host_gbps, issue_us=20)
+    return mtcompile.plan(decoder_of_8, batch=2, seq=64, memory="10MB", machine=machine, precision="bf16-master32", **options)
+
+
+def test_updates_add_next_to_nothing_where_the_host_has_less_to_do() -> None:
+    """As the simulator sees it; after the backward, they would add what they take."""
+    after, along = planned(3), planned(3, update="backward")
+    assert after.update_us > 0.1 * (after.step_time_us - after.update_us)
+    assert along.update_us < 0.02 * along.step_time_us
+
+
+@pytest.mark.long
+def test_running_ahead_hides_what_a_backward_is_too_short_for() -> None:
+    along, ahead = planned(0.45, update="backward"), planned(0.45, update="backward", run_ahead=True)
+    assert ahead.step_time_us < 0.95 * along.step_time_us

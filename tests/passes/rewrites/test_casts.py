@@ -1,0 +1,136 @@
+"""Casts move to the side of the link where fewer bytes cross, and nothing else changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mtcompile
+from mtcompile.passes import rewrite
+from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.check import SameComputationError, same_computation
+from mtcompile.passes.plan import Plan
+from mtcompile.passes.step_graph import convert
+from tests.helpers.tracing import trace
+from tests.optim.test_backward_update import adamw, same, state
+from tests.optim.test_master_weights import batch, made
+
+TIGHT = "600KiB"
+# The link is the wall, so that casts are worth the host's time; and the other way round.
+SLOW_LINK = Machine(flops=1e12, memory_gbps=100, h2d_gbps=0.05, d2h_gbps=0.05, host_gbps=20, issue_us=1)
+SLOW_HOST = replace(SLOW_LINK, h2d_gbps=20, d2h_gbps=20, host_gbps=0.05)
+
+
+def compiled(machine: Machine | None = SLOW_LINK, model: nn.Module | None = None, **options: Any) -> tuple[Any, Any]:
+    model = made() if model is None else model
+    optimizer = adamw(model.parameters())
+    options = {"memory": TIGHT, "device": "cpu", "throttle": machine} | options
+    return mtcompile.compile(model, optimizer=optimizer, **options), optimizer
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: int = 2) -> list[Tensor]:
+    losses = []
+    for step in range(steps):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(**batch(step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+        if step + 1 < steps:
+            optimizer.zero_grad()
+    return losses
+
+
+def copied(model: Any, role: str) -> dict[str, list[int]]:
+    """Bytes of each copy of such a value to or from home as it lies there ("home"), and to or from a slot ("placed")."""
+    found: dict[str, list[int]] = {"home": [], "placed": []}
+    buffers = model.schedule.buffers
+    for i in model.schedule.instructions:
+        for name in (*i.reads, *i.writes) if i.op == "copy" else ():
+            if (buffers[name].tier, buffers[name].role) == ("host", role):
+                found[buffers[name].kind].append(buffers[name].nbytes)
+    return found
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_under_autocast_fp32_weights_cross_as_bf16_and_so_do_their_gradients(
+    update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MT_CHECK", "1")
+    plain = made()
+    bound = adamw(plain.parameters())
+    losses = train(plain, bound)
+    model, optimizer = compiled(update=update)
+    assert all(map(torch.equal, losses, train(model, optimizer)))
+    assert same(state(plain, bound), state(model, optimizer))
+    if update == "step":
+        pairs = zip(plain.parameters(), model.parameters(), strict=True)
+        assert all(torch.equal(p.grad, q.grad) for p, q in pairs)  # type: ignore[arg-type]
+    halves = {2 * p.numel() for p in model.parameters() if p.dim() == 2}
+    embedding = 4 * model.embed.weight.numel()  # it is looked up as it is
+    for role in ("param", "grad"):
+        sizes = copied(model, role)
+        assert sizes["placed"] and set(sizes["placed"]) <= {*halves, *(embedding,) * (update == "backward"), 256, 448}
+        if update == "step":
+            assert [nbytes for nbytes in sizes["home"] if nbytes > 1024] in ([], [embedding]), f"{role}s that cross in fp32"
+    report = model.memory_report()
+    assert report["peak_device_bytes"] <= report["planned_peak_device_bytes"] <= report["budget_device_bytes"]
+
+
+def test_casts_stay_where_the_host_is_the_wall() -> None:
+    model, optimizer = compiled(SLOW_HOST)
+    train(model, optimizer, 1)
+    assert not model.plan.narrow and not [i for i in model.schedule.instructions if i.queue == "host"]
+
+
+def test_without_autocast_nothing_is_cast() -> None:
+    model, _ = compiled()
+    model(**batch(0)).backward()
+    assert not [i for i in model.schedule.instructions if i.queue == "host"]
+
+
+class Halved(nn.Module):
+    """Weights are read in bf16; ``both``: and in fp32 too."""
+
+    def __init__(self, both: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))
+        self.both = both
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            made = (x.to(torch.bfloat16) @ layer.weight.to(torch.bfloat16)).float()
+            x = x + (made * layer.weight.square().sum() if self.both else made)
+        return x.square().mean()
+
+
+def test_what_a_region_reads_in_both_widths_crosses_whole() -> None:
+    plain = Halved(both=True)
+    model, _ = compiled(model=Halved(both=True), memory="120KiB")
+    x = torch.randn(4, 64)
+    wanted, found = plain(x), model(x)
+    wanted.backward()
+    found.backward()
+    assert torch.equal(wanted, found)
+    pairs = zip(plain.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(p.grad, q.grad) for p, q in pairs)  # type: ignore[arg-type]
+    assert 4 * 64 * 64 in copied(model, "param")["home"]
+
+
+def test_the_proof_knows_a_cast_from_another() -> None:
+    traced = trace(Halved(), {"x": torch.randn(4, 64)})
+    step = rewrite(traced.step, Plan())
+    same_computation(traced.joint, step)
+    nodes = [node for node in step.graph.nodes if node.target is convert]
+    assert {node.meta["phase"] for node in nodes} == {"forward", "backward"}
+    for node in nodes:
+        kept = node.kwargs
+        node.kwargs = {"casts": tuple({"dtype": torch.float16} for _ in kept["casts"])}  # type: ignore[union-attr]
+        with pytest.raises(SameComputationError):
+            same_computation(traced.joint, step)
+        node.kwargs = kept

@@ -1,0 +1,210 @@
+"""Every pass keeps the bits, every plan keeps the computation, and corrupted schedules of real models are rejected."""
+
+from __future__ import annotations
+
+import operator
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from mtcompile.kernels.eager import _example
+from mtcompile.passes import pipeline, rewrite
+from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.analysis.kernels import kernel_key
+from mtcompile.passes.analysis.memory import body_peak
+from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.check import SameComputationError, check_schedule, same_computation
+from mtcompile.passes.lower import lower
+from mtcompile.passes.plan import Plan, plan_from_json
+from mtcompile.passes.planning.planner import make_plan
+from mtcompile.passes.step_graph import is_seed, kernel_of, listing, regions
+from mtcompile.runtime.schedule import from_json
+from mtcompile.runtime.verify import ScheduleError, verify
+from tests.execution.test_model import CASES, make
+from tests.helpers.corrupt import mutants
+from tests.helpers.oracle import why_unsafe
+from tests.helpers.tracing import equal, interpret, random_plan, trace
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits_after_every_pass(name: str) -> None:
+    traced = trace(*make(name))
+    expected = interpret(traced.step, traced.inputs)
+    same_computation(traced.joint, traced.step)
+    rng = Random(name)
+    for plan in (Plan(), Plan(lookahead=1), *(random_plan(traced.step, rng.choice) for _ in range(3))):
+        seen = []
+
+        def after(pass_name: str, step: fx.GraphModule, seen: list[str] = seen) -> None:
+            seen.append(pass_name)
+            assert equal(interpret(step, traced.inputs), expected), pass_name
+            same_computation(traced.joint, step)
+
+        step = rewrite(traced.step, plan, after)
+        assert seen == [transform.__name__ for transform in pipeline()]
+        schedule = lower(step, plan, Machine(), {})
+        check_schedule(step, schedule)
+        verify(schedule)
+        assert from_json(schedule.to_json()) == schedule
+    assert equal(interpret(traced.step, traced.inputs), expected)  # rewriting left the original alone
+
+
+def test_corrupted_schedules_of_real_models() -> None:
+    """At least 200 mutants of five models; what random executions show unsafe is rejected, naming an invariant."""
+    unsafe = total = 0
+    for seed, name in enumerate(("llama", "gpt2", "cnn", "tied", "chain")):
+        traced = trace(*make(name))
+        plan = Plan(lookahead=seed % 2)
+        schedule = lower(rewrite(traced.step, plan), plan, Machine(), {})
+        assert why_unsafe(schedule, walks=2, seed=seed) is None
+        for what, mutant in mutants(schedule, seed, per_kind=3):
+            total += 1
+            reason = why_unsafe(mutant, walks=3, seed=seed)
+            if reason is None:
+                continue
+            unsafe += 1
+            with pytest.raises(ScheduleError) as caught:
+                verify(mutant)
+            assert caught.value.invariant, what
+    assert unsafe >= 200, (unsafe, total)
+
+
+def test_identical_layers_share_a_kernel_and_others_do_not() -> None:
+    step = trace(nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), {"input": torch.randn(3, 8)}).step
+    assert len(step.meta["kernels"]) < len(regions(step))
+    constants = trace(*make("constants")).step
+    text = "\n".join(str(kernel_of(constants, r).graph) for r in regions(constants))
+    assert "tanh" in text and text.count("gelu") >= 4
+
+
+def _body(target: Any, *rest: Any, shape: tuple[int, ...] = (2, 3), **kwargs: Any) -> fx.Graph:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(shape, device="meta")
+    y = graph.call_function(target, (x, *rest), kwargs)
+    y.meta["val"] = torch.empty(shape, device="meta")
+    graph.output((y,))
+    return graph
+
+
+def test_kernel_keys_tell_everything_that_matters_apart() -> None:
+    aten = torch.ops.aten
+    bodies = [
+        _body(aten.gelu.default),
+        _body(aten.gelu.default, approximate="tanh"),
+        _body(aten.gelu.default, approximate="none"),
+        _body(aten.gelu.default, shape=(3, 2)),
+        _body(aten.add.Tensor, 1),
+        _body(aten.add.Tensor, 1.0),
+        _body(aten.add.Tensor, True),
+        _body(aten.add.Tensor, 0.0),
+        _body(aten.add.Tensor, -0.0),
+        _body(aten.add.Scalar, 1),
+    ]
+    keys = [kernel_key(body) for body in bodies]
+    assert len(set(keys)) == len(keys)
+    assert kernel_key(_body(aten.gelu.default)) == keys[0]
+
+
+def test_a_changed_computation_is_noticed() -> None:
+    traced = trace(*make("gpt2"))
+    step = rewrite(traced.step, Plan())
+    for region in regions(step):
+        for node in kernel_of(step, region).graph.nodes:
+            if node.target is torch.ops.aten.add.Tensor:
+                original, node.target = node.target, torch.ops.aten.sub.Tensor
+                with pytest.raises(SameComputationError, match="I5"):
+                    same_computation(traced.joint, step)
+                node.target = original
+                break
+    same_computation(traced.joint, step)
+    plan = Plan()
+    schedule = lower(step, plan, Machine(), {})
+    other = rewrite(traced.step, Plan(lookahead=1))
+    with pytest.raises(SameComputationError, match="I5"):
+        check_schedule(other, schedule)
+
+
+def test_plans_are_deterministic_round_trip_and_explain_themselves() -> None:
+    traced = trace(*make("llama"))
+    free = make_plan(traced.step, Machine(), Budgets())
+    floor = free.plan.minimum_device_bytes
+    for budget in (floor, (floor + free.plan.peak_bytes["device"]) // 2, None):
+        one, other = (make_plan(traced.step, Machine(), Budgets(budget)).plan for _ in range(2))
+        assert one == other and plan_from_json(one.to_json()) == one
+        assert budget is None or one.peak_bytes["device"] <= budget
+        assert all(decision.reason for decision in one.decisions)
+        text = str(one)
+        assert "peak" in text and "numerics" in text and "smallest device budget" in text
+
+
+def test_listings_read_well() -> None:
+    traced = trace(*make("tied"))
+    text = listing(rewrite(traced.step, Plan()))
+    assert "prefetch" in text and "offload" in text and "return grad embed.weight" in text
+
+
+def test_views_never_cross_a_cut() -> None:
+    for name in CASES:
+        step = trace(*make(name)).step
+        for region in regions(step):
+            for operand in region.args:
+                assert operand.op == "placeholder" or operand.meta["val"].untyped_storage().nbytes() <= operand.meta["nbytes"]
+
+
+def test_body_peak_counts_a_storage_once_and_to_its_last_view() -> None:
+    aten = torch.ops.aten
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(16, 16, device="meta")  # 1 KiB
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        vals = [a.meta["val"] if isinstance(a, fx.Node) else a for a in args]
+        node.meta["val"] = target(*vals)
+        return node
+
+    a = call(aten.relu.default, x)
+    v = call(aten.t.default, a)
+    b = call(aten.relu.default, x)
+    c = call(aten.mm.default, v, b)
+    d = call(aten.relu.default, c)
+    graph.output((d,))
+    assert body_peak(graph) == 3 * 1024  # a (kept by its view), b and c; then c and d
+
+
+class Functional(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin().sum()
+
+
+def test_without_parameters() -> None:
+    x = torch.randn(4, requires_grad=True)
+    traced = trace(Functional(), {"x": x})
+    assert torch.equal(interpret(traced.step, traced.inputs)[1], x.cos())
+
+
+def test_what_attention_says_of_its_random_numbers_is_passed_on() -> None:
+    graph = fx.Graph()
+    q = graph.placeholder("q")
+    for packet in (torch.ops.aten._scaled_dot_product_efficient_attention, torch.ops.aten._scaled_dot_product_flash_attention):
+        call = graph.call_function(packet.default, (q, q, q))
+        names = [result.name for result in packet.default._schema.returns]
+        found = [names[i] for i in range(len(names)) if is_seed(graph.call_function(operator.getitem, (call, i)))]
+        assert found in (["philox_seed", "philox_offset"], ["rng_state", "unused"])
+    assert not is_seed(q) and not is_seed(graph.call_function(torch.ops.aten.sin.default, (q,)))
+
+
+def test_seeds_of_attention_are_examples_in_host_memory() -> None:
+    graph = fx.Graph()
+    backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    names = [argument.name for argument in backward._schema.arguments]
+    given = [graph.placeholder(name) for name in names[:9]]
+    for node in given:
+        node.meta["val"] = torch.empty(2, device="meta")
+    graph.output(graph.call_function(backward, tuple(given)))
+    on_host = [node.name for node in given if _example(node, torch.device("meta")).device.type == "cpu"]
+    assert on_host == ["philox_seed", "philox_offset"]

@@ -1,0 +1,121 @@
+"""The benchmarks' own arithmetic, and what they say where nothing was measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import host_update, predictions, run, training
+from benchmarks.decoder import build, text
+from benchmarks.models import Case, make
+from mtcompile.models.decoders import SHAPES, Decoder, counted, model_flops
+from mtcompile.passes.analysis.cost import Machine
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_parameters_are_counted_as_they_are(name: str) -> None:
+    with torch.device("meta"):
+        model = Decoder(SHAPES[name])
+    assert counted(SHAPES[name])[0] == sum(p.numel() for p in model.parameters())
+    assert model_flops(SHAPES[name], 2, 8) > 6 * 16 * counted(SHAPES[name])[1]
+
+
+def test_tied_weights_are_built_tied() -> None:
+    shape = replace(SHAPES["gpt-11m"], tied=True, layers=1)
+    model = build(shape, torch.device("cpu"))
+    assert model.head.weight is model.embed.weight
+    assert counted(shape)[0] == sum(p.numel() for p in model.parameters())
+
+
+def test_every_case_names_a_shape_and_peers_that_exist() -> None:
+    for case in training.CASES.values():
+        assert case.shape in SHAPES and set(case.peers) <= set(training.PEERS)
+    assert len(training.CASES) == len(training.CPU) + len(training.GPU)
+
+
+def test_text_is_shifted_by_one() -> None:
+    tokens, targets = text(3, 50)
+    assert torch.equal(tokens.flatten()[1:], targets.flatten()[:-1]) and int(tokens.max()) < 256
+
+
+def test_a_table_of_what_was_and_was_not_measured() -> None:
+    case = training.GPU[0]
+    rows = [
+        {"case": case.name, "peer": "plain", "step_s": 0.5, "tokens_per_s": 1234.5, "peak_bytes": 0, "busy": {"compute": 0.5}},
+        {"case": case.name, "peer": "torch.compile", "error": "OutOfMemoryError: no room"},
+    ]
+    table = run.training_table([case], rows)
+    assert "| plain | 1,234 | 500.0 |" in table and "50.0%" in table
+    assert "OutOfMemoryError: no room" in table and "| mtcompile eager | *not yet measured* |" in table
+
+
+def test_a_run_goes_on_where_one_of_the_same_commit_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out.json"
+    first = run.Results(path, "cpu")
+    done: dict[str, Any] = {"case": "step-11m", "peer": "plain", "step_s": 1.0, "peak_bytes": 1}
+    first.rows += [done, {"case": "step-11m", "peer": "checkpoint", "error": "stopped"}]
+    first.write()
+    assert run.Results(path, "cpu").rows == [done]  # what failed is tried again
+    assert run.Results(path, "gpu").rows == []
+    path.write_text(json.dumps({**json.loads(path.read_text()), "commit": "another"}))
+    assert run.Results(path, "cpu").rows == []
+
+
+def test_an_error_of_a_child_is_its_last_line() -> None:
+    assert "step-11m/nobody" not in run.in_child(["--one", "step-11m/nobody/None"])["error"]
+    assert "nobody" in run.in_child(["--one", "step-11m/nobody/None"])["error"]
+
+
+def test_without_a_gpu_nothing_is_run() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    for command in (["benchmarks.gpu"], ["benchmarks.run", "--suite", "gpu"]):
+        made = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=False)
+        assert made.returncode == 0 and "nothing was run" in made.stdout
+
+
+def test_predictions_are_measured_and_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MT_CACHE", str(tmp_path))
+    monkeypatch.setattr(predictions, "SLOW", Machine("slow"))
+    tiny = Case("tiny", 1, 16, 2, batch=1, seq=8, vocabulary=16)
+    monkeypatch.setitem(predictions.MODELS, "tiny", lambda: make(tiny))
+    rows = [
+        predictions.measure(predictions.Config("tiny", 1, gbps, calibrates), steps=1, warmups=1)
+        for gbps, calibrates in ((0.5, True), (1.0, False), (0.0, True), (0.0, False))
+    ]
+    assert [row["planned_for"] for row in rows] == ["slow, emulated"] * 2 + ["emulated", "emulated as measured"]
+    assert all(row["measured_ms"] > 0 and row["predicted_peak_bytes"] >= row["measured_peak_bytes"] > 0 for row in rows)
+    assert "calibrated emulated" in rows[2]["calibration"] and list(tmp_path.glob("times/*"))
+
+
+def test_errors_of_predictions_leave_out_what_calibrates() -> None:
+    def row(predicted: float, measured: float, calibrates: bool) -> dict[str, Any]:
+        peaks = {"predicted_peak_bytes": 2 * 60_000_000, "measured_peak_bytes": 60_000_000}
+        about = {"model": "m", "memory_mib": 1, "link_gbps": None, "calibrates": calibrates}
+        return {"predicted_ms": predicted, "measured_ms": measured, **about, **peaks}
+
+    rows = [row(10, 20, True), row(10, 20, False), row(100, 250, False), row(10, 16, False)]
+    factor = predictions.overhead(rows)
+    judged = predictions.judge(rows, factor)
+    assert factor == pytest.approx(2) and judged["configurations"] == 3
+    assert judged["worst_percent"] == pytest.approx(25) and judged["median_percent"] == pytest.approx(20)
+    assert judged["worst_percent_of_longer_steps"] == pytest.approx(20)
+    assert judged["greatest_peak_ratio_above_50_mb"] == 2
+    assert "| m | 1 |  | 200.0 | 250.0 | -20.0 |" in predictions.table("t", judged)
+
+
+def test_updates_are_judged_by_the_faster_copy_and_by_torchs_per_parameter() -> None:
+    copy, slower = host_update.COPIES
+    seconds = {copy: 0.5, slower: 1.0, host_update.FUSED: 2.0, "c, fp32": 1.0}
+    nbytes = {copy: 8 * 10**9, slower: 8 * 10**9, host_update.FUSED: 28 * 10**9, "c, fp32": 28 * 10**9}
+    rows = {row["what"]: row for row in host_update.judged(1000, seconds, nbytes, {what: [1.0] for what in seconds})}
+    assert rows["c, fp32"]["of_copy"] == 28 / 16 and rows["c, fp32"]["of_fused"] == 2 and "of_fused" not in rows[slower]
+    assert rows["c, fp32"]["ns_per_parameter"] == 1.0 and rows[copy]["of_copy"] == 1
+    assert "| 1000 million | c, fp32 | 1000.00 | 28.0 | 1.75 | 2.00 |" in host_update.table(list(rows.values()))

@@ -1,0 +1,61 @@
+"""The example, as a user starts it: small, at a quarter of what it would use, with other timings every time."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+SMALL = ["--layers", "3", "--width", "64", "--batch", "2", "--seq", "32", "--steps", "3"]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
+    spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "train_gpt", module)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *SMALL, *flags])
+    code = module.main()
+    return code, capsys.readouterr().out
+
+
+@pytest.fixture
+def quarter(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """A quarter of the peak with everything resident."""
+    code, out = run(monkeypatch, capsys, "--memory", "1GiB")
+    assert code == 0
+    peak = re.search(r"peak device ([\d.]+) MiB", out)
+    assert peak is not None
+    return str(int(float(peak[1]) * 2**20 / 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 20), marks=pytest.mark.long)])
+def test_equal_at_a_quarter_of_the_resident_peak_under_delay_seeds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quarter: str, tmp_path: Path, seeds: range
+) -> None:
+    monkeypatch.setenv("MT_CACHE", str(tmp_path))  # one search for all of them
+    expected = r"compare: losses 3/3 equal, gradients (\d+)/\1 equal, weights \1/\1 equal"
+    code, out = run(monkeypatch, capsys, "--memory", quarter, "--compare")
+    assert code == 0 and re.search(expected, out), out
+    monkeypatch.setenv("MT_CHECK", "1")
+    for seed in seeds:
+        monkeypatch.setenv("MT_CHECK_SEED", str(seed))
+        code, out = run(monkeypatch, capsys, "--memory", quarter, "--compare")
+        assert code == 0 and re.search(expected, out), f"seed {seed}: {out}"
+        peak, budget = map(float, re.search(r"peak device ([\d.]+) MiB of budget ([\d.]+) MiB", out).groups())  # type: ignore[union-attr]
+        assert peak <= budget
+
+
+def test_too_small_a_budget_says_what_to_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = run(monkeypatch, capsys, "--memory", "64KiB")
+    assert code == 2 and "Try --memory" in out
+
+
+def test_it_can_be_read_in_one_sitting() -> None:
+    assert len(EXAMPLE.read_text().splitlines()) <= 250

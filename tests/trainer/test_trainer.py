@@ -1,0 +1,255 @@
+"""``mtcompile train``: its losses are a plain loop's, a resumed training goes on with the same bits, Ctrl-C ends it cleanly."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from mtcompile.cli.app import app
+from mtcompile.cli.common import told
+from mtcompile.models.loading import language_model
+from mtcompile.trainer.checkpoint import CHECKPOINT, Checkpointed, resumed, save
+from mtcompile.trainer.text_data import Windows, tokens
+from mtcompile.trainer.trainer import Evaluated, Recipe, Row, learning_rate, train
+
+ROOT = Path(__file__).resolve().parents[2]
+LLAMA = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
+
+
+def config(folder: Path, hidden: int, layers: int) -> str:
+    path = folder / "config.json"
+    sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
+    path.write_text(json.dumps({**LLAMA, **sizes}))
+    return str(path)
+
+
+def recipe(folder: Path, hidden: int = 32, layers: int = 1, **options: Any) -> Recipe:
+    text = folder / "text.md"
+    text.write_text((ROOT / "README.md").read_text())
+    given = {"batch": 4, "seq": 16, "steps": 4, "warmup": 2, "evaluate_every": 0, "device": "cpu", "data": (text,)}
+    return Recipe(config(folder, hidden, layers), **{**given, **options})
+
+
+def losses(wanted: Recipe) -> list[float]:
+    rows: list[Row] = []
+    train(wanted, lambda row, model: rows.append(row) if isinstance(row, Row) else None)
+    return [row.loss for row in rows]
+
+
+def plain_losses(wanted: Recipe) -> list[float]:
+    """An ordinary loop over the same batches, micro-batches with one backward each."""
+    stream, _ = tokens(wanted.data, None)
+    windows = Windows.cut(stream, wanted.seq, wanted.batch)
+    torch.manual_seed(wanted.seed)
+    model, _ = language_model(wanted.model)
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": wanted.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=wanted.lr, betas=(0.9, 0.95))
+    found = []
+    for step in range(1, wanted.steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(wanted, step)
+        parts = [t.chunk(wanted.accumulate) for t in windows.batch(step, wanted.batch, wanted.seed)]
+        total = torch.zeros(())
+        for inputs, targets in zip(*parts, strict=True):
+            loss = model(inputs, targets) * (1 / wanted.accumulate)
+            loss.backward()
+            total = total + loss.detach()
+        if wanted.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), wanted.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(total))
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"hidden": 240, "layers": 2, "memory": "9MiB", "seq": 48, "batch": 2, "evaluate_every": 2},
+        {"memory": "512KiB", "update": "backward", "run_ahead": True, "accumulate": 2},
+    ],
+    ids=["step", "backward, run ahead, accumulate"],
+)
+def test_losses_are_those_of_a_plain_loop(tmp_path: Path, options: dict[str, Any]) -> None:
+    wanted = recipe(tmp_path, **options)
+    rows: list[Row | Evaluated] = []
+    made = train(wanted, lambda row, model: rows.append(row))
+    assert 0 < made.peak_device_bytes <= made.budget_device_bytes
+    assert "hidden" not in options or (1e6 < made.parameters < 2e6 and 16 * made.parameters > 2 * made.budget_device_bytes)
+    steps = [row for row in rows if isinstance(row, Row)]
+    assert [row.loss for row in steps] == plain_losses(wanted)
+    evaluated = [row for row in rows if isinstance(row, Evaluated)]
+    assert [row.step for row in evaluated] == ([2, 4] if wanted.evaluate_every else [])
+    assert all(row.eval_loss < math.log(256) + 1 and row.eval_tokens > 0 for row in evaluated)
+    assert all(row.grad_norm is None if wanted.run_ahead else (row.grad_norm or 0) > 0 for row in steps)
+    assert made.eval_loss == (evaluated[-1].eval_loss if evaluated else None) and steps[-1].loss < steps[0].loss
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{}, {"update": "backward", "clip": 0.0}])
+def test_twenty_million_parameters_in_a_quarter_of_their_state(tmp_path: Path, options: dict[str, Any]) -> None:
+    wanted = recipe(tmp_path, hidden=512, layers=6, steps=6, seq=64, memory="72MiB", **options)
+    rows: list[Row] = []
+    made = train(wanted, lambda row, model: rows.append(row) if isinstance(row, Row) else None)
+    assert 19e6 < made.parameters < 24e6 and 16 * made.parameters > 4 * made.budget_device_bytes >= 4 * made.peak_device_bytes
+    assert [row.loss for row in rows] == plain_losses(wanted)
+
+
+def test_a_resumed_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    wanted = recipe(tmp_path, precision="bf16-master32", update="backward", save=tmp_path / "run")
+    whole = losses(replace(wanted, save=None))
+    rows: list[Row | Evaluated] = []
+    made = train(wanted, lambda row, model: rows.append(row), stop=lambda: len(rows) == 2)
+    assert made.interrupted and made.steps == 2 and made.saved == str(tmp_path / "run" / CHECKPOINT)
+    assert losses(replace(wanted, resume=tmp_path / "run")) == whole[2:]
+    state = torch.load(tmp_path / "run" / CHECKPOINT, weights_only=True)
+    assert state["step"] == 4 and not list((tmp_path / "run").glob("*.new"))
+    for change, said in (({"seed": 1}, "expected seed 0"), ({"steps": 4}, "expected more steps than the 4")):
+        with pytest.raises(ValueError, match=said):
+            train(replace(wanted, resume=tmp_path / "run", **change))  # type: ignore[arg-type]
+    (tmp_path / "run" / CHECKPOINT).write_bytes(b"no checkpoint")
+    with pytest.raises(ValueError, match="found what cannot be used"):
+        train(replace(wanted, resume=tmp_path / "run"))
+
+
+def test_a_checkpoint_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    model = nn.Linear(100, 100)
+    what = Checkpointed(model, torch.optim.AdamW(model.parameters()), "cpu", 0)
+    save(tmp_path, what, 3)
+    before = (tmp_path / CHECKPOINT).read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="bytes free there") as caught:
+            save(tmp_path, what, 4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert told(caught.value)[1] == 2
+    assert [file.name for file in tmp_path.iterdir()] == [CHECKPOINT] and (tmp_path / CHECKPOINT).read_bytes() == before
+    assert resumed(tmp_path, what, 4) == 3
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    wanted = recipe(tmp_path)
+    metrics = tmp_path / "run.jsonl"
+    arguments = ["--data", str(wanted.data[0]), "--batch", "4", "--seq", "16", "--device", "cpu", "--steps", "100000"]
+    arguments += ["--metrics", str(metrics), "--save", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "mtcompile", "train", wanted.model, *arguments]
+    env = {**os.environ, "MT_CACHE": "0", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    yield process, metrics
+    process.kill()
+    process.communicate()
+
+
+def test_ctrl_c_ends_it_after_a_step_with_everything_written(running: tuple[subprocess.Popen[str], Path]) -> None:
+    process, metrics = running
+    until = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n") > 2) and time.monotonic() < until:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in out + err and "stopping after this step" in err
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert set(rows[0]) == {
+        "step", "loss", "lr", "grad_norm", "tokens_per_s", "peak_device_bytes", "peak_host_bytes",
+    }  # fmt: skip
+    state = torch.load(metrics.parent / "run" / CHECKPOINT, weights_only=True)
+    assert state["step"] == len(rows) == rows[-1]["step"] and f"interrupted after {len(rows)} of 100000 steps" in out
+
+
+def test_the_command_trains_on_tokens_and_says_what_it_did(tmp_path: Path) -> None:
+    wanted = recipe(tmp_path)
+    np.random.default_rng(0).integers(0, 200, 5000, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+    arguments = ["train", wanted.model, "--data", f"{tmp_path}/tokens.bin", "--vocab", "200", "--steps", "3", "--seq", "16"]
+    made = CliRunner().invoke(app, [*arguments, "--device", "cpu", "--json", "--evaluate-every", "3"])
+    assert made.exit_code == 0, made.output
+    found = json.loads(made.stdout)
+    assert found["steps"] == 3 and found["eval_loss"] > 0 and found["limiting_resource"] and found["saved"] is None
+    assert "step 3/3  loss " in made.stderr and "held out: loss" in made.stderr and "tokens/s" in made.stderr
+
+
+# ------------------------------------------------------------------------------------------------------------- the data
+
+
+def test_windows_take_every_token_once_in_an_order_of_each_epoch() -> None:
+    stream = np.arange(16 * 100 + 1, dtype=np.uint16)
+    windows = Windows.cut(stream, 16, batch=5)
+    assert (windows.trained, windows.held_out) == (95, 5)
+    epochs = []
+    for epoch in range(2):
+        batches = [windows.batch(step, 5, seed=3) for step in range(1 + 19 * epoch, 20 + 19 * epoch)]
+        assert all(torch.equal(inputs + 1, targets) for inputs, targets in batches)
+        epochs.append(torch.cat([targets.flatten() for _, targets in batches]))
+        assert torch.equal(epochs[-1].sort().values, torch.arange(1, 95 * 16 + 1))
+    assert not torch.equal(*epochs)
+    assert torch.equal(windows.batch(7, 5, seed=3)[0], Windows.cut(stream, 16, 5).batch(7, 5, seed=3)[0])
+    held = torch.cat([targets.flatten() for _, targets in windows.evaluation(2, 8)])
+    assert torch.equal(held, torch.arange(95 * 16 + 1, 99 * 16 + 1))  # whole batches only: a program is of one size
+    assert sum(1 for _ in windows.evaluation(2, 1)) == 1
+    assert [len(targets) for _, targets in windows.evaluation(9, 8)] == [5]
+    with pytest.raises(ValueError, match="expected at least 97 tokens"):
+        Windows.cut(stream[:50], 16, batch=5)
+
+
+def test_text_and_tokens_are_one_stream(tmp_path: Path) -> None:
+    folder = tmp_path / "notes"
+    (folder / ".git").mkdir(parents=True)
+    (folder / ".git" / "config").write_text("hidden")
+    (folder / "b.txt").write_text("é")
+    (folder / "a.txt").write_text("one ")
+    (folder / "image.png").write_bytes(b"\x89PNG\xff")
+    stream, vocabulary = tokens([folder], None)
+    assert bytes(stream) == "one é".encode() and vocabulary == 256
+    np.save(tmp_path / "more.npy", np.array([3, 70000], np.int64))
+    np.array([1, 2], np.uint32).tofile(tmp_path / "some.bin")
+    stream, vocabulary = tokens([tmp_path / "some.bin", tmp_path / "more.npy"], 70001)
+    assert list(stream) == [1, 2, 3, 70000] and vocabulary == 70001
+    np.save(tmp_path / "square.npy", np.zeros((2, 2), np.int64))
+    np.save(tmp_path / "objects.npy", np.array([{"code": 1}], object), allow_pickle=True)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.npy").write_bytes(b"")
+    (tmp_path / "odd.bin").write_bytes(b"123")
+    for paths, size, said in (
+        (["more.npy"], None, "expected --vocab"),
+        (["more.npy"], 70000, "expected tokens from 0 to 69999"),
+        (["more.npy", "notes"], 70001, "found both"),
+        (["square.npy"], 10, "expected one row of whole numbers"),
+        (["objects.npy"], 10, "expected an array of numbers"),
+        (["empty.npy"], 10, "expected an array of numbers"),
+        (["odd.bin"], 10, "expected tokens of 2 bytes"),
+        (["empty"], None, "expected files in the folder"),
+        (["notes/image.png"], None, "expected UTF-8 text"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            tokens([tmp_path / path for path in paths], size)
+    stream, vocabulary = tokens((), None)
+    assert len(stream) > 2**20 and vocabulary == 256
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    wanted = Recipe("gpt-11m", steps=100, warmup=10, lr=1.0)
+    rates = [learning_rate(wanted, step) for step in range(1, 101)]
+    assert rates[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
+    assert rates[9:] == sorted(rates[9:], reverse=True) and rates[-1] == pytest.approx(0.1)
