@@ -267,7 +267,7 @@ def test_what_cannot_be_captured_names_the_line() -> None:
                 return super().forward(x)
             return x
 
-    with pytest.raises(mtcompile.CaptureError, match=r"test_module.py:\d+.*\n?.*x.sum\(\) > 0"):
+    with pytest.raises(mtcompile.CaptureError, match=r"test_api.py:\d+.*\n?.*x.sum\(\) > 0"):
         mtcompile.compile(Branch(8, 8))(X)
 
 

@@ -502,7 +502,7 @@ COMPILES = """
 import itertools, re
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from mtcompile import device_update_kernels as kernels
+from mtcompile.runtime.optim import triton_kernels as kernels
 
 POINTERS = {"m_at": "*fp32", "v_at": "*fp32", "buffer": "*fp32"}
 for name, (split, half) in itertools.product(("adamw", "sgd"), ((False, False), (True, True), (True, False))):
