@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import copyreg
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
-from mtcompile.errors import MtcompileError
-from mtcompile.execution.calibration import Calibration, calibrate
-from mtcompile.execution.model import ModelEngine
-from mtcompile.execution.session import check_options
+from mtcompile.errors import MtcompileError, StepError
+from mtcompile.execution.calibration import Calibration
+from mtcompile.execution.model import CompiledModel
 from mtcompile.machine.device import choose
 from mtcompile.machine.presets import named
 from mtcompile.optim.backward_update import update_options
 from mtcompile.optim.precision import precision_named
-from mtcompile.options import parse_bytes
+from mtcompile.options import FASTEST, Options, Size, parse_bytes
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.plan import Plan
-from mtcompile.report.live_timeline import Viewable, shown
+from mtcompile.passes.planning.planner import Planned
+from mtcompile.report.live_timeline import Viewable, timelines, titled, viewable
+from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.trace import Trace
 
 if TYPE_CHECKING:
     from mtcompile.report.explain import Explanation
 
-M = TypeVar("M", bound=nn.Module)
-Size = str | int | None
+_UNMEASURED = (
+    "nothing measured: times are those of the second step and later ones, not those under MT_CHECK=1, and on a GPU those "
+    "under MT_TRACE=1"
+)
 
 
 class CompiledModule(nn.Module):
@@ -36,24 +39,27 @@ class CompiledModule(nn.Module):
     The model itself is changed (its class gains this one), so whatever holds it holds the compiled model.
     """
 
-    _mt_engine: ModelEngine
+    _mt_model: CompiledModel
 
     @property
     def plan(self) -> Plan | None:
         """The plan of the program that last trained (or ran, before any training); None before the first call."""
-        last = self._mt_engine.last
+        last = self._mt_model.session.last
         return last.plan if last else None
 
     @property
     def schedule(self) -> Viewable | None:
         """Its schedule: print it to read it, ``.show()`` it to see when each instruction runs and what memory it holds."""
-        last = self._mt_engine.last
-        return shown(self._mt_engine, last) if last else None
+        session = self._mt_model.session
+        if (last := session.last) is None:
+            return None
+        measured = session.last_step[1] if session.last_step and session.last_step[0] is last.schedule else None
+        return viewable(last.schedule, last.step, last.plan, measured, titled(session.title, last.problem.machine.name))
 
     @property
     def last_trace(self) -> Trace | None:
         """What ran when in the last phase run so far."""
-        return self._mt_engine.last_trace
+        return self._mt_model.session.last_trace
 
     def explain(self, name: str) -> Explanation:
         """Where the values of a parameter, module or block (``"layers.3.mlp"``) live and when, by which decisions, and what
@@ -61,9 +67,13 @@ class CompiledModule(nn.Module):
 
         Raises ValueError with the names that come close, and StepError before the first call.
         """
-        from mtcompile.report.explain import explain_compiled
+        from mtcompile.report.explain import explain
 
-        return explain_compiled(self._mt_engine, name)
+        session = self._mt_model.session
+        if (last := session.last) is None:
+            raise StepError("expected a model that has run, found one that has not; call it once, then explain")
+        planned = Planned(last.plan, last.step, last.schedule)
+        return explain(planned, last.problem, name, session.calibrator.last_step(last), _UNMEASURED)
 
     def memory_report(self) -> dict[str, Any]:
         """Bytes: budget, planned and measured peak per tier, and the training state.
@@ -71,37 +81,37 @@ class CompiledModule(nn.Module):
         ``peak_device_bytes`` is measured from the allocator's events over the first step of each program (every step
         under MT_CHECK=1).
         """
-        return self._mt_engine.report()
+        return self._mt_model.report()
 
     def calibrate(self) -> Calibration:
         """Keep what the kernels and copies of the last steps took, so that programs compiled from now on, on this machine,
         are planned by it. Print it for a summary. Raises StepError before the second step."""
-        return calibrate(self._mt_engine)
+        return self._mt_model.session.calibrator.calibrate(self._mt_model.session.last)
 
     def bind(self, optimizer: torch.optim.Optimizer) -> CompiledModule:
         """Tell the planner which optimizer will step this model, when it was made after ``compile``."""
-        self._mt_engine.bind(optimizer)
+        self._mt_model.door.bind(optimizer)
         return self
 
     @property
     def grad_norm(self) -> float | None:
         """With ``max_grad_norm`` or ``nonfinite="skip"``: the norm of the last step's gradients, before they were scaled."""
-        updates = self._mt_engine.updates
+        updates = self._mt_model.door.updates
         return None if updates is None else updates.grad_norm
 
     def synchronize(self) -> None:
         """Wait for updates that run behind a forward. Raises what stopped them."""
-        self._mt_engine.drain()
+        self._mt_model.session.drain()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and (engine := getattr(self, "_mt_engine", None)) is not None:
-            engine.drain()  # who asks may look at them
+        if not torch.compiler.is_compiling() and (compiled := getattr(self, "_mt_model", None)) is not None:
+            compiled.session.drain()  # who asks may look at them
         return super().named_parameters(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # while the model's own forward is being captured
             return super().__call__(*args, **kwargs)
-        return self._mt_engine.call(*args, **kwargs)
+        return self._mt_model(*args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
         raise MtcompileError(
@@ -111,7 +121,7 @@ class CompiledModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy (deepcopy, save) is the plain model: plans and memory stay with this one."""
-        state = {k: v for k, v in self.__dict__.items() if k != "_mt_engine"}
+        state = {k: v for k, v in self.__dict__.items() if k != "_mt_model"}
         return copyreg.__newobj__, (_plain_class(type(self)),), state  # type: ignore[attr-defined]
 
 
@@ -120,93 +130,10 @@ def master_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
     Raises TypeError for any other model.
     """
-    engine = getattr(model, "_mt_engine", None)
-    if engine is None or engine.masters is None:
+    compiled: CompiledModel | None = getattr(model, "_mt_model", None)
+    if compiled is None or compiled.door.masters is None:
         raise TypeError('expected a model compiled with precision="bf16-master32", found one without fp32 masters')
-    masters: dict[str, torch.Tensor] = engine.masters.tensors()
-    return masters
-
-
-def _plain_class(cls: type) -> type:
-    return next(base for base in cls.__mro__ if not issubclass(base, CompiledModule))
-
-
-def _compiled_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Compiled{cls.__name__}", (CompiledModule, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-
-
-def _attach(model: nn.Module, options: dict[str, Any]) -> None:
-    plain = _plain_class(type(model))
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return plain.__call__(model, *args, **kwargs)
-
-    if any(t.device.type != "cpu" for t in (*model.parameters(), *model.buffers())):
-        plain._apply(model, lambda tensor: tensor.cpu())  # type: ignore[attr-defined]
-    engine = ModelEngine(model, call, **options)
-    object.__setattr__(model, "_mt_engine", engine)
-
-
-@overload
-def compile(
-    model: M,
-    *,
-    memory: Size = ...,
-    host: Size = ...,
-    optimizer: Any = ...,
-    kernels: str = ...,
-    loss_chunks: int | str = ...,
-    device: str | torch.device | None = ...,
-    policy: str = ...,
-    throttle: str | Machine | None = ...,
-    precision: str = ...,
-    accumulate: int = ...,
-    update: str = ...,
-    max_grad_norm: float | None = ...,
-    run_ahead: bool = ...,
-    nonfinite: str = ...,
-    viz: str | Path | None = ...,
-) -> M: ...
-@overload
-def compile(
-    model: type[M],
-    *,
-    memory: Size = ...,
-    host: Size = ...,
-    optimizer: Any = ...,
-    kernels: str = ...,
-    loss_chunks: int | str = ...,
-    device: str | torch.device | None = ...,
-    policy: str = ...,
-    throttle: str | Machine | None = ...,
-    precision: str = ...,
-    accumulate: int = ...,
-    update: str = ...,
-    max_grad_norm: float | None = ...,
-    run_ahead: bool = ...,
-    nonfinite: str = ...,
-    viz: str | Path | None = ...,
-) -> type[M]: ...
-@overload
-def compile(
-    model: None = None,
-    *,
-    memory: Size = ...,
-    host: Size = ...,
-    optimizer: Any = ...,
-    kernels: str = ...,
-    loss_chunks: int | str = ...,
-    device: str | torch.device | None = ...,
-    policy: str = ...,
-    throttle: str | Machine | None = ...,
-    precision: str = ...,
-    accumulate: int = ...,
-    update: str = ...,
-    max_grad_norm: float | None = ...,
-    run_ahead: bool = ...,
-    nonfinite: str = ...,
-    viz: str | Path | None = ...,
-) -> Any: ...
+    return compiled.door.masters.tensors()
 
 
 def compile(
@@ -218,7 +145,7 @@ def compile(
     kernels: str = "eager",
     loss_chunks: int | str = 1,
     device: str | torch.device | None = None,
-    policy: str = "fastest",
+    policy: str = FASTEST,
     throttle: str | Machine | None = None,
     precision: str = "model",
     accumulate: int = 1,
@@ -273,44 +200,68 @@ def compile(
     The first call captures and plans; ``BudgetError`` (with ``.minimum_bytes``) when no plan fits, ``CaptureError``
     when the model cannot be captured. Raises ValueError and TypeError for options that cannot be honoured.
     """
-    check_options(kernels, loss_chunks, policy)
-    options: dict[str, Any] = {"memory": parse_bytes(memory), "host": parse_bytes(host), "optimizer": optimizer}
-    options["viz"] = viz
-    options |= {"kernels": kernels, "loss_chunks": loss_chunks, "policy": policy}
-    options["precision"] = precision_named(precision)
-    options["throttle"] = None if throttle is None else named(throttle)
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"expected accumulate to be a whole number of 1 or more, found {accumulate!r}")
-    options["accumulate"] = accumulate
-    options["updates"] = update_options(update, max_grad_norm, run_ahead, nonfinite)
+    options = Options(
+        memory=parse_bytes(memory),
+        host=parse_bytes(host),
+        kernels=kernels,
+        loss_chunks=loss_chunks,
+        policy=policy,
+        precision=precision_named(precision),
+        updates=update_options(update, max_grad_norm, run_ahead, nonfinite),
+        accumulate=accumulate,
+        throttle=None if throttle is None else named(throttle),
+        viz=viz,
+    )
     if model is None:
-        given = {"device": device, "precision": precision, "update": update, "max_grad_norm": max_grad_norm}
-        given |= {"run_ahead": run_ahead, "nonfinite": nonfinite}
-        rest = {name: value for name, value in options.items() if name != "updates"}
-        return lambda target: compile(target, **{**rest, **given})
-    options["device"] = choose(device)
-    if throttle is not None and options["device"].where.type != "cpu":
-        raise ValueError(f'expected throttle= with device="cpu" only, found {options["device"].where}')
+        return lambda target: _compiled(target, options, choose(device), optimizer)
+    return _compiled(model, options, choose(device), optimizer)
+
+
+def _compiled(model: Any, options: Options, device: Device, optimizer: torch.optim.Optimizer | None) -> Any:
+    if options.throttle is not None and device.where.type != "cpu":
+        raise ValueError(f'expected throttle= with device="cpu" only, found {device.where}')
     if isinstance(model, type) and issubclass(model, nn.Module):
         if optimizer is not None:
             raise TypeError("expected no optimizer= when compiling a class; call model.bind(optimizer) on the instance")
-        return _class_decorator(model, options)
+        return _compiling_subclass(model, options, device)
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected an nn.Module or a class of modules, found {type(model).__name__}")
     if isinstance(model, CompiledModule):
         raise TypeError("the model is compiled already; expected a plain nn.Module")
     model.__class__ = _compiled_class(type(model))
-    _attach(model, options)
+    _attach(model, options, device, optimizer)
     return model
 
 
-def _class_decorator(cls: type[nn.Module], options: dict[str, Any]) -> type[nn.Module]:
-    made = _compiled_class(cls)
+def _compiling_subclass(cls: type[nn.Module], options: Options, device: Device) -> type[nn.Module]:
+    """A subclass whose instances are compiled when they have been made."""
+    subclass = _compiled_class(cls)
 
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         cls.__init__(self, *args, **kwargs)
-        _attach(self, options)
+        _attach(self, options, device, None)
 
-    made.__init__ = __init__  # type: ignore[method-assign]
-    made.__name__, made.__qualname__ = cls.__name__, cls.__qualname__
-    return made
+    subclass.__init__ = __init__  # type: ignore[method-assign]
+    subclass.__name__, subclass.__qualname__ = cls.__name__, cls.__qualname__
+    return subclass
+
+
+def _compiled_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Compiled{cls.__name__}", (CompiledModule, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def _plain_class(cls: type) -> type:
+    return next(base for base in cls.__mro__ if not issubclass(base, CompiledModule))
+
+
+def _attach(model: nn.Module, options: Options, device: Device, optimizer: torch.optim.Optimizer | None) -> None:
+    plain = _plain_class(type(model))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return plain.__call__(model, *args, **kwargs)
+
+    if any(t.device.type != "cpu" for t in (*model.parameters(), *model.buffers())):
+        plain._apply(model, lambda tensor: tensor.cpu())  # type: ignore[attr-defined]
+    compiled = CompiledModel(model, call, options, device, optimizer)
+    compiled.session.listeners += timelines(options.viz, compiled.session.title)
+    object.__setattr__(model, "_mt_model", compiled)

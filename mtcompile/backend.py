@@ -7,8 +7,9 @@ breaks, several graphs, inference and changing shapes (a plan per concrete size)
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,34 +18,95 @@ from torch import fx
 from mtcompile.capture.description import describe, device_of
 from mtcompile.capture.specialize import Key, is_symbolic, size_key, specialize
 from mtcompile.errors import BudgetError
+from mtcompile.execution.compiled import Frame, LiveFrames
+from mtcompile.execution.parameters import ParameterStore
+from mtcompile.execution.placement import budget_error, conversions, random_reserve_nbytes
 from mtcompile.execution.program import Program
-from mtcompile.execution.runner import Compiled, Tangents
-from mtcompile.execution.session import Engine, check_options
+from mtcompile.execution.session import Session
 from mtcompile.machine.device import choose
-from mtcompile.options import parse_bytes
-from mtcompile.passes.analysis.state import Budgets
+from mtcompile.options import Options, parse_bytes
+from mtcompile.passes.planning.planner import DoesNotFit, Planned
+from mtcompile.passes.planning.problem import Budgets
 from mtcompile.passes.step_graph import placeholders
 from mtcompile.runtime.devices.protocol import Device
 
 _OPTIONS = ("activation_memory", "offload", "kernels", "loss_chunks")
-_doors: weakref.WeakValueDictionary[tuple[int, torch.device], Door] = weakref.WeakValueDictionary()
+_backends: weakref.WeakValueDictionary[tuple[int, torch.device], Backend] = weakref.WeakValueDictionary()
 
 
-class Door(Engine):
-    """All graphs of one torch.compile call on one device: they share one budget."""
+class GraphDoor:
+    """The door of torch.compile to a session: everything that a graph takes stays where it is, on the device."""
 
-    def __init__(self, options: Mapping[str, Any], device: Device) -> None:
-        unknown = sorted(set(options) - set(_OPTIONS))
+    def __init__(self, options: Options, frames: LiveFrames) -> None:
+        self.options, self.frames = options, frames
+
+    def place(self, step: fx.GraphModule) -> None:
+        step.meta["homes"] = {}
+        for node in placeholders(step.graph):
+            node.meta["tier"] = "device"
+
+    def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str] | None]:
+        memory = self.options.memory
+        free = None if memory is None else memory - self.frames.nbytes()
+        return Budgets(free, None, 0.0, self.options.offload, random_reserve_nbytes(step)), None
+
+    def needs_loss_head(self, joint: fx.GraphModule) -> bool:
+        """A piece between graph breaks may have no loss."""
+        return bool(joint.graph.find_nodes(op="call_function", target=torch.ops.aten.nll_loss_forward.default))
+
+    def give_up_residents(self, error: DoesNotFit) -> bool:
+        return False
+
+    def refusal(self, error: DoesNotFit) -> BudgetError:
+        return budget_error(error, "activation_memory", self.options.memory or 0, self.frames.nbytes())
+
+    def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
+        """Nothing moves: parameters are the caller's."""
+
+    def host_kernels(self, step: fx.GraphModule) -> Mapping[str, Any]:
+        return conversions(step)
+
+    def plan_key(self) -> Hashable:
+        return None
+
+    def make_room(self, frames: LiveFrames) -> bool:
+        """Evicts earlier graphs of this step: their forward will run again before their backward."""
+        waiting = frames.waiting()
+        for frame in waiting:
+            frame.evict()
+        return bool(waiting)
+
+    def before_forward(self, frames: LiveFrames) -> None:
+        """Several graphs of one step may wait for their backward."""
+
+    def backward(
+        self, node: Any, frame: Frame, tangents: Sequence[torch.Tensor | None]
+    ) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def before_accumulation(self, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Gradients are the caller's."""
+
+    def optimizer_state_was_made(self) -> bool:
+        return False
+
+    def state_nbytes(self) -> dict[str, int]:
+        return {}
+
+
+class Backend:
+    """All graphs of one torch.compile call on one device: they share one budget. ``given``: the call's own options, held so
+    that their identity stays this backend's."""
+
+    def __init__(self, given: Mapping[str, Any], device: Device) -> None:
+        unknown = sorted(set(given) - set(_OPTIONS))
         if unknown:
             raise ValueError(f"expected options among {', '.join(_OPTIONS)}, found {', '.join(unknown)}")
-        if not isinstance(options.get("offload", True), bool):
-            raise TypeError(f"expected offload to be True or False, found {options['offload']!r}")
-        kernels, loss_chunks = options.get("kernels", "eager"), options.get("loss_chunks", 1)
-        check_options(kernels, loss_chunks)
-        knobs = {"device": "activation_memory", "host": ""}
-        super().__init__(device, parse_bytes(options.get("activation_memory")), None, knobs, kernels, loss_chunks)
-        self.options = options  # held, so that its identity stays this door's
-        self.offload: bool = options.get("offload", True)
+        memory = parse_bytes(given.get("activation_memory"))
+        options = Options(memory=memory, **{name: given[name] for name in _OPTIONS[1:] if name in given})
+        frames = LiveFrames()
+        self.given, self.device = given, device
+        self.session = Session(device, options, GraphDoor(options, frames), ParameterStore(device), frames)
         self.programs = 0
 
     def graph(self, graph: fx.GraphModule, inputs: list[Any]) -> Any:
@@ -65,37 +127,16 @@ class Door(Engine):
 
     def _program(self, graph: fx.GraphModule, inputs: Any) -> Program:
         self.programs += 1
-        return Program(self, describe(graph, inputs, lambda tensor: None, self.device.where, at_home=False))
-
-    def needs_loss_head(self, joint: fx.GraphModule) -> bool:
-        """A piece between graph breaks may have no loss."""
-        return bool(joint.graph.find_nodes(op="call_function", target=torch.ops.aten.nll_loss_forward.default))
-
-    def place(self, step: fx.GraphModule) -> None:
-        step.meta["homes"] = {}
-        for node in placeholders(step.graph):
-            node.meta["tier"] = "device"
-
-    def constraints(self, step: fx.GraphModule, reserved: int) -> tuple[Budgets, dict[str, str] | None]:
-        return Budgets(self.available(reserved), None, 0.0, self.offload, self.reserve(step)), None
-
-    def compile(self, program: Program, tangents: Tangents) -> Compiled:
-        try:
-            return super().compile(program, tangents)
-        except BudgetError:
-            waiting = self.alive()
-            if not waiting:
-                raise
-            for frame in waiting:  # earlier graphs of this step: their forward will run again before their backward
-                frame.evict()
-            return super().compile(program, tangents)
+        return Program(self.session, describe(graph, inputs, lambda tensor: None, self.device.where, at_home=False))
 
     def report(self) -> dict[str, Any]:
+        """Bytes: budget, measured and planned peak, and what stays allocated from step to step."""
+        session = self.session
         return {
-            "budget_device_bytes": self.memory,
-            "peak_device_bytes": self.peak_device_bytes,
-            "planned_peak_device_bytes": self.last.schedule.peak_nbytes["device"] if self.last else 0,
-            "arena_device_bytes": self._arenas["device"].numel() if "device" in self._arenas else 0,
+            "budget_device_bytes": session.options.memory,
+            "peak_device_bytes": session.peak_device_bytes,
+            "planned_peak_device_bytes": session.last.schedule.peak_nbytes["device"] if session.last else 0,
+            "arena_device_bytes": session.arenas.nbytes("device"),
             "programs": self.programs,
         }
 
@@ -118,13 +159,13 @@ def mtcompile_backend(graph: fx.GraphModule, inputs: list[Any], *, options: Any 
     if options is None:
         options = {}
     where = device_of(graph, inputs)
-    door = _doors.get((id(options), where))
-    if door is None:
-        door = _doors[id(options), where] = Door(options, choose(where))
-    return door.graph(graph, inputs)
+    backend = _backends.get((id(options), where))
+    if backend is None:
+        backend = _backends[id(options), where] = Backend(options, choose(where))
+    return backend.graph(graph, inputs)
 
 
 def reports() -> list[dict[str, Any]]:
     """For each torch.compile call of this backend still in use: budget, measured and planned peak in bytes, how much of
     it stays allocated from step to step (the arena), programs."""
-    return [door.report() for door in _doors.values()]
+    return [backend.report() for backend in _backends.values()]

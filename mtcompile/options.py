@@ -1,18 +1,74 @@
-"""Sizes as people write them: ``"16GiB"``, ``"16GB"``, plain bytes."""
+"""The options of a compiled callable, checked once at its door; and sizes as people write them."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from pathlib import Path
 
+from mtcompile.optim.backward_update import UpdateOptions
+from mtcompile.optim.precision import PRECISIONS, Precision
+from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.planning.policies import POLICIES
+
+KERNELS = ("eager", "inductor")
+FASTEST = "fastest"  # the policy that searches
 _UNITS = {
     "": 1, "b": 1,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 
+Size = str | int | float | None
 
-def parse_bytes(size: str | int | float | None) -> int | None:
-    """Bytes of ``size``; None stays None. Raises ValueError saying what forms are read."""
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What ``mtcompile.compile`` (or the torch.compile backend) was asked for.
+
+    ``memory``, ``host``: budgets in bytes; None: what is free on the device, no limit on the host. ``updates``: None for
+    ``update="step"``. ``throttle``: the speeds that the emulated device keeps to, None for its own. ``offload``: whether
+    activations may wait in host memory. Raises ValueError or TypeError for what cannot be honoured.
+    """
+
+    memory: int | None = None
+    host: int | None = None
+    kernels: str = "eager"
+    loss_chunks: int | str = 1
+    policy: str = FASTEST
+    precision: Precision = PRECISIONS["model"]
+    updates: UpdateOptions | None = None
+    accumulate: int = 1
+    offload: bool = True
+    throttle: Machine | None = None
+    viz: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy not in (FASTEST, *POLICIES):
+            raise ValueError(f"expected policy to be one of {FASTEST}, {', '.join(POLICIES)}, found {self.policy!r}")
+        if self.kernels not in KERNELS:
+            raise ValueError(f"expected kernels to be one of {', '.join(KERNELS)}, found {self.kernels!r}")
+        if not _is_count(self.loss_chunks) and self.loss_chunks != "auto":
+            raise ValueError(f'expected loss_chunks to be a whole number of 1 or more, or "auto", found {self.loss_chunks!r}')
+        if not _is_count(self.accumulate):
+            raise ValueError(f"expected accumulate to be a whole number of 1 or more, found {self.accumulate!r}")
+        if not isinstance(self.offload, bool):
+            raise TypeError(f"expected offload to be True or False, found {self.offload!r}")
+        if self.viz is not None and not isinstance(self.viz, (str, Path)):
+            raise TypeError(f"expected viz to be the path of an HTML file, found {self.viz!r}")
+
+    @property
+    def fuses(self) -> bool:
+        """Whether kernels join operations."""
+        return self.kernels == "inductor"
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def parse_bytes(size: Size) -> int | None:
+    """Bytes of ``size`` such as ``"16GiB"``, ``"16GB"`` or a number; None stays None. Raises ValueError."""
     if size is None:
         return None
     if isinstance(size, (int, float)) and not isinstance(size, bool):

@@ -7,32 +7,33 @@ bytes. On a GPU only steps under MT_TRACE=1 count, since other records say when 
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from mtcompile import cache, knobs
 from mtcompile.cache import Times
 from mtcompile.errors import StepError
-from mtcompile.execution.runner import Compiled
+from mtcompile.execution.compiled import CompiledStep
+from mtcompile.execution.runner import PhaseRun
+from mtcompile.machine.presets import machine_of
+from mtcompile.options import Options
 from mtcompile.passes.analysis.cost import Machine, Measured, formula_us, kernel_digest, kernel_us
+from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import Instruction, Phase
 from mtcompile.runtime.sim import simulate
-from mtcompile.runtime.trace import Record, Trace, span_us
-
-if TYPE_CHECKING:
-    from mtcompile.execution.session import Engine
+from mtcompile.runtime.trace import Record, Trace, shifted, span_us
 
 KEPT_PHASES = 16  # of the last steps, a forward or a backward each
 _LATENCY_US = 50.0  # a copy that is shorter by formula says what starting one costs, nothing of the rate
-Timed = tuple[Compiled, Phase, list[Record]]
+TimedPhase = tuple[CompiledStep, Phase, list[Record]]
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """``kernels``, ``copies``: how many different ones were measured now. ``scale``: queue -> measured over formula, of all
     that is known of the machine. Of the program that last trained, microseconds of forward and backward: ``predicted_us``
-    as its plan had it, ``fitted_us`` with what was measured, ``measured_us`` (median). ``kept``: whether later plans will
+    as its plan had it, ``fitted_us`` with what was measured, ``measured_us`` (median). ``remembered``: whether later plans will
     find it."""
 
     machine: str
@@ -42,11 +43,11 @@ class Calibration:
     predicted_us: float
     fitted_us: float
     measured_us: float
-    kept: bool
+    remembered: bool
 
     def __str__(self) -> str:
         factors = ", ".join(f"{queue} {factor:.2f}" for queue, factor in self.scale.items())
-        where = "later plans count on it" if self.kept else "kept nowhere, as MT_CACHE=0 asks"
+        where = "later plans count on it" if self.remembered else "kept nowhere, as MT_CACHE=0 asks"
         return (
             f"calibrated {self.machine} by {self.kernels} kernels and {self.copies} sizes of copies; measured over formula: "
             f"{factors}\nstep {self.predicted_us / 1e3:.2f} ms predicted, {self.fitted_us / 1e3:.2f} ms with these times, "
@@ -68,49 +69,76 @@ def as_measured(machine: Machine, times: Times | None) -> Machine:
     return replace(machine, name=f"{machine.name} as measured", measured=Measured(kernels, scale))
 
 
-def known_machine(engine: Engine) -> Machine:
-    """The engine's machine as plans may count on it. What keeps to given speeds is not measured."""
-    machine = engine.speeds()
-    if engine.throttle is not None or not knobs.measured():
+def speeds(device: Device, options: Options) -> Machine:
+    """The machine by its figures alone, whatever was measured there."""
+    if options.throttle is not None:
+        return replace(options.throttle, name=f"{options.throttle.name}, emulated", fuses=options.fuses)
+    return machine_of(device.where, options.fuses, device.staging is not None)
+
+
+def known_machine(device: Device, options: Options) -> Machine:
+    """The machine as plans may count on it: with what was measured there, unless it keeps to given speeds."""
+    machine = speeds(device, options)
+    if options.throttle is not None or not knobs.measured():
         return machine
-    return as_measured(machine, cache.read_times(_key(engine)))
+    return as_measured(machine, cache.read_times(_key(device, options)))
 
 
-def calibrate(engine: Engine) -> Calibration:
-    """Medians over the last steps, written beside what was known. Raises StepError when no step counts."""
-    if engine.throttle is not None:
-        raise StepError("calibrate: this model keeps to the speeds given as throttle=; compile it without, to measure")
-    if not engine.timed or engine.last is None:
-        raise StepError(
-            "calibrate: expected at least two training steps before it, of which the first does not count (nor those under "
-            "MT_CHECK=1, nor on a GPU those without MT_TRACE=1)"
+class Calibrator:
+    """Keeps the times of the last phases of a session, and makes measured speeds of them."""
+
+    def __init__(self, device: Device, options: Options) -> None:
+        self.device, self.options = device, options
+        self.phases: deque[TimedPhase] = deque(maxlen=KEPT_PHASES)
+
+    def phase_ran(self, run: PhaseRun) -> None:
+        """Keeps a phase that was not slowed by being measured, if its records say when instructions ran."""
+        if not run.frame.measured and run.exact:
+            self.phases.append((run.frame.compiled, run.phase, run.records))
+
+    def calibrate(self, last: CompiledStep | None) -> Calibration:
+        """Medians over the last phases, written beside what was known. ``last``: the program that last trained. Raises
+        StepError when no step counts."""
+        if self.options.throttle is not None:
+            raise StepError("calibrate: this model keeps to the speeds given as throttle=; compile it without, to measure")
+        if not self.phases or last is None:
+            raise StepError(
+                "calibrate: expected at least two training steps before it, of which the first does not count (nor those "
+                "under MT_CHECK=1, nor on a GPU those without MT_TRACE=1)"
+            )
+        key, machine = _key(self.device, self.options), speeds(self.device, self.options)
+        medians = _medians(self.phases, machine)
+        times = dict(cache.read_times(key) or {})
+        for queue, pairs in medians.items():
+            times[queue] = {**times.get(queue, {}), **pairs}
+        remembered = cache.write_times(key, times)
+        measured = as_measured(machine, times)
+        assert measured.measured is not None
+        return Calibration(
+            machine.name,
+            len(medians.get("compute", {})),
+            sum(len(pairs) for queue, pairs in medians.items() if queue != "compute"),
+            measured.measured.scale,
+            last.plan.step_time_us,
+            _predicted_us(last, measured),
+            _measured_us(self.phases, last),
+            remembered,
         )
-    speeds = engine.speeds()
-    found = _medians(engine.timed, speeds)
-    merged = dict(cache.read_times(_key(engine)) or {})
-    for queue, pairs in found.items():
-        merged[queue] = {**merged.get(queue, {}), **pairs}
-    kept = cache.write_times(_key(engine), merged)
-    machine = as_measured(speeds, merged)
-    assert machine.measured is not None
-    last = engine.last
-    return Calibration(
-        speeds.name,
-        len(found.get("compute", {})),
-        sum(len(pairs) for queue, pairs in found.items() if queue != "compute"),
-        machine.measured.scale,
-        last.plan.step_time_us,
-        _predicted_us(last, machine),
-        _measured_us(engine.timed, last),
-        kept,
-    )
+
+    def last_step(self, compiled: CompiledStep) -> Trace | None:
+        """The last step of a program, forward and backward, whose times can be told; None before there is one."""
+        phases = {phase: records for other, phase, records in self.phases if other is compiled}
+        if "backward" not in phases or "forward" not in phases:
+            return None
+        forward_us = max((record.end_us for record in phases["forward"]), default=0.0)
+        return Trace((*phases["forward"], *shifted(phases["backward"], forward_us)), "measured")
 
 
-def _key(engine: Engine) -> str:
-    return cache.times_key(engine.speeds().name, engine.device.where.type, engine.kernels)
+def _key(device: Device, options: Options) -> str:
+    return cache.times_key(speeds(device, options).name, device.where.type, options.kernels)
 
 
-def _medians(timed: Iterable[Timed], speeds: Machine) -> Times:
+def _medians(timed: Iterable[TimedPhase], speeds: Machine) -> Times:
     """queue -> kernel digest or bytes of a copy -> microseconds (median, by formula)."""
     took: dict[str, dict[str, list[float]]] = {}
     formula: dict[str, dict[str, float]] = {}
@@ -130,25 +158,25 @@ def _medians(timed: Iterable[Timed], speeds: Machine) -> Times:
     }
 
 
-def _calls_region(compiled: Compiled, instruction: Instruction) -> bool:
+def _calls_region(compiled: CompiledStep, instruction: Instruction) -> bool:
     """Of an instruction that runs something; else it is an update."""
     return hasattr(compiled.step, instruction.kernel)
 
 
-def _subject(compiled: Compiled, instruction: Instruction) -> str:
+def _subject(compiled: CompiledStep, instruction: Instruction) -> str:
     if instruction.op == "copy":
         return str(instruction.nbytes)
     return kernel_digest(compiled.step.get_submodule(instruction.kernel))  # type: ignore[arg-type]
 
 
-def _instruction_us(compiled: Compiled, instruction: Instruction, speeds: Machine) -> float:
+def _instruction_us(compiled: CompiledStep, instruction: Instruction, speeds: Machine) -> float:
     """By formula."""
     if instruction.op == "copy":
         return speeds.copy_us(instruction.nbytes, instruction.queue)
     return formula_us(compiled.step.get_submodule(instruction.kernel), speeds)  # type: ignore[arg-type]
 
 
-def _predicted_us(compiled: Compiled, machine: Machine) -> float:
+def _predicted_us(compiled: CompiledStep, machine: Machine) -> float:
     """What the planner would say of the same schedule on that machine."""
     instructions = []
     for i in compiled.schedule.instructions:
@@ -163,7 +191,7 @@ def _predicted_us(compiled: Compiled, machine: Machine) -> float:
     return span_us(trace) + machine.contention_us(copied)
 
 
-def _measured_us(timed: Iterable[Timed], compiled: Compiled) -> float:
+def _measured_us(timed: Iterable[TimedPhase], compiled: CompiledStep) -> float:
     """The program's phases, the median of each."""
     spans: dict[Phase, list[float]] = {}
     for other, phase, records in timed:

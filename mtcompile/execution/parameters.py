@@ -1,4 +1,4 @@
-"""Where a model's parameters and gradients live between steps: one slab per block, views for the parameters."""
+"""Where a model's parameters and gradients live between steps: one slab per block, with the parameters as views into it."""
 
 from __future__ import annotations
 
@@ -15,72 +15,96 @@ from mtcompile.torch_private import storage_holders
 
 
 @dataclass(slots=True)
-class Place:
-    """One parameter at home: where its bytes are, and the pointer its tensor must have."""
+class ParameterPlace:
+    """One parameter at home: ``offset`` bytes into its block's slab. ``pointer``: the address that its tensor must have."""
 
     parameter: torch.nn.Parameter
+    block: str
     layout: Layout
     offset: int
     pointer: int
 
 
-class Home:
-    """Slabs of parameters by block. ``tiers``: block -> home tier, decided by the model's first program. ``moved``: called
-    with a parameter that has gone to another device, for what follows it; ``replaced``: with a parameter whose ``.data`` was
-    replaced, and the values it was replaced by."""
+@dataclass(slots=True)
+class Slab:
+    """The memory of one block's parameters. ``tier``: where it is to be; ``arrange`` moves it there."""
+
+    tier: str
+    memory: torch.Tensor
+
+
+class ParameterStore:
+    """The homes of one model's parameters.
+
+    ``moved``: called with a parameter that has gone to another device, for what follows it. ``replaced``: called with a
+    parameter whose ``.data`` was replaced, and the values it was replaced by. ``version``: counts decisions that make earlier
+    plans invalid.
+    """
 
     def __init__(
         self,
         device: Device,
-        moved: Callable[[torch.nn.Parameter], None],
-        replaced: Callable[[torch.nn.Parameter, torch.Tensor], None],
+        moved: Callable[[torch.nn.Parameter], None] = lambda parameter: None,
+        replaced: Callable[[torch.nn.Parameter, torch.Tensor], None] = lambda parameter, values: None,
     ) -> None:
         self.device, self.moved, self.replaced = device, moved, replaced
-        self.blocks: dict[str, str] = {}  # parameter -> block
-        self.tiers: dict[str, str] = {}
-        self.slabs: dict[str, torch.Tensor] = {}
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, ParameterPlace] = {}
+        self.slabs: dict[str, Slab] = {}  # by block
         self.version = 0
-        self._gradients: list[tuple[torch.Tensor, int]] = []  # slab, holders when only this list holds it
+        self._gradients: list[tuple[torch.Tensor, int]] = []  # slab, and its holders when only this list holds it
 
-    def adopt(self, blocks: Mapping[str, str], parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Give every named parameter that has no home yet a place in its block's slab, and move it there."""
+    @property
+    def tiers(self) -> dict[str, str]:
+        """Block -> home tier, as the model's first program decided it."""
+        return {block: slab.tier for block, slab in self.slabs.items()}
+
+    def blocks(self) -> dict[str, str]:
+        """Parameter -> home block."""
+        return {name: place.block for name, place in self.places.items()}
+
+    def adopt(self, blocks: Mapping[str, str], tiers: Mapping[str, str], parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Moves every named parameter that has no home yet into its block's slab, and every slab where its tier says."""
         new: dict[str, list[str]] = {}
         for name, block in blocks.items():
             if name not in self.places and name in parameters:
-                key = block if block not in self.slabs else f"{block}+{len(self.slabs)}"
-                new.setdefault(key, []).append(name)
-        for key, names in new.items():
-            layouts = {name: layout_of(parameters[name].data) for name in names}
-            offsets, total = {}, 0
+                new.setdefault(block, []).append(name)
+        for wanted, names in new.items():
+            # A block whose slab is full gets another one, on the host: the first program did not know of it.
+            block, tier = (wanted, tiers[wanted]) if wanted not in self.slabs else (f"{wanted}+{len(self.slabs)}", "host")
+            offsets, nbytes = {}, 0
             for name in names:
-                offsets[name] = total
-                total += placed(span_nbytes(parameters[name].data))
-            self.slabs[key] = self._slab(key, total)
+                offsets[name] = nbytes
+                nbytes += placed(span_nbytes(parameters[name].data))
+            self.slabs[block] = Slab(tier, self._memory(tier, nbytes))
             for name in names:
-                self.blocks[name] = key
-                self._place(name, parameters[name], layouts[name], offsets[name])
+                self._place(name, parameters[name], block, layout_of(parameters[name].data), offsets[name])
+        self._arrange()
 
-    def arrange(self) -> None:
-        """Every slab goes where its tier says."""
-        for key, slab in list(self.slabs.items()):
-            new = self._slab(key, slab.numel()) if slab.device != self._where(key) else None
-            if new is not None:
-                self.slabs[key] = new
-                for name, block in self.blocks.items():
-                    if block == key:
-                        place = self.places[name]
-                        self._place(name, place.parameter, place.layout, place.offset)
+    def send_home(self) -> None:
+        """Decides that every slab belongs on the host; the next ``adopt`` moves them."""
+        for slab in self.slabs.values():
+            slab.tier = "host"
+        self.version += 1
 
-    def _where(self, key: str) -> torch.device:
-        return self.device.where if self.tiers.get(key) == "device" else torch.device("cpu")
+    def _arrange(self) -> None:
+        for block, slab in self.slabs.items():
+            if slab.memory.device == self._where(slab.tier):
+                continue
+            slab.memory = self._memory(slab.tier, slab.memory.numel())
+            for name, place in list(self.places.items()):
+                if place.block == block:
+                    self._place(name, place.parameter, block, place.layout, place.offset)
 
-    def _slab(self, key: str, nbytes: int) -> torch.Tensor:
-        return self.device.arena("host" if self._where(key).type == "cpu" else "device", nbytes)  # type: ignore[no-any-return]
+    def _where(self, tier: str) -> torch.device:
+        return self.device.where if tier == "device" else torch.device("cpu")
 
-    def _place(self, name: str, parameter: torch.nn.Parameter, layout: Layout, offset: int) -> None:
-        slab = self.slabs[self.blocks[name]]
-        at_home = (part if slab.device.type == "cpu" else view)(slab, offset, layout)
+    def _memory(self, tier: str, nbytes: int) -> torch.Tensor:
+        where = self._where(tier)
+        return self.device.arena("host" if where.type == "cpu" else "device", nbytes)  # type: ignore[no-any-return]
+
+    def _place(self, name: str, parameter: torch.nn.Parameter, block: str, layout: Layout, offset: int) -> None:
+        memory = self.slabs[block].memory
+        at_home = (part if memory.device.type == "cpu" else view)(memory, offset, layout)
         at_home.copy_(parameter.data)
         grad = parameter.grad
         if grad is not None and grad.device != at_home.device:
@@ -90,31 +114,25 @@ class Home:
             if grad is not None:
                 parameter.grad = grad.to(at_home.device)
             self.moved(parameter)
-        self.places[name] = Place(parameter, layout, offset, at_home.data_ptr())
+        self.places[name] = ParameterPlace(parameter, block, layout, offset, at_home.data_ptr())
 
-    def settle(self, name: str, parameter: torch.nn.Parameter) -> None:
-        """Notice a replaced ``p.data`` or a replaced Parameter: its values move into the slab."""
-        place = self.places[name]
-        if place.parameter is parameter and parameter.data_ptr() == place.pointer:
+    def restore(self, name: str, parameter: torch.nn.Parameter) -> None:
+        """Notices a replaced ``p.data`` or a replaced Parameter: its values move into the slab."""
+        place = self.places.get(name)
+        if place is None or (place.parameter is parameter and parameter.data_ptr() == place.pointer):
             return
         if place.parameter is not parameter and place.parameter.data_ptr() == place.pointer:
             place.parameter.data = place.parameter.data.clone()  # the replaced one keeps its values, on its own
         values = parameter.data
-        self._place(name, parameter, place.layout, place.offset)
+        self._place(name, parameter, place.block, place.layout, place.offset)
         self.replaced(parameter, values)
-
-    def nbytes(self) -> int:
-        return sum(slab.numel() for slab in self.slabs.values())
 
     def gradient_slab(self, nbytes: int) -> torch.Tensor:
         """A slab of at least that size that nobody else holds; reused once the old gradients are gone."""
-        for old, alone in self._gradients:
-            if old.numel() >= nbytes and storage_holders(old) <= alone:
-                return old
-        self._gradients = [(s, alone) for s, alone in self._gradients if storage_holders(s) > alone]
-        slab: torch.Tensor = self.device.arena("host", nbytes)
-        self._gradients.append((slab, storage_holders(slab)))
-        return slab
-
-    def gradient_nbytes(self) -> int:
-        return sum(slab.numel() for slab, _ in self._gradients)
+        for slab, own_holders in self._gradients:
+            if slab.numel() >= nbytes and storage_holders(slab) <= own_holders:
+                return slab
+        self._gradients = [(s, own_holders) for s, own_holders in self._gradients if storage_holders(s) > own_holders]
+        memory: torch.Tensor = self.device.arena("host", nbytes)
+        self._gradients.append((memory, storage_holders(memory)))
+        return memory

@@ -1,332 +1,244 @@
-"""Running a program: what is known of it once it is compiled, what a forward leaves for its backward, and the two phases."""
+"""The runner: executes one phase of a compiled step. It knows arenas, parameters and a device; a listener hears what ran."""
 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-from torch import fx
 
 from mtcompile import knobs
-from mtcompile.capture.description import enabled_autocast
-from mtcompile.errors import StepError
+from mtcompile.execution.arenas import ArenaPool
+from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames
+from mtcompile.execution.parameters import ParameterStore
 from mtcompile.machine.device import allocator_peak
-from mtcompile.passes.generators import generator_state, rng_preserved, set_generator_state
-from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.planner import Planned, Source
-from mtcompile.passes.step_graph import InputSpec, OutputSpec, has_random, placeholders, source, step_outputs
-from mtcompile.report.live_timeline import stepped, timed
-from mtcompile.runtime.devices.arena import Layout, layout_of, view
+from mtcompile.passes.generators import generator_state, set_generator_state
+from mtcompile.runtime.devices.arena import view
 from mtcompile.runtime.devices.cpu import CpuMemory
-from mtcompile.runtime.executor import Behind, Delays, Prepared, execute, prepare
-from mtcompile.runtime.schedule import PHASES, Phase, Queue, Schedule, placed
-from mtcompile.runtime.trace import Record, Trace, shifted
-
-if TYPE_CHECKING:
-    from mtcompile.execution.program import Program
-    from mtcompile.execution.session import Engine
-
-Tangents = tuple[bool, ...] | None
+from mtcompile.runtime.devices.protocol import Device
+from mtcompile.runtime.executor import Behind, Delays, execute
+from mtcompile.runtime.schedule import Phase, Queue, placed
+from mtcompile.runtime.trace import Record, shifted
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
-    """A program planned and lowered for one pattern of gradients: all that running it needs."""
+class PhaseRun:
+    """One phase that has run. ``records``: when its instructions ran, from the phase's start. ``exact``: by a clock that tells
+    (a GPU's own; the host's says only when work was issued). ``peak_nbytes``: device bytes at the most, where measured."""
 
-    tangents: Tangents
-    plan: Plan
-    step: fx.GraphModule
-    schedule: Schedule
-    kernels: dict[str, Any]
-    layouts: dict[str, Layout]
-    inputs: tuple[tuple[InputSpec, str], ...]
-    outputs: tuple[tuple[OutputSpec, str], ...]
-    mutated: frozenset[int]
-    read_in_backward: frozenset[int]
-    outputs_read_in_backward: frozenset[int]
-    random: bool
-    home_version: int
-    phases: Mapping[Phase, Prepared]
-    source: Source
-    # What steps leave for the next: slot tensors of the engine's arenas, and which phases have run once.
-    views: dict[str, torch.Tensor] = field(default_factory=dict)
-    passed: set[Phase] = field(default_factory=set)
-
-    @property
-    def settled(self) -> bool:
-        """Every phase has run once: results are as declared, and the peak has been measured."""
-        return self.passed >= self.phases.keys()
+    frame: Frame
+    phase: Phase
+    records: list[Record]
+    exact: bool
+    peak_nbytes: int | None
 
 
-@dataclass
-class Frame:
-    """What a training forward leaves for its backward; owned by the autograd context."""
+class Listener(Protocol):
+    """Hears what a runner does."""
 
-    compiled: Compiled
-    memory: CpuMemory
-    inputs: tuple[torch.Tensor, ...]
-    snapshots: dict[int, torch.Tensor]
-    versions: tuple[int, ...]
-    generator: torch.Tensor | None
-    outputs: tuple[weakref.ref[torch.Tensor], ...] = ()
-    output_versions: dict[int, int] = field(default_factory=dict)
-    records: list[Record] = field(default_factory=list)
-    spent: bool = False
-    evicted: bool = False
-    measured: bool = False
+    def wants_device_times(self, compiled: CompiledStep) -> bool:
+        """Whether the device's clock is to be asked when the instructions of a step run."""
 
-    def evict(self) -> None:
-        """Give back what the forward saved; the backward will run the forward again."""
-        self.memory.tensors.clear()
-        buffers = self.compiled.schedule.buffers.values()
-        self.memory.live = sum(b.nbytes for b in buffers if b.leaves and b.role == "output")  # still the caller's
-        self.evicted = True
+    def phase_ran(self, run: PhaseRun) -> None: ...
+
+    def step_ran(self, frame: Frame) -> None:
+        """A whole step has run, updates that went on behind the next forward included."""
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """What a backward left to run behind the next forward of its program: its updates, over its memory."""
+class PendingUpdates:
+    """Updates that a backward left to run behind the next forward of its program, over its frame's memory."""
 
     frame: Frame
     behind: Behind
     began_us: float
 
-    def close(self, engine: Engine) -> None:
-        """When it has been drained."""
-        self.frame.memory.tensors.clear()
-        self.frame.records += shifted(self.behind.records, self.began_us)
-        engine.last_trace = Trace(tuple(self.frame.records), "measured")
-        stepped(engine, self.frame.compiled, self.frame.records)
+
+class Runner:
+    """Runs phases of one session. ``paced``: the emulated device takes at least the time its throttle says."""
+
+    def __init__(
+        self,
+        device: Device,
+        frames: LiveFrames,
+        arenas: ArenaPool,
+        parameters: ParameterStore,
+        listener: Listener,
+        paced: bool,
+    ) -> None:
+        self.device, self.frames, self.arenas, self.parameters = device, frames, arenas, parameters
+        self.listener, self.paced = listener, paced
+        self.pending: PendingUpdates | None = None
+
+    def drain(self) -> None:
+        """Waits for pending updates. Raises what stopped them."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            try:
+                pending.behind.drain()
+            finally:
+                self._close(pending)
+
+    def forward(
+        self,
+        compiled: CompiledStep,
+        inputs: tuple[torch.Tensor, ...],
+        snapshots: Mapping[int, torch.Tensor] | None = None,
+        write_back: bool = True,
+    ) -> tuple[Frame, tuple[torch.Tensor, ...]]:
+        """Runs the forward. Buffers change only when all of it has succeeded; on an error the generator is put back.
+
+        ``snapshots``: what the buffers that the step changes held, where that is not what they hold now.
+        """
+        device = str(self.device.where)
+        generator = generator_state(device) if compiled.random else None
+        if snapshots is None:  # the old version is what this step reads, also after the new one has been written
+            snapshots = {i: inputs[i].detach().clone() for i in compiled.mutated}
+        arenas, views = self.arenas.lend(compiled)
+        memory = self.device.memory(compiled.schedule, compiled.layouts, arenas, knobs.check(), compiled.settled, views)
+        new_versions = {spec.index: name for spec, name in compiled.outputs if spec.kind == "mutation"}
+        _bind_forward(compiled, memory, inputs, snapshots, new_versions)
+        if self.pending is not None and self.pending.frame.compiled is not compiled:
+            self.drain()
+        pending, self.pending = self.pending, None
+        frame = Frame(compiled, memory, inputs, snapshots, tuple(version_of(t) for t in inputs), generator)
+        try:
+            self._execute(frame, "forward", pending)
+        except BaseException:
+            if generator is not None:
+                set_generator_state(device, generator)
+            memory.tensors.clear()
+            raise
+        if pending is not None:  # updates behind this forward have counted versions up
+            frame.versions = tuple(version_of(t) for t in inputs)
+        if write_back:
+            with torch.no_grad():
+                for index, name in new_versions.items():
+                    inputs[index].copy_(memory.tensors[name])
+        outputs = []
+        for spec, name in compiled.outputs:
+            if spec.kind == "output":
+                outputs.append(memory.tensors[name])
+                # What the user receives will carry this frame in its grad_fn: the frame must not hold it in turn.
+                memory.bind(name, memory.tensors[name].detach())
+        if "backward" not in compiled.phases:
+            memory.tensors.clear()
+        return frame, tuple(outputs)
+
+    def backward(self, frame: Frame, tangents: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """Gradients for every input, None where none was asked for. Weights, buffers and old gradients are not touched."""
+        compiled, memory = frame.compiled, frame.memory
+        device = str(self.device.where)
+        generator = generator_state(device) if compiled.random else None
+        gradients: dict[int, torch.Tensor] = {}
+        try:
+            self.arenas.restore(compiled, memory)
+            self._bind_backward(compiled, memory, tangents)
+            self._execute(frame, "backward")
+            for spec, name in compiled.outputs:
+                if spec.kind == "grad":
+                    gradients[spec.index] = memory.tensors[name]
+        except BaseException:
+            if generator is not None:
+                set_generator_state(device, generator)
+            raise
+        finally:
+            if self.pending is None or self.pending.frame is not frame:
+                memory.tensors.clear()
+        if self.pending is None or self.pending.frame is not frame:
+            self.listener.step_ran(frame)
+        return tuple(gradients.get(i) for i in range(len(frame.inputs)))
+
+    def _bind_backward(self, compiled: CompiledStep, memory: CpuMemory, tangents: Sequence[torch.Tensor | None]) -> None:
+        for spec, name in compiled.inputs:
+            if spec.role == "tangent":
+                tangent, layout = tangents[spec.index], compiled.layouts[name]
+                assert tangent is not None
+                if tuple(tangent.stride()) != layout.stride:  # some backward formulas give other bits for other strides
+                    like = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=tangent.device)
+                    tangent = like.copy_(tangent)
+                memory.bind(name, tangent)
+        buffers = compiled.schedule.buffers
+        homes = [name for spec, name in compiled.outputs if spec.kind == "grad" and buffers[name].kind == "home"]
+        if not homes:
+            return
+        slab, offset = self.parameters.gradient_slab(sum(placed(buffers[name].nbytes) for name in homes)), 0
+        for name in homes:
+            memory.bind(name, view(slab, offset, compiled.layouts[name]))
+            offset += placed(buffers[name].nbytes)
+
+    def _execute(self, frame: Frame, phase: Phase, pending: PendingUpdates | None = None) -> None:
+        """``pending``: what the backward before this forward left; drained at its end."""
+        compiled, memory = frame.compiled, frame.memory
+        delays = Delays(knobs.check_seed()) if memory.check else None
+        # The host waits for what the caller may read or change next: weights, and at the end of a backward gradients.
+        visible: tuple[Queue, ...] = ("h2d", "d2h") if phase == "backward" or compiled.mutated else ("h2d",)
+        fence = self.device.fence(visible, timed=self.listener.wants_device_times(compiled))
+        behind = Behind() if phase == "backward" and compiled.schedule.run_ahead else None
+        before = None if pending is None else pending.behind
+        began_us = max((r.end_us for r in frame.records), default=0.0)
+        if phase == "forward":  # the allocator knows the size of what is freed only if it saw it made
+            frame.measured = knobs.check() or not compiled.settled
+        base = self._device_nbytes(memory) + self.frames.nbytes() if frame.measured else 0
+        with torch.no_grad(), without_autocast(self.device.where.type), _measured(frame.measured, self.device.where) as peak:
+            records = execute(
+                compiled.phases[phase], memory, compiled.kernels, delays, fence, self.paced, before=before, behind=behind
+            )
+        if pending is not None:
+            self._close(pending)
+        if behind is not None:
+            self.pending = PendingUpdates(frame, behind, began_us)
+        frame.records += shifted(records, began_us)
+        nbytes = None if peak is None or peak.nbytes is None else base + peak.nbytes
+        self.listener.phase_ran(PhaseRun(frame, phase, records, fence is None or fence.timed, nbytes))
+
+    def _close(self, pending: PendingUpdates) -> None:
+        """When they have been drained."""
+        pending.frame.memory.tensors.clear()
+        pending.frame.records += shifted(pending.behind.records, pending.began_us)
+        self.listener.step_ran(pending.frame)
+
+    def _device_nbytes(self, memory: CpuMemory) -> int:
+        """Bytes on the device when a phase starts: persistent state, the arena, and what the allocator gave for the rest (a
+        generator's state is planned as a value of the device, but is in host memory)."""
+        schedule = memory.schedule
+        fixed = schedule.arena_nbytes.get("device", 0) + schedule.resident_nbytes.get("device", 0)
+        buffers = (schedule.buffers[name] for name in memory.tensors)
+        return fixed + sum(
+            memory.tensors[b.name].untyped_storage().nbytes()
+            for b in buffers
+            if b.tier == "device"
+            and (b.kind == "pooled" or b.role == "tangent")
+            and memory.tensors[b.name].device == self.device.where
+        )
 
 
-def describe_compiled(
-    engine: Engine, tangents: Tangents, planned: Planned, made_of: Source, kernels: dict[str, Any]
-) -> Compiled:
-    """Tables resolved once, so that a step looks nothing up in a graph."""
-    step, schedule = planned.step, planned.schedule
-    inputs = tuple((spec, node.name) for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True))
-    outputs = tuple((spec, node.name) for spec, node in zip(step.meta["outputs"], step_outputs(step), strict=True))
-    by_name = {node.name: node for node in step.graph.nodes}
-    layouts = {name: layout_of(by_name[name].meta["val"]) for name in schedule.buffers}
-    backward_reads = {name for _, i in schedule.phase("backward") for name in i.reads}
-    values = {source(by_name[name]).name for name in backward_reads}
-    return Compiled(
-        tangents,
-        planned.plan,
-        step,
-        schedule,
-        kernels,
-        layouts,
-        inputs,
-        outputs,
-        frozenset(spec.index for spec, _ in outputs if spec.kind == "mutation"),
-        frozenset(spec.index for spec, name in inputs if name in backward_reads and spec.role in ("param", "input", "buffer")),
-        frozenset(spec.index for spec, name in outputs if spec.kind == "output" and name in values),
-        any(schedule.buffers[n].role == "rng" for n in schedule.buffers) or has_random(step),
-        engine.home.version,
-        {phase: prepare(schedule, phase) for phase in PHASES if phase == "forward" or any(schedule.phase(phase))},
-        made_of,
-    )
-
-
-def run_forward(
-    engine: Engine,
-    compiled: Compiled,
+def _bind_forward(
+    compiled: CompiledStep,
+    memory: CpuMemory,
     inputs: tuple[torch.Tensor, ...],
-    snapshots: dict[int, torch.Tensor] | None = None,
-    write_back: bool = True,
-) -> tuple[Frame, tuple[torch.Tensor, ...]]:
-    """Run the forward phase. Buffers change only when all of it has succeeded; on an error the generator is put back."""
-    device = str(engine.device.where)
-    generator = generator_state(device) if compiled.random else None
-    if snapshots is None:  # the old version is what this step reads, also after the new one has been written
-        snapshots = {i: inputs[i].detach().clone() for i in compiled.mutated}
-    arenas, views = engine.arenas(compiled)
-    memory = engine.device.memory(compiled.schedule, compiled.layouts, arenas, knobs.check(), compiled.settled, views)
+    snapshots: Mapping[int, torch.Tensor],
+    new_versions: Mapping[int, str],
+) -> None:
     for spec, name in compiled.inputs:
         if spec.role == "constant":
             memory.bind(name, compiled.step.meta["constants"][spec.name])
         elif spec.role != "tangent":
             memory.bind(name, snapshots.get(spec.index, inputs[spec.index].detach()))
-    news = {result.index: name for result, name in compiled.outputs if result.kind == "mutation"}
-    for index, name in news.items():
+    for index, name in new_versions.items():
         if compiled.schedule.buffers[name].kind == "home":
             memory.bind(name, torch.empty_like(snapshots[index]))
-    left = engine.left if engine.left is not None and engine.left.frame.compiled is compiled else None
-    if left is None:
-        engine.drain()
-    versions = tuple(_version(t) for t in inputs)
-    frame = Frame(compiled, memory, inputs, snapshots, versions, generator)
-    try:
-        _execute(engine, frame, "forward", left)
-    except BaseException:
-        if generator is not None:
-            set_generator_state(device, generator)
-        memory.tensors.clear()
-        raise
-    if left is not None:  # they were counted up behind this forward
-        frame.versions = tuple(_version(t) for t in inputs)
-    if write_back:
-        with torch.no_grad():
-            for index, name in news.items():
-                inputs[index].copy_(memory.tensors[name])
-    outputs = []
-    for result, name in compiled.outputs:
-        if result.kind == "output":
-            outputs.append(memory.tensors[name])
-            # What the user receives will carry this frame in its grad_fn: the frame must not hold it in turn.
-            memory.bind(name, memory.tensors[name].detach())
-    if "backward" not in compiled.phases:
-        memory.tensors.clear()
-    return frame, tuple(outputs)
 
 
-def run_backward(program: Program, frame: Frame, tangents: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-    """Gradients for every input (None where none was asked for). Weights, buffers and old gradients are not touched."""
-    engine = program.engine
-    frame.spent = True
-    pattern = tuple(t is not None for t in tangents)
-    autocast = enabled_autocast(engine.device.where)
-    again = frame.evicted or pattern != frame.compiled.tangents or autocast != program.description.backward_autocast
-    _check_versions(frame, program, again)
-    if again:
-        engine.in_backward = True
-        program.description = replace(program.description, backward_autocast=autocast)
-        try:
-            frame = _retrace(program, frame, pattern)
-        finally:
-            engine.in_backward = False
-    compiled, memory = frame.compiled, frame.memory
-    device = str(engine.device.where)
-    now = generator_state(device) if compiled.random else None
-    gradients: dict[int, torch.Tensor] = {}
-    try:
-        engine.again(compiled, memory)
-        _bind_backward(engine, compiled, memory, frame.inputs, tangents)
-        _execute(engine, frame, "backward")
-        for result, name in compiled.outputs:
-            if result.kind == "grad":
-                gradients[result.index] = memory.tensors[name]
-    except BaseException:
-        if now is not None:
-            set_generator_state(device, now)
-        raise
-    finally:
-        if engine.left is None or engine.left.frame is not frame:
-            memory.tensors.clear()
-    if engine.left is None or engine.left.frame is not frame:
-        stepped(engine, compiled, frame.records)
-    return tuple(gradients.get(i) for i in range(len(frame.inputs)))
-
-
-def _bind_backward(
-    engine: Engine,
-    compiled: Compiled,
-    memory: CpuMemory,
-    inputs: Sequence[torch.Tensor],
-    tangents: Sequence[torch.Tensor | None],
-) -> None:
-    for spec, name in compiled.inputs:
-        if spec.role == "tangent":
-            tangent, layout = tangents[spec.index], compiled.layouts[name]
-            assert tangent is not None
-            if tuple(tangent.stride()) != layout.stride:  # some backward formulas give other bits for other strides
-                like = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=tangent.device)
-                tangent = like.copy_(tangent)
-            memory.bind(name, tangent)
-    homes = [
-        (spec, name)
-        for spec, name in compiled.outputs
-        if spec.kind == "grad" and compiled.schedule.buffers[name].kind == "home"
-    ]
-    total = sum(placed(compiled.schedule.buffers[name].nbytes) for _, name in homes)
-    slab = engine.home.gradient_slab(total) if homes else None
-    offset = 0
-    for _, name in homes:
-        assert slab is not None
-        memory.bind(name, view(slab, offset, compiled.layouts[name]))
-        offset += placed(compiled.schedule.buffers[name].nbytes)
-
-
-def _retrace(program: Program, frame: Frame, pattern: tuple[bool, ...]) -> Frame:
-    """Gradients arrived at other outputs or under another autocast than was traced, or what was saved has been given up:
-    run the forward again as it was."""
-    engine = program.engine
-    frame.memory.tensors.clear()
-    compiled = engine.compile(program, pattern)
-    program.pattern = pattern
-    with rng_preserved(str(engine.device.where)):
-        if frame.generator is not None:
-            set_generator_state(str(engine.device.where), frame.generator)
-        again, _ = run_forward(engine, compiled, frame.inputs, frame.snapshots, write_back=False)
-    return again
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """What an in-place change counts up; tensors of torch.inference_mode do not count."""
+def version_of(tensor: torch.Tensor) -> int:
+    """The counter that an in-place change raises; tensors of torch.inference_mode have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _check_versions(frame: Frame, program: Program, again: bool) -> None:
-    """Raise when a tensor that the backward reads (or the forward, when it is run ``again``) has changed since."""
-    compiled = frame.compiled
-    read = range(len(frame.inputs)) if again else compiled.read_in_backward
-    for index in read:
-        if index not in compiled.mutated and _version(frame.inputs[index]) != frame.versions[index]:
-            name = program.description.inputs[index].name
-            raise StepError(
-                f"{name} was changed in place between this forward and its backward; the gradients would be of other "
-                "values. Step the optimizer after backward, or clone what you change"
-            )
-    for index, version in frame.output_versions.items():
-        output = frame.outputs[index]()
-        if output is not None and output._version != version:
-            raise StepError(
-                f"output {program.description.computed[index][0]} was changed in place before backward, which needs it; "
-                "clone it before changing it"
-            )
-
-
-def _execute(engine: Engine, frame: Frame, phase: Phase, left: Left | None = None) -> None:
-    """``left``: by the backward before this forward; drained at its end."""
-    compiled, memory = frame.compiled, frame.memory
-    delays = Delays(knobs.check_seed()) if memory.check else None
-    # The host waits for what the caller may read or change next: weights, and at the end of a backward gradients.
-    visible: tuple[Queue, ...] = ("h2d", "d2h") if phase == "backward" or compiled.mutated else ("h2d",)
-    fence = engine.device.fence(visible, timed=timed(engine, compiled))
-    behind = Behind() if phase == "backward" and compiled.schedule.run_ahead else None
-    options: dict[str, Any] = {"paced": engine.throttle is not None, "behind": behind}
-    began_us = max((r.end_us for r in frame.records), default=0.0)
-    if left is not None:
-        engine.left, options["before"] = None, left.behind
-    with torch.no_grad(), without_autocast(engine.device.where.type):
-        if phase == "forward":  # the allocator knows the size of what is freed only if it saw it made
-            frame.measured = knobs.check() or not compiled.settled
-        if frame.measured:
-            base = _device_nbytes(memory, engine.device.where) + engine.held_nbytes()
-            with allocator_peak(engine.device.where) as peak:
-                records = execute(compiled.phases[phase], memory, compiled.kernels, delays, fence, **options)
-            # Optimizer state counts as resident from the start: measured is a backward that finds it there.
-            first = phase == "backward" and engine.updates is not None and engine.updates.made_state
-            if peak.nbytes is not None and not first:
-                engine.measured(compiled, base + peak.nbytes)
-        else:
-            first = False
-            records = execute(compiled.phases[phase], memory, compiled.kernels, delays, fence, **options)
-            if fence is None or fence.timed:  # else they say when each was issued
-                engine.timed.append((compiled, phase, records))
-    if left is not None:
-        left.close(engine)
-    if behind is not None:
-        engine.left = Left(frame, behind, began_us)
-    if not first:
-        compiled.passed.add(phase)
-    frame.records += shifted(records, began_us)
-    engine.last_trace = Trace(tuple(frame.records), "measured")
+def _measured(measure: bool, where: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return allocator_peak(where) if measure else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -338,16 +250,3 @@ def without_autocast(device: str) -> Iterator[None]:
         else:
             with torch.autocast(device, enabled=False):
                 yield
-
-
-def _device_nbytes(memory: CpuMemory, where: torch.device) -> int:
-    """Bytes on the device when a phase starts: persistent state, the arena, and what the allocator gave for the rest (a
-    generator's state is planned as a value of the device, but is in host memory)."""
-    schedule = memory.schedule
-    fixed = schedule.arena_nbytes.get("device", 0) + schedule.resident_nbytes.get("device", 0)
-    buffers = (schedule.buffers[name] for name in memory.tensors)
-    return fixed + sum(
-        memory.tensors[b.name].untyped_storage().nbytes()
-        for b in buffers
-        if b.tier == "device" and (b.kind == "pooled" or b.role == "tangent") and memory.tensors[b.name].device == where
-    )

@@ -10,11 +10,9 @@ import difflib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 from torch import fx
 
-from mtcompile.errors import StepError
 from mtcompile.passes.analysis.saved import saved_values
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.planner import Planned, Source
@@ -25,10 +23,7 @@ from mtcompile.report.compare import Compared, compare
 from mtcompile.report.explain_text import text_of
 from mtcompile.runtime.schedule import Buffer, Schedule
 from mtcompile.runtime.sim import simulate
-from mtcompile.runtime.trace import Record, Trace, shifted, span_us
-
-if TYPE_CHECKING:
-    from mtcompile.execution.session import Engine
+from mtcompile.runtime.trace import Trace, span_us
 
 FLOOR = "nothing else was decided: what needs least device memory"
 
@@ -118,28 +113,6 @@ def explain(planned: Planned, source: Source, name: str, measured: Trace | None 
         compare(planned.step, schedule, predicted, measured, here) if measured else None,
         "" if measured else unmeasured,
     )
-
-
-def explain_compiled(engine: Engine, name: str) -> Explanation:
-    """Of the program that last trained. Raises StepError before the first call."""
-    last = engine.last
-    if last is None:
-        raise StepError("expected a model that has run, found one that has not; call it once, then explain")
-    measured = last_step(engine)
-    why = (
-        "nothing measured: times are those of the second step and later ones, not those under MT_CHECK=1, and on a GPU those "
-        "under MT_TRACE=1"
-    )
-    return explain(Planned(last.plan, last.step, last.schedule), last.source, name, measured, why)
-
-
-def last_step(engine: Engine) -> Trace | None:
-    """The last step of the program that last trained, forward and backward, whose times can be told; None before there is."""
-    found: dict[str, list[Record]] = {phase: records for made, phase, records in engine.timed if made is engine.last}
-    if "backward" not in found or "forward" not in found:
-        return None
-    forward = found["forward"]
-    return Trace((*forward, *shifted(found["backward"], max((r.end_us for r in forward), default=0.0))), "measured")
 
 
 # --------------------------------------------------------------------------------------------------------------- values

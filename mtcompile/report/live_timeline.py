@@ -7,23 +7,20 @@ import os
 import tempfile
 import warnings
 import webbrowser
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
+
+from torch import fx
 
 from mtcompile import knobs
 from mtcompile.passes.plan import Plan
+from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import placeholders, step_outputs
 from mtcompile.runtime.schedule import Schedule
-from mtcompile.runtime.trace import Record, Trace
+from mtcompile.runtime.trace import Trace
 from mtcompile.viz.page import write
-
-if TYPE_CHECKING:
-    from torch import fx
-
-    from mtcompile.execution.runner import Compiled
-    from mtcompile.execution.session import Engine
 
 _numbers = itertools.count()  # of the pages that this process writes by itself
 _OF_SCHEDULE = tuple(f.name for f in fields(Schedule))
@@ -76,24 +73,42 @@ def names_of(schedule: Schedule, step: fx.GraphModule) -> dict[str, str]:
     return names
 
 
+class RanStep(Protocol):
+    """What a page shows of a compiled step that has run."""
+
+    @property
+    def schedule(self) -> Schedule: ...
+
+    @property
+    def step(self) -> fx.GraphModule: ...
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def problem(self) -> PlanningProblem: ...
+
+
 class Pages:
     """The page of each program that trains, written after its first step as predicted and after its second with what was
-    measured. ``path``: of the first program's; None: numbered ones in ``folder``."""
+    measured. ``path``: of the first program's; None: numbered ones in ``folder``. ``title``: of the model."""
 
-    def __init__(self, path: Path | None, folder: Path) -> None:
-        self.path, self.folder = path, folder
+    def __init__(self, path: Path | None, folder: Path, title: str = "") -> None:
+        self.path, self.folder, self.title = path, folder, title
         self._known: dict[int, tuple[Schedule, Path]] = {}  # by id; held, so that no other schedule takes it
         self._done: set[int] = set()
 
-    def wants(self, schedule: Schedule) -> bool:
-        """Whether the next step of it will be written."""
+    def wants_device_times(self, schedule: Schedule) -> bool:
+        """Whether the next step of a schedule will be written."""
         return id(schedule) not in self._done
 
-    def stepped(self, schedule: Schedule, shown: Viewable) -> None:
-        """After a step of ``schedule``, which ``shown`` describes. A page that cannot be written is a warning: the step is
-        worth more."""
-        if not self.wants(schedule):
+    def step_ran(self, compiled: RanStep, measured: Trace | None) -> None:
+        """Writes the page after a whole step. A page that cannot be written is a warning: the step is worth more."""
+        schedule = compiled.schedule
+        if not self.wants_device_times(schedule):
             return
+        title = titled(self.title, compiled.problem.machine.name)
+        shown = viewable(schedule, compiled.step, compiled.plan, measured, title)
         if id(schedule) in self._known:
             self._done.add(id(schedule))
         else:
@@ -113,32 +128,13 @@ class Pages:
         return self.path if number == 1 else self.path.with_name(f"{self.path.stem}-{number}{self.path.suffix}")
 
 
-def pages(path: str | Path | None) -> Pages | None:
-    """What was asked for by ``viz=`` or, where that is None, by MT_VIZ. Raises TypeError for what is no path."""
-    if path is not None and not isinstance(path, (str, Path)):
-        raise TypeError(f"expected viz to be the path of an HTML file, found {path!r}")
+def timelines(path: str | Path | None, title: str) -> list[Pages]:
+    """The pages asked for by ``viz=`` or, where that is None, by MT_VIZ: one listener, or none. ``title``: of the model."""
     folder = knobs.viz()
     if path is None and not folder:
-        return None
-    return Pages(None if path is None else Path(path), Path(folder))
+        return []
+    return [Pages(None if path is None else Path(path), Path(folder), title)]
 
 
-def timed(engine: Engine, compiled: Compiled) -> bool:
-    """Whether a device's clock is to be asked when the instructions of a step run."""
-    return knobs.trace() or (engine.pages is not None and engine.pages.wants(compiled.schedule))
-
-
-def stepped(engine: Engine, compiled: Compiled, records: Iterable[Record]) -> None:
-    """Called when a whole training step has run, updates that it left to run behind included."""
-    if engine.device.where.type == "cpu" or timed(engine, compiled):  # else records say when work was issued
-        engine.last_step = compiled.schedule, Trace(tuple(records), "measured")
-    if engine.pages is not None and engine.pages.wants(compiled.schedule):
-        engine.pages.stepped(compiled.schedule, shown(engine, compiled))
-
-
-def shown(engine: Engine, compiled: Compiled) -> Viewable:
-    """A program's schedule, with what its last step measured."""
-    last = engine.last_step
-    measured = last[1] if last is not None and last[0] is compiled.schedule else None
-    title = " on ".join(filter(None, (engine.title, engine.machine.name)))
-    return viewable(compiled.schedule, compiled.step, compiled.plan, measured, title)
+def titled(title: str, machine: str) -> str:
+    return " on ".join(filter(None, (title, machine)))

@@ -1,0 +1,224 @@
+"""The pipeline: from a captured step to one that may run.
+
+    captured step ──joint_of──► joint graph ──rewrite_joint──► loss head in chunks, micro-batches
+                  ──planning_problem──► regions, budgets, homes ──plan_for──► plan, rewritten step graph, schedule
+                  ──Toolchain.build──► kernels, measured ──prove──► compiled step
+
+Training walks all of it, in ``compile_step``. ``mtcompile.plan`` walks it from the joint graph to the plan. Around it are three
+loops: over the chunks of the loss head (``fastest_loss_head``), over what a plan may assume of earlier programs (``plan_for``,
+which sends resident parameters home), and over the speed of copies (``compile_step``, once host memory cannot be pinned).
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from torch import fx
+
+from mtcompile import cache, knobs, torch_private
+from mtcompile.capture.description import Description
+from mtcompile.capture.joint import joint_graph, joint_key
+from mtcompile.errors import BudgetError, CaptureError
+from mtcompile.execution.calibration import known_machine
+from mtcompile.execution.compiled import CompiledStep, Tangents, compiled_step
+from mtcompile.execution.placement import Placement
+from mtcompile.kernels.eager import strides_on
+from mtcompile.kernels.toolchain import Toolchain
+from mtcompile.optim.precision import Precision
+from mtcompile.options import FASTEST, Options
+from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.analysis.memory import workspace_nbytes
+from mtcompile.passes.check import check_schedule, same_computation
+from mtcompile.passes.joint.accumulate import Micro, repeat, weights_of
+from mtcompile.passes.joint.build import build
+from mtcompile.passes.joint.loss_head import chunk_loss
+from mtcompile.passes.joint.normalize import normalize
+from mtcompile.passes.lower import Workspace
+from mtcompile.passes.planning.planner import BIT_EQUAL, FUSED, DoesNotFit, Planned, make_plan, may_be_resident, resident_plan
+from mtcompile.passes.planning.problem import PlanningProblem
+from mtcompile.passes.step_graph import copy_step
+from mtcompile.runtime.devices.protocol import Device
+from mtcompile.runtime.verify import verify
+
+AUTO_CHUNKS = (1, 4, 16, 64)  # of the loss head, what loss_chunks="auto" chooses among
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """What the front end captured: its graph, which outputs receive gradients, and whether it is one of several
+    micro-batches."""
+
+    description: Description
+    tangents: Tangents
+    micro: Micro | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a step is compiled for. ``machine``: its speeds, as plans may count on them."""
+
+    options: Options
+    device: Device
+    toolchain: Toolchain
+    machine: Machine
+
+    @property
+    def pinned(self) -> bool:
+        """Whether host memory could be pinned so far."""
+        return self.device.staging is None
+
+
+class JointStep(NamedTuple):
+    """A joint graph as it is planned: rewritten, with the numerics contract in words. ``chunks``: of its loss head."""
+
+    graph: fx.GraphModule
+    numerics: str
+    chunks: int
+
+
+class PlannedStep(NamedTuple):
+    """A plan, what it is an answer to, and the joint graph that it must be equal to."""
+
+    joint: JointStep
+    problem: PlanningProblem
+    planned: Planned
+
+
+# ------------------------------------------------------------------------------------------------------- the composition
+
+
+def compile_step(captured: CapturedStep, target: Target, placement: Placement) -> CompiledStep:
+    """Plans, builds and proves one captured step. Raises CaptureError, and BudgetError where no plan fits."""
+    probing = torch_private.probe_inductor() if target.options.fuses else None
+    joint = joint_of(captured, target)
+    while True:
+        pinned = target.pinned
+        best = fastest_loss_head(joint, captured, target, placement)
+        if probing is not None:
+            probing.join()
+        planned, kernels = target.toolchain.build(best.planned, target.machine)
+        prove(best.joint.graph, planned)
+        placement.adopt(best.problem.step, planned)
+        if pinned == target.pinned:
+            return compiled_step(captured.tangents, planned, best.problem, {**kernels, **placement.host_kernels(planned.step)})
+        target = replace(target, machine=known_machine(target.device, target.options))
+        _warn_not_pinned(target.machine)
+
+
+def joint_of(captured: CapturedStep, target: Target) -> fx.GraphModule:
+    """The normalized joint graph, of one micro-batch. It is remembered between runs where Inductor, whose parts make the key,
+    is loaded anyway."""
+    description = captured.description
+    if captured.micro is not None:
+        description = replace(description, inputs=description.inputs[: captured.micro.inputs])
+    key = joint_key(description, captured.tangents) if target.options.fuses and knobs.cache() else None
+    joint = cache.read_joint(key)
+    if joint is None:
+        try:
+            joint = normalize(joint_graph(description, captured.tangents), strides_on(target.device.where))
+        except NotImplementedError as error:
+            raise CaptureError(f"the model uses {error}; expected ATen operations only") from None
+        cache.write_joint(key, joint)
+    return joint
+
+
+def rewrite_joint(
+    joint: fx.GraphModule, precision: Precision, fuses: bool, chunks: int = 1, micro: Micro | None = None
+) -> JointStep:
+    """``joint`` with its loss head in ``chunks`` (whole where it has none), of all micro-batches. Raises CaptureError."""
+    contract = [precision.contract(), FUSED if fuses else BIT_EQUAL]
+    try:
+        weights = {} if micro is None else weights_of(joint, micro)
+        rewritten = joint if chunks == 1 else copy_step(joint)
+        chunks = chunks if chunks == 1 or chunk_loss(rewritten, chunks) else 1
+        if micro is not None:
+            rewritten = repeat(rewritten, micro, weights)
+            summed, shares = " in fp32" if micro.wide else "", ", ".join(dict.fromkeys(map(str, weights.values())))
+            contract.append(f"{micro.count} micro-batches, their gradients added up{summed} in their order, {shares}")
+    except NotImplementedError as error:
+        assert micro is not None
+        raise CaptureError(f"accumulate={micro.count}: the model has {error}; accumulate by hand") from None
+    if chunks > 1:
+        contract.append(f"the loss head's sums over tokens (loss, weight and bias gradients) in {chunks} chunks")
+    return JointStep(rewritten, "; ".join(contract), chunks)
+
+
+def planning_problem(
+    joint: JointStep, placement: Placement, machine: Machine, workspace: Workspace = workspace_nbytes, whole: bool = False
+) -> PlanningProblem:
+    """The step graph of ``joint``, cut into regions (``whole``: one per phase), and all that its plan must keep to."""
+    step = build(joint.graph, whole=whole)
+    placement.place(step)
+    budgets, fixed_homes = placement.constraints(step)
+    return PlanningProblem(step, machine, budgets, workspace, fixed_homes, joint.numerics)
+
+
+def prove(joint: fx.GraphModule, planned: Planned) -> None:
+    """Raises an error that names the invariant, unless the schedule is safe and computes what was captured."""
+    same_computation(joint, planned.step)
+    check_schedule(planned.step, planned.schedule)
+    verify(planned.schedule)
+
+
+# --------------------------------------------------------------------------------------------------- the loops around it
+
+
+def fastest_loss_head(joint: fx.GraphModule, captured: CapturedStep, target: Target, placement: Placement) -> PlannedStep:
+    """The plan with the loss head in as many chunks as asked for; for "auto", the fastest that fits."""
+    options, candidates, refusals = target.options, list[PlannedStep](), list[BudgetError]()
+    for chunks in AUTO_CHUNKS if options.loss_chunks == "auto" else (int(options.loss_chunks),):
+        rewritten = rewrite_joint(joint, options.precision, options.fuses, chunks, captured.micro)
+        if rewritten.chunks != chunks:
+            if options.loss_chunks == "auto":
+                break
+            if captured.tangents and placement.needs_loss_head(joint):
+                raise CaptureError(
+                    f"loss_chunks={chunks}: expected a linear layer followed by a mean cross-entropy whose logits nobody "
+                    "else reads, found none; return the loss without the logits, or leave loss_chunks out"
+                )
+        try:
+            candidates.append(PlannedStep(rewritten, *plan_for(rewritten, target, placement)))
+        except BudgetError as error:
+            refusals.append(error)
+        else:
+            if candidates[-1].planned.plan.all_resident:
+                break
+    if not candidates:
+        raise min(refusals, key=lambda error: error.minimum_bytes)
+    return min(candidates, key=lambda candidate: candidate.planned.plan.total_us)
+
+
+def plan_for(joint: JointStep, target: Target, placement: Placement) -> tuple[PlanningProblem, Planned]:
+    """The plan, and the problem it solves: for kernels that fuse, one region per phase where everything fits. Parameters
+    that earlier programs keep on the device go home where nothing fits beside them. Raises BudgetError."""
+    options, machine, workspace = target.options, target.machine, target.toolchain.eager.workspace
+    while True:
+        problem = planning_problem(joint, placement, machine, workspace)
+        if options.fuses and options.policy == FASTEST and may_be_resident(problem):
+            whole = planning_problem(joint, placement, machine, workspace, whole=True)
+            if (resident := resident_plan(whole)) is not None:
+                return whole, resident
+        try:
+            return problem, remembered_plan(problem, options.policy)
+        except DoesNotFit as error:
+            if not placement.give_up_residents(error):
+                raise placement.refusal(error) from None
+
+
+def remembered_plan(problem: PlanningProblem, policy: str) -> Planned:
+    """The plan for a problem: as it was found before, if it still fits, else searched for. Raises DoesNotFit."""
+    step, homes = problem.step, problem.fixed_homes
+    key = cache.plan_key(step, problem.machine, problem.budgets, homes, problem.numerics, policy)
+    store = cache.points(step, problem.budgets, problem.machine, homes, problem.numerics)
+    return cache.planned(key, lambda known: make_plan(problem, policy=policy, known=known, store=store))
+
+
+def _warn_not_pinned(machine: Machine) -> None:
+    warnings.warn(
+        "host memory could not be pinned (expected room under the limit on locked memory, ulimit -l; under WSL about "
+        "1 GiB is all there is): copies go through a small pinned ring, and the plan counts on "
+        f"{machine.h2d_gbps:.0f} GB/s. Raise the limit for full speed; results are the same",
+        stacklevel=2,
+    )

@@ -1,0 +1,67 @@
+"""The arenas of a session: one allocation per tier, lent to whichever program runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from mtcompile import torch_private
+from mtcompile.execution.compiled import CompiledStep, LiveFrames
+from mtcompile.runtime.devices.cpu import Arenas, CpuMemory
+from mtcompile.runtime.devices.protocol import Device
+from mtcompile.runtime.schedule import Tier
+
+
+class ArenaPool:
+    """One arena per tier, shared by all programs of a session.
+
+    No device slot lives from one phase to the next; host slots do, so while a training forward waits for its backward, other
+    programs get a host arena of their own. ``drain``: waits for pending updates, which use the arenas that are there.
+    """
+
+    def __init__(self, device: Device, frames: LiveFrames, drain: Callable[[], None]) -> None:
+        self._device, self._frames, self._drain = device, frames, drain
+        self._arenas: dict[Tier, torch.Tensor] = {}
+        self._slot_views: list[dict[str, torch.Tensor]] = []  # of all programs: they point into the arenas
+
+    def nbytes(self, tier: Tier) -> int:
+        return self._arenas[tier].numel() if tier in self._arenas else 0
+
+    def holds(self, arena: torch.Tensor) -> bool:
+        """Whether this is the device's arena now."""
+        return arena is self._arenas.get("device")
+
+    def lend(self, compiled: CompiledStep) -> tuple[Arenas, dict[str, torch.Tensor] | None]:
+        """Arenas that are large enough for a program, and its slot views in them (None: it shall make its own)."""
+        needed = compiled.schedule.arena_nbytes
+        private_host = bool(self._frames.waiting())
+        if self._arenas.get("device") is None or self.nbytes("device") != needed.get("device", 0):
+            self._replace("device", needed.get("device", 0))
+        if not private_host and ("host" not in self._arenas or self.nbytes("host") < needed.get("host", 0)):
+            self._replace("host", needed.get("host", 0))
+        if private_host:
+            return Arenas(self._arenas["device"], self._device.arena("host", needed.get("host", 0))), None
+        if not any(views is compiled.slot_views for views in self._slot_views):
+            self._slot_views.append(compiled.slot_views)
+        return Arenas(self._arenas["device"], self._arenas["host"]), compiled.slot_views
+
+    def restore(self, compiled: CompiledStep, memory: CpuMemory) -> None:
+        """Before a backward: another program may have replaced the device's arena since its forward."""
+        if not self.holds(memory.arenas.device):
+            arenas, _ = self.lend(compiled)
+            memory.take_device(arenas.device)
+
+    def _replace(self, tier: Tier, nbytes: int) -> None:
+        self._drain()  # pending updates would make views of the old arena again
+        for views in self._slot_views:  # they would hold the old arena
+            views.clear()
+        self._slot_views.clear()
+        if tier in self._arenas:
+            self._device.synchronize()  # of a step that was dropped, copies may be on their way
+            del self._arenas[tier]
+        if tier == "device":  # waiting steps have nothing there, and will take what there is then
+            for frame in self._frames.waiting():
+                frame.memory.leave_device()
+        with torch_private.lasting():
+            self._arenas[tier] = self._device.arena(tier, nbytes)

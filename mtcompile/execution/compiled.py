@@ -1,0 +1,135 @@
+"""What running a program needs once it is compiled, and what a training forward leaves for its backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from mtcompile.passes.plan import Plan
+from mtcompile.passes.planning.planner import Planned
+from mtcompile.passes.planning.problem import PlanningProblem
+from mtcompile.passes.step_graph import InputSpec, OutputSpec, has_random, placeholders, source, step_outputs
+from mtcompile.runtime.devices.arena import Layout, layout_of
+from mtcompile.runtime.devices.cpu import CpuMemory
+from mtcompile.runtime.executor import Prepared, prepare
+from mtcompile.runtime.schedule import PHASES, Phase, Schedule, aligned
+from mtcompile.runtime.trace import Record
+
+Tangents = tuple[bool, ...] | None  # which outputs receive a gradient; None: inference
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledStep:
+    """One program, planned and proven for one pattern of gradients. ``problem``: what its plan is an answer to."""
+
+    tangents: Tangents
+    plan: Plan
+    step: fx.GraphModule
+    schedule: Schedule
+    kernels: Mapping[str, Any]
+    layouts: Mapping[str, Layout]
+    inputs: tuple[tuple[InputSpec, str], ...]
+    outputs: tuple[tuple[OutputSpec, str], ...]
+    mutated: frozenset[int]
+    read_in_backward: frozenset[int]
+    outputs_read_in_backward: frozenset[int]
+    random: bool
+    phases: Mapping[Phase, Prepared]
+    problem: PlanningProblem
+    # What steps leave for the next: tensors of arena slots, and the phases that have run once.
+    slot_views: dict[str, torch.Tensor] = field(default_factory=dict)
+    completed_phases: set[Phase] = field(default_factory=set)
+
+    @property
+    def settled(self) -> bool:
+        """Whether every phase has run once: results are as declared, and the peak has been measured."""
+        return self.completed_phases >= self.phases.keys()
+
+
+def compiled_step(tangents: Tangents, planned: Planned, problem: PlanningProblem, kernels: Mapping[str, Any]) -> CompiledStep:
+    """Resolves all names once, so that a step looks nothing up in a graph."""
+    step, schedule = planned.step, planned.schedule
+    inputs = tuple((spec, node.name) for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True))
+    outputs = tuple((spec, node.name) for spec, node in zip(step.meta["outputs"], step_outputs(step), strict=True))
+    by_name = {node.name: node for node in step.graph.nodes}
+    backward_reads = {name for _, i in schedule.phase("backward") for name in i.reads}
+    values = {source(by_name[name]).name for name in backward_reads}
+    return CompiledStep(
+        tangents,
+        planned.plan,
+        step,
+        schedule,
+        kernels,
+        {name: layout_of(by_name[name].meta["val"]) for name in schedule.buffers},
+        inputs,
+        outputs,
+        frozenset(spec.index for spec, _ in outputs if spec.kind == "mutation"),
+        frozenset(spec.index for spec, name in inputs if name in backward_reads and spec.role in ("param", "input", "buffer")),
+        frozenset(spec.index for spec, name in outputs if spec.kind == "output" and name in values),
+        any(buffer.role == "rng" for buffer in schedule.buffers.values()) or has_random(step),
+        {phase: prepare(schedule, phase) for phase in PHASES if phase == "forward" or any(schedule.phase(phase))},
+        problem,
+    )
+
+
+@dataclass
+class Frame:
+    """The state of one training forward, for its backward; owned by the autograd context.
+
+    ``snapshots``: buffers that the forward changes, as it read them, by input index. ``versions``: version counters of the
+    inputs. ``spent``: its backward has begun. ``evicted``: what it saved is gone, so that its backward runs the forward again.
+    """
+
+    compiled: CompiledStep
+    memory: CpuMemory
+    inputs: tuple[torch.Tensor, ...]
+    snapshots: Mapping[int, torch.Tensor]
+    versions: tuple[int, ...]
+    generator: torch.Tensor | None
+    outputs: tuple[weakref.ref[torch.Tensor], ...] = ()
+    output_versions: Mapping[int, int] = field(default_factory=dict)
+    records: list[Record] = field(default_factory=list)
+    spent: bool = False
+    evicted: bool = False
+    measured: bool = False
+
+    def hand_out(self, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Remembers what the caller received, without holding it: their ``grad_fn`` holds this frame."""
+        self.outputs = tuple(weakref.ref(output) for output in outputs)
+        self.output_versions = {i: outputs[i]._version for i in self.compiled.outputs_read_in_backward}
+
+    def evict(self) -> None:
+        """Frees what the forward saved; the backward will run the forward again."""
+        self.memory.tensors.clear()
+        buffers = self.compiled.schedule.buffers.values()
+        self.memory.live = sum(b.nbytes for b in buffers if b.leaves and b.role == "output")  # still the caller's
+        self.evicted = True
+
+    def abandon(self) -> None:
+        """Frees what the forward saved; there will be no backward."""
+        self.spent = True
+        self.memory.tensors.clear()
+
+
+class LiveFrames:
+    """The training forwards that still wait for their backward. A frame whose loss was dropped leaves by itself."""
+
+    def __init__(self) -> None:
+        self._frames: list[weakref.ref[Frame]] = []
+        self.in_backward = False  # while a backward runs its forward again
+
+    def add(self, frame: Frame) -> None:
+        self._frames = [weakref.ref(frame) for frame in (*self.waiting(), frame)]
+
+    def waiting(self) -> list[Frame]:
+        """Oldest first."""
+        return [frame for ref in self._frames if (frame := ref()) is not None and not frame.spent]
+
+    def nbytes(self) -> int:
+        """Device bytes that waiting forwards hold."""
+        return sum(aligned(frame.memory.live) for frame in self.waiting())

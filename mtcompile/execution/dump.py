@@ -1,0 +1,28 @@
+"""Prints and writes what was compiled, as ``MT_DEBUG`` and ``MT_DUMP`` ask."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mtcompile import knobs
+from mtcompile.execution.compiled import CompiledStep
+from mtcompile.passes import rewrite
+from mtcompile.passes.step_graph import listing
+
+
+def dump(compiled: CompiledStep) -> None:
+    """MT_DEBUG=1 prints the plan, 2 the schedule, 3 the step graph after each pass; MT_DUMP=dir writes them there."""
+    level, folder = knobs.debug(), knobs.dump()
+    if level >= 1:
+        print(compiled.plan)
+    if level >= 2:
+        print(compiled.schedule)
+    if level >= 3:
+        rewrite(compiled.problem.step, compiled.plan, lambda name, step: print(f"--- after {name}\n{listing(step)}"))
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        name = f"program{len(list(Path(folder).glob('*.plan.json')))}-{os.getpid()}"
+        Path(folder, f"{name}.plan.json").write_text(compiled.plan.to_json(indent=1))
+        Path(folder, f"{name}.schedule.json").write_text(compiled.schedule.to_json(indent=1))
+        Path(folder, f"{name}.step.txt").write_text(listing(compiled.step))

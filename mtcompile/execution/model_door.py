@@ -1,0 +1,220 @@
+"""The door of ``mtcompile.compile``: where a model's parameters live, and what its optimizer, masters and updates need."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from mtcompile import torch_private
+from mtcompile.errors import BudgetError, StepError
+from mtcompile.execution.compiled import Frame, LiveFrames
+from mtcompile.execution.parameters import ParameterStore
+from mtcompile.execution.placement import budget_error, conversions, random_reserve_nbytes
+from mtcompile.optim.backward_update import UpdatesInBackward, failing
+from mtcompile.optim.master_weights import Masters, cast
+from mtcompile.options import Options
+from mtcompile.passes.planning.planner import DoesNotFit, Planned
+from mtcompile.passes.planning.problem import Budgets
+from mtcompile.runtime.devices.protocol import Device
+
+# Optimizer state per parameter, in parameter sizes, of the torch.optim classes; anything else is taken as Adam's.
+_STATE_COPIES = {
+    "SGD": 1.0,
+    "Adagrad": 1.0,
+    "RMSprop": 3.0,
+    "Adam": 2.0,
+    "AdamW": 2.0,
+    "Adamax": 2.0,
+    "NAdam": 2.0,
+    "RAdam": 2.0,
+}
+_UNKNOWN_STATE_COPIES = 2.0
+
+
+class ModelDoor:
+    """The door of ``mtcompile.compile`` to its session: a model, its optimizer, masters and updates.
+
+    Residency of parameters is the model's: the first program decides it, and later ones keep to it. ``drain``: waits for
+    updates that run behind a forward.
+    """
+
+    def __init__(
+        self, model: nn.Module, options: Options, device: Device, frames: LiveFrames, drain: Callable[[], None]
+    ) -> None:
+        self.options, self.device, self.frames = options, device, frames
+        self.model = weakref.ref(model)
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.masters: Masters | None = cast(model, options.precision)
+        self.parameters = ParameterStore(device, self._moved, self._replaced)
+        self.updates: UpdatesInBackward | None = None
+        if options.updates is not None:
+            self.updates = UpdatesInBackward(model, options.updates, self.masters, drain)
+        self.sent_nbytes = 0  # of the call's tensors, copied to the device for its length
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes the optimizer that steps the model from now on."""
+        if self.updates is not None and optimizer is not self.optimizer:  # first: its hooks look at p.grad, the others hide it
+            self.updates.bind(optimizer)
+        if self.masters is not None and optimizer is not self.optimizer:
+            self.masters.bind(optimizer)
+        self.optimizer = optimizer
+
+    # ------------------------------------------------------------------------------------------------ placement of a step
+
+    def place(self, step: fx.GraphModule) -> None:
+        homes = self.parameters.blocks()
+        step.meta["homes"] |= {name: block for name, block in homes.items() if name in step.meta["homes"]}
+
+    def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str] | None]:
+        copies, updates = self._state_copies(), None
+        if self.updates is not None and any(spec.kind == "grad" for spec in step.meta["outputs"]):
+            updates, step.meta["updated"] = self.updates.planned(copies), self.updates.names()
+        reserve = random_reserve_nbytes(step) + self.sent_nbytes
+        budgets = Budgets(self._available_nbytes(step), self.options.host, copies, reserve=reserve, updates=updates)
+        return budgets, self._fixed_homes(step)
+
+    def _fixed_homes(self, step: fx.GraphModule) -> Mapping[str, str] | None:
+        blocks, tiers = step.meta["homes"], self.parameters.tiers
+        if tiers:
+            new = {block: "host" for name, block in blocks.items() if name not in self.parameters.places}
+            return {**new, **tiers}
+        if self.masters is not None and not self.masters.may_be_on(self.device.where, self.optimizer):
+            return dict.fromkeys(blocks.values(), "host")
+        return None
+
+    def _available_nbytes(self, step: fx.GraphModule) -> int | None:
+        """Device bytes of the budget, less waiting forwards and resident parameters that this program does not read."""
+        if self.options.memory is None:
+            return None
+        read, copies = set(step.meta["homes"].values()), self._state_copies()
+        unread = [s for block, s in self.parameters.slabs.items() if s.tier == "device" and block not in read]
+        return self.options.memory - self.frames.nbytes() - sum(int(s.memory.numel() * (2 + copies)) for s in unread)
+
+    def _state_copies(self) -> float:
+        split = self.options.precision.split
+        if self.optimizer is None:
+            return 1.0 + 2.0 * _UNKNOWN_STATE_COPIES if split else _UNKNOWN_STATE_COPIES
+        copies = _STATE_COPIES.get(type(self.optimizer).__name__, _UNKNOWN_STATE_COPIES)
+        if split:  # in bf16 weights: fp32 state, and a remainder
+            return 1.0 + 2.0 * copies
+        return copies + (1.0 if any(g.get("amsgrad") for g in self.optimizer.param_groups) else 0.0)
+
+    def needs_loss_head(self, joint: fx.GraphModule) -> bool:
+        return True
+
+    def give_up_residents(self, error: DoesNotFit) -> bool:
+        if error.tier != "device" or "device" not in self.parameters.tiers.values() or self.frames.waiting():
+            return False
+        if self.device.where.type != "cpu" and self.frames.in_backward:  # autograd expects gradients where parameters were
+            return False
+        self.parameters.send_home()
+        return True
+
+    def refusal(self, error: DoesNotFit) -> BudgetError:
+        name, budget = ("memory", self.options.memory) if error.tier == "device" else ("host", self.options.host)
+        return budget_error(error, name, budget or 0, self.frames.nbytes())
+
+    def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
+        blocks = step.meta["homes"]
+        tiers = {block: planned.plan.params(block) for block in blocks.values()}
+        self.parameters.adopt(blocks, tiers, dict(self._model().named_parameters()))
+
+    def host_kernels(self, step: fx.GraphModule) -> Mapping[str, Any]:
+        return conversions(step) | ({} if self.updates is None else self.updates.kernels(step))
+
+    # ---------------------------------------------------------------------------------------------- around a step that runs
+
+    def plan_key(self) -> Hashable:
+        return None if self.updates is None else self.updates.key()
+
+    def make_room(self, frames: LiveFrames) -> bool:
+        return False
+
+    def before_forward(self, frames: LiveFrames) -> None:
+        """Raises StepError when an earlier training forward still waits for its backward, or a fault left the model between two
+        steps."""
+        if self.updates is not None:
+            self.updates.before_forward()
+        if frames.waiting():
+            gc.collect()  # a loss in a reference cycle is not alive
+        if not (waiting := frames.waiting()):
+            return
+        if _skipped(waiting[-1]):
+            waiting[-1].abandon()
+            return
+        raise StepError(
+            "a second training forward was started while an earlier one still waits for its backward; one step's saved "
+            "values are kept at a time. Call backward first, drop the earlier loss (del loss), or use torch.no_grad() "
+            "for evaluation"
+        )
+
+    @contextlib.contextmanager
+    def backward(self, node: Any, frame: Frame, tangents: Sequence[torch.Tensor | None]) -> Iterator[None]:
+        if self.updates is None:
+            yield
+            return
+        outputs = [ref() for ref in frame.outputs]
+        self.updates.begin(frame.compiled.step.meta.get("updated"), outputs, tangents, torch_private.accumulates(node))
+        with failing(self.updates):
+            yield
+        self.updates.ended()
+
+    def before_accumulation(self, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+        if self.masters is not None:
+            self.masters.widen(t for t, gradient in zip(inputs, gradients, strict=True) if gradient is not None)
+
+    def optimizer_state_was_made(self) -> bool:
+        return self.updates is not None and self.updates.made_state
+
+    def state_nbytes(self) -> dict[str, int]:
+        """Bytes of weights, gradients and optimizer state as they are now."""
+        parameters = [p for _, p in nn.Module.named_parameters(self._model())]  # the model's own waits for updates under way
+        weights = sum(p.numel() * p.element_size() for p in parameters)
+        widths = ((p, p if p.grad is None else p.grad) for p in parameters if p.requires_grad)  # accumulated ones are wider
+        gradients = sum(p.numel() * like.element_size() for p, like in widths) if self.updates is None else 0
+        state = 0
+        if self.optimizer is not None:
+            for entry in self.optimizer.state.values():
+                state += sum(v.numel() * v.element_size() for v in entry.values() if isinstance(v, torch.Tensor))
+        masters = self.masters.nbytes() if self.masters is not None else 0
+        return {"weights": weights, "masters": masters, "gradients": gradients, "optimizer": state}
+
+    def names(self) -> dict[int, tuple[str, str]]:
+        """id of each parameter and buffer -> its role and name."""
+        model = self._model()
+        names: dict[int, tuple[str, str]] = {id(b): ("buffer", n) for n, b in model.named_buffers()}
+        return names | {id(p): ("param", n) for n, p in model.named_parameters()}
+
+    def _model(self) -> nn.Module:
+        model = self.model()
+        assert model is not None
+        return model
+
+    def _moved(self, parameter: nn.Parameter) -> None:
+        """Optimizer state goes where its parameter went (a step counter only where the optimizer wants it there)."""
+        if self.masters is not None:
+            self.masters.moved(parameter)
+        state = self.optimizer.state.get(parameter) if self.optimizer is not None else None
+        if self.optimizer is None or not state:
+            return
+        group = next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
+        counters_too = parameter.device.type == "cpu" or group.get("fused") or group.get("capturable")
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and (value.dim() > 0 or counters_too):
+                state[key] = value.to(parameter.device)
+
+    def _replaced(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        if self.masters is not None:
+            self.masters.replace(parameter, values)
+
+
+def _skipped(frame: Frame) -> bool:
+    """Whether its step was skipped for a loss that is not finite, which the caller's variable still holds."""
+    losses = [t for ref in frame.outputs if (t := ref()) is not None and t.numel() == 1 and t.is_floating_point()]
+    return bool(losses) and not any(bool(t.detach().isfinite()) for t in losses)

@@ -1,0 +1,70 @@
+"""Where a step's inputs are at home: the protocol that each door implements, and what their implementations share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from mtcompile.errors import BudgetError
+from mtcompile.passes.generators import generator_nbytes
+from mtcompile.passes.planning.planner import DoesNotFit, Planned
+from mtcompile.passes.planning.problem import Budgets
+from mtcompile.passes.step_graph import calls, has_random, is_convert
+from mtcompile.runtime.schedule import aligned, gib
+
+
+class Placement(Protocol):
+    """Where a step's inputs are at home, and what its plan must keep to. One implementation per door: a compiled model
+    (``execution/model``), torch.compile's graphs (``backend``), a forecast (``forecast/request``)."""
+
+    def place(self, step: fx.GraphModule) -> None:
+        """Says in ``step`` where its inputs are at home, before anything is planned."""
+
+    def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str] | None]:
+        """The budgets, and the home tier of each block where earlier programs have decided it."""
+
+    def needs_loss_head(self, joint: fx.GraphModule) -> bool:
+        """Whether a training graph without one cannot be what ``loss_chunks`` was meant for."""
+
+    def give_up_residents(self, error: DoesNotFit) -> bool:
+        """Whether resident parameters have been sent home, so that planning again may succeed."""
+
+    def refusal(self, error: DoesNotFit) -> BudgetError:
+        """The error for a user whose budget no plan fits."""
+
+    def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
+        """Puts parameters where a proven plan wants them, before it first runs."""
+
+    def host_kernels(self, step: fx.GraphModule) -> Mapping[str, Any]:
+        """What instructions call that are no regions: updates and conversions."""
+
+
+def random_reserve_nbytes(step: fx.GraphModule) -> int:
+    """Device bytes held beside a schedule: the generator's state as a step found it, and as a backward did (on the emulated
+    device both are in the memory that counts)."""
+    return 2 * aligned(generator_nbytes(step.meta["device"])) if has_random(step) else 0
+
+
+def conversions(step: fx.GraphModule) -> dict[str, Any]:
+    """The kernels of a step's conversions: a result is cast as it is written to its place."""
+    return {node.name: _unchanged for node in calls(step) if is_convert(node)}
+
+
+def _unchanged(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return values
+
+
+def budget_error(error: DoesNotFit, name: str, budget: int, reserved_nbytes: int) -> BudgetError:
+    """``name``: what the user calls the budget. ``reserved_nbytes``: held by training steps in progress."""
+    largest = "\n".join(f"  {gib(nbytes):>12}  {what}" for what, nbytes in error.causes)
+    beside = f" beside {gib(reserved_nbytes)} held by a training step in progress" if reserved_nbytes else ""
+    minimum = error.minimum + reserved_nbytes
+    return BudgetError(
+        f"no plan fits {name}={gib(budget)}{beside}: the smallest {name} that works is {minimum} bytes "
+        f"({gib(minimum)}); the largest parts of it are\n{largest}\n"
+        f"  pass {name}={minimum} or more, or a smaller batch or sequence",
+        minimum,
+    )

@@ -1,0 +1,75 @@
+"""From the bodies that a plan's regions call to callables, and the plan's schedule with what these need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from mtcompile import knobs
+from mtcompile.kernels.cuda_graphs import Graphs, TorchGraphs, graphed
+from mtcompile.kernels.eager import Built, EagerKernels
+from mtcompile.kernels.inductor import InductorKernels
+from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.generators import rng_preserved
+from mtcompile.passes.planning.planner import Planned, relowered
+
+Bodies = Mapping[str, fx.GraphModule]
+
+
+@dataclass(frozen=True, slots=True)
+class Toolchain:
+    """What makes kernels on one device: ``fuses``: by Inductor where it can; ``graphs``: as CUDA graphs where that gains."""
+
+    where: torch.device
+    fuses: bool
+    eager: EagerKernels
+    inductor: InductorKernels
+    graphs: Graphs | None
+
+    def build(self, planned: Planned, machine: Machine) -> tuple[Planned, dict[str, Callable[..., Any]]]:
+        """What each kernel of the plan is run by; and the plan, lowered again with the workspace that those need."""
+        used = {i.kernel for i in planned.schedule.instructions if i.op == "run"}
+        bodies: dict[str, Any] = {str(name): body for name, body in planned.step.named_children() if name in used}
+        built = {name: self.eager(body) for name, body in bodies.items()}
+        if self.fuses:
+            planned, built = self._compiled(planned, machine, bodies, built)
+        if self.graphs is None:
+            return planned, {name: kernel.call for name, kernel in built.items()}
+        return self._graphed(self.graphs, planned, machine, bodies, built)
+
+    def _compiled(
+        self, planned: Planned, machine: Machine, bodies: Bodies, eager: Mapping[str, Built]
+    ) -> tuple[Planned, dict[str, Built]]:
+        """By Inductor; kernels that need more than was planned for stay eager where the plan would not fit otherwise."""
+        compiled = self.inductor.build(bodies.values(), self.eager)
+        lowered = relowered(planned, machine, lambda body: compiled[body.meta["name"]].workspace)
+        limit = planned.schedule.limit_nbytes.get("device")
+        if limit is None or lowered.schedule.peak_nbytes["device"] <= limit:
+            return lowered, compiled
+        mixed = {n: k if k.workspace <= eager[n].workspace else eager[n] for n, k in compiled.items()}
+        return relowered(planned, machine, lambda body: mixed[body.meta["name"]].workspace), mixed
+
+    def _graphed(
+        self, graphs: Graphs, planned: Planned, machine: Machine, bodies: Bodies, built: Mapping[str, Built]
+    ) -> tuple[Planned, dict[str, Callable[..., Any]]]:
+        """As CUDA graphs those that gain by it, as long as the memory they hold fits beside the plan."""
+        calls: dict[str, Callable[..., Any]] = {name: kernel.call for name, kernel in built.items()}
+        limit = planned.schedule.limit_nbytes.get("device")
+        room, held = None if limit is None else limit - planned.schedule.peak_nbytes["device"], 0
+        for name, kernel in built.items():
+            with rng_preserved(str(self.where)):
+                graph = graphed(bodies[name], kernel.call, kernel.workspace, graphs, self.eager.examples(bodies[name]))
+            if graph is not None and (room is None or held + graph[1] <= room):
+                calls[name] = graph[0]
+                held += graph[1]
+        workspaces = {name: kernel.workspace for name, kernel in built.items()}
+        return relowered(planned, machine, lambda body: workspaces[body.meta["name"]], held), calls
+
+
+def toolchain_for(where: torch.device, fuses: bool) -> Toolchain:
+    graphs = TorchGraphs(where) if where.type == "cuda" and knobs.cuda_graphs() else None
+    return Toolchain(where, fuses, EagerKernels(where), InductorKernels(where), graphs)
