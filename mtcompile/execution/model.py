@@ -22,7 +22,7 @@ from mtcompile.optim.master_weights import cast
 from mtcompile.optim.precision import Precision
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.planning.planner import DoesNotFit, Planned
+from mtcompile.passes.planning.problem import DoesNotFit, Planned
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import gib
 

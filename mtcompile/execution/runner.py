@@ -17,7 +17,7 @@ from mtcompile.errors import StepError
 from mtcompile.machine.device import allocator_peak
 from mtcompile.passes.generators import generator_state, rng_preserved, set_generator_state
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.planner import Planned, Source
+from mtcompile.passes.planning.problem import Planned, PlanningProblem
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, has_random, placeholders, source, step_outputs
 from mtcompile.report.live_timeline import stepped, timed
 from mtcompile.runtime.devices.arena import Layout, layout_of, view
@@ -51,7 +51,7 @@ class Compiled:
     random: bool
     home_version: int
     phases: Mapping[Phase, Prepared]
-    source: Source
+    source: PlanningProblem
     # What steps leave for the next: slot tensors of the engine's arenas, and which phases have run once.
     views: dict[str, torch.Tensor] = field(default_factory=dict)
     passed: set[Phase] = field(default_factory=set)
@@ -104,7 +104,7 @@ class Left:
 
 
 def describe_compiled(
-    engine: Engine, tangents: Tangents, planned: Planned, made_of: Source, kernels: dict[str, Any]
+    engine: Engine, tangents: Tangents, planned: Planned, made_of: PlanningProblem, kernels: dict[str, Any]
 ) -> Compiled:
     """Tables resolved once, so that a step looks nothing up in a graph."""
     step, schedule = planned.step, planned.schedule

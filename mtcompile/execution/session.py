@@ -40,18 +40,9 @@ from mtcompile.passes.joint.build import build
 from mtcompile.passes.joint.loss_head import chunk_loss
 from mtcompile.passes.joint.loss_weights import Weights
 from mtcompile.passes.joint.normalize import normalize
-from mtcompile.passes.planning.planner import (
-    BIT_EQUAL,
-    FUSED,
-    DoesNotFit,
-    Planned,
-    Source,
-    make_plan,
-    may_be_resident,
-    relowered,
-    resident_plan,
-)
+from mtcompile.passes.planning.planner import make_plan, may_be_resident, relowered, resident_plan
 from mtcompile.passes.planning.policies import POLICIES
+from mtcompile.passes.planning.problem import BIT_EQUAL, FUSED, DoesNotFit, Planned, PlanningProblem
 from mtcompile.passes.step_graph import calls, copy_step, has_random, is_convert, listing
 from mtcompile.report.live_timeline import pages
 from mtcompile.runtime.devices.cpu import Arenas, CpuMemory
@@ -205,20 +196,20 @@ class Engine:
         self.machine = known_machine(self)
         probing = torch_private.probe_inductor() if self.kernels == "inductor" else None
         joint = self._joint(program, tangents)
-        joint, source, planned = self._loss_head(joint, reserved, bool(tangents), program.micro)
+        joint, problem, planned = self._loss_head(joint, reserved, bool(tangents), program.micro)
         if probing is not None:
             probing.join()
         planned, kernels = self._kernels(planned)
         same_computation(joint, planned.step)
         check_schedule(planned.step, planned.schedule)
         verify(planned.schedule)
-        self.settle(source.step, planned)
+        self.settle(problem.step, planned)
         if self.device.staging is not None and not self.staged:
             self._say_not_pinned()
             return self._compile(program, tangents, reserved)
         kernels |= self.kernels_of(planned.step)
-        compiled = describe_compiled(self, tangents, planned, source, kernels)
-        self._show(source.step, planned)
+        compiled = describe_compiled(self, tangents, planned, problem, kernels)
+        self._show(problem.step, planned)
         return compiled
 
     def _say_not_pinned(self) -> None:
@@ -249,10 +240,10 @@ class Engine:
 
     def _loss_head(
         self, joint: fx.GraphModule, reserved: int, training: bool, micro: Micro | None
-    ) -> tuple[fx.GraphModule, Source, Planned]:
+    ) -> tuple[fx.GraphModule, PlanningProblem, Planned]:
         """The joint graph with its loss head in as many chunks as asked for, its step graph and its plan: for "auto", the
         fastest that fits."""
-        found: list[tuple[fx.GraphModule, Source, Planned]] = []
+        found: list[tuple[fx.GraphModule, PlanningProblem, Planned]] = []
         refused: list[BudgetError] = []
         weights = {} if micro is None else self._weights(joint, micro)
         for chunks in _AUTO_CHUNKS if self.loss_chunks == "auto" else (int(self.loss_chunks),):
@@ -300,24 +291,24 @@ class Engine:
             numerics += f"; the loss head's sums over tokens (loss, weight and bias gradients) in {chunks} chunks"
         return numerics
 
-    def _plan(self, joint: fx.GraphModule, reserved: int, numerics: str) -> tuple[Source, Planned]:
+    def _plan(self, joint: fx.GraphModule, reserved: int, numerics: str) -> tuple[PlanningProblem, Planned]:
         """The step graph and its plan: for kernels that fuse, one region per phase where everything fits."""
         step = build(joint)
         self.place(step)
         budgets, fixed = self.constraints(step, reserved)
-        if self.kernels == "inductor" and self.policy == "fastest" and may_be_resident(step, budgets):
+        problem = PlanningProblem(step, self.machine, budgets, self.eager.workspace, fixed, numerics)
+        if self.kernels == "inductor" and self.policy == "fastest" and may_be_resident(problem):
             whole = build(joint, whole=True)
             whole.meta["homes"] = step.meta["homes"]
             self.place(whole)
-            resident = resident_plan(whole, self.machine, budgets, self.eager.workspace, fixed, numerics)
+            at_once = replace(problem, step=whole)
+            resident = resident_plan(at_once)
             if resident is not None:
-                return Source(whole, self.machine, budgets, self.eager.workspace), resident
+                return at_once, resident
         try:
             key = cache.plan_key(step, self.machine, budgets, fixed, numerics, self.policy)
             store = cache.points(step, budgets, self.machine, fixed, numerics)
-            source = Source(step, self.machine, budgets, self.eager.workspace)
-            within = (step, self.machine, budgets, self.eager.workspace, fixed, numerics)
-            return source, cache.planned(key, lambda known: make_plan(*within, known, self.policy, store))
+            return problem, cache.planned(key, lambda known: make_plan(problem, self.policy, known, store))
         except DoesNotFit as error:
             if self.relax(error):
                 return self._plan(joint, reserved, numerics)
