@@ -24,7 +24,8 @@ from mtcompile.capture.tracing import trace
 from mtcompile.machine.presets import PRESETS
 from mtcompile.models.decoders import SHAPES, fake
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.planning.planner import Planned, make_plan
+from mtcompile.passes.planning.planner import make_plan
+from mtcompile.passes.planning.problem import Planned, PlanningProblem
 from mtcompile.runtime.devices.arena import Layout, layout_of
 from mtcompile.runtime.devices.cpu import Arenas, CpuMemory
 from mtcompile.runtime.executor import execute, prepare
@@ -83,7 +84,7 @@ def shaped(name: str, batch: int, seq: int) -> tuple[Planned, dict[str, Layout]]
         model = fake(SHAPES[name])
         tokens = torch.zeros((batch, seq), dtype=torch.int64)
         traced = trace(model, {"tokens": tokens, "targets": tokens}, loss_chunks=64)
-    planned = make_plan(traced.step, GPU, Budgets(device=MEMORY))
+    planned = make_plan(PlanningProblem(traced.step, GPU, Budgets(device=MEMORY)))
     nodes = {node.name: node for node in planned.step.graph.nodes}
     return planned, {name: layout_of(nodes[name].meta["val"]) for name in planned.schedule.buffers}
 

@@ -28,7 +28,8 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.saved import crossing_values, saved_values
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Choice, Decision, Plan
-from mtcompile.passes.planning.planner import Candidates, DoesNotFit
+from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
 from mtcompile.passes.step_graph import regions, results
 
 GRAPHS, FEWEST_PLANS, MOST_PLANS = 30, 500, 8000
@@ -129,7 +130,7 @@ def _home(block: str, tier: Choice) -> tuple[Decision, ...]:
 def examine(seed: int, most: int = MOST_PLANS) -> Result | None:
     """None where there would be fewer or more plans to try than is worth the time."""
     step, machine = draw(seed)
-    candidates = Candidates(step, machine, Budgets())
+    candidates = Candidates(PlanningProblem(step, machine, Budgets()))
     plans = list(itertools.islice(every_plan(step, candidates.base, list(candidates.sizes)), most + 1))
     if not FEWEST_PLANS <= len(plans) <= most:
         return None

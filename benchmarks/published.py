@@ -26,7 +26,8 @@ from mtcompile.machine.presets import PRESETS
 from mtcompile.models.decoders import FORMULA, SHAPES, fake, model_flops
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.planning.planner import Candidates
+from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.torch_private import without_memory
 
 SEQ = 1024
@@ -73,7 +74,8 @@ def traced(shape: str, batch: int) -> Traced:
 
 
 def tflops(shape: str, batch: int, policy: str, machine: Machine) -> float:
-    planned = Candidates(traced(shape, batch).step, machine, Budgets()).by_policy(policy, Budgets())
+    problem = PlanningProblem(traced(shape, batch).step, machine, Budgets())
+    planned = Candidates(problem).by_policy(policy, problem.budgets)
     return model_flops(SHAPES[shape], batch, SEQ) / planned.plan.total_us / 1e6
 
 

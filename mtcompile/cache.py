@@ -30,7 +30,7 @@ from mtcompile.passes.step_graph import kernel_of, listing, regions
 
 if TYPE_CHECKING:
     from mtcompile.passes.analysis.state import Budgets
-    from mtcompile.passes.planning.planner import Planned
+    from mtcompile.passes.planning.problem import Planned
 
 Times = Mapping[str, Mapping[str, tuple[float, float]]]  # queue -> what ran there -> microseconds: measured, by formula
 

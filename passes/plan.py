@@ -105,7 +105,7 @@ class Plan:
         """Nothing moves and nothing is computed again."""
         return all(d.choice in ("device", "save") for d in self.decisions)
 
-    def having(self, decision: Decision) -> Plan:
+    def with_decision(self, decision: Decision) -> Plan:
         """The same plan with one decision made otherwise."""
         others = tuple(d for d in self.decisions if (d.kind, d.subject) != (decision.kind, decision.subject))
         return replace(self, decisions=(*others, decision))

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import mtcompile
 from mtcompile.capture.joint import joint_graph
 from mtcompile.execution import session
-from mtcompile.passes.planning import planner
+from mtcompile.passes.planning import candidates
 from tests.helpers.training import adamw, minimum_bytes, same, train
 from tests.test_backend import Gpt, tokens
 
@@ -25,8 +25,8 @@ def searches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     """One entry per search; plans are remembered in ``tmp_path``."""
     monkeypatch.setenv("MT_CACHE", str(tmp_path))
     made: list[int] = []
-    search = planner.Candidates._searched
-    monkeypatch.setattr(planner.Candidates, "_searched", lambda *args: (made.append(1), search(*args))[1])
+    search = candidates.Candidates._search
+    monkeypatch.setattr(candidates.Candidates, "_search", lambda *args: (made.append(1), search(*args))[1])
     return made
 
 

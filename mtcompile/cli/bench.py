@@ -15,7 +15,7 @@ from mtcompile.cli.common import Kernels, Precisions, Update, progress
 
 if TYPE_CHECKING:
     from mtcompile.parity.reference import Asked, Compiled, Plain
-    from mtcompile.passes.planning.planner import Tell
+    from mtcompile.passes.planning.problem import Progress
 
 _WARMUPS = 2
 
@@ -104,7 +104,7 @@ def bench(
     print(json.dumps(asdict(found), indent=1) if as_json else found)
 
 
-def measured(model: str, asked: Asked, steps: int, tell: Tell) -> Bench:
+def measured(model: str, asked: Asked, steps: int, tell: Progress) -> Bench:
     """Raises what ``verify`` does."""
     import torch
 

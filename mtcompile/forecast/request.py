@@ -22,7 +22,8 @@ from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.joint.accumulate import Micro, repeat, weights_of
 from mtcompile.passes.joint.build import build
 from mtcompile.passes.joint.loss_head import chunk_loss
-from mtcompile.passes.planning.planner import BIT_EQUAL, Candidates, Tell
+from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.problem import BIT_EQUAL, PlanningProblem, Progress
 from mtcompile.passes.step_graph import copy_step, placeholders, storage_nbytes
 from mtcompile.torch_private import without_memory
 
@@ -41,7 +42,7 @@ class Question:
     budgets: Budgets
     policies: tuple[str, ...]
     force: bool
-    tell: Tell
+    tell: Progress
     accumulate: int
 
 
@@ -77,7 +78,8 @@ def chunked(question: Question, traced: Traced, tokens: int, chunks: int, like: 
     if question.accumulate > 1:
         numerics += f"; {question.accumulate} micro-batches, their gradients added up in their order"
     store = cache.points(step, question.budgets, "by shapes", question.machine, numerics)
-    candidates = Candidates(step, question.machine, question.budgets, numerics=numerics, tell=question.tell, store=store)
+    problem = PlanningProblem(step, question.machine, question.budgets, numerics=numerics)
+    candidates = Candidates(problem, question.tell, store)
     return Sized(candidates, traced, joint, step, tokens, MOST_CHUNKS if whole and chunks > 1 else chunks)
 
 

@@ -20,12 +20,12 @@ from mtcompile.optim.backward_update import update_options
 from mtcompile.optim.precision import MOMENTS, PRECISIONS, precision_named
 from mtcompile.options import parse_bytes
 from mtcompile.passes.analysis.cost import Machine, kernel_cost
-from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import Budgets, resident_nbytes
-from mtcompile.passes.analysis.symbolic import MONOMIALS, evaluated, peak_expressions
 from mtcompile.passes.plan import Updates
-from mtcompile.passes.planning.planner import Candidates, DoesNotFit, Planned, Source, Tell, silent
+from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.policies import POLICIES
+from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem, Progress, no_progress
+from mtcompile.passes.planning.symbolic import MONOMIALS, evaluated, peak_expressions
 from mtcompile.passes.step_graph import placeholders
 from mtcompile.runtime.schedule import Schedule, gib, placed
 from mtcompile.runtime.sim import simulate
@@ -93,7 +93,7 @@ class Forecast:
     peak_expressions: Mapping[str, str] | None = None
     planned: Planned | None = None
     joint: fx.GraphModule | None = None
-    source: Source | None = None
+    source: PlanningProblem | None = None
 
     def to_json(self, indent: int | None = None) -> str:
         """One object with every field but ``planned``, ``joint`` and ``source``."""
@@ -123,7 +123,7 @@ def plan(
     policies: tuple[str, ...] = (),
     solve: str | None = None,
     force: bool = False,
-    tell: Tell = silent,
+    tell: Progress = no_progress,
 ) -> Forecast:
     """Plan one training step without running or allocating it.
 
@@ -208,7 +208,7 @@ def _told(question: Question, sized: Sized) -> Forecast:
         numerics=candidates.base.numerics,
         rows=tuple(_row(candidates, policy, budgets) for policy in question.policies),
         joint=sized.joint,
-        source=Source(sized.step, question.machine, budgets, workspace_nbytes),
+        source=candidates.problem,
     )
     try:
         planned = _best(candidates, budgets.device, budgets.host)
@@ -225,8 +225,8 @@ def _told(question: Question, sized: Sized) -> Forecast:
 
 def _best(candidates: Candidates, device: int | None, host: int | None) -> Planned:
     """The fastest plan within these bytes, which is remembered between runs. Raises DoesNotFit."""
-    constraints = replace(candidates.budgets, device=device, host=host), candidates.base.numerics
-    key = cache.plan_key(candidates.step, "by shapes", candidates.machine, *constraints)
+    constraints = replace(candidates.problem.budgets, device=device, host=host), candidates.base.numerics
+    key = cache.plan_key(candidates.problem.step, "by shapes", candidates.problem.machine, *constraints)
     return cache.planned(key, lambda known: candidates.best(device, host, known))
 
 
@@ -326,12 +326,12 @@ def _described(about: Forecast, candidates: Candidates, budgets: Budgets, planne
 
 def _ledger(about: Forecast, candidates: Candidates, planned: Planned) -> dict[str, dict[str, int]]:
     """tier -> part -> bytes at the moment the tier is fullest; the parts of a tier add up to its peak."""
-    schedule, copies = planned.schedule, candidates.budgets.state_copies
+    schedule, copies = planned.schedule, candidates.problem.budgets.state_copies
     master = 1.0 if PRECISIONS[about.precision].split else 0.0
     weights = {"device": 0, "host": 0}
     for block, nbytes in candidates.sizes.items():
         weights["device" if planned.plan.params(block) == "device" else "host"] += nbytes
-    held = resident_nbytes(candidates.sizes, planned.plan, candidates.budgets)
+    held = resident_nbytes(candidates.sizes, planned.plan, candidates.problem.budgets)
     live = most = workspace = 0
     for instruction in schedule.instructions:
         if instruction.op in ("alloc", "free"):

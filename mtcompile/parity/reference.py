@@ -25,7 +25,7 @@ from mtcompile.optim.master_weights import cast
 from mtcompile.optim.precision import Precision
 from mtcompile.passes.generators import generator_state, set_generator_state
 from mtcompile.passes.joint.loss_weights import MEAN, SUM
-from mtcompile.passes.planning.planner import Tell
+from mtcompile.passes.planning.problem import Progress
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import gib
 from mtcompile.torch_private import counting_losses, without_memory
@@ -64,7 +64,9 @@ class Subject:
     resident_bytes: int | None
 
 
-def subject(asked: Asked, model: str | nn.Module | Callable[..., Any], data: Mapping[str, Any] | None, tell: Tell) -> Subject:
+def subject(
+    asked: Asked, model: str | nn.Module | Callable[..., Any], data: Mapping[str, Any] | None, tell: Progress
+) -> Subject:
     """Raises ValueError, and BudgetError for what this machine cannot hold twice."""
     resident = None
     update_options("backward", asked.max_grad_norm, False, "stop")  # clipping is checked here whenever it is done
@@ -121,7 +123,7 @@ def _on(where: torch.device, data: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.to(where) if isinstance(value, Tensor) else value for name, value in data.items()}
 
 
-def _resident_bytes(asked: Asked, module: nn.Module, data: Mapping[str, Any], tell: Tell) -> int:
+def _resident_bytes(asked: Asked, module: nn.Module, data: Mapping[str, Any], tell: Progress) -> int:
     micro: Mapping[str, Any] = next(iter(micro_batches(data, asked.accumulate))) if asked.accumulate > 1 else data
     found = solve.plan(
         copy.deepcopy(module),

@@ -17,7 +17,7 @@ from mtcompile.optim.precision import precision_named
 from mtcompile.options import parse_bytes
 from mtcompile.parity.reference import Asked, Compiled, Plain, subject
 from mtcompile.passes.generators import generator_state, set_generator_state
-from mtcompile.passes.planning.planner import Tell, silent
+from mtcompile.passes.planning.problem import Progress, no_progress
 from mtcompile.runtime.schedule import gib
 
 # With kernels="inductor", of the largest element: some roundings of the weights' dtype, or what sums of many terms in another
@@ -103,7 +103,7 @@ def verify(
     kernels: str = "eager",
     device: str | torch.device | None = None,
     seed: int = 0,
-    tell: Tell = silent,
+    tell: Progress = no_progress,
 ) -> Verification:
     """Train copies of a model plainly and compiled for a few steps, and compare what they make.
 
@@ -132,7 +132,7 @@ def verify(
         set_generator_state(str(where), before)
 
 
-def _verified(asked: Asked, model: Any, data: Mapping[str, Any] | None, steps: int, tell: Tell) -> Verification:
+def _verified(asked: Asked, model: Any, data: Mapping[str, Any] | None, steps: int, tell: Progress) -> Verification:
     what, where = subject(asked, model, data, tell), str(asked.device.where)
     compiled, plain, seen = Compiled(asked, what), None, Seen()
     torch.manual_seed(asked.seed)

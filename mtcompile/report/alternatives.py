@@ -9,7 +9,8 @@ from torch import fx
 
 from mtcompile.passes.analysis.saved import crossing_values, saved_values
 from mtcompile.passes.plan import Choice, Decision, Plan
-from mtcompile.passes.planning.planner import Planned, Source
+from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.problem import Planned, PlanningProblem
 from mtcompile.passes.step_graph import regions, results
 
 _WHY = "asked for"
@@ -30,11 +31,11 @@ class Alternative:
 
 
 def alternatives(
-    planned: Planned, source: Source, decisions: Iterable[Decision], values: Sequence[str]
+    planned: Planned, source: PlanningProblem, decisions: Iterable[Decision], values: Sequence[str]
 ) -> tuple[bool, tuple[Alternative, ...]]:
     """At most eight, each made for all of the blocks and values at once; and whether evaluating the plan itself again gives
     the peaks and the time that it has."""
-    candidates = source.candidates()
+    candidates = Candidates(source)
     now = candidates.evaluate(planned.plan)
     found = []
     for kind, what, plan in _others(planned.plan, source, list(decisions), values):
@@ -47,7 +48,9 @@ def alternatives(
     return same, tuple(found)
 
 
-def _others(plan: Plan, source: Source, decisions: list[Decision], values: Sequence[str]) -> Iterator[tuple[str, str, Plan]]:
+def _others(
+    plan: Plan, source: PlanningProblem, decisions: list[Decision], values: Sequence[str]
+) -> Iterator[tuple[str, str, Plan]]:
     blocks = {kind: dict.fromkeys(d.subject for d in decisions if d.kind == kind) for kind in ("params", "variant")}
     tiers: tuple[Choice, ...] = ("device", "host") if source.budgets.host_activations else ("device",)
     sizes = {d.subject: d.nbytes for d in decisions}
@@ -99,7 +102,7 @@ def _variant(block: str, choice: Choice, saved: Sequence[fx.Node]) -> Decision:
 
 def _with(plan: Plan, decisions: Iterable[Decision]) -> Plan:
     for decision in decisions:
-        plan = plan.having(decision)
+        plan = plan.with_decision(decision)
     return plan
 
 

@@ -15,7 +15,7 @@ from torch import fx
 
 from mtcompile.passes.analysis.saved import saved_values
 from mtcompile.passes.plan import Decision, Plan
-from mtcompile.passes.planning.planner import Planned, Source
+from mtcompile.passes.planning.problem import Planned, PlanningProblem
 from mtcompile.passes.step_graph import calls, placeholders, recomputes, regions, results, step_outputs
 from mtcompile.report.alternatives import Alternative, alternatives
 from mtcompile.report.chrome_trace import moments, takes_time
@@ -87,7 +87,9 @@ class Explanation:
         return text_of(self)
 
 
-def explain(planned: Planned, source: Source, name: str, measured: Trace | None = None, unmeasured: str = "") -> Explanation:
+def explain(
+    planned: Planned, source: PlanningProblem, name: str, measured: Trace | None = None, unmeasured: str = ""
+) -> Explanation:
     """What a plan does with the values that ``name`` names: a parameter, a module, a block, or a value of the graph.
 
     ``measured``: a step as it ran. Raises ValueError, with names that come close, where there is none.
@@ -118,7 +120,7 @@ def explain(planned: Planned, source: Source, name: str, measured: Trace | None 
 # --------------------------------------------------------------------------------------------------------------- values
 
 
-def _described(planned: Planned, source: Source) -> list[Value]:
+def _described(planned: Planned, source: PlanningProblem) -> list[Value]:
     """Every value of the step as captured, in order: what exists before it, then what its regions make."""
     step, plan = source.step, planned.plan
     blocks, homes = step.meta["blocks"], step.meta["homes"]

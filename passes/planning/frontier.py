@@ -11,18 +11,18 @@ from math import inf
 
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Plan, plan_from_json
-from mtcompile.passes.planning.ladders import Path
+from mtcompile.passes.planning.ladders import Ladder
 
-# Between what fits and the frontier's next point: rounds, paths that cross the gap, plans of each.
+# Between what fits and the frontier's next point: rounds, ladders that cross the gap, plans of each.
 _ROUNDS, _MOST_CROSSING, _POINTS_BETWEEN = 3, 2, 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Point:
-    """A candidate that was evaluated: ``plan``, with its peaks and times, is the ``position``-th of a path."""
+    """A candidate that was evaluated: ``plan``, with its peaks and times, is the ``position``-th of a ladder."""
 
     plan: Plan
-    path: Path
+    ladder: Ladder
     position: int
 
     @property
@@ -62,7 +62,7 @@ def most_promising(points: list[Point], unvaried: list[Point]) -> Point:
 
 
 def choose(frontier: list[Point], points: list[Point], evaluate: Callable[[Plan], Plan], budgets: Budgets) -> Point:
-    """The last point that fits, and what lies between it and the next: on the paths that cross the gap, points between those
+    """The last point that fits, and what lies between it and the next: on the ladders that cross the gap, points between those
     that were evaluated are tried, round after round in the gap that is left. A round depends on the ends of its gap alone, and
     only points that lie between these in peak and in time count, so that what a budget gets still grows with it.
     ``evaluate``: gives a plan its peaks and times."""
@@ -77,7 +77,7 @@ def choose(frontier: list[Point], points: list[Point], evaluate: Callable[[Plan]
             gap = high.position - low.position
             count = min(gap - 1, _POINTS_BETWEEN)
             for position in sorted({low.position + round(i * gap / (count + 1)) for i in range(1, count + 1)}):
-                made.append(Point(evaluate(low.path[position]), low.path, position))
+                made.append(Point(evaluate(low.ladder[position]), low.ladder, position))
         if not made:
             break
         known += made
@@ -88,12 +88,12 @@ def choose(frontier: list[Point], points: list[Point], evaluate: Callable[[Plan]
 
 
 def _crossing(points: list[Point], one: Point, other: Point) -> list[tuple[Point, Point]]:
-    """Neighbours on one path, not next to each other, between which it may pass between the two; the fastest few."""
-    by_path: dict[int, list[Point]] = {}
+    """Neighbours on one ladder, not next to each other, between which it may pass between the two; the fastest few."""
+    by_ladder: dict[int, list[Point]] = {}
     for point in points:
-        by_path.setdefault(id(point.path), []).append(point)
+        by_ladder.setdefault(id(point.ladder), []).append(point)
     found = []
-    for row in by_path.values():
+    for row in by_ladder.values():
         for low, high in itertools.pairwise(sorted(row, key=lambda point: point.position)):
             crosses = low.peak < other.peak and high.peak > one.peak and high.time_us < one.time_us
             if crosses and high.position - low.position > 1:
@@ -101,24 +101,24 @@ def _crossing(points: list[Point], one: Point, other: Point) -> list[tuple[Point
     return sorted(found, key=lambda pair: pair[0].time_us + pair[1].time_us)[:_MOST_CROSSING]
 
 
-def points_to_json(points: Sequence[Point], ways: Sequence[Path]) -> str:
-    """Of points on ``ways``, which plan of which it is; of others, the plan."""
-    index = {id(way): number for number, way in enumerate(ways)}
+def points_to_json(points: Sequence[Point], ladders: Sequence[Ladder]) -> str:
+    """Of points on ``ladders``, which plan of which it is; of others, the plan."""
+    index = {id(ladder): position for position, ladder in enumerate(ladders)}
     rows = []
     for point in points:
         found = [dict(point.plan.peak_bytes), point.plan.step_time_us, point.plan.update_us]
-        way = index.get(id(point.path))
-        where = point.plan.to_json() if way is None else [way, point.position]
+        number = index.get(id(point.ladder))
+        where = point.plan.to_json() if number is None else [number, point.position]
         rows.append([where, *found])
     return json.dumps(rows)
 
 
-def points_from_json(text: str, ways: Sequence[Path]) -> list[Point]:
-    """Raises ValueError, TypeError, KeyError or IndexError for what ``points_to_json`` did not write for these ways."""
+def points_from_json(text: str, ladders: Sequence[Ladder]) -> list[Point]:
+    """Raises ValueError, TypeError, KeyError or IndexError for what ``points_to_json`` did not write for these ladders."""
     points = []
     for where, peaks, step_time_us, update_us in json.loads(text):
-        way = (plan_from_json(where),) if isinstance(where, str) else ways[where[0]]
+        ladder = (plan_from_json(where),) if isinstance(where, str) else ladders[where[0]]
         position = 0 if isinstance(where, str) else where[1]
-        plan = replace(way[position], peak_bytes=peaks, step_time_us=step_time_us, update_us=update_us)
-        points.append(Point(plan, way, position))
+        plan = replace(ladder[position], peak_bytes=peaks, step_time_us=step_time_us, update_us=update_us)
+        points.append(Point(plan, ladder, position))
     return points

@@ -1,4 +1,4 @@
-"""Candidate plans: a few ways from the floor to everything resident, each a list of plans that hold more and more.
+"""Candidate plans: a few ladders from the floor to everything resident, each a list of plans that hold more and more.
 
 They do not depend on the budget, so that a larger budget can only choose among more of them. Blocks that share a kernel
 are decided one after the other, the last block first (what it saves lives shortest).
@@ -18,7 +18,7 @@ from mtcompile.passes.planning.variants import Variant, fused_variant, save_all,
 from mtcompile.passes.step_graph import regions, results
 from mtcompile.runtime.schedule import gib
 
-Path = tuple[Plan, ...]
+Ladder = tuple[Plan, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class _Upgrade:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What the paths decide about one block."""
+    """What the ladders decide about one block."""
 
     index: int
     name: str
@@ -44,10 +44,10 @@ class Block:
     others: tuple[fx.Node, ...]  # made by its backward regions and read later
 
 
-def paths(
+def ladders(
     step: fx.GraphModule, base: Plan, machine: Machine, param_nbytes: Mapping[str, int], host: bool = True
-) -> tuple[Path, ...]:
-    """Candidate plans in paths; the first path starts at the floor. ``base``: what is decided already.
+) -> tuple[Ladder, ...]:
+    """Candidate plans in ladders; the first ladder starts at the floor. ``base``: what is decided already.
     ``param_nbytes``: bytes of the home blocks whose tier is still open. ``host``: whether activations may go home."""
     blocks = blocks_of(step, machine)
     lighter = [b for b in blocks if b.variants[0].kept]  # than recomputing all of it
@@ -57,19 +57,19 @@ def paths(
     keep = [u for b in blocks for u in _crossing_upgrades(b, machine)]
     vary = [u for b in blocks for u in _variant_upgrades(b)]
     ahead = replace(base, lookahead=1)
-    device = ahead.having(Decision("activation", "*", "device", 0, "what is kept stays on the device"))
-    found: list[Path] = []
+    device = ahead.with_decision(Decision("activation", "*", "device", 0, "what is kept stays on the device"))
+    found: list[Ladder] = []
     if host:
         why = "kept at home: costs transfers, no recomputation"
         everything_saved = _with(ahead, [variant_decision(b.name, b.saved, b.variants[-1], why) for b in blocks])
         found.append((base, _with(base, everything_saved.decisions)))
-        found.append(_path(ahead, [*_by_density(keep + vary), *params]))
-        found.append(_path(ahead, _by_density(params + keep + vary)))
+        found.append(_ladder(ahead, [*_by_density(keep + vary), *params]))
+        found.append(_ladder(ahead, _by_density(params + keep + vary)))
         stay = [u for b in blocks for u in _saved_upgrades(b, machine)]
-        found.append(_path(everything_saved, [*_by_density(keep + stay), *params]))
+        found.append(_ladder(everything_saved, [*_by_density(keep + stay), *params]))
     else:
         found.append((replace(device, lookahead=0),))
-        found.append(_path(device, [*_by_density(vary), *params]))
+        found.append(_ladder(device, [*_by_density(vary), *params]))
     for length in _lengths(len(blocks)):
         found += [(_with(start, _chains(blocks, length)),) for start in ((device, base) if host else (device,))]
     if not host:  # what cannot go home can be halved and halved again
@@ -121,7 +121,7 @@ def _with(plan: Plan, decisions: Iterable[Decision]) -> Plan:
     return replace(plan, decisions=tuple(made.values()))
 
 
-def _path(start: Plan, upgrades: Iterable[_Upgrade]) -> Path:
+def _ladder(start: Plan, upgrades: Iterable[_Upgrade]) -> Ladder:
     plans = [start]
     for upgrade in upgrades:
         plans.append(_with(plans[-1], upgrade.decisions))

@@ -32,7 +32,7 @@ def neighbours(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, i
     activations may go home."""
     for home, nbytes in param_nbytes.items():
         other: Choice = "host" if plan.params(home) == "device" else "device"
-        yield plan.having(Decision("params", home, other, nbytes, _WHY))
+        yield plan.with_decision(Decision("params", home, other, nbytes, _WHY))
     for block in reversed(blocks):
         yield from _of_block(plan, block, host)
     for lookahead in LOOKAHEADS:
@@ -44,7 +44,7 @@ def _of_block(plan: Plan, block: Block, host: bool) -> Iterator[Plan]:
     kept = tuple(i for i, value in enumerate(block.saved) if plan.keeps(block.name, value.name))
     for variant in block.variants:
         if variant.kept != kept:
-            other = plan.having(variant_decision(block.name, block.saved, variant, _WHY))
+            other = plan.with_decision(variant_decision(block.name, block.saved, variant, _WHY))
             yield _wait(other, tuple(block.saved[i] for i in variant.kept), "device")
             if variant.kept and host:
                 yield _wait(other, tuple(block.saved[i] for i in variant.kept), "host")
@@ -59,5 +59,5 @@ def _of_block(plan: Plan, block: Block, host: bool) -> Iterator[Plan]:
 
 def _wait(plan: Plan, values: tuple[fx.Node, ...], choice: Choice) -> Plan:
     for value in values:
-        plan = plan.having(Decision("activation", value.name, choice, value.meta["nbytes"], _WHY))
+        plan = plan.with_decision(Decision("activation", value.name, choice, value.meta["nbytes"], _WHY))
     return plan

@@ -19,8 +19,9 @@ from mtcompile.execution.calibration import as_measured
 from mtcompile.machine.presets import machine_of, named
 from mtcompile.passes.analysis.cost import Machine, Measured, formula_us, kernel_digest, kernel_us
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.planning import planner
+from mtcompile.passes.planning import candidates
 from mtcompile.passes.planning.planner import make_plan
+from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import kernel_of, regions
 from mtcompile.runtime.schedule import PHASES, Instruction
 from mtcompile.runtime.sim import simulate
@@ -84,7 +85,7 @@ def test_what_was_not_measured_is_scaled() -> None:
     assert known.copy_us(1000, "h2d") == pytest.approx(3 * plain.copy_us(1000, "h2d"))
     assert known.copy_us(1000, "d2h") == plain.copy_us(1000, "d2h")
 
-    planned = make_plan(step, known, Budgets(), policy="megatrain")
+    planned = make_plan(PlanningProblem(step, known, Budgets()), policy="megatrain")
     bodies: dict[str, Any] = dict(planned.step.named_children())
     for i in planned.schedule.instructions:
         if i.op == "run":
@@ -133,8 +134,8 @@ def test_bits_stay_the_same_and_the_same_times_give_the_same_plan(monkeypatch: p
     inject(first)
     first.calibrate()
     searches: list[int] = []
-    search = planner.Candidates._searched
-    monkeypatch.setattr(planner.Candidates, "_searched", lambda *args: (searches.append(1), search(*args))[1])
+    search = candidates.Candidates._search
+    monkeypatch.setattr(candidates.Candidates, "_search", lambda *args: (searches.append(1), search(*args))[1])
     found, second = run(model, 3, memory=memory)
     assert same(expected, found) and len(searches) == 1  # other times are another question
     again, third = run(model, 3, memory=memory)

@@ -18,10 +18,12 @@ from mtcompile.machine.presets import PRESETS, named
 from mtcompile.models.decoders import Shape, fake
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.analysis.symbolic import MONOMIALS, NotPolynomial, evaluated, peak_expressions
 from mtcompile.passes.joint.build import build
-from mtcompile.passes.planning.planner import Candidates, DoesNotFit, make_plan
+from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.policies import POLICIES
+from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
+from mtcompile.passes.planning.symbolic import MONOMIALS, NotPolynomial, evaluated, peak_expressions
 from tests.execution.test_model import make
 from tests.helpers.tracing import trace
 
@@ -87,13 +89,13 @@ def test_what_does_not_fit_says_how_much_is_short_and_what_would() -> None:
 @pytest.mark.long
 def test_candidates_give_every_budget_what_a_search_of_its_own_would() -> None:
     traced = trace(*make("gpt2"))
-    most = make_plan(traced.step, Machine(), Budgets()).plan.peak_bytes["device"]
-    candidates = Candidates(traced.step, Machine(), Budgets())
+    most = make_plan(PlanningProblem(traced.step, Machine(), Budgets())).plan.peak_bytes["device"]
+    candidates = Candidates(PlanningProblem(traced.step, Machine(), Budgets()))
     with pytest.raises(DoesNotFit) as caught:
         candidates.best(1, None)
     for share in (0.0, 0.3, 0.7, 1.0):
         budget = int(caught.value.minimum + share * (most - caught.value.minimum))
-        one, other = candidates.best(budget, None), make_plan(traced.step, Machine(), Budgets(budget))
+        one, other = candidates.best(budget, None), make_plan(PlanningProblem(traced.step, Machine(), Budgets(budget)))
         assert one.plan.decisions == other.plan.decisions and one.schedule == other.schedule
 
 
@@ -225,7 +227,7 @@ def test_peaks_are_expressions_of_batch_and_sequence() -> None:
     """Of one plan, by six sizes: at a seventh they say what lowering it there gives, or a little more."""
     points = [(2, 128), (3, 128), (2, 256), (3, 256), (2, 384), (3, 384), (5, 512)]
     joints = [trace(*tower(*point)).joint for point in points]
-    steps = [Candidates(build(joint, like=joints[-1]), Machine(), Budgets()) for joint in joints]
+    steps = [Candidates(PlanningProblem(build(joint, like=joints[-1]), Machine(), Budgets())) for joint in joints]
     for plan in (steps[0].least().plan, steps[0].best(None, None).plan):
         planned = [step.evaluate(plan) for step in steps]
         expressions = peak_expressions(planned[:-1], points[:-1], MONOMIALS["both"])
@@ -237,7 +239,7 @@ def test_peaks_are_expressions_of_batch_and_sequence() -> None:
     tied = trace(*make("tied"))
     with pytest.raises(ValueError, match="same operations"):
         build(tied.joint, like=joints[0])
-    other = Candidates(tied.step, Machine(), Budgets()).best(None, None)
+    other = Candidates(PlanningProblem(tied.step, Machine(), Budgets())).best(None, None)
     with pytest.raises(NotPolynomial):
         peak_expressions([planned[0], other], points[:2], MONOMIALS["batch"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch.nn import functional as F
 
 import mtcompile
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.planning.planner import Candidates, Planned, Source
+from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.policies import POLICIES
+from mtcompile.passes.planning.problem import Planned, PlanningProblem
 
 BLOCKS = 6
 
@@ -54,15 +56,14 @@ def forecast(memory: str = "200KiB", **options: Any) -> mtcompile.Forecast:
     return found
 
 
-def source() -> Source:
+def source() -> PlanningProblem:
     found = forecast().source
     assert found is not None
     return found
 
 
 def candidates() -> Candidates:
-    one = source()
-    return Candidates(one.step, one.machine, Budgets(), one.workspace)
+    return Candidates(replace(source(), budgets=Budgets()))
 
 
 def by_policy(policy: str) -> Planned:

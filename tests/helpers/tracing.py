@@ -104,11 +104,13 @@ def random_plan(step: fx.GraphModule, choose: Any) -> Plan:
     for region in forward:
         choice = choose(["save", "keep", "recompute"])
         kept = tuple(v.name for v in saved_values(region) if choice == "keep" and choose([True, False]))
-        plan = plan.having(Decision("variant", names[region.meta["block"]], choice, 0, "drawn", kept))
+        plan = plan.with_decision(Decision("variant", names[region.meta["block"]], choice, 0, "drawn", kept))
     for block in dict.fromkeys(step.meta["homes"].values()):
-        plan = plan.having(Decision("params", block, choose(["device", "host"]), 0, "drawn"))
+        plan = plan.with_decision(Decision("params", block, choose(["device", "host"]), 0, "drawn"))
     for call in regions(step):
         for item in results(call):
             if item.meta["role"] == "activation":
-                plan = plan.having(Decision("activation", item.name, choose(["device", "host", "recompute"]), 0, "drawn"))
+                plan = plan.with_decision(
+                    Decision("activation", item.name, choose(["device", "host", "recompute"]), 0, "drawn")
+                )
     return plan

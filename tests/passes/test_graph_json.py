@@ -12,6 +12,7 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.graph_json import GraphFormatError, graph_from_json, graph_to_json
 from mtcompile.passes.planning.planner import make_plan
+from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import listing
 from tests.execution.test_model import CASES, make
 from tests.helpers.tracing import interpret, trace
@@ -24,7 +25,8 @@ def test_round_trip(name: str) -> None:
     again = graph_from_json(text)
     assert graph_to_json(again) == text and listing(again) == listing(traced.step)
     assert again.meta["kernels"].keys() == traced.step.meta["kernels"].keys()
-    assert make_plan(again, Machine(), Budgets()).schedule == make_plan(traced.step, Machine(), Budgets()).schedule
+    one, other = (make_plan(PlanningProblem(step, Machine(), Budgets())) for step in (again, traced.step))
+    assert one.schedule == other.schedule
     again.meta["constants"] = traced.step.meta["constants"]
     for one, other in zip(interpret(again, traced.inputs), interpret(traced.step, traced.inputs), strict=True):
         assert torch.equal(one, other)

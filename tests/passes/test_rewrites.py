@@ -20,6 +20,7 @@ from mtcompile.passes.check import SameComputationError, check_schedule, same_co
 from mtcompile.passes.lower import lower
 from mtcompile.passes.plan import Plan, plan_from_json
 from mtcompile.passes.planning.planner import make_plan
+from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import is_seed, kernel_of, listing, regions
 from mtcompile.runtime.schedule import from_json
 from mtcompile.runtime.verify import ScheduleError, verify
@@ -130,10 +131,10 @@ def test_a_changed_computation_is_noticed() -> None:
 
 def test_plans_are_deterministic_round_trip_and_explain_themselves() -> None:
     traced = trace(*make("llama"))
-    free = make_plan(traced.step, Machine(), Budgets())
+    free = make_plan(PlanningProblem(traced.step, Machine(), Budgets()))
     floor = free.plan.minimum_device_bytes
     for budget in (floor, (floor + free.plan.peak_bytes["device"]) // 2, None):
-        one, other = (make_plan(traced.step, Machine(), Budgets(budget)).plan for _ in range(2))
+        one, other = (make_plan(PlanningProblem(traced.step, Machine(), Budgets(budget))).plan for _ in range(2))
         assert one == other and plan_from_json(one.to_json()) == one
         assert budget is None or one.peak_bytes["device"] <= budget
         assert all(decision.reason for decision in one.decisions)

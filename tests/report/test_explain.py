@@ -17,6 +17,7 @@ import mtcompile
 from mtcompile.cli.app import app
 from mtcompile.passes.analysis.saved import saved_values
 from mtcompile.passes.plan import Decision
+from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.step_graph import calls, placeholders, recomputes, regions, results
 from mtcompile.report.explain import FLOOR, Explanation, explain
 from mtcompile.report.tables import groups, parts, plan_tables
@@ -86,7 +87,7 @@ def test_nothing_of_the_step_is_left_out(kind: str) -> None:
 
 def test_alternatives_cost_what_planning_so_costs() -> None:
     found = explained("searched", "layers.2.up")
-    one, made = planned("searched"), source().candidates()
+    one, made = planned("searched"), Candidates(source())
     assert found.exact and 1 <= len(found.alternatives) <= 8
     kinds = {a.kind for a in found.alternatives}
     assert kinds >= {"params", "variant"}
@@ -98,14 +99,14 @@ def test_alternatives_cost_what_planning_so_costs() -> None:
         assert limit is not None and a.fits == (a.peak_bytes["device"] <= limit)
     (params,) = [a for a in found.alternatives if a.kind == "params"]
     other: Any = "host" if one.plan.params(block) == "device" else "device"
-    again = made.evaluate(one.plan.having(Decision("params", block, other, 0, "")))
+    again = made.evaluate(one.plan.with_decision(Decision("params", block, other, 0, "")))
     assert params.step_time_us == again.plan.total_us and params.peak_bytes == again.schedule.peak_nbytes
     (saved,) = [a for a in found.alternatives if a.what.startswith("nothing of") and a.what.endswith("on the host")]
-    plan = one.plan.having(Decision("variant", block, "save", 0, ""))
+    plan = one.plan.with_decision(Decision("variant", block, "save", 0, ""))
     (forward,) = [r for r in regions(source().step) if r.name == f"{block.replace('.', '_')}_forward"]
     for item in saved_values(forward):
         if not one.plan.keeps(block, item.name):
-            plan = plan.having(Decision("activation", item.name, "host", 0, ""))
+            plan = plan.with_decision(Decision("activation", item.name, "host", 0, ""))
     again = made.evaluate(plan)
     assert saved.step_time_us == again.plan.total_us and saved.peak_bytes == again.schedule.peak_nbytes
     assert saved.more_us != 0 and params.more_bytes != 0

@@ -21,8 +21,10 @@ from mtcompile.passes.analysis.saved import crossing_values, saved_values
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.check import check_schedule, same_computation
 from mtcompile.passes.plan import Decision, Plan
-from mtcompile.passes.planning.planner import Candidates, DoesNotFit, make_plan
+from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.policies import POLICIES
+from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
 from mtcompile.passes.planning.variants import save_all, variants
 from mtcompile.passes.step_graph import regions
 from mtcompile.runtime.executor import Delays
@@ -37,7 +39,7 @@ def test_ten_budgets_from_floor_to_resident(name: str) -> None:
     traced = trace(*make(name))
     expected = interpret(traced.step, traced.inputs)
     workspaces = EagerKernels(torch.device("cpu")).workspace
-    candidates = Candidates(traced.step, Machine(), Budgets(), workspaces)
+    candidates = Candidates(PlanningProblem(traced.step, Machine(), Budgets(), workspaces))
     with pytest.raises(DoesNotFit) as caught:
         candidates.best(1, None)
     free = candidates.best(None, None).plan
@@ -99,9 +101,9 @@ def test_chains_of_blocks_are_recomputed_where_nothing_may_go_home() -> None:
     """Without host memory for activations, the smallest budgets keep only some of the values between blocks."""
     traced = deep(12)
     with pytest.raises(DoesNotFit) as caught:
-        make_plan(traced.step, Machine(), Budgets(1, host_activations=False))
-    planned = make_plan(traced.step, Machine(), Budgets(caught.value.minimum, host_activations=False))
-    candidates = Candidates(traced.step, Machine(), Budgets(host_activations=False))
+        make_plan(PlanningProblem(traced.step, Machine(), Budgets(1, host_activations=False)))
+    planned = make_plan(PlanningProblem(traced.step, Machine(), Budgets(caught.value.minimum, host_activations=False)))
+    candidates = Candidates(PlanningProblem(traced.step, Machine(), Budgets(host_activations=False)))
     for share in (0.0, 0.3, 0.7):
         least, most = caught.value.minimum, candidates.best(None, None).plan.peak_bytes["device"]
         within = candidates.best(int(least + share * (most - least)), None)
@@ -114,7 +116,7 @@ def test_chains_of_blocks_are_recomputed_where_nothing_may_go_home() -> None:
 def test_runs_are_recomputed_recursively() -> None:
     """Halving a run takes less memory at once the shorter what is made again in one go, and computes more; the same bits."""
     traced = deep(16)
-    candidates = Candidates(traced.step, Machine(), Budgets(host_activations=False))
+    candidates = Candidates(PlanningProblem(traced.step, Machine(), Budgets(host_activations=False)))
     expected = interpret(traced.step, traced.inputs)
     names = [v.name for r in regions(traced.step) if r.meta["phase"] == "forward" for v in crossing_values(r)]
     base = Plan((Decision("activation", "*", "device", 0, ""), *(Decision("activation", n, "recompute", 0, "") for n in names)))
@@ -136,16 +138,16 @@ def test_runs_are_recomputed_recursively() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_fixed_policies_are_the_same_step(policy: str) -> None:
     traced = trace(*make("llama"))
-    planned = make_plan(traced.step, Machine(), Budgets(), policy=policy)
+    planned = make_plan(PlanningProblem(traced.step, Machine(), Budgets()), policy)
     same_computation(traced.joint, planned.step)
     check_schedule(planned.step, planned.schedule)
     verify(planned.schedule)
     found, _ = run(planned.step, planned.schedule, traced.inputs, 3, None)
     assert equal(found, interpret(traced.step, traced.inputs))
     with pytest.raises(DoesNotFit) as caught:
-        make_plan(traced.step, Machine(), Budgets(planned.plan.peak_bytes["device"] - 1), policy=policy)
+        make_plan(PlanningProblem(traced.step, Machine(), Budgets(planned.plan.peak_bytes["device"] - 1)), policy)
     assert caught.value.minimum == planned.plan.peak_bytes["device"]
-    searched = make_plan(traced.step, Machine(), Budgets(planned.plan.peak_bytes["device"]))
+    searched = make_plan(PlanningProblem(traced.step, Machine(), Budgets(planned.plan.peak_bytes["device"])))
     assert searched.plan.total_us <= planned.plan.total_us
     fetched = {i.queue for i in planned.schedule.instructions if i.op == "copy"}
     stays = policy in ("resident", "checkpoint-all")
@@ -181,7 +183,7 @@ def residual(name: str) -> Any:
 @functools.cache
 def candidates_of(name: str, machine: Machine) -> tuple[Candidates, int, int]:
     """With the least and the most bytes that a plan takes."""
-    candidates = Candidates(residual(name), machine, Budgets())
+    candidates = Candidates(PlanningProblem(residual(name), machine, Budgets()))
     with pytest.raises(DoesNotFit) as caught:
         candidates.best(1, None)
     return candidates, caught.value.minimum, candidates.best(None, None).plan.peak_bytes["device"]

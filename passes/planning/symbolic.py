@@ -14,7 +14,7 @@ import sympy
 from torch import fx
 
 from mtcompile.passes.analysis.memory import body_lives, output_nbytes
-from mtcompile.passes.planning.planner import Planned
+from mtcompile.passes.planning.problem import Planned
 from mtcompile.runtime.schedule import Instruction, Schedule, Tier, placed
 
 BATCH, SEQ = sympy.symbols("batch seq", positive=True, integer=True)

@@ -1,0 +1,223 @@
+"""The candidate plans of one step: evaluated once, varied by local search, and chosen from for any budget.
+
+Candidates are judged by the simulator. They and their order do not depend on the budget: over (peak, time) they form one
+frontier, of which a budget takes the last point it can pay for. So a larger budget is never slower, and the peak grows with
+it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Protocol
+
+from mtcompile.passes.analysis.state import Budgets, param_nbytes
+from mtcompile.passes.plan import Decision, Plan
+from mtcompile.passes.planning.evaluate import completed, evaluate, shortfall
+from mtcompile.passes.planning.frontier import Point, choose, fits, most_promising, pareto, points_from_json, points_to_json
+from mtcompile.passes.planning.ladders import Ladder, blocks_of, everything, ladders
+from mtcompile.passes.planning.policies import POLICIES
+from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem, Progress, no_progress
+from mtcompile.passes.planning.search import neighbours, signature
+from mtcompile.passes.step_graph import calls, is_convert, kernel_of, regions
+
+# Limits in evaluations, not seconds: the same input gives the same plan. One costs time in proportion to the regions.
+_REGIONS_PER_LADDER = 150  # evaluated, but ...
+_FEWEST_POINTS, _MOST_POINTS = 6, 12  # ... at least and at most so many plans of each
+_SEARCHED, _MOST_SEARCHED = 4_000_000, 300  # local search: so many plans over the square of a step's operations, at most
+
+
+class Store(Protocol):
+    """Where the evaluated candidates of a search are stored between runs, as text."""
+
+    def read(self) -> str | None: ...
+
+    def write(self, text: str) -> None: ...
+
+
+class _Stale(Exception):
+    """Raised when a stored candidate does not have the peaks and times that an evaluation gives now."""
+
+
+class Candidates:
+    """The candidate plans of one step, each evaluated once: ``best`` chooses among them, budget after budget. ``store``: where
+    they are kept between runs, for these sources, this step, machine and state, and whatever device and host bytes."""
+
+    def __init__(self, problem: PlanningProblem, progress: Progress = no_progress, store: Store | None = None) -> None:
+        self.problem, self.progress, self.store = problem, progress, store
+        self.sizes = param_nbytes(problem.step)
+        self.open_params = self.sizes if problem.fixed_homes is None else {}
+        self.base = _decided(problem, self.sizes)
+        self.evaluations = 0
+        self._points: list[Point] = []
+
+    def evaluate(self, plan: Plan) -> Planned:
+        self.evaluations += 1
+        return evaluate(self.problem, plan)
+
+    @cached_property
+    def ladders(self) -> tuple[Ladder, ...]:
+        """Lists of candidates from the floor up; where activations may go home, every fixed policy's plan is one, so that no
+        policy is ever better than what is searched."""
+        step, host = self.problem.step, self.problem.budgets.host_activations
+        searched = ladders(step, self.base, self.problem.machine, self.open_params, host)
+        if host:
+            policies = (policy for name, policy in POLICIES.items() if name != "resident")
+            searched += tuple((policy(step, self.base, self.open_params),) for policy in policies)
+        return searched
+
+    def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:
+        """The fastest candidate within these bytes. ``known``: the plan found for all of this before; taken without a search if
+        it still fits. Raises DoesNotFit."""
+        problem = self._within(device, host)
+        if known is not None and fits((again := self.evaluate(known)).plan, problem.budgets):
+            return completed(problem, again, known.minimum_device_bytes)
+        if not self._points:
+            resident = self._everything()
+            if fits(resident.plan, problem.budgets):  # nothing need be searched; the floor is said all the same
+                floor = self.evaluate(self.ladders[0][0]).plan
+                minimum = min(floor.peak_bytes["device"], resident.plan.peak_bytes["device"])
+                return completed(problem, self._with_late_updates(resident, problem.budgets), minimum)
+            self._points = self._stored_points() or self._search(resident.plan)
+        try:
+            return self._chosen(problem)
+        except _Stale:
+            self._points = self._search(self._everything().plan)
+            return self._chosen(problem)
+
+    def least(self) -> Planned:
+        """The plan that needs least of the device, whatever the budgets."""
+        with contextlib.suppress(DoesNotFit):
+            self.best(0, None)
+        least = self.evaluate(min(self._points, key=lambda point: (point.peak, point.time_us)).plan)
+        return completed(self.problem, least, least.plan.peak_bytes["device"])
+
+    def needs(self, tier: str, limits: Mapping[str, int]) -> int | None:
+        """The fewest bytes of a tier with which some plan keeps to ``limits`` of others; after ``best`` found none."""
+        peaks = [point.plan.peak_bytes for point in self._points]
+        return min((p[tier] for p in peaks if all(p[other] <= n for other, n in limits.items())), default=None)
+
+    def by_policy(self, policy: str, budgets: Budgets) -> Planned:
+        """The plan of a fixed policy. Raises DoesNotFit."""
+        planned = self.evaluate(POLICIES[policy](self.problem.step, self.base, self.open_params))
+        peaks = planned.schedule.peak_nbytes
+        for tier, limit in budgets.limits.items():
+            if limit is not None and peaks[tier] > limit:
+                raise shortfall(planned, tier)
+        return completed(replace(self.problem, budgets=budgets), planned, peaks["device"])
+
+    # -------------------------------------------------------------------------------------------------------- choosing
+
+    def _within(self, device: int | None, host: int | None) -> PlanningProblem:
+        return replace(self.problem, budgets=replace(self.problem.budgets, device=device, host=host))
+
+    def _everything(self) -> Planned:
+        return self.evaluate(everything(self.problem.step, self.base, self.open_params))
+
+    def _chosen(self, problem: PlanningProblem) -> Planned:
+        """The best of the evaluated points for these budgets, and of what lies between them. Raises DoesNotFit and _Stale."""
+        budgets = problem.budgets
+        frontier = self._frontier(budgets)
+        point = choose(frontier, self._points, lambda plan: self.evaluate(plan).plan, budgets)
+        planned = self._with_late_updates(self._with_casts_in_place(self._planned(point), budgets), budgets)
+        return completed(problem, planned, min(frontier[0].peak, planned.plan.peak_bytes["device"]))
+
+    def _planned(self, point: Point) -> Planned:
+        """The point's graph and schedule. Raises _Stale."""
+        planned = self.evaluate(point.plan)
+        if (planned.plan.peak_bytes, planned.plan.total_us) != (point.plan.peak_bytes, point.time_us):
+            raise _Stale
+        return planned
+
+    def _frontier(self, budgets: Budgets) -> list[Point]:
+        """Points by rising peak, each faster than all before it. Raises DoesNotFit when no candidate fits."""
+        points = self._points
+        least = min(points, key=lambda point: point.peak)
+        if budgets.device is not None and least.peak > budgets.device:
+            raise shortfall(self._planned(least), "device")
+        fits_host = [p for p in points if budgets.host is None or p.plan.peak_bytes["host"] <= budgets.host]
+        if not any(fits(p.plan, budgets) for p in fits_host):
+            fits_device = (p for p in points if budgets.device is None or p.peak <= budgets.device)
+            raise shortfall(self._planned(min(fits_device, key=lambda p: p.plan.peak_bytes["host"])), "host")
+        return pareto(fits_host)
+
+    def _with_casts_in_place(self, planned: Planned, budgets: Budgets) -> Planned:
+        """The plan with casts where they were captured, if that is faster: the host may be busier than the link."""
+        if not any(is_convert(call) for call in calls(planned.step)):
+            return planned
+        unmoved = self.evaluate(replace(planned.plan, narrow=False))
+        return unmoved if fits(unmoved.plan, budgets) and unmoved.plan.total_us < planned.plan.total_us else planned
+
+    def _with_late_updates(self, planned: Planned, budgets: Budgets) -> Planned:
+        """The plan with as many updates left until after the backward as is fastest."""
+        updates = planned.plan.updates
+        if updates is None or not updates.run_ahead or updates.held:
+            return planned
+        most = sum(i.op == "run" and i.queue == "host" for i in planned.schedule.instructions)
+        counts = sorted({most, *(most // part for part in (2, 3, 4, 6, 8, 12, 16))} - {0})
+        late = (self.evaluate(replace(planned.plan, updates=replace(updates, behind=n))) for n in counts)
+        fitting = (candidate for candidate in (planned, *late) if fits(candidate.plan, budgets))
+        return min(fitting, key=lambda candidate: candidate.plan.total_us)
+
+    # ------------------------------------------------------------------------------------------------------- searching
+
+    def _stored_points(self) -> list[Point]:
+        """The points that an earlier search stored; none where there are none, or where they make no sense."""
+        text = self.store.read() if self.store else None
+        with contextlib.suppress(ValueError, TypeError, KeyError, IndexError, AttributeError):
+            return points_from_json(text, self.ladders) if text else []
+        return []
+
+    def _search(self, resident: Plan) -> list[Point]:
+        """Evaluates plans spread over every ladder, then what local search varies of them."""
+        step_regions = regions(self.problem.step)
+        per_ladder = min(max(_FEWEST_POINTS, _REGIONS_PER_LADDER // len(step_regions)), _MOST_POINTS)
+        points = [Point(resident, (resident,), 0)]
+        sampled = []
+        for ladder in self.ladders:
+            last, count = len(ladder) - 1, min(len(ladder), per_ladder)
+            positions = sorted({round(i * last / max(1, count - 1)) for i in range(count)})
+            sampled += [(ladder, position) for position in positions]
+        operations = sum(len(kernel_of(self.problem.step, region).graph.nodes) for region in step_regions)
+        remaining = min(_MOST_SEARCHED, _SEARCHED // operations**2)
+        for done, (ladder, position) in enumerate(sampled):
+            self.progress("planning", done, len(sampled) + remaining)
+            points.append(Point(self.evaluate(ladder[position]).plan, ladder, position))
+        self._explore(points, remaining)
+        if self.store:
+            self.store.write(points_to_json(points, self.ladders))
+        return points
+
+    def _explore(self, points: list[Point], remaining: int) -> None:
+        """Adds to ``points`` what local search evaluates, at most ``remaining`` plans."""
+        blocks = blocks_of(self.problem.step, self.problem.machine)
+        host = self.problem.budgets.host_activations
+        seen = {signature(point.plan, blocks, self.sizes) for point in points}
+        unvaried = list(points)
+        while remaining > 0 and unvaried:
+            point = most_promising(points, unvaried)
+            unvaried = [other for other in unvaried if (other.peak, other.time_us) != (point.peak, point.time_us)]
+            for plan in neighbours(point.plan, blocks, self.open_params, host):
+                key = signature(plan, blocks, self.sizes)
+                if key not in seen and remaining > 0:
+                    seen.add(key)
+                    self.progress("planning", len(points), len(points) + remaining)
+                    remaining -= 1
+                    evaluated = self.evaluate(plan).plan
+                    points.append(Point(evaluated, (evaluated,), 0))
+                    unvaried.append(points[-1])
+
+
+def _decided(problem: PlanningProblem, sizes: Mapping[str, int]) -> Plan:
+    """The plan with only what is decided before any search: the fixed homes."""
+    homes = problem.fixed_homes
+    fixed = tuple(
+        Decision("params", block, homes.get(block, "host"), sizes.get(block, 0), "decided by the model's first program")
+        for block in dict.fromkeys(problem.step.meta["homes"].values())
+        if homes is not None
+    )
+    budgets = problem.budgets
+    plan = Plan(decisions=fixed, budget_bytes=budgets.limits, machine=problem.machine.name, numerics=problem.numerics)
+    return replace(plan, updates=budgets.updates)

@@ -1,0 +1,66 @@
+"""What one plan gives: its rewritten step graph and schedule, with the peaks and times that plans are compared by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mtcompile.passes import rewrite
+from mtcompile.passes.analysis.state import SCALAR_STATE_NBYTES, param_nbytes, resident_nbytes, times_us
+from mtcompile.passes.lower import lower
+from mtcompile.passes.plan import Plan
+from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem
+from mtcompile.runtime.sim import simulate
+from mtcompile.runtime.trace import busy_us
+
+
+def evaluate(problem: PlanningProblem, plan: Plan) -> Planned:
+    """Rewrites and lowers the step with ``plan`` and fills in the plan's peaks and predicted times. The graph is not linted
+    and has no Python code yet: ``completed`` does that for the candidate that is chosen."""
+    step, machine, budgets = problem.step, problem.machine, problem.budgets
+    sizes = param_nbytes(step)
+    rewritten = rewrite(step, plan, lint=False)
+    resident = resident_nbytes(sizes, plan, budgets)
+    resident["device"] += budgets.reserve
+    resident["host"] += len(step.meta["homes"]) * SCALAR_STATE_NBYTES
+    schedule = lower(rewritten, plan, machine, resident, problem.workspace)
+    time_us, exposed = times_us(schedule, machine, sizes, plan, budgets)
+    peaks = dict(schedule.peak_nbytes)
+    return Planned(replace(plan, step_time_us=time_us, update_us=exposed, peak_bytes=peaks), rewritten, schedule)
+
+
+def completed(problem: PlanningProblem, planned: Planned, minimum: int) -> Planned:
+    """The chosen candidate with what its reader and its executor need: budgets, limits, the limiting resource, and
+    ``minimum``, the smallest device budget that works, in bytes."""
+    planned.step.graph.lint()
+    planned.step.recompile()
+    busy: dict[str, float] = {queue: us for queue, us in busy_us(simulate(planned.schedule)).items()}
+    busy["update"] = planned.plan.update_us
+    limits = problem.budgets.limits
+    plan = replace(
+        planned.plan,
+        budget_bytes=limits,
+        minimum_device_bytes=minimum,
+        state_bytes=sum(resident_nbytes(param_nbytes(problem.step), planned.plan, problem.budgets).values()),
+        limiting_resource=max(busy, key=lambda resource: busy[resource]),
+    )
+    stated = {tier: nbytes for tier, nbytes in limits.items() if nbytes is not None}
+    return Planned(plan, planned.step, replace(planned.schedule, limit_nbytes=stated))
+
+
+def shortfall(planned: Planned, tier: str) -> DoesNotFit:
+    """The error to raise when even this candidate needs more of ``tier`` than there is."""
+    return DoesNotFit(tier, planned.schedule.peak_nbytes[tier], _largest_parts(planned, tier))
+
+
+def _largest_parts(planned: Planned, tier: str) -> tuple[tuple[str, int], ...]:
+    """The three largest parts of a tier's peak, in bytes."""
+    schedule = planned.schedule
+    parts = [("placed slots (weights and values in transit)", schedule.arena_nbytes.get(tier, 0))]
+    parts.append(("persistent state", schedule.resident_nbytes.get(tier, 0)))
+    if tier == "device":
+        runs = [i for i in schedule.instructions if i.op == "run"]
+        for run in sorted(runs, key=lambda i: -i.workspace)[:2]:
+            parts.append((f"workspace of {run.label}", run.workspace))
+        pooled = sorted((b for b in schedule.buffers.values() if b.kind == "pooled"), key=lambda b: -b.nbytes)
+        parts += [(f"{b.role} {b.name}", b.nbytes) for b in pooled[:2]]
+    return tuple(sorted(parts, key=lambda part: -part[1])[:3])

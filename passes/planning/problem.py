@@ -1,0 +1,57 @@
+"""What a plan is made for and what planning gives: ``PlanningProblem`` in, ``Planned`` or ``DoesNotFit`` out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.analysis.memory import workspace_nbytes
+from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.lower import Workspace
+from mtcompile.passes.plan import Plan
+from mtcompile.runtime.schedule import Schedule
+
+BIT_EQUAL = "every value and gradient bit-equal to plain PyTorch (eager kernels)"
+FUSED = "kernels by Inductor: within rounding of plain PyTorch, and the same bits whatever moves (for the same variants)"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanningProblem:
+    """A step to be planned. ``step``: the step graph, not rewritten. ``workspace``: bytes that a kernel's body needs beside
+    its operands. ``fixed_homes``: home tier per block where earlier programs of the same model have decided it; None where
+    every block is open. ``numerics``: the contract in words."""
+
+    step: fx.GraphModule
+    machine: Machine
+    budgets: Budgets
+    workspace: Workspace = workspace_nbytes
+    fixed_homes: Mapping[str, str] | None = None
+    numerics: str = BIT_EQUAL
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan with its rewritten step graph and the schedule lowered from it."""
+
+    plan: Plan
+    step: fx.GraphModule
+    schedule: Schedule
+
+
+class DoesNotFit(Exception):
+    """Raised when even the floor needs more. ``minimum`` bytes of ``tier`` are the least that works; ``causes`` are the
+    largest parts of it, in bytes."""
+
+    def __init__(self, tier: str, minimum: int, causes: tuple[tuple[str, int], ...]) -> None:
+        super().__init__(f"{tier}: needs {minimum}")
+        self.tier, self.minimum, self.causes = tier, minimum, causes
+
+
+Progress = Callable[[str, int, int], None]  # called with (text, done, total); total is 0 where it is unknown
+
+
+def no_progress(text: str, done: int, total: int) -> None:
+    """Ignores progress."""
