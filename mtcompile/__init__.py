@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING  # noqa: E402
 if _TYPE_CHECKING:
     from mtcompile.api import CompiledModule, compile, master_parameters
     from mtcompile.errors import BudgetError, CaptureError, MtcompileError, StepError
-    from mtcompile.forecast.solve import Forecast, plan
+    from mtcompile.forecast.result import Forecast
+    from mtcompile.forecast.solve import plan
     from mtcompile.parity.verification import Verification, verify
 
 _LAZY = {
     "compile": "mtcompile.api",
     "plan": "mtcompile.forecast.solve",
-    "Forecast": "mtcompile.forecast.solve",
+    "Forecast": "mtcompile.forecast.result",
     "CompiledModule": "mtcompile.api",
     "Verification": "mtcompile.parity.verification",
     "verify": "mtcompile.parity.verification",

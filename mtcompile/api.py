@@ -19,7 +19,7 @@ from mtcompile.optim.precision import precision_named
 from mtcompile.options import FASTEST, Options, Size, parse_bytes
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.planner import Planned
+from mtcompile.passes.planning.problem import Planned
 from mtcompile.report.live_timeline import Viewable, timelines, titled, viewable
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.trace import Trace

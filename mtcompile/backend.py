@@ -25,8 +25,8 @@ from mtcompile.execution.program import Program
 from mtcompile.execution.session import Session
 from mtcompile.machine.device import choose
 from mtcompile.options import Options, parse_bytes
-from mtcompile.passes.planning.planner import DoesNotFit, Planned
-from mtcompile.passes.planning.problem import Budgets
+from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.planning.problem import DoesNotFit, Planned
 from mtcompile.passes.step_graph import placeholders
 from mtcompile.runtime.devices.protocol import Device
 

@@ -12,6 +12,7 @@ which sends resident parameters home), and over the speed of copies (``compile_s
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from mtcompile.capture.joint import joint_graph, joint_key
 from mtcompile.errors import BudgetError, CaptureError
 from mtcompile.execution.calibration import known_machine
 from mtcompile.execution.compiled import CompiledStep, Tangents, compiled_step
-from mtcompile.execution.placement import Placement
+from mtcompile.execution.placement import Placement, RunnablePlacement
 from mtcompile.kernels.eager import strides_on
 from mtcompile.kernels.toolchain import Toolchain
 from mtcompile.optim.precision import Precision
@@ -36,8 +37,9 @@ from mtcompile.passes.joint.build import build
 from mtcompile.passes.joint.loss_head import chunk_loss
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.lower import Workspace
-from mtcompile.passes.planning.planner import BIT_EQUAL, FUSED, DoesNotFit, Planned, make_plan, may_be_resident, resident_plan
-from mtcompile.passes.planning.problem import PlanningProblem
+from mtcompile.passes.plan import Plan
+from mtcompile.passes.planning.planner import make_plan, may_be_resident, resident_plan
+from mtcompile.passes.planning.problem import BIT_EQUAL, FUSED, DoesNotFit, Planned, PlanningProblem
 from mtcompile.passes.step_graph import copy_step
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.verify import verify
@@ -89,7 +91,7 @@ class PlannedStep(NamedTuple):
 # ------------------------------------------------------------------------------------------------------- the composition
 
 
-def compile_step(captured: CapturedStep, target: Target, placement: Placement) -> CompiledStep:
+def compile_step(captured: CapturedStep, target: Target, placement: RunnablePlacement) -> CompiledStep:
     """Plans, builds and proves one captured step. Raises CaptureError, and BudgetError where no plan fits."""
     probing = torch_private.probe_inductor() if target.options.fuses else None
     joint = joint_of(captured, target)
@@ -129,27 +131,32 @@ def rewrite_joint(
 ) -> JointStep:
     """``joint`` with its loss head in ``chunks`` (whole where it has none), of all micro-batches. Raises CaptureError."""
     contract = [precision.contract(), FUSED if fuses else BIT_EQUAL]
-    try:
-        weights = {} if micro is None else weights_of(joint, micro)
-        rewritten = joint if chunks == 1 else copy_step(joint)
-        chunks = chunks if chunks == 1 or chunk_loss(rewritten, chunks) else 1
-        if micro is not None:
+    rewritten = joint if chunks == 1 else copy_step(joint)
+    chunks = chunks if chunks == 1 or chunk_loss(rewritten, chunks) else 1
+    if micro is not None:
+        try:
+            weights = weights_of(joint, micro)
             rewritten = repeat(rewritten, micro, weights)
-            summed, shares = " in fp32" if micro.wide else "", ", ".join(dict.fromkeys(map(str, weights.values())))
-            contract.append(f"{micro.count} micro-batches, their gradients added up{summed} in their order, {shares}")
-    except NotImplementedError as error:
-        assert micro is not None
-        raise CaptureError(f"accumulate={micro.count}: the model has {error}; accumulate by hand") from None
+        except NotImplementedError as error:
+            raise CaptureError(f"accumulate={micro.count}: the model has {error}; accumulate by hand") from None
+        summed, shares = " in fp32" if micro.wide else "", ", ".join(dict.fromkeys(map(str, weights.values())))
+        contract.append(f"{micro.count} micro-batches, their gradients added up{summed} in their order, {shares}")
     if chunks > 1:
         contract.append(f"the loss head's sums over tokens (loss, weight and bias gradients) in {chunks} chunks")
     return JointStep(rewritten, "; ".join(contract), chunks)
 
 
 def planning_problem(
-    joint: JointStep, placement: Placement, machine: Machine, workspace: Workspace = workspace_nbytes, whole: bool = False
+    joint: JointStep,
+    placement: Placement,
+    machine: Machine,
+    workspace: Workspace = workspace_nbytes,
+    whole: bool = False,
+    like: fx.GraphModule | None = None,
 ) -> PlanningProblem:
-    """The step graph of ``joint``, cut into regions (``whole``: one per phase), and all that its plan must keep to."""
-    step = build(joint.graph, whole=whole)
+    """The step graph of ``joint``, cut into regions (``whole``: one per phase; ``like``: as another size of it), and all that
+    its plan must keep to."""
+    step = build(joint.graph, whole, like)
     placement.place(step)
     budgets, fixed_homes = placement.constraints(step)
     return PlanningProblem(step, machine, budgets, workspace, fixed_homes, joint.numerics)
@@ -165,7 +172,9 @@ def prove(joint: fx.GraphModule, planned: Planned) -> None:
 # --------------------------------------------------------------------------------------------------- the loops around it
 
 
-def fastest_loss_head(joint: fx.GraphModule, captured: CapturedStep, target: Target, placement: Placement) -> PlannedStep:
+def fastest_loss_head(
+    joint: fx.GraphModule, captured: CapturedStep, target: Target, placement: RunnablePlacement
+) -> PlannedStep:
     """The plan with the loss head in as many chunks as asked for; for "auto", the fastest that fits."""
     options, candidates, refusals = target.options, list[PlannedStep](), list[BudgetError]()
     for chunks in AUTO_CHUNKS if options.loss_chunks == "auto" else (int(options.loss_chunks),):
@@ -190,7 +199,7 @@ def fastest_loss_head(joint: fx.GraphModule, captured: CapturedStep, target: Tar
     return min(candidates, key=lambda candidate: candidate.planned.plan.total_us)
 
 
-def plan_for(joint: JointStep, target: Target, placement: Placement) -> tuple[PlanningProblem, Planned]:
+def plan_for(joint: JointStep, target: Target, placement: RunnablePlacement) -> tuple[PlanningProblem, Planned]:
     """The plan, and the problem it solves: for kernels that fuse, one region per phase where everything fits. Parameters
     that earlier programs keep on the device go home where nothing fits beside them. Raises BudgetError."""
     options, machine, workspace = target.options, target.machine, target.toolchain.eager.workspace
@@ -201,18 +210,29 @@ def plan_for(joint: JointStep, target: Target, placement: Placement) -> tuple[Pl
             if (resident := resident_plan(whole)) is not None:
                 return whole, resident
         try:
-            return problem, remembered_plan(problem, options.policy)
+            return problem, _searched(problem, options.policy)
         except DoesNotFit as error:
             if not placement.give_up_residents(error):
                 raise placement.refusal(error) from None
 
 
-def remembered_plan(problem: PlanningProblem, policy: str) -> Planned:
-    """The plan for a problem: as it was found before, if it still fits, else searched for. Raises DoesNotFit."""
-    step, homes = problem.step, problem.fixed_homes
-    key = cache.plan_key(step, problem.machine, problem.budgets, homes, problem.numerics, policy)
-    store = cache.points(step, problem.budgets, problem.machine, homes, problem.numerics)
-    return cache.planned(key, lambda known: make_plan(problem, policy=policy, known=known, store=store))
+def _searched(problem: PlanningProblem, policy: str) -> Planned:
+    return recalled(problem, policy, lambda known: make_plan(problem, policy, known, search_store(problem)))
+
+
+def recalled(problem: PlanningProblem, policy: str, find: Callable[[Plan | None], Planned]) -> Planned:
+    """The plan for a problem, remembered between runs: what ``find`` makes of the plan that was found before, if any."""
+    return cache.planned(cache.plan_key(problem.step, problem.budgets, policy, *_constraints(problem)), find)
+
+
+def search_store(problem: PlanningProblem) -> cache.Points:
+    """Where a search of this problem keeps the plans it looked at, whatever the device's and the host's budget."""
+    return cache.points(problem.step, problem.budgets, *_constraints(problem))
+
+
+def _constraints(problem: PlanningProblem) -> tuple[object, ...]:
+    workspace = "by shapes" if problem.workspace is workspace_nbytes else "measured"
+    return problem.machine, problem.fixed_homes, problem.numerics, workspace
 
 
 def _warn_not_pinned(machine: Machine) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,31 +43,39 @@ def collecting_later() -> Iterator[None]:
 
 def trace(
     model: nn.Module,
-    data: dict[str, Any],
+    data: Mapping[str, Any],
     device: torch.device | None = None,
     loss_chunks: int = 1,
     observe: Observe | None = None,
 ) -> Traced:
-    """The step of ``model(**data)`` whose loss (its scalar outputs) receives a gradient. ``device``: where it would compute;
-    tensors may be fake, so that a model of any size can be traced. ``observe``: as for ``normalize``. Raises CaptureError."""
+    """``trace_joint``, cut into regions; with ``loss_chunks``, its loss head in chunks."""
+    joint, inputs = trace_joint(model, data, device, observe)
+    if loss_chunks > 1:
+        chunk_loss(joint, loss_chunks)
+    return Traced(joint, build(joint), inputs)
+
+
+def trace_joint(
+    model: nn.Module, data: Mapping[str, Any], device: torch.device | None = None, observe: Observe | None = None
+) -> tuple[fx.GraphModule, tuple[torch.Tensor, ...]]:
+    """The normalized joint graph of ``model(**data)`` whose loss (its scalar outputs) receives a gradient, and the tensors it
+    takes. ``device``: where it would compute; tensors may be fake, so that a model of any size can be traced. ``observe``: as
+    for ``normalize``. Raises CaptureError."""
     where = device or torch.device("cpu")
-    found: list[Traced] = []
+    traces: list[tuple[fx.GraphModule, tuple[torch.Tensor, ...]]] = []
     names: dict[int, tuple[str, str]] = {id(b): ("buffer", n) for n, b in model.named_buffers()}
     names |= {id(p): ("param", n) for n, p in model.named_parameters()}
 
     def backend(graph: Any, inputs: Any) -> Any:
-        made = fx.node.map_arg(graph.graph.output_node().args[0], lambda node: node.meta["example_value"])
+        results = fx.node.map_arg(graph.graph.output_node().args[0], lambda node: node.meta["example_value"])
         description = describe(graph, inputs, lambda tensor: names.get(id(tensor)), where)
         scalars = tuple(differentiable and scalar for _, differentiable, scalar in description.computed)
-        joint = normalize(joint_graph(description, scalars), observe)
-        if loss_chunks > 1:
-            chunk_loss(joint, loss_chunks)
-        found.append(Traced(joint, build(joint), tuple(inputs)))
-        return lambda *_: made  # shapes alone: nothing runs
+        traces.append((normalize(joint_graph(description, scalars), observe), tuple(inputs)))
+        return lambda *_: results  # shapes alone: nothing runs
 
     def call(**inputs: Any) -> Any:  # a frame of our own: Dynamo skips those of torch.nn
         return model(**inputs)
 
     with collecting_later():
         front_end(call, backend, where)(**data)
-    return found[0]
+    return traces[0]

@@ -18,7 +18,7 @@ from mtcompile import knobs
 from mtcompile.errors import BudgetError, MtcompileError, StepError
 
 if TYPE_CHECKING:
-    from mtcompile.forecast.solve import Forecast
+    from mtcompile.forecast.result import Forecast
 
 FINE = 0
 FAILED, WRONG, DOES_NOT_FIT, BAD, DIFFERENT = 1, 2, 3, 4, 5
@@ -135,7 +135,7 @@ def asked(model: str, **options: Any) -> Forecast:
 
     options = {key: None if value == "" else value for key, value in options.items()}
     with progress("planning") as tell:
-        return plan(model_named(model), tell=tell, **options)
+        return plan(model_named(model), progress=tell, **options)
 
 
 def planned(model: str, force: bool = False, hint: str = "", **options: Any) -> Forecast:

@@ -49,9 +49,9 @@ def explain(
     from mtcompile.report.tables import plan_tables
 
     made = planned(model, **_options(locals()))
-    assert made.planned is not None and made.source is not None
+    assert made.planned is not None and made.problem is not None
     if name:
-        found = explained(made.planned, made.source, name)
+        found = explained(made.planned, made.problem, name)
         print(found.to_json(indent=1) if as_json else found)
     elif as_json:
         print(made.planned.plan.to_json(indent=1))

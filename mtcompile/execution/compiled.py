@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.planner import Planned
-from mtcompile.passes.planning.problem import PlanningProblem
+from mtcompile.passes.planning.problem import Planned, PlanningProblem
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, has_random, placeholders, source, step_outputs
 from mtcompile.runtime.devices.arena import Layout, layout_of
 from mtcompile.runtime.devices.cpu import CpuMemory

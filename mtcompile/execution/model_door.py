@@ -19,8 +19,8 @@ from mtcompile.execution.placement import budget_error, conversions, random_rese
 from mtcompile.optim.backward_update import UpdatesInBackward, failing
 from mtcompile.optim.master_weights import Masters, cast
 from mtcompile.options import Options
-from mtcompile.passes.planning.planner import DoesNotFit, Planned
-from mtcompile.passes.planning.problem import Budgets
+from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.planning.problem import DoesNotFit, Planned
 from mtcompile.runtime.devices.protocol import Device
 
 # Optimizer state per parameter, in parameter sizes, of the torch.optim classes; anything else is taken as Adam's.

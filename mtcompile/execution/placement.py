@@ -9,22 +9,26 @@ import torch
 from torch import fx
 
 from mtcompile.errors import BudgetError
+from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.generators import generator_nbytes
-from mtcompile.passes.planning.planner import DoesNotFit, Planned
-from mtcompile.passes.planning.problem import Budgets
+from mtcompile.passes.planning.problem import DoesNotFit, Planned
 from mtcompile.passes.step_graph import calls, has_random, is_convert
 from mtcompile.runtime.schedule import aligned, gib
 
 
 class Placement(Protocol):
     """Where a step's inputs are at home, and what its plan must keep to. One implementation per door: a compiled model
-    (``execution/model``), torch.compile's graphs (``backend``), a forecast (``forecast/request``)."""
+    (``execution/model_door``), torch.compile's graphs (``backend``), a forecast (``forecast/request``)."""
 
     def place(self, step: fx.GraphModule) -> None:
         """Says in ``step`` where its inputs are at home, before anything is planned."""
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str] | None]:
         """The budgets, and the home tier of each block where earlier programs have decided it."""
+
+
+class RunnablePlacement(Placement, Protocol):
+    """The placement of a step that will run."""
 
     def needs_loss_head(self, joint: fx.GraphModule) -> bool:
         """Whether a training graph without one cannot be what ``loss_chunks`` was meant for."""

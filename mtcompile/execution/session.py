@@ -21,7 +21,7 @@ from mtcompile.execution.calibration import Calibrator, known_machine, speeds
 from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames
 from mtcompile.execution.dump import dump
 from mtcompile.execution.parameters import ParameterStore
-from mtcompile.execution.placement import Placement
+from mtcompile.execution.placement import RunnablePlacement
 from mtcompile.execution.runner import PhaseRun, Runner, version_of, without_autocast
 from mtcompile.kernels.toolchain import toolchain_for
 from mtcompile.options import Options
@@ -45,7 +45,7 @@ class StepListener(Protocol):
         """``measured``: None where the records say only when work was issued."""
 
 
-class Door(Placement, Protocol):
+class Door(RunnablePlacement, Protocol):
     """What differs between the doors to a session: a compiled model, and torch.compile's graphs."""
 
     def plan_key(self) -> Hashable:

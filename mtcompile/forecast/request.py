@@ -1,5 +1,4 @@
-"""What ``mtcompile.plan`` is asked, and the step it is asked about: traced without memory, its loss head in chunks, its
-micro-batches, and its candidate plans."""
+"""What a forecast is asked, and the step it is asked about: traced without memory, rewritten and ready to be planned."""
 
 from __future__ import annotations
 
@@ -14,25 +13,24 @@ from torch import fx, nn
 
 from mtcompile import cache
 from mtcompile.capture.joint import trace_settings
-from mtcompile.capture.tracing import Traced, trace
+from mtcompile.capture.tracing import trace_joint
+from mtcompile.compiler import JointStep, planning_problem, rewrite_joint, search_store
 from mtcompile.models.decoders import SHAPES, fake
 from mtcompile.optim.precision import Precision
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.joint.accumulate import Micro, repeat, weights_of
-from mtcompile.passes.joint.build import build
-from mtcompile.passes.joint.loss_head import chunk_loss
+from mtcompile.passes.joint.accumulate import Micro
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.problem import BIT_EQUAL, PlanningProblem, Progress
-from mtcompile.passes.step_graph import copy_step, placeholders, storage_nbytes
+from mtcompile.passes.planning.problem import Progress
+from mtcompile.passes.step_graph import placeholders, storage_nbytes
 from mtcompile.torch_private import without_memory
 
 _LARGE_HEAD, MOST_CHUNKS = 0.02, 64  # a loss head whose logits take more than that part of the device is cut
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What is asked, but for the sizes."""
+class ForecastRequest:
+    """What is asked, but for batch and sequence."""
 
     model: str | nn.Module | Callable[..., Any]
     data: Mapping[str, Any] | None
@@ -42,130 +40,131 @@ class Question:
     budgets: Budgets
     policies: tuple[str, ...]
     force: bool
-    tell: Progress
+    progress: Progress
     accumulate: int
 
 
 @dataclass(frozen=True, slots=True)
-class Sized:
-    """A step of some batch and sequence, and its candidate plans. ``whole``: as captured, with its loss head in one piece."""
+class SizedStep:
+    """A step of some batch and sequence, and its candidate plans. ``captured``: its joint graph before any rewrite."""
 
     candidates: Candidates
-    whole: Traced
-    joint: fx.GraphModule
-    step: fx.GraphModule
+    captured: fx.GraphModule
+    joint: JointStep
     tokens: int
-    chunks: int
 
 
-def sized_step(question: Question, batch: int, seq: int, like: Sized | None = None) -> Sized:
+@dataclass(frozen=True, slots=True)
+class AssumedPlacement:
+    """The placement of a step that will not run: everything at home on the host, every block's home open to the plan."""
+
+    budgets: Budgets
+
+    def place(self, step: fx.GraphModule) -> None:
+        """As it was built."""
+
+    def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str] | None]:
+        return self.budgets, None
+
+
+def sized_step(request: ForecastRequest, batch: int, seq: int, like: SizedStep | None = None) -> SizedStep:
     """``like``: the same step at another size, from which the chunks of the loss head and the cut into regions are taken."""
-    question.tell("capturing the step", 0, 0)
-    traced, data = _traced(question, batch // question.accumulate, seq)
-    chunks = like.chunks if like else _chunks(traced, question.budgets.device)
-    return chunked(question, traced, tokens_of(data) * question.accumulate, chunks, like)
+    request.progress("capturing the step", 0, 0)
+    captured, data = _captured(request, batch // request.accumulate, seq)
+    chunks = like.joint.chunks if like else _chunks(captured, request.budgets.device)
+    return in_chunks(request, captured, tokens_of(data) * request.accumulate, chunks, like)
 
 
-def chunked(question: Question, traced: Traced, tokens: int, chunks: int, like: Sized | None = None) -> Sized:
-    joint = copy_step(traced.joint)
-    whole = chunks == 1 or not chunk_loss(joint, chunks)
-    if question.accumulate > 1:
-        joint = _repeated(joint, traced, question)
-    step = traced.step if whole and not like and question.accumulate == 1 else build(joint, like=like.joint if like else None)
-    numerics = f"{question.precision.contract()}; {BIT_EQUAL}"
-    if not whole:
-        numerics += f"; the loss head's sums over tokens in {chunks} chunks"
-    if question.accumulate > 1:
-        numerics += f"; {question.accumulate} micro-batches, their gradients added up in their order"
-    store = cache.points(step, question.budgets, "by shapes", question.machine, numerics)
-    problem = PlanningProblem(step, question.machine, question.budgets, numerics=numerics)
-    candidates = Candidates(problem, question.tell, store)
-    return Sized(candidates, traced, joint, step, tokens, MOST_CHUNKS if whole and chunks > 1 else chunks)
+def in_chunks(
+    request: ForecastRequest, captured: fx.GraphModule, tokens: int, chunks: int, like: SizedStep | None = None
+) -> SizedStep:
+    """A captured step with its loss head in so many chunks, or whole where it has none that can be cut."""
+    micro = _micro(captured, request) if request.accumulate > 1 else None
+    joint = rewrite_joint(captured, request.precision, fuses=False, chunks=chunks, micro=micro)
+    placement = AssumedPlacement(request.budgets)
+    problem = planning_problem(joint, placement, request.machine, like=like.joint.graph if like else None)
+    return SizedStep(Candidates(problem, request.progress, search_store(problem)), captured, joint, tokens)
 
 
-def _repeated(joint: fx.GraphModule, traced: Traced, question: Question) -> fx.GraphModule:
-    """Of as many micro-batches as asked for. Raises ValueError for what has no meaning over several."""
-    rows = list(zip(joint.meta["inputs"], placeholders(joint.graph), strict=True))
+def _micro(joint: fx.GraphModule, request: ForecastRequest) -> Micro:
+    """As many micro-batches as asked for, of all inputs that have the batch in front."""
+    rows = zip(joint.meta["inputs"], placeholders(joint.graph), strict=True)
     taken = [(spec, node.meta["val"]) for spec, node in rows if spec.role not in ("tangent", "constant")]
-    fronts = [val.shape[0] for spec, val in taken if spec.role == "input" and val.dim()]
-    batch = max(fronts, default=1)
+    batch = max((val.shape[0] for spec, val in taken if spec.role == "input" and val.dim()), default=1)
     split = tuple(spec.index for spec, val in taken if spec.role == "input" and val.dim() and val.shape[0] == batch)
-    micro = Micro(question.accumulate, split, 1 + max(spec.index for spec, _ in taken), question.precision.split)
-    try:
-        return repeat(joint, micro, weights_of(traced.joint, micro))
-    except NotImplementedError as error:
-        raise ValueError(f"accumulate={question.accumulate}: the model has {error}") from None
+    return Micro(request.accumulate, split, 1 + max(spec.index for spec, _ in taken), request.precision.split)
 
 
-def _traced(question: Question, batch: int, seq: int) -> tuple[Traced, Mapping[str, Any]]:
-    model, data = question.model, question.data
+def _captured(request: ForecastRequest, batch: int, seq: int) -> tuple[fx.GraphModule, Mapping[str, Any]]:
+    model, data = request.model, request.data
     with without_memory():
         if isinstance(model, str):
             tokens = torch.zeros((batch, seq), dtype=torch.int64)
-            return _traced_shape(model, question.precision, tokens)
-        made = model if isinstance(model, nn.Module) else model(batch, seq) if takes_sizes(model) else model()
-        module, data = made if isinstance(made, tuple) else (made, data)
+            return _captured_shape(model, request.precision, tokens)
+        module = model if isinstance(model, nn.Module) else model(batch, seq) if takes_sizes(model) else model()
+        if isinstance(module, tuple):
+            module, data = module
         if data is None:
             raise ValueError("expected data=, the module's keyword arguments, for a model that is not a built-in shape")
-        return _trace(module, data, question.precision), data
+        return _traced(module, data, request.precision), data
 
 
-def _trace(module: nn.Module, data: Mapping[str, Any], precision: Precision) -> Traced:
+def _traced(module: nn.Module, data: Mapping[str, Any], precision: Precision) -> fx.GraphModule:
     if precision.weights is not None:
         _cast(module, precision.weights)
     torch.compiler.reset()
-    return trace(module.train(), dict(data))
+    return trace_joint(module.train(), data)[0]
 
 
-def _traced_shape(name: str, precision: Precision, tokens: torch.Tensor) -> tuple[Traced, Mapping[str, Any]]:
-    """A built-in shape's step, which is remembered between runs: its sources are ours."""
+def _captured_shape(name: str, precision: Precision, tokens: torch.Tensor) -> tuple[fx.GraphModule, Mapping[str, Any]]:
+    """The step of a built-in shape, which is remembered between runs: its sources are ours."""
     data = {"tokens": tokens, "targets": tokens}
     key = repr((SHAPES[name], precision, tuple(tokens.shape), trace_settings(tokens.device)))
     joint = cache.read_joint(key)
-    if joint is not None:
-        return Traced(joint, build(joint), ()), data
-    traced = _trace(fake(SHAPES[name]), data, precision)
-    cache.write_joint(key, traced.joint)
-    return traced, data
+    if joint is None:
+        joint = _traced(fake(SHAPES[name]), data, precision)
+        cache.write_joint(key, joint)
+    return joint, data
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """As ``module.to(dtype)``, which fails on tensors without memory; tied parameters stay tied."""
-    made: dict[int, nn.Parameter] = {}
+    """Does what ``module.to(dtype)`` does, which fails on tensors without memory; tied parameters stay tied."""
+    casts: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
             if parameter.is_floating_point():
                 cast = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
-                setattr(part, name, made.setdefault(id(parameter), cast))
+                setattr(part, name, casts.setdefault(id(parameter), cast))
         for name, buffer in part.named_buffers(recurse=False):
             if buffer.is_floating_point():
                 setattr(part, name, buffer.to(dtype))
 
 
 def takes_sizes(model: Any) -> bool:
-    """Whether it is a function of (batch, seq)."""
+    """Whether a model is a function of (batch, seq)."""
     if isinstance(model, nn.Module) or not callable(model):
         return False
     taken = inspect.signature(model).parameters.values()
     return sum(p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD for p in taken) == 2
 
 
-def _chunks(traced: Traced, device: int | None) -> int:
-    """Of the loss head: one, unless its logits would take a large part of the device; then so many that one does not."""
-    nbytes = head_nbytes(traced)
+def _chunks(joint: fx.GraphModule, device: int | None) -> int:
+    """How many chunks of the loss head: one, unless its logits would take a large part of the device; then so many that those
+    of one chunk do not."""
+    nbytes = logits_nbytes(joint)
     if device is None or nbytes < device * _LARGE_HEAD:
         return 1
     return int(min(MOST_CHUNKS, 2 ** ceil(log2(nbytes / max(1.0, device * _LARGE_HEAD)))))
 
 
-def head_nbytes(traced: Traced) -> int:
-    """Of the largest logits; 0 where there are none."""
-    wide = [n for n in traced.joint.graph.nodes if n.target is torch.ops.aten._log_softmax.default]
-    return max((storage_nbytes(node.meta["val"]) for node in wide), default=0)
+def logits_nbytes(joint: fx.GraphModule) -> int:
+    """Bytes of the largest logits; 0 where there are none."""
+    logits = [n for n in joint.graph.nodes if n.target is torch.ops.aten._log_softmax.default]
+    return max((storage_nbytes(node.meta["val"]) for node in logits), default=0)
 
 
 def tokens_of(data: Mapping[str, Any]) -> int:
-    """Integers of the largest integer input, which is what a language model calls tokens; else samples."""
+    """The number of integers in the largest integer input, which is what a language model calls tokens; else of samples."""
     tensors = [v for v in data.values() if isinstance(v, torch.Tensor)]
-    whole = [t.numel() for t in tensors if not t.is_floating_point()]
-    return max(whole, default=tensors[0].shape[0] if tensors and tensors[0].dim() else 1)
+    integers = [t.numel() for t in tensors if not t.is_floating_point()]
+    return max(integers, default=tensors[0].shape[0] if tensors and tensors[0].dim() else 1)

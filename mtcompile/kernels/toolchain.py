@@ -15,7 +15,8 @@ from mtcompile.kernels.eager import Built, EagerKernels
 from mtcompile.kernels.inductor import InductorKernels
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.generators import rng_preserved
-from mtcompile.passes.planning.planner import Planned, relowered
+from mtcompile.passes.planning.planner import relowered
+from mtcompile.passes.planning.problem import Planned
 
 Bodies = Mapping[str, fx.GraphModule]
 

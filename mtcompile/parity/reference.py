@@ -135,7 +135,7 @@ def _resident_bytes(asked: Asked, module: nn.Module, data: Mapping[str, Any], te
         update=asked.update,
         max_grad_norm=asked.max_grad_norm if asked.update == "backward" else None,
         accumulate=asked.accumulate,
-        tell=tell,
+        progress=tell,
     )
     return found.peak_bytes["device"]
 

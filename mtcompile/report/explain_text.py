@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mtcompile.forecast.text import time_of
+from mtcompile.forecast.result import time_of
 from mtcompile.runtime.schedule import gib
 
 if TYPE_CHECKING:

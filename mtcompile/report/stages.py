@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import fx
 
-from mtcompile.forecast.solve import Forecast, plan
+from mtcompile.forecast.result import Forecast
+from mtcompile.forecast.solve import plan
 from mtcompile.passes.step_graph import describe, listing
 
 STAGES = ("joint graph", "step graph", "rewritten step graph", "schedule")
@@ -22,11 +23,11 @@ def print_readable(model: Any, data: Any = None, **options: Any) -> str:
 
 def stages(made: Forecast) -> dict[str, str]:
     """Stage -> its text."""
-    if made.planned is None or made.joint is None or made.source is None:
+    if made.planned is None or made.joint is None or made.problem is None:
         raise ValueError(
             f"expected a step that fits, found one {made.short_bytes} bytes short; give more memory, or force=True"
         )
-    texts = (joint_listing(made.joint), listing(made.source.step), listing(made.planned.step), str(made.planned.schedule))
+    texts = (joint_listing(made.joint), listing(made.problem.step), listing(made.planned.step), str(made.planned.schedule))
     return dict(zip(STAGES, texts, strict=True))
 
 

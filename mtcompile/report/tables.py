@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.console import Group
 from rich.table import Table
 
-from mtcompile.forecast.text import time_of
+from mtcompile.forecast.result import time_of
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.runtime.schedule import Schedule, gib
 

@@ -57,7 +57,7 @@ def forecast(memory: str = "200KiB", **options: Any) -> mtcompile.Forecast:
 
 
 def source() -> PlanningProblem:
-    found = forecast().source
+    found = forecast().problem
     assert found is not None
     return found
 

@@ -126,7 +126,7 @@ def test_graphviz_is_asked_for_where_it_is_not(monkeypatch: pytest.MonkeyPatch, 
 
 def test_every_stage_as_text() -> None:
     found = forecast()
-    assert found.planned is not None and found.joint is not None and found.source is not None
+    assert found.planned is not None and found.joint is not None and found.problem is not None
     texts = stages(found)
     text = print_readable(found)
     assert tuple(texts) == STAGES and all(f"# {stage}\n" in text for stage in STAGES)

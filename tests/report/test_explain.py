@@ -31,7 +31,7 @@ from tests.report.test_chrome_trace import check_format
 
 @cache
 def explained(kind: str, name: str) -> Explanation:
-    return explain(planned(kind), forecast(update="backward", run_ahead=True).source if kind == "backward" else source(), name)
+    return explain(planned(kind), forecast(update="backward", run_ahead=True).problem if kind == "backward" else source(), name)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,178 @@
+"""The figures of a forecast: what a plan comes to in bytes and time, or what is short and what would help."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from mtcompile.compiler import recalled
+from mtcompile.forecast.request import ForecastRequest, SizedStep
+from mtcompile.forecast.result import Forecast, Row, time_of
+from mtcompile.optim.precision import PRECISIONS
+from mtcompile.options import FASTEST
+from mtcompile.passes.analysis.cost import kernel_cost
+from mtcompile.passes.analysis.state import Budgets, resident_nbytes
+from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.problem import DoesNotFit, Planned
+from mtcompile.passes.step_graph import placeholders
+from mtcompile.runtime.schedule import Schedule, gib, placed
+from mtcompile.runtime.sim import simulate
+from mtcompile.runtime.trace import busy_us, exposed_us
+from mtcompile.runtime.verify import verify
+
+_ONE_GIB = 2**30
+
+
+def figures(request: ForecastRequest, sized: SizedStep) -> Forecast:
+    """Plans a step within the request's budgets, and says what that comes to; where nothing fits, what would."""
+    candidates, budgets, model = sized.candidates, request.budgets, request.model
+    unplanned = Forecast(
+        model=model if isinstance(model, str) else getattr(model, "__name__", type(model).__name__),
+        machine=request.machine.name,
+        feasible=False,
+        parameters=sum(p.numel() for p in _parameters(sized.candidates.problem.step)),
+        tokens=sized.tokens,
+        state_bytes=sum(resident_nbytes(candidates.sizes, candidates.base, budgets).values()),
+        budget_bytes=budgets.limits,
+        peak_bytes={},
+        minimum_device_bytes=0,
+        precision=request.precision.name,
+        optimizer=request.optimizer,
+        update="step" if budgets.updates is None else "backward",
+        numerics=candidates.base.numerics,
+        rows=tuple(_row(candidates, policy, budgets) for policy in request.policies),
+        joint=sized.joint.graph,
+        problem=candidates.problem,
+    )
+    try:
+        planned = _fastest(candidates, budgets.device, budgets.host)
+    except DoesNotFit as error:
+        refused = _refused(unplanned, candidates, budgets, error)
+        if not request.force:
+            return refused
+        least = candidates.least()
+        forced = _with_plan(refused, candidates, budgets, least)
+        return replace(forced, feasible=False, minimum_device_bytes=least.schedule.peak_nbytes["device"])
+    verify(planned.schedule)
+    return _with_plan(replace(unplanned, feasible=True), candidates, budgets, planned)
+
+
+def _fastest(candidates: Candidates, device: int | None, host: int | None) -> Planned:
+    """The fastest plan within these bytes, which is remembered between runs. Raises DoesNotFit."""
+    budgets = replace(candidates.problem.budgets, device=device, host=host)
+    problem = replace(candidates.problem, budgets=budgets)
+    return recalled(problem, FASTEST, lambda known: candidates.best(device, host, known))
+
+
+def _parameters(step: fx.GraphModule) -> list[torch.Tensor]:
+    specs = zip(step.meta["inputs"], placeholders(step.graph), strict=True)
+    return [node.meta["val"] for spec, node in specs if spec.role == "param"]
+
+
+def _row(candidates: Candidates, policy: str, budgets: Budgets) -> Row:
+    planned = candidates.by_policy(policy, replace(budgets, device=None, host=None))
+    peaks = dict(planned.schedule.peak_nbytes)
+    time_us = planned.plan.total_us
+    for tier, limit in budgets.limits.items():
+        if limit is not None and peaks[tier] > limit:
+            return Row(policy, False, peaks, time_us, peaks[tier] - limit, tier)
+    return Row(policy, True, peaks, time_us)
+
+
+def _with_plan(unplanned: Forecast, candidates: Candidates, budgets: Budgets, planned: Planned) -> Forecast:
+    plan, schedule, limits = planned.plan, planned.schedule, budgets.limits
+    bodies: dict[str, Any] = dict(planned.step.named_children())
+    flops = sum(kernel_cost(bodies[i.kernel]).flops for i in schedule.instructions if i.kernel in bodies)
+    trace = simulate(schedule)
+    busy: dict[str, float] = {queue: us / plan.step_time_us for queue, us in busy_us(trace).items()}
+    queues = [queue for queue in busy_us(trace) if queue != "compute"]
+    next_gib_us = {}
+    for tier, limit in limits.items():
+        if limit is not None and unplanned.feasible:
+            device, host = (limit + _ONE_GIB if tier == t else n for t, n in limits.items())
+            next_gib_us[tier] = max(0.0, plan.total_us - _fastest(candidates, device, host).plan.total_us)
+    return replace(
+        unplanned,
+        peak_bytes=dict(schedule.peak_nbytes),
+        minimum_device_bytes=plan.minimum_device_bytes,
+        step_time_us=plan.total_us,
+        update_us=plan.update_us,
+        tokens_per_s=unplanned.tokens / plan.total_us * 1e6,
+        tflops=flops / plan.total_us / 1e6,
+        limiting_resource=plan.limiting_resource,
+        busy=busy,
+        exposed_us={queue: exposed_us(trace, queue) for queue in queues},
+        ledger=_ledger(unplanned, candidates, planned),
+        load_host_bytes=sum(candidates.sizes.values()) + max(candidates.sizes.values(), default=0),
+        next_gib_us=next_gib_us,
+        planned=planned,
+    )
+
+
+def _ledger(unplanned: Forecast, candidates: Candidates, planned: Planned) -> dict[str, dict[str, int]]:
+    """tier -> part -> bytes at the moment the tier is fullest; the parts of a tier add up to its peak."""
+    schedule, copies = planned.schedule, candidates.problem.budgets.state_copies
+    master = 1.0 if PRECISIONS[unplanned.precision].split else 0.0
+    weights = {"device": 0, "host": 0}
+    for block, nbytes in candidates.sizes.items():
+        weights["device" if planned.plan.params(block) == "device" else "host"] += nbytes
+    held = resident_nbytes(candidates.sizes, planned.plan, candidates.problem.budgets)
+    live = most = workspace = 0
+    for instruction in schedule.instructions:
+        if instruction.op in ("alloc", "free"):
+            buffer = schedule.buffers[instruction.writes[0]]
+            if buffer.kind == "pooled":
+                live += buffer.nbytes if instruction.op == "alloc" else -buffer.nbytes
+        if live + instruction.workspace > most + workspace:
+            most, workspace = live, instruction.workspace
+    found: dict[str, dict[str, int]] = {}
+    for tier, nbytes in weights.items():
+        parts = {"weights": nbytes, "master": int(nbytes * master), "optimizer": int(nbytes * (copies - master))}
+        parts["gradients"] = held[tier] - sum(parts.values())
+        arena = schedule.arena_nbytes.get(tier, 0)
+        if tier == "host":
+            slots = min(arena, _gradient_slots(schedule))
+            parts["gradients"], arena = parts["gradients"] + slots, arena - slots
+        parts["staging" if tier == "device" else "activations"] = arena
+        if tier == "device":
+            parts |= {"activations": most, "workspace": workspace}
+        parts["other"] = schedule.peak_nbytes[tier] - sum(parts.values())
+        found[tier] = parts
+    return found
+
+
+def _gradient_slots(schedule: Schedule) -> int:
+    """The most bytes of the host's slots that gradients hold at once."""
+    live = most = 0
+    for instruction in schedule.instructions:
+        if instruction.op in ("alloc", "free"):
+            buffer = schedule.buffers[instruction.writes[0]]
+            if (buffer.kind, buffer.tier, buffer.role) == ("placed", "host", "grad"):
+                live += placed(buffer.nbytes) * (1 if instruction.op == "alloc" else -1)
+                most = max(most, live)
+    return most
+
+
+def _refused(unplanned: Forecast, candidates: Candidates, budgets: Budgets, error: DoesNotFit) -> Forecast:
+    """What is short, and the three cheapest ways out: those that cost nothing first."""
+    tier = error.tier
+    limit = budgets.limits[tier] or 0
+    other = "host" if tier == "device" else "device"
+    short = error.minimum - limit
+    ways = []
+    kept = sum(candidates.sizes.values()) - 2 * max(candidates.sizes.values(), default=0)
+    if budgets.updates is None and tier == "host" and kept >= short:
+        ways.append(f'update="backward": no gradients are kept for a step of their own, {gib(kept)} less')
+    more = candidates.needs(other, {tier: limit})
+    if more is not None:
+        ways.append(f"{other} memory of {gib(more)} ({more} bytes) takes what the {tier} cannot")
+    then = candidates.best(*((error.minimum, None) if tier == "device" else (None, error.minimum))).plan.total_us
+    ways.append(f"{tier} memory of {gib(error.minimum)} ({error.minimum} bytes) or more: {time_of(then)} a step then")
+    parts = ", ".join(f"{what} {gib(nbytes)}" for what, nbytes in error.causes)
+    ways.append('fewer tokens a step: solve="batch" or solve="seq" finds how many fit')
+    ways.append(f"less in one of the largest parts: {parts}")
+    minimum = error.minimum if tier == "device" else 0
+    return replace(unplanned, short_bytes=short, minimum_device_bytes=minimum, ways_out=tuple(ways[:3]))

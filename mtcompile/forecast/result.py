@@ -1,0 +1,129 @@
+"""The answer to a forecast: its figures, as an object and as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+
+from torch import fx
+
+from mtcompile.passes.planning.problem import Planned, PlanningProblem
+from mtcompile.runtime.schedule import gib
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One strategy's figures: bytes per tier, microseconds, or why it does not fit (``short_bytes`` missing in ``tier``)."""
+
+    policy: str
+    feasible: bool
+    peak_bytes: Mapping[str, int]
+    step_time_us: float
+    short_bytes: int = 0
+    tier: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A step that has been planned and not run.
+
+    ``ledger``: tier -> part -> bytes at the step's peak. ``step_time_us``: forward, backward and update, of which
+    ``update_us`` is what the update adds; ``busy``: share of forward and backward that each queue works; ``exposed_us``: how
+    long each but compute does while compute is idle. Steps do not overlap, so one is as long as the next.
+    ``next_gib_us``: what one more GiB of a tier saves. ``ways_out``: when nothing fits. ``solved``: what was asked for with
+    ``solve``, and ``peak_expressions``: the bytes of each tier as sympy prints them, of the plan that needs least.
+    ``planned`` is None when nothing fits and it was not forced; ``joint`` and ``problem``: the joint graph, and what was
+    planned of it.
+    """
+
+    model: str
+    machine: str
+    feasible: bool
+    parameters: int
+    tokens: int
+    state_bytes: int
+    budget_bytes: Mapping[str, int | None]
+    peak_bytes: Mapping[str, int]
+    minimum_device_bytes: int
+    short_bytes: int = 0
+    step_time_us: float = 0.0
+    update_us: float = 0.0
+    tokens_per_s: float = 0.0
+    tflops: float = 0.0
+    limiting_resource: str = ""
+    precision: str = "model"
+    optimizer: str = "adamw"
+    update: str = "step"
+    numerics: str = ""
+    busy: Mapping[str, float] | None = None
+    exposed_us: Mapping[str, float] | None = None
+    ledger: Mapping[str, Mapping[str, int]] | None = None
+    load_host_bytes: int = 0
+    next_gib_us: Mapping[str, float] | None = None
+    ways_out: tuple[str, ...] = ()
+    rows: tuple[Row, ...] = ()
+    solved: Mapping[str, int] | None = None
+    peak_expressions: Mapping[str, str] | None = None
+    planned: Planned | None = None
+    joint: fx.GraphModule | None = None
+    problem: PlanningProblem | None = None
+
+    def to_json(self, indent: int | None = None) -> str:
+        """One object with every field but ``planned``, ``joint`` and ``problem``."""
+        data = asdict(replace(self, planned=None, joint=None, problem=None))
+        graphs = ("planned", "joint", "problem")
+        return json.dumps({name: value for name, value in data.items() if name not in graphs}, indent=indent)
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def _lines(f: Forecast) -> list[str]:
+    budget = ", ".join(f"{tier} {gib(n) if n is not None else 'no limit'}" for tier, n in f.budget_bytes.items())
+    lines = [f"{f.model}: {_count(f.parameters)} parameters, {f.tokens:,} tokens a step, on {f.machine} ({budget})"]
+    if f.solved and f.feasible:
+        lines += [f"  largest {what} that fits: {n}" for what, n in f.solved.items() if what != "memory"]
+        lines += [f"  least device memory: {gib(n)} ({n} bytes)" for what, n in f.solved.items() if what == "memory"]
+    if not f.feasible:
+        lines.append(f"does not fit: {gib(f.short_bytes)} ({f.short_bytes} bytes) short. Ways out:")
+        lines += [f"  {way}" for way in f.ways_out]
+    if f.planned is not None:
+        lines.append(
+            f"{'fits' if f.feasible else 'if there were room'}: {time_of(f.step_time_us)} a step "
+            f"({time_of(f.update_us)} of it for the update), {f.tokens_per_s:,.0f} tokens/s, {f.tflops:.3g} TFLOPS with "
+            f"recomputation; limited by {f.limiting_resource}"
+        )
+        for tier, parts in (f.ledger or {}).items():
+            told = ", ".join(f"{part} {gib(nbytes)}" for part, nbytes in parts.items() if nbytes)
+            lines.append(f"  {tier}: {gib(f.peak_bytes[tier])} = {told}")
+        lines.append(f"  host at load: {gib(f.load_host_bytes)}; at save: as in the step, since files are written from views")
+        waits = f.exposed_us or {}
+        shown = [_busy(queue, share, waits.get(queue, 0.0)) for queue, share in (f.busy or {}).items()]
+        lines.append(f"  busy: {', '.join(shown)}")
+        for tier, us in (f.next_gib_us or {}).items():
+            lines.append(f"  one GiB more of {tier} memory: {time_of(us)} a step less")
+        lines.append(f"  smallest device memory that works: {gib(f.minimum_device_bytes)}")
+        lines.append(f"  numerics: {f.numerics}")
+    for tier, expression in (f.peak_expressions or {}).items():
+        lines.append(f"  bytes of {tier}, at least needed: {expression}")
+    for row in f.rows:
+        short = "" if row.feasible else f"; does not fit: {gib(row.short_bytes)} short of {row.tier} memory"
+        peaks = ", ".join(f"{tier} {gib(nbytes)}" for tier, nbytes in row.peak_bytes.items())
+        lines.append(f"  policy {row.policy}: {time_of(row.step_time_us)} a step, {peaks}{short}")
+    return lines
+
+
+def _busy(queue: str, share: float, exposed: float) -> str:
+    return f"{queue} {share:.0%}" + (f" ({time_of(exposed)} of it exposed)" if exposed else "")
+
+
+def time_of(us: float) -> str:
+    return f"{us / 1e6:.2f} s" if us >= 1e6 else f"{us / 1e3:.3g} ms"
+
+
+def _count(n: int) -> str:
+    for size, word in ((10**9, " billion"), (10**6, " million"), (10**3, " thousand")):
+        if n >= size:
+            return f"{n / size:.3g}{word}"
+    return str(n)
