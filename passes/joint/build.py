@@ -1,9 +1,9 @@
-"""From a normalized joint graph to a step graph: one call per region, views made where they are used."""
+"""Builds a step graph from a normalized joint graph: one call per region, views made where they are used."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,7 @@ from torch.fx.node import map_arg
 from mtcompile.passes.analysis.kernels import Kernels, copy_meta, install
 from mtcompile.passes.generators import generator_nbytes, save_rng
 from mtcompile.passes.joint.regions import assign, in_order
-from mtcompile.passes.rewrites.transfers import homes_of
 from mtcompile.passes.step_graph import (
-    InputSpec,
     OutputSpec,
     add_call,
     is_random,
@@ -30,10 +28,23 @@ from mtcompile.runtime.schedule import aligned
 RegionId = tuple[str, int]
 
 
-def build(joint: fx.GraphModule, whole: bool = False, like: fx.GraphModule | None = None) -> fx.GraphModule:
+def build(
+    joint: fx.GraphModule,
+    whole: bool = False,
+    like: fx.GraphModule | None = None,
+    known_homes: Mapping[str, str] | None = None,
+    all_on_device: bool = False,
+    updated: Collection[str] | None = None,
+) -> fx.GraphModule:
     """The step graph of ``joint`` (normalized): nothing moved, nothing recomputed, every value on the device except
-    the placeholders, which are at home on the host (tangents arrive on the device). ``whole``: one region per phase.
-    ``like``: cut as this graph of the same operations at other sizes would be; raises ValueError where they differ."""
+    the placeholders, which are at home on the host (tangents arrive on the device).
+
+    ``whole``: one region per phase; parameters are at home in the same blocks all the same. ``like``: cut as this graph of the
+    same operations at other sizes would be. ``known_homes``: home block by parameter, where earlier programs of the same model
+    have decided it; any other parameter is at home in the block that reads it first. ``all_on_device``: every placeholder is on
+    the device and no parameter has a home that a plan could move. ``updated``: the parameters that a plan with updates in the
+    backward updates; None: all that have gradients. Raises ValueError where ``like`` has other operations.
+    """
     device = joint.meta["device"]
     if "cut" in joint.meta:  # it was put together from regions
         region: Mapping[fx.Node, RegionId] = {n: n.meta["region"] for n in joint.graph.nodes if "region" in n.meta}
@@ -42,6 +53,7 @@ def build(joint: fx.GraphModule, whole: bool = False, like: fx.GraphModule | Non
         region, blocks = assign((like or joint).graph)
     if like is not None:
         region = _cut_alike(joint.graph, like.graph, region)
+    homes = {} if all_on_device else _homes(joint, region, blocks, known_homes or {})
     if whole:
         region, blocks = {node: (phase, 0) for node, (phase, _) in region.items()}, ("model",)
     ordered = in_order(joint.graph, region)
@@ -59,14 +71,14 @@ def build(joint: fx.GraphModule, whole: bool = False, like: fx.GraphModule | Non
     env: dict[fx.Node, fx.Node] = {}
     for spec, node in zip(joint.meta["inputs"], placeholders(joint.graph), strict=True):
         env[node] = graph.placeholder(node.name)
-        tier = "device" if spec.role == "tangent" else spec.tier
+        tier = "device" if all_on_device or spec.role == "tangent" else spec.tier
         val = node.meta["val"]
         env[node].meta.update(val=val, nbytes=aligned(span_nbytes(val)), role=spec.role, tier=tier, name=spec.name)
         env[node].meta["origin"] = node.name
     for rid, nodes in ordered:
         phase, block = rid
         leaving = [node for node in nodes if node in exported and not (is_view(node) and node not in roles)]
-        body, made = _body(nodes, needed[rid], leaving, device if training and phase == "forward" else None)
+        body, returned = _body(nodes, needed[rid], leaving, device if training and phase == "forward" else None)
         call = graph.create_node(
             "call_module",
             install(root, kernels, body),
@@ -74,8 +86,8 @@ def build(joint: fx.GraphModule, whole: bool = False, like: fx.GraphModule | Non
             name=f"{_safe(blocks[block])}_{phase}",
         )
         call.meta.update(phase=phase, block=block)
-        items = add_call(graph, call, [(node.name, _value_meta(node, val, roles)) for node, val in made])
-        for (node, _), item in zip(made, items, strict=True):
+        items = add_call(graph, call, [(node.name, _value_meta(node, val, roles)) for node, val in returned])
+        for (node, _), item in zip(returned, items, strict=True):
             item.meta["origin"] = item.name
             if node in exported:
                 env[node] = item
@@ -85,15 +97,32 @@ def build(joint: fx.GraphModule, whole: bool = False, like: fx.GraphModule | Non
     step.meta.update(
         inputs=joint.meta["inputs"], outputs=specs, constants=joint.meta["constants"], blocks=blocks, kernels=kernels
     )
-    step.meta["device"] = device
-    step.meta["homes"] = homes_of(step)
+    step.meta.update(device=device, homes=homes)
+    if updated is not None:
+        step.meta["updated"] = updated
     step.graph.lint()
     return step
 
 
+def _homes(
+    joint: fx.GraphModule, region: Mapping[fx.Node, RegionId], blocks: Sequence[str], known: Mapping[str, str]
+) -> dict[str, str]:
+    """Home block of each parameter that a region reads: the known one, or that of the first region that reads it (tied weights
+    have one home)."""
+    specs = zip(joint.meta["inputs"], placeholders(joint.graph), strict=True)
+    names = {node: spec.name for spec, node in specs if spec.role == "param"}
+    homes: dict[str, str] = {}
+    for rid, nodes in in_order(joint.graph, region):
+        for operand in _externals(nodes, rid, region):
+            if name := names.get(operand):
+                homes.setdefault(name, known.get(name, blocks[rid[1]]))
+    return homes
+
+
 def _externals(nodes: list[fx.Node], rid: RegionId, region: Mapping[fx.Node, RegionId]) -> list[fx.Node]:
-    """What a region takes from outside: placeholders and results of others; views are traced back to what they view."""
-    found: dict[fx.Node, None] = {}
+    """The values that a region takes from outside: placeholders and results of others; views are traced back to what they
+    view."""
+    externals: dict[fx.Node, None] = {}
     seen: set[fx.Node] = set()
 
     def visit(operand: fx.Node) -> None:
@@ -104,12 +133,12 @@ def _externals(nodes: list[fx.Node], rid: RegionId, region: Mapping[fx.Node, Reg
             for base in operand.all_input_nodes:
                 visit(base)
         else:
-            found[operand] = None
+            externals[operand] = None
 
     for node in nodes:
         for operand in node.all_input_nodes:
             visit(operand)
-    return list(found)
+    return list(externals)
 
 
 def _body(
@@ -171,6 +200,7 @@ def _owns_storage(view: fx.Node, nodes: list[fx.Node], leaving: list[fx.Node], t
 
 
 def _cut_alike(graph: fx.Graph, other: fx.Graph, region: Mapping[fx.Node, RegionId]) -> dict[fx.Node, RegionId]:
+    """``region``, a cut of ``other``, for the same operations in ``graph``. Raises ValueError where they are not the same."""
     one, two = list(graph.nodes), list(other.nodes)
     if [(node.op, node.target) for node in one] != [(node.op, node.target) for node in two]:
         raise ValueError("expected the same operations at other sizes, found others: the model does other things there")
@@ -183,13 +213,14 @@ def _output_role(spec: OutputSpec) -> str:
 
 def _value_meta(node: fx.Node, val: torch.Tensor, roles: Mapping[fx.Node, str]) -> dict[str, Any]:
     role = node.meta.get("role", "rng" if is_seed(node) else "activation")
-    made = {"val": val, "nbytes": aligned(storage_nbytes(val)), "role": roles.get(node, role), "tier": "device"}
-    return {**made, "module_path": node.meta.get("module_path", "")}
+    return {
+        "val": val,
+        "nbytes": aligned(storage_nbytes(val)),
+        "role": roles.get(node, role),
+        "tier": "device",
+        "module_path": node.meta.get("module_path", ""),
+    }
 
 
 def _safe(name: str) -> str:
     return name.replace(".", "_")
-
-
-def input_specs(step: fx.GraphModule) -> list[tuple[InputSpec, fx.Node]]:
-    return list(zip(step.meta["inputs"], placeholders(step.graph), strict=True))

@@ -1,4 +1,4 @@
-"""Candidate plans over (peak, time): which are worth their bytes, what to vary next, and what a budget takes."""
+"""The frontier of candidate plans over (peak, time): which are worth their bytes, what to vary next, what a budget takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Plan, plan_from_json
 from mtcompile.passes.planning.ladders import Ladder
 
-# Between what fits and the frontier's next point: rounds, ladders that cross the gap, plans of each.
+# Between what fits and the frontier's next point: rounds, ladders tried, plans of each.
 _ROUNDS, _MOST_CROSSING, _POINTS_BETWEEN = 3, 2, 3
 
 
@@ -35,90 +35,97 @@ class Point:
 
 
 def fits(plan: Plan, budgets: Budgets) -> bool:
+    """Whether the plan's peaks are within the budgets."""
     return all(n is None or plan.peak_bytes[tier] <= n for tier, n in budgets.limits.items())
 
 
 def pareto(points: Iterable[Point]) -> list[Point]:
-    """By rising peak, each faster than all before it."""
-    kept: list[Point] = []
+    """The points by rising peak, each faster than all before it."""
+    frontier: list[Point] = []
     for point in sorted(points, key=lambda p: (p.peak, p.time_us)):
-        if not kept or point.time_us < kept[-1].time_us:
-            kept.append(point)
-    return kept
+        if not frontier or point.time_us < frontier[-1].time_us:
+            frontier.append(point)
+    return frontier
 
 
 def most_promising(points: list[Point], unvaried: list[Point]) -> Point:
-    """Of the frontier's points that were not varied yet, the one with most between it and its neighbours; when there is none,
-    the point that comes nearest to the frontier in time."""
+    """The point to vary next: of the frontier's points that were not varied yet, the one with the largest gap to a neighbour;
+    when there is none, the point that comes nearest to the frontier in time."""
     frontier = pareto(points)
-    waiting = {id(point) for point in unvaried}
+    unvaried_ids = {id(point) for point in unvaried}
     gaps = [(a.time_us - b.time_us) * (b.peak - a.peak) for a, b in itertools.pairwise(frontier)]
-    beside = zip([inf, *gaps], [*gaps, inf], frontier, strict=True)  # its ends come first
-    on_it = [(max(before, after), point) for before, after, point in beside if id(point) in waiting]
-    if on_it:
-        return max(on_it, key=lambda pair: pair[0])[1]
+    neighbouring = zip([inf, *gaps], [*gaps, inf], frontier, strict=True)  # the frontier's ends come first
+    by_gap = [(max(before, after), point) for before, after, point in neighbouring if id(point) in unvaried_ids]
+    if by_gap:
+        return max(by_gap, key=lambda pair: pair[0])[1]
     peaks = [point.peak for point in frontier]
     return min(unvaried, key=lambda point: point.time_us / frontier[bisect_right(peaks, point.peak) - 1].time_us)
 
 
 def choose(frontier: list[Point], points: list[Point], evaluate: Callable[[Plan], Plan], budgets: Budgets) -> Point:
-    """The last point that fits, and what lies between it and the next: on the ladders that cross the gap, points between those
-    that were evaluated are tried, round after round in the gap that is left. A round depends on the ends of its gap alone, and
-    only points that lie between these in peak and in time count, so that what a budget gets still grows with it.
-    ``evaluate``: gives a plan its peaks and times."""
-    known = list(points)
+    """The point that these budgets take: the frontier's last that fits, or a better one between it and the next.
+
+    On the ladders that cross the gap between these two, plans between those that were evaluated are tried, round after round
+    in the gap that is left. A round depends on the ends of its gap alone, and only points that lie between these in peak and in
+    time count, so that what a budget gets still grows with it. ``evaluate``: gives a plan its peaks and times."""
+    evaluated = list(points)
     for _ in range(_ROUNDS):
-        one = [p for p in frontier if fits(p.plan, budgets)][-1]
-        other = next((p for p in frontier if p.peak > one.peak), None)
-        if other is None:
+        fitting = [p for p in frontier if fits(p.plan, budgets)][-1]
+        following = next((p for p in frontier if p.peak > fitting.peak), None)
+        if following is None:
             break
-        made = []
-        for low, high in _crossing(known, one, other):
+        tried = []
+        for low, high in _crossing(evaluated, fitting, following):
             gap = high.position - low.position
             count = min(gap - 1, _POINTS_BETWEEN)
             for position in sorted({low.position + round(i * gap / (count + 1)) for i in range(1, count + 1)}):
-                made.append(Point(evaluate(low.ladder[position]), low.ladder, position))
-        if not made:
+                tried.append(Point(evaluate(low.ladder[position]), low.ladder, position))
+        if not tried:
             break
-        known += made
-        inside = [p for p in made if one.peak < p.peak < other.peak and other.time_us <= p.time_us <= one.time_us]
+        evaluated += tried
+        inside = [
+            point
+            for point in tried
+            if fitting.peak < point.peak < following.peak and following.time_us <= point.time_us <= fitting.time_us
+        ]
         host = budgets.host
-        frontier = pareto([one, other, *(p for p in inside if host is None or p.plan.peak_bytes["host"] <= host)])
+        frontier = pareto([fitting, following, *(p for p in inside if host is None or p.plan.peak_bytes["host"] <= host)])
     return [p for p in frontier if fits(p.plan, budgets)][-1]
 
 
-def _crossing(points: list[Point], one: Point, other: Point) -> list[tuple[Point, Point]]:
-    """Neighbours on one ladder, not next to each other, between which it may pass between the two; the fastest few."""
+def _crossing(points: list[Point], fitting: Point, following: Point) -> list[tuple[Point, Point]]:
+    """Pairs of evaluated points on one ladder, with plans between them that may lie between ``fitting`` and ``following``;
+    the fastest few."""
     by_ladder: dict[int, list[Point]] = {}
     for point in points:
         by_ladder.setdefault(id(point.ladder), []).append(point)
-    found = []
-    for row in by_ladder.values():
-        for low, high in itertools.pairwise(sorted(row, key=lambda point: point.position)):
-            crosses = low.peak < other.peak and high.peak > one.peak and high.time_us < one.time_us
+    pairs = []
+    for on_ladder in by_ladder.values():
+        for low, high in itertools.pairwise(sorted(on_ladder, key=lambda point: point.position)):
+            crosses = low.peak < following.peak and high.peak > fitting.peak and high.time_us < fitting.time_us
             if crosses and high.position - low.position > 1:
-                found.append((low, high))
-    return sorted(found, key=lambda pair: pair[0].time_us + pair[1].time_us)[:_MOST_CROSSING]
+                pairs.append((low, high))
+    return sorted(pairs, key=lambda pair: pair[0].time_us + pair[1].time_us)[:_MOST_CROSSING]
 
 
 def points_to_json(points: Sequence[Point], ladders: Sequence[Ladder]) -> str:
-    """Of points on ``ladders``, which plan of which it is; of others, the plan."""
-    index = {id(ladder): position for position, ladder in enumerate(ladders)}
+    """Points with their peaks and times as text: one on ``ladders`` by its ladder and position, any other by its plan."""
+    numbers = {id(ladder): number for number, ladder in enumerate(ladders)}
     rows = []
     for point in points:
-        found = [dict(point.plan.peak_bytes), point.plan.step_time_us, point.plan.update_us]
-        number = index.get(id(point.ladder))
-        where = point.plan.to_json() if number is None else [number, point.position]
-        rows.append([where, *found])
+        number = numbers.get(id(point.ladder))
+        place = point.plan.to_json() if number is None else [number, point.position]
+        rows.append([place, dict(point.plan.peak_bytes), point.plan.step_time_us, point.plan.update_us])
     return json.dumps(rows)
 
 
 def points_from_json(text: str, ladders: Sequence[Ladder]) -> list[Point]:
-    """Raises ValueError, TypeError, KeyError or IndexError for what ``points_to_json`` did not write for these ladders."""
+    """The points that ``points_to_json`` wrote. Raises ValueError, TypeError, KeyError or IndexError for any text that it did
+    not write for these ladders."""
     points = []
-    for where, peaks, step_time_us, update_us in json.loads(text):
-        ladder = (plan_from_json(where),) if isinstance(where, str) else ladders[where[0]]
-        position = 0 if isinstance(where, str) else where[1]
+    for place, peaks, step_time_us, update_us in json.loads(text):
+        ladder = (plan_from_json(place),) if isinstance(place, str) else ladders[place[0]]
+        position = 0 if isinstance(place, str) else place[1]
         plan = replace(ladder[position], peak_bytes=peaks, step_time_us=step_time_us, update_us=update_us)
         points.append(Point(plan, ladder, position))
     return points

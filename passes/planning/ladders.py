@@ -1,4 +1,4 @@
-"""Candidate plans: a few ladders from the floor to everything resident, each a list of plans that hold more and more.
+"""Ladders of candidate plans, from the floor to everything resident: each plan of a ladder holds more than the one before.
 
 They do not depend on the budget, so that a larger budget can only choose among more of them. Blocks that share a kernel
 are decided one after the other, the last block first (what it saves lives shortest).
@@ -6,6 +6,7 @@ are decided one after the other, the last block first (what it saves lives short
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,7 @@ Ladder = tuple[Plan, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Upgrade:
-    """Decisions that save about ``gain_us`` for ``nbytes`` more of device memory. ``order`` breaks ties."""
+    """Decisions that save about ``gain_us`` microseconds for ``nbytes`` more of device memory. ``order`` breaks ties."""
 
     gain_us: float
     nbytes: int
@@ -33,7 +34,8 @@ class _Upgrade:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What the ladders decide about one block."""
+    """A block and what a plan may decide about it. ``saved``: what its forward saves for the backward, of which ``variants``
+    keep more or less; ``crossing``: what later blocks read; ``others``: what its backward makes and later regions read."""
 
     index: int
     name: str
@@ -41,84 +43,86 @@ class Block:
     variants: tuple[Variant, ...]
     saved: tuple[fx.Node, ...]
     crossing: tuple[fx.Node, ...]
-    others: tuple[fx.Node, ...]  # made by its backward regions and read later
+    others: tuple[fx.Node, ...]
 
 
 def ladders(
     step: fx.GraphModule, base: Plan, machine: Machine, param_nbytes: Mapping[str, int], host: bool = True
 ) -> tuple[Ladder, ...]:
-    """Candidate plans in ladders; the first ladder starts at the floor. ``base``: what is decided already.
-    ``param_nbytes``: bytes of the home blocks whose tier is still open. ``host``: whether activations may go home."""
+    """The ladders to search; the first starts at the floor. ``base``: what is decided already. ``param_nbytes``: bytes of the
+    home blocks whose tier is still open. ``host``: whether activations may go home."""
     blocks = blocks_of(step, machine)
-    lighter = [b for b in blocks if b.variants[0].kept]  # than recomputing all of it
+    lightest = [b for b in blocks if b.variants[0].kept]  # where that is lighter than recomputing everything
     why = "weighs less than what replaying needs"
-    base = _with(base, [variant_decision(b.name, b.saved, b.variants[0], why) for b in lighter])
-    params = _param_upgrades(param_nbytes, machine)
-    keep = [u for b in blocks for u in _crossing_upgrades(b, machine)]
-    vary = [u for b in blocks for u in _variant_upgrades(b)]
+    base = _with(base, [variant_decision(b.name, b.saved, b.variants[0], why) for b in lightest])
+    param_upgrades = _param_upgrades(param_nbytes, machine)
+    crossing_upgrades = [u for b in blocks for u in _crossing_upgrades(b, machine)]
+    variant_upgrades = [u for b in blocks for u in _variant_upgrades(b)]
     ahead = replace(base, lookahead=1)
     device = ahead.with_decision(Decision("activation", "*", "device", 0, "what is kept stays on the device"))
-    found: list[Ladder] = []
+    searched: list[Ladder] = []
     if host:
         why = "kept at home: costs transfers, no recomputation"
         everything_saved = _with(ahead, [variant_decision(b.name, b.saved, b.variants[-1], why) for b in blocks])
-        found.append((base, _with(base, everything_saved.decisions)))
-        found.append(_ladder(ahead, [*_by_density(keep + vary), *params]))
-        found.append(_ladder(ahead, _by_density(params + keep + vary)))
-        stay = [u for b in blocks for u in _saved_upgrades(b, machine)]
-        found.append(_ladder(everything_saved, [*_by_density(keep + stay), *params]))
+        searched.append((base, _with(base, everything_saved.decisions)))
+        searched.append(_ladder(ahead, [*_by_density(crossing_upgrades + variant_upgrades), *param_upgrades]))
+        searched.append(_ladder(ahead, _by_density(param_upgrades + crossing_upgrades + variant_upgrades)))
+        saved_upgrades = [u for b in blocks for u in _saved_upgrades(b, machine)]
+        searched.append(_ladder(everything_saved, [*_by_density(crossing_upgrades + saved_upgrades), *param_upgrades]))
     else:
-        found.append((replace(device, lookahead=0),))
-        found.append(_ladder(device, [*_by_density(vary), *params]))
-    for length in _lengths(len(blocks)):
-        found += [(_with(start, _chains(blocks, length)),) for start in ((device, base) if host else (device,))]
+        searched.append((replace(device, lookahead=0),))
+        searched.append(_ladder(device, [*_by_density(variant_upgrades), *param_upgrades]))
+    for length in _chain_lengths(len(blocks)):
+        searched += [(_with(start, _chains(blocks, length)),) for start in ((device, base) if host else (device,))]
     if not host:  # what cannot go home can be halved and halved again
-        found += [(replace(_with(device, _chains(blocks, len(blocks))), span=span),) for span in (1, 2, 4)]
-    return tuple(found)
+        searched += [(replace(_with(device, _chains(blocks, len(blocks))), span=span),) for span in (1, 2, 4)]
+    return tuple(searched)
 
 
 def everything(step: fx.GraphModule, base: Plan, param_nbytes: Mapping[str, int], fused: bool = False) -> Plan:
-    """Nothing moved, and nothing recomputed but what costs nothing in ``fused`` kernels."""
-    stay = Decision("activation", "*", "device", 0, "everything fits")
-    kept = []
+    """The plan that moves nothing and recomputes nothing, except what costs nothing in ``fused`` kernels."""
+    why = "everything fits"
+    activations = Decision("activation", "*", "device", 0, why)
+    variant_decisions = []
     for region in regions(step):
         if region.meta["phase"] == "forward":
             saved = tuple(saved_values(region))
             variant = fused_variant(step, region) if fused else save_all(region)
-            kept.append(variant_decision(step.meta["blocks"][region.meta["block"]], saved, variant, "everything fits"))
-    home = [Decision("params", block, "device", nbytes, "everything fits") for block, nbytes in param_nbytes.items()]
-    return _with(replace(base, lookahead=1), [stay, *kept, *home])
+            variant_decisions.append(variant_decision(step.meta["blocks"][region.meta["block"]], saved, variant, why))
+    params = [Decision("params", block, "device", nbytes, why) for block, nbytes in param_nbytes.items()]
+    return _with(replace(base, lookahead=1), [activations, *variant_decisions, *params])
 
 
 def blocks_of(step: fx.GraphModule, machine: Machine) -> list[Block]:
+    """The step's blocks in forward order; equal blocks share their variants."""
     backward: dict[int, list[fx.Node]] = {}
     for region in regions(step):
         if region.meta["phase"] == "backward":
             backward.setdefault(region.meta["block"], []).extend(v for v in results(region) if v.meta["role"] == "activation")
-    found, known = [], {}
+    blocks, shared = [], {}
     for region in regions(step):
         if region.meta["phase"] == "forward":
             key = (region.target, tuple(int(v.args[1]) for v in saved_values(region)))
-            if key not in known:
-                known[key] = variants(step, region, machine)
+            if key not in shared:
+                shared[key] = variants(step, region, machine)
             index = region.meta["block"]
-            found.append(
+            blocks.append(
                 Block(
                     index,
                     step.meta["blocks"][index],
                     region,
-                    known[key],
+                    shared[key],
                     tuple(saved_values(region)),
                     tuple(crossing_values(region)),
                     tuple(backward.get(index, ())),
                 )
             )
-    return found
+    return blocks
 
 
 def _with(plan: Plan, decisions: Iterable[Decision]) -> Plan:
-    made = {(d.kind, d.subject): d for d in (*plan.decisions, *decisions)}
-    return replace(plan, decisions=tuple(made.values()))
+    by_subject = {(d.kind, d.subject): d for d in (*plan.decisions, *decisions)}
+    return replace(plan, decisions=tuple(by_subject.values()))
 
 
 def _ladder(start: Plan, upgrades: Iterable[_Upgrade]) -> Ladder:
@@ -129,26 +133,27 @@ def _ladder(start: Plan, upgrades: Iterable[_Upgrade]) -> Ladder:
 
 
 def _by_density(upgrades: list[_Upgrade]) -> list[_Upgrade]:
-    """Most time per byte first. A block's own variants come in order, since they lie on a convex hull."""
+    """The upgrades by falling time saved per byte. A block's own variants come in order, since they lie on a convex hull."""
     return sorted(upgrades, key=lambda u: (-u.gain_us / max(1, u.nbytes), u.order))
 
 
 def variant_decision(block: str, saved: tuple[fx.Node, ...], variant: Variant, reason: str) -> Decision:
-    kept = tuple(saved[i].name for i in variant.kept)
-    choice = "save" if len(kept) == len(saved) else "keep" if kept else "recompute"
-    return Decision("variant", block, choice, variant.nbytes, reason, () if choice == "save" else kept)
+    """The decision that keeps of a block's ``saved`` values those of ``variant``."""
+    values = tuple(saved[i].name for i in variant.kept)
+    choice = "save" if len(values) == len(saved) else "keep" if values else "recompute"
+    return Decision("variant", block, choice, variant.nbytes, reason, () if choice == "save" else values)
 
 
 def _variant_upgrades(block: Block) -> list[_Upgrade]:
-    """To each next variant, its values on the device."""
-    found = []
-    for step, (one, other) in enumerate(zip(block.variants, block.variants[1:], strict=False)):
-        gain, nbytes = one.time_us - other.time_us, max(0, other.nbytes - one.nbytes)
+    """An upgrade to each next variant, what it keeps more of being on the device."""
+    upgrades = []
+    for step, (lighter, heavier) in enumerate(itertools.pairwise(block.variants)):
+        gain, nbytes = lighter.time_us - heavier.time_us, max(0, heavier.nbytes - lighter.nbytes)
         why = f"{gib(nbytes)} more kept saves {gain / 1e3:.3f} ms of recomputation"
-        stay = [_on_device(block.saved[i], "kept on the device") for i in other.kept if i not in one.kept]
+        stay = [_on_device(block.saved[i], "kept on the device") for i in heavier.kept if i not in lighter.kept]
         order = (2, step, -block.index)
-        found.append(_Upgrade(gain, nbytes, order, (variant_decision(block.name, block.saved, other, why), *stay)))
-    return found
+        upgrades.append(_Upgrade(gain, nbytes, order, (variant_decision(block.name, block.saved, heavier, why), *stay)))
+    return upgrades
 
 
 def _on_device(value: fx.Node, reason: str) -> Decision:
@@ -172,25 +177,25 @@ def _saved_upgrades(block: Block, machine: Machine) -> list[_Upgrade]:
 
 
 def _param_upgrades(param_nbytes: Mapping[str, int], machine: Machine) -> list[_Upgrade]:
-    found = []
+    upgrades = []
     for position, (block, nbytes) in enumerate(param_nbytes.items()):
         gain = 2 * machine.copy_us(nbytes, "h2d") + machine.copy_us(nbytes, "d2h")
         why = f"resident saves {gain / 1e3:.3f} ms of transfers"
-        found.append(_Upgrade(gain, 4 * nbytes, (3, position), (Decision("params", block, "device", nbytes, why),)))
-    return found
+        upgrades.append(_Upgrade(gain, 4 * nbytes, (3, position), (Decision("params", block, "device", nbytes, why),)))
+    return upgrades
 
 
-def _lengths(blocks: int) -> list[int]:
+def _chain_lengths(blocks: int) -> list[int]:
     """Chain lengths worth trying: 2, 4, ... up to twice the square root of the number of blocks."""
-    found, length = [], 2
+    lengths, length = [], 2
     while length < blocks and length <= 2 * blocks**0.5:
-        found.append(length)
+        lengths.append(length)
         length *= 2
-    return found
+    return lengths
 
 
 def _chains(blocks: list[Block], length: int) -> list[Decision]:
-    """Of every ``length`` blocks, only what enters the first is kept; the rest is computed again from there."""
+    """Decisions that keep only what enters the first of every ``length`` blocks; the rest is computed again from there."""
     return [
         Decision("activation", value.name, "recompute", value.meta["nbytes"], f"computed again in chains of {length} blocks")
         for position, block in enumerate(blocks)

@@ -17,24 +17,24 @@ Policy = Callable[[fx.GraphModule, Plan, Mapping[str, int]], Plan]
 
 
 def _checkpoint_all(step: fx.GraphModule, base: Plan, open_params: Mapping[str, int]) -> Plan:
-    """State on the device; what enters a block is kept there, all else is recomputed."""
-    home = [Decision("params", block, "device", nbytes, "policy") for block, nbytes in open_params.items()]
-    return _with(replace(base, lookahead=1), [*home, _entering("device")])
+    """Keeps state on the device and what enters a block too; all else is recomputed."""
+    params = [Decision("params", block, "device", nbytes, "policy") for block, nbytes in open_params.items()]
+    return _with(replace(base, lookahead=1), [*params, _entering("device")])
 
 
 def _megatrain(step: fx.GraphModule, base: Plan, open_params: Mapping[str, int]) -> Plan:
-    """State on the host, weights streamed in for the forward and again for the backward, the next block's while this one
-    computes; what enters a block waits on the device, all else is recomputed."""
+    """Keeps state on the host and streams weights in for the forward and again for the backward, the next block's while this
+    one computes; what enters a block waits on the device, all else is recomputed."""
     return _with(replace(base, lookahead=1), [_entering("device")])
 
 
 def _zero3_offload(step: fx.GraphModule, base: Plan, open_params: Mapping[str, int]) -> Plan:
-    """As ``megatrain``, but each block's weights are fetched when it is about to run."""
+    """Does as ``megatrain``, but fetches each block's weights when it is about to run."""
     return _with(base, [_entering("device")])
 
 
 def _offload_all(step: fx.GraphModule, base: Plan, open_params: Mapping[str, int]) -> Plan:
-    """Nothing recomputed: what a block saves goes home and comes back, as its weights do."""
+    """Recomputes nothing: what a block saves goes home and comes back, as its weights do."""
     saved = [
         Decision("variant", step.meta["blocks"][region.meta["block"]], "save", 0, "policy")
         for region in regions(step)

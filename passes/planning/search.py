@@ -1,4 +1,4 @@
-"""Local search over plans: what differs from a good plan in one decision.
+"""Local search over plans: those that differ from a good plan in one decision.
 
 It knows no budget: it grows the frontier over (peak, time), from which every budget then chooses.
 """
@@ -18,12 +18,12 @@ _WHY = "found by local search"
 
 
 def signature(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, int]) -> tuple[object, ...]:
-    """Equal for plans that come to the same, whatever their reasons and however they say it."""
+    """A key that is equal for plans that decide the same, whatever their reasons and however they say it."""
     homes = tuple(plan.params(home) for home in param_nbytes)
     values = []
     for block in blocks:
-        kept = [value for value in block.saved if plan.keeps(block.name, value.name)]
-        values.append(tuple((v.name, plan.activation(v.name)) for v in (*kept, *block.crossing, *block.others)))
+        saved = [value for value in block.saved if plan.keeps(block.name, value.name)]
+        values.append(tuple((v.name, plan.activation(v.name)) for v in (*saved, *block.crossing, *block.others)))
     return plan.lookahead, plan.span, homes, tuple(values)
 
 
@@ -34,30 +34,31 @@ def neighbours(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, i
         other: Choice = "host" if plan.params(home) == "device" else "device"
         yield plan.with_decision(Decision("params", home, other, nbytes, _WHY))
     for block in reversed(blocks):
-        yield from _of_block(plan, block, host)
+        yield from _block_neighbours(plan, block, host)
     for lookahead in LOOKAHEADS:
         if lookahead != plan.lookahead:
             yield replace(plan, lookahead=lookahead)
 
 
-def _of_block(plan: Plan, block: Block, host: bool) -> Iterator[Plan]:
-    kept = tuple(i for i, value in enumerate(block.saved) if plan.keeps(block.name, value.name))
+def _block_neighbours(plan: Plan, block: Block, host: bool) -> Iterator[Plan]:
+    positions = tuple(i for i, value in enumerate(block.saved) if plan.keeps(block.name, value.name))
     for variant in block.variants:
-        if variant.kept != kept:
-            other = plan.with_decision(variant_decision(block.name, block.saved, variant, _WHY))
-            yield _wait(other, tuple(block.saved[i] for i in variant.kept), "device")
+        if variant.kept != positions:
+            varied = plan.with_decision(variant_decision(block.name, block.saved, variant, _WHY))
+            saved = tuple(block.saved[i] for i in variant.kept)
+            yield _with_activations(varied, saved, "device")
             if variant.kept and host:
-                yield _wait(other, tuple(block.saved[i] for i in variant.kept), "host")
-    groups = (tuple(block.saved[i] for i in kept), block.crossing, block.others)
+                yield _with_activations(varied, saved, "host")
+    groups = (tuple(block.saved[i] for i in positions), block.crossing, block.others)
     for values in groups:
         choices: tuple[Choice, ...] = ("device", "host", "recompute") if host else ("device", "recompute")
         for choice in choices:
             elsewhere = [value for value in values if plan.activation(value.name) != choice]
             if elsewhere and (choice != "recompute" or values is block.crossing):
-                yield _wait(plan, values, choice)
+                yield _with_activations(plan, values, choice)
 
 
-def _wait(plan: Plan, values: tuple[fx.Node, ...], choice: Choice) -> Plan:
+def _with_activations(plan: Plan, values: tuple[fx.Node, ...], choice: Choice) -> Plan:
     for value in values:
         plan = plan.with_decision(Decision("activation", value.name, choice, value.meta["nbytes"], _WHY))
     return plan

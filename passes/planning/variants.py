@@ -20,8 +20,8 @@ _POINTS = 5  # of a block's trade-off, its two ends included
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """``kept``: positions among the block's saved values. ``nbytes``: what that keeps, generator states included.
-    ``time_us``: of making the others again, operation by operation."""
+    """A choice of what a block saves. ``kept``: positions among its saved values. ``nbytes``: the bytes of these, and of the
+    generator states that the others need. ``time_us``: the time to make the others again, operation by operation."""
 
     kept: tuple[int, ...]
     nbytes: int
@@ -29,10 +29,11 @@ class Variant:
 
 
 def variants(step: fx.GraphModule, region: fx.Node, machine: Machine) -> tuple[Variant, ...]:
-    """From the fewest bytes to those that cost no time, each with more bytes and less time than the one before.
+    """The block's variants from the fewest bytes to those that cost no time, each with more bytes and less time than the one
+    before.
 
-    From save-all downwards, the value that costs least time per byte is dropped next; of these points the lower convex
-    hull over (bytes, time) is what a planner needs.
+    From save-all downwards, the value that costs least time per byte is dropped next; of these points the lower convex hull
+    over (bytes, time) is what a planner needs.
     """
     body = kernel_of(step, region)
     outputs = body_outputs(body)
@@ -41,60 +42,63 @@ def variants(step: fx.GraphModule, region: fx.Node, machine: Machine) -> tuple[V
     states = saved_states(body)
     state_nbytes = {name: _size(region, position) for name, position in states.items()}
 
-    def point(kept: Iterable[int]) -> Variant:
-        kept = tuple(sorted(kept))
-        made = _made_again([n for i, n in enumerate(saved) if i not in kept], {saved[i] for i in kept})
-        random = {node.meta["rng_state"] for node in made if is_random(node)}
-        nbytes = sum(sizes[i] for i in kept) + sum(state_nbytes[name] for name in random)
-        return Variant(kept, nbytes, sum(node_cost(node).time_us(machine) for node in made))
+    def variant(positions: Iterable[int]) -> Variant:
+        positions = tuple(sorted(positions))
+        again = _recomputed([n for i, n in enumerate(saved) if i not in positions], {saved[i] for i in positions})
+        random = {node.meta["rng_state"] for node in again if is_random(node)}
+        nbytes = sum(sizes[i] for i in positions) + sum(state_nbytes[name] for name in random)
+        return Variant(positions, nbytes, sum(node_cost(node).time_us(machine) for node in again))
 
-    points = [point(range(len(saved)))]
+    points = [variant(range(len(saved)))]
     if len(saved) > _MANY:
         full = points[0]
-        alone = [point(i for i in full.kept if i != dropped) for dropped in full.kept]
-        first = sorted(full.kept, key=lambda i: (alone[i].time_us / max(1, sizes[i]), i))
-        points += [point(first[count:]) for count in range(1, len(first) + 1, -(-len(first) // _MANY))]
-        points += [point(())] if points[-1].kept else []
+        without = [variant(i for i in full.kept if i != dropped) for dropped in full.kept]
+        cheapest_first = sorted(full.kept, key=lambda i: (without[i].time_us / max(1, sizes[i]), i))
+        stride = -(-len(saved) // _MANY)
+        points += [variant(cheapest_first[count:]) for count in range(1, len(saved) + 1, stride)]
+        points += [variant(())] if points[-1].kept else []
     while points[-1].kept:
-        now = points[-1]
-        rest = [point(i for i in now.kept if i != dropped) for dropped in now.kept]
-        points.append(min(rest, key=lambda v: ((v.time_us - now.time_us) / max(1, now.nbytes - v.nbytes), v.kept)))
+        last = points[-1]
+        smaller = [variant(i for i in last.kept if i != dropped) for dropped in last.kept]
+        points.append(min(smaller, key=lambda v: ((v.time_us - last.time_us) / max(1, last.nbytes - v.nbytes), v.kept)))
     return _thinned(_lower_hull(points[::-1]))
 
 
 def save_all(region: fx.Node) -> Variant:
+    """The variant that keeps everything."""
     saved = saved_values(region)
     return Variant(tuple(range(len(saved))), sum(item.meta["nbytes"] for item in saved), 0.0)
 
 
 def fused_variant(step: fx.GraphModule, region: fx.Node) -> Variant:
-    """For kernels that fuse pointwise operations: what those alone make from other saved values or from inputs is not
-    kept, since reading it would cost what making it again costs."""
+    """The variant for kernels that fuse pointwise operations: what those alone make from other saved values or from inputs is
+    not kept, since reading it would cost what making it again costs."""
     outputs = body_outputs(kernel_of(step, region))
     saved = [outputs[int(item.args[1])] for item in saved_values(region)]
-    kept = set(range(len(saved)))
+    positions = set(range(len(saved)))
     for position in reversed(range(len(saved))):  # the last first: each from those before it
-        made = _made_again([saved[position]], {saved[i] for i in kept if i != position})
-        if all(torch.Tag.pointwise in getattr(node.target, "tags", ()) and not is_random(node) for node in made):
-            kept.discard(position)
+        again = _recomputed([saved[position]], {saved[i] for i in positions if i != position})
+        if all(torch.Tag.pointwise in getattr(node.target, "tags", ()) and not is_random(node) for node in again):
+            positions.discard(position)
     sizes = [item.meta["nbytes"] for item in saved_values(region)]
-    return Variant(tuple(sorted(kept)), sum(sizes[i] for i in kept), 0.0)
+    return Variant(tuple(sorted(positions)), sum(sizes[i] for i in positions), 0.0)
 
 
 def _size(region: fx.Node, position: int) -> int:
     return next((item.meta["nbytes"] for item in results(region) if item.args[1] == position), 0)
 
 
-def _made_again(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.Node]:
-    """The operations that make ``wanted`` from the body's inputs and ``given``."""
-    found: dict[fx.Node, None] = {}
+def _recomputed(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.Node]:
+    """The operations that make ``wanted`` from the body's inputs and ``given``; views and getitems cost nothing and are left
+    out."""
+    operations: dict[fx.Node, None] = {}
     stack = list(wanted)
     while stack:
         node = stack.pop()
-        if node.op == "call_function" and node not in given and node not in found:
-            found[node] = None
+        if node.op == "call_function" and node not in given and node not in operations:
+            operations[node] = None
             stack.extend(node.all_input_nodes)
-    return [node for node in found if not is_view(node) and node.target is not operator.getitem]
+    return [node for node in operations if not is_view(node) and node.target is not operator.getitem]
 
 
 def _lower_hull(points: list[Variant]) -> list[Variant]:

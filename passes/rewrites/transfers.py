@@ -125,13 +125,3 @@ def _issue_point(order: list[fx.Node], position: int, lookahead: int) -> fx.Node
     while first > position - lookahead and first > 0 and order[first - 1].meta["phase"] == phase:
         first -= 1
     return order[first]
-
-
-def homes_of(step: fx.GraphModule) -> dict[str, str]:
-    """Home block of each parameter: the block of the region that reads it first (tied weights have one home)."""
-    homes: dict[str, str] = {}
-    for region in regions(step):
-        for operand in region.all_input_nodes:
-            if operand.op == "placeholder" and operand.meta["role"] == "param":
-                homes.setdefault(operand.meta["name"], step.meta["blocks"][region.meta["block"]])
-    return homes
