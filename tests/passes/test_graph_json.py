@@ -13,7 +13,7 @@ from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.graph_json import GraphFormatError, graph_from_json, graph_to_json
 from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.step_graph import listing
-from tests.execution.test_model import CASES, make
+from tests.helpers.models import CASES, make
 from tests.helpers.tracing import interpret, trace
 
 

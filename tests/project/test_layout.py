@@ -160,6 +160,17 @@ def test_folders_are_imported_by_their_installed_names() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_file_of_tests_imports_another() -> None:
+    """What they share lies in tests/helpers, and beside the device tests."""
+    wrong = [
+        f"{name_of(path)}:{line}: imports {module}"
+        for path in sources("tests", "examples", "benchmarks")
+        for module, name, line in imports(parse(path))
+        if module.startswith("tests.") and any(part.startswith("test_") for part in (*module.split("."), name or ""))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_runtime_imports_torch_only_in_device_files() -> None:
     wrong = [
         f"{name_of(path)}:{line}: imports {module}"
