@@ -12,7 +12,7 @@ from torch import nn
 
 import mtcompile
 from mtcompile.api import CompiledModule
-from tests.execution.test_model import Tied, make
+from tests.helpers.models import Tied, make
 from tests.helpers.training import adamw, compiled_run, minimum_bytes, same, train
 
 

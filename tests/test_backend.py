@@ -9,54 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import mtcompile
 from mtcompile.backend import reports
 from mtcompile.execution.runner import Frame
 from mtcompile.torch_private import AllocatorPeak
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, seq, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, seq, 3, 2, width // 2).permute(2, 0, 3, 1, 4).unbind(0)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
-        x = x + self.dropout(self.out(attended))
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
-
-
-class Gpt(nn.Module):
-    def __init__(self, layers: int = 12, breaks: tuple[int, ...] = ()) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(50, 32)
-        self.blocks = nn.ModuleList(Block(32) for _ in range(layers))
-        self.head = nn.Linear(32, 50)
-        self.breaks = breaks
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for index, block in enumerate(self.blocks):
-            x = block(x)
-            if index in self.breaks:
-                torch._dynamo.graph_break()
-        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+from tests.helpers.models import Gpt, tokens
 
 
 def gpt() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     return Gpt(), tokens(8)
-
-
-def tokens(batch: int) -> torch.Tensor:
-    return torch.randint(0, 50, (batch, 24), generator=torch.Generator().manual_seed(batch))
 
 
 def vit() -> tuple[nn.Module, torch.Tensor]:

@@ -16,8 +16,8 @@ import mtcompile
 from mtcompile.capture.joint import joint_graph
 from mtcompile.execution import session
 from mtcompile.passes.planning import candidates
+from tests.helpers.models import Gpt, tokens
 from tests.helpers.training import adamw, minimum_bytes, same, train
-from tests.test_backend import Gpt, tokens
 
 
 @pytest.fixture

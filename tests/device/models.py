@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from benchmarks.decoder import build
 from mtcompile.models.decoders import Shape
-from tests.execution.test_model import make as make_other
+from tests.helpers.models import make as make_other
 
 
 class Dropping(nn.Module):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mtcompile.runtime.optim import device_kernels
-from tests.runtime.optim.test_kernels import UPDATES, assert_same_bits, cases, edge_operands, needs_triton, random_operands, run
+from tests.helpers.updates import UPDATES, assert_same_bits, cases, edge_operands, needs_triton, random_operands, run
 
 
 @needs_triton

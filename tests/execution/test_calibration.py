@@ -26,10 +26,9 @@ from mtcompile.passes.step_graph import kernel_of, regions
 from mtcompile.runtime.schedule import PHASES, Instruction
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import Record, Trace, span_us
-from tests.execution.test_model import make
+from tests.helpers.models import Gpt, make, tokens
 from tests.helpers.tracing import trace
 from tests.helpers.training import adamw, same, train
-from tests.test_backend import Gpt, tokens
 
 DATA = {"tokens": tokens(4)}
 

@@ -1,6 +1,6 @@
 """Plans of eight models as they are printed: changed only on purpose.
 
-python -m tests.forecast.test_golden        writes tests/golden/ anew; read the difference before committing it
+python -m tests.forecast.test_golden        writes tests/forecast/golden/ anew; read the difference before committing it
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import mtcompile
-from tests.execution.test_model import make
-from tests.forecast.test_solve import tower
+from tests.helpers.models import make, tower
 
 FOLDER = Path(__file__).parent / "golden"
 TORCH = "2.13"  # other versions trace other graphs

@@ -24,7 +24,7 @@ from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
 from mtcompile.passes.planning.symbolic import MONOMIALS, NotPolynomial, evaluated, peak_expressions
-from tests.execution.test_model import make
+from tests.helpers.models import make, tower
 from tests.helpers.tracing import trace
 
 
@@ -189,23 +189,6 @@ def test_an_update_as_gradients_arrive_hides_behind_the_backward() -> None:
     slow = replace(Machine(), host_gbps=40.0, flops=1e10)
     after, along = (mtcompile.plan(small, seq=128, memory="4MiB", machine=slow, update=u) for u in ("step", "backward"))
     assert 0 <= along.update_us < after.update_us / 2 and along.step_time_us < after.step_time_us
-
-
-def tower(batch: int, seq: int) -> Any:
-    """A factory of (batch, seq): rows by features that attend to each other."""
-
-    class Tower(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                h = torch.tanh(layer(x))
-                x = x + torch.softmax(h @ h.transpose(1, 2), -1) @ h
-            return x.square().mean()
-
-    return Tower(), {"x": torch.randn(batch, seq, 64)}
 
 
 @pytest.mark.slow

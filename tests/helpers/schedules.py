@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,8 @@ from typing import Any
 
 from mtcompile.runtime.deps import derive
 from mtcompile.runtime.schedule import Buffer, Instruction, Kind, Phase, Queue, Role, Schedule, Tier
+from mtcompile.runtime.sim import simulate
+from mtcompile.runtime.trace import Trace
 from mtcompile.runtime.verify import peak
 
 UNIT = 128  # bytes of one value; slots are a multiple, so that every size and offset is aligned
@@ -274,3 +277,11 @@ def lines_run(function: Callable[[Schedule], object], schedule: Schedule) -> int
     finally:
         sys.settrace(before)
     return count
+
+
+def measured(schedule: Schedule, seed: int = 0) -> Trace:
+    """As a device would say: copies and kernels only, each taking another time than predicted."""
+    choose = random.Random(seed)
+    rows = tuple(replace(i, time_us=i.time_us * choose.uniform(0.7, 1.6)) for i in schedule.instructions)
+    ran = [r for r in simulate(replace(schedule, instructions=rows)).records if rows[r.index].op in ("copy", "run")]
+    return Trace(tuple(ran), "measured")

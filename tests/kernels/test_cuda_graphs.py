@@ -15,7 +15,7 @@ from mtcompile.kernels import cuda_graphs
 from mtcompile.kernels.cuda_graphs import graphed
 from mtcompile.kernels.eager import EagerKernels
 from mtcompile.passes.step_graph import is_random, placeholders
-from tests.execution.test_model import make
+from tests.helpers.models import make
 from tests.helpers.tracing import trace
 from tests.helpers.training import adamw, same, train
 

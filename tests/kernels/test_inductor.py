@@ -16,10 +16,9 @@ import torch
 import mtcompile
 from mtcompile.kernels.random import around, explicit
 from mtcompile.passes.step_graph import is_random, kernel_of, regions
-from tests.execution.test_model import make
+from tests.helpers.models import Gpt, make, tokens
 from tests.helpers.tracing import trace
 from tests.helpers.training import adamw, minimum_bytes, train
-from tests.test_backend import Gpt, tokens
 
 
 def data() -> dict[str, torch.Tensor]:
@@ -69,9 +68,9 @@ def test_inductor_kernels_at_three_budgets(capfd: pytest.CaptureFixture[str]) ->
 
 _WITH_WORKERS = """
 import torch
-from mtcompile import compile_ahead
-from tests.test_inductor import data, minimum_bytes, run, small
-compile_ahead._cores = lambda: 4  # a machine with cores for it
+from mtcompile.kernels import compile_pool
+from tests.kernels.test_inductor import data, minimum_bytes, run, small
+compile_pool._cores = lambda: 4  # a machine with cores for it
 model = small()
 found, compiled = run(model, int(minimum_bytes(model, data()) * 1.3), "inductor")
 counted = torch._dynamo.utils.counters["inductor"]

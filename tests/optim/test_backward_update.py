@@ -19,15 +19,12 @@ from mtcompile.models.decoders import Decoder, Shape, fake
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.verify import ScheduleError, verify
-from tests.optim.test_master_weights import batch, made
+from tests.helpers.decoder import adamw, batch, same, state
+from tests.helpers.decoder import small_decoder as made
 
 RESIDENT, SMALL = "64MiB", "1MiB"
 Optimizer = Callable[..., torch.optim.Optimizer]
 SIZES = [Shape(64, 160, layers, 2, 1, 256, head_dim=32, dtype=torch.float32) for layers in (12, 16, 20)]
-
-
-def adamw(parameters: Any, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, **{"lr": 2e-3, "weight_decay": 0.1} | options)
 
 
 def compiled(
@@ -50,19 +47,6 @@ def train(model: Any, optimizer: torch.optim.Optimizer, steps: int = 3, clip: fl
         optimizer.zero_grad()
         losses.append(loss.detach())
     return losses
-
-
-def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Everything that a step changes, copied."""
-    found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    saved = optimizer.state_dict()["state"]
-    return found | {
-        f"{index}.{key}": torch.as_tensor(value).clone() for index, row in saved.items() for key, value in row.items()
-    }
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def plain(optimizer: Optimizer = adamw, steps: int = 3, clip: float | None = None) -> tuple[list[Tensor], dict[str, Tensor]]:

@@ -14,23 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import mtcompile
-from mtcompile.models.decoders import Decoder, Shape
 from mtcompile.passes.analysis.cost import Machine
+from tests.helpers.decoder import batch
+from tests.helpers.decoder import small_decoder as made
 
-SHAPE = Shape(64, 160, 1, 2, 1, 256, head_dim=32, dtype=torch.float32)
 MEMORY = "1MiB"
-
-
-def made(seed: int = 0) -> Decoder:
-    torch.manual_seed(seed)
-    return Decoder(SHAPE).train()
-
-
-def batch(seed: int) -> dict[str, Tensor]:
-    text = torch.tensor(list((__doc__ or "").encode() * 4))
-    at = torch.randint(0, len(text) - 25, (2,), generator=torch.Generator().manual_seed(seed))
-    rows = torch.stack([text[i : i + 25] for i in at])
-    return {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
 
 
 def compiled(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, memory: str = "64MiB") -> Any:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import mtcompile
 from mtcompile.errors import CaptureError, StepError
-from tests.optim.test_backward_update import same, state
+from tests.helpers.decoder import same, state
 
 WIDTH = 16
 

@@ -14,7 +14,7 @@ from mtcompile.passes.graph_json import GraphFormatError, graph_from_json, graph
 from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import listing
-from tests.execution.test_model import CASES, make
+from tests.helpers.models import CASES, make
 from tests.helpers.tracing import interpret, trace
 
 

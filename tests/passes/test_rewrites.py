@@ -24,8 +24,8 @@ from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import is_seed, kernel_of, listing, regions
 from mtcompile.runtime.schedule import from_json
 from mtcompile.runtime.verify import ScheduleError, verify
-from tests.execution.test_model import CASES, make
 from tests.helpers.corrupt import mutants
+from tests.helpers.models import CASES, make
 from tests.helpers.oracle import why_unsafe
 from tests.helpers.tracing import equal, interpret, random_plan, trace
 

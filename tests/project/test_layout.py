@@ -1,256 +1,150 @@
-"""What may import what, and what lands in a wheel."""
+"""Which files and folders there are, how large they grow, and what lands in a wheel."""
+
+from __future__ import annotations
 
 import ast
-import graphlib
+import os
 import shutil
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-LAYERS = ("mtcompile", "passes", "runtime")  # each imports itself and what stands after it
-FOLDERS = (*LAYERS, "tests", "examples", "benchmarks")
-TORCH_IN_RUNTIME = {f"runtime/devices/{name}.py" for name in ("cpu", "cuda", "arena", "pinned")}
-TORCH_IN_RUNTIME |= {f"runtime/optim/{name}_kernels.py" for name in ("host", "torch", "device", "triton")}  # on tensors
-# APIs with a leading underscore
-PRIVATE_TORCH = {"mtcompile/capture/dynamo.py", "mtcompile/capture/joint.py", "mtcompile/torch_private.py"}
-NEVER_IMPORTED = {"pickle", "cPickle", "dill", "cloudpickle"}  # loading runs code from the file
+from tests.project.sources import LAYERS, ROOT, module_name, name_of, parse, sources
+
+ROOT_FILES = {
+    f"{name}.py"
+    for name in (
+        "__init__", "__main__", "api", "options", "compiler", "backend", "cache", "errors", "knobs", "torch_private",
+    )
+} | {"py.typed"}  # fmt: skip
+ROOMS = {
+    "capture", "cli", "execution", "forecast", "kernels", "machine", "models", "optim", "parity", "report", "trainer", "viz",
+}  # fmt: skip
+LINKS = {"passes", "runtime"}
+MOST_FILES, MOST_LINES, MOST_PARAMETERS = 12, 400, 7
+PUBLIC_DOORS = {  # the functions of more parameters: options as users write them, and kernels in Triton's language
+    "mtcompile/api.py": {"compile"},
+    "mtcompile/forecast/": {"plan"},
+    "mtcompile/parity/": {"verify"},
+    "mtcompile/cli/": {"bench", "explain", "graph", "plan", "trace", "train", "verify", "viz"},
+    "runtime/optim/triton_kernels.py": {"adamw", "sgd"},
+}
 PAGE_PARTS = {".html", ".css", ".js"}  # of the timeline
 PACKAGING = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 
 
-def sources(*folders: str) -> list[Path]:
-    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-
-
-def name_of(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), name_of(path))
-
-
-def module_name(path: Path) -> str:
-    """``passes/slots.py`` → ``mtcompile.passes.slots``."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    if parts[0] != "mtcompile":
-        parts = ("mtcompile", *parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def imports(tree: ast.AST) -> Iterator[tuple[str, str | None, int]]:
-    """(module, imported name or None, line) for every import, those inside functions too."""
+def functions_of_many_parameters(tree: ast.AST) -> Iterator[tuple[str, int, int]]:
+    """(name, line, number of parameters without ``self`` and ``cls``) of each that has more than ``MOST_PARAMETERS``."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, None, node.lineno
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                yield "." * node.level + (node.module or ""), alias.name, node.lineno
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            count = len([name for name in names if name not in ("self", "cls")])
+            if count > MOST_PARAMETERS:
+                yield node.name, node.lineno, count
 
 
-def top_level(tree: ast.Module) -> ast.Module:
-    """The statements that run on import: no function bodies, nothing under ``if TYPE_CHECKING:``."""
-
-    class Prune(ast.NodeTransformer):
-        def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-            return None
-
-        def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
-            return None
-
-        def visit_If(self, node: ast.If) -> ast.AST:
-            if ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-                return ast.Module(node.orelse, [])
-            return self.generic_visit(node)
-
-    return Prune().visit(tree)
+def is_public_door(path: Path, function: str) -> bool:
+    return any(name_of(path).startswith(place) and function in names for place, names in PUBLIC_DOORS.items())
 
 
-def layer_of(module: str, name: str | None) -> str:
-    """The layer that ``from module import name`` (or ``import module``) reaches."""
-    parts = module.split(".") + ([name] if name else [])
-    return parts[1] if len(parts) > 1 and parts[1] in LAYERS else parts[0]
+def copy_of_the_package(folder: Path) -> Path:
+    """A checkout without links: as where a file system or an archive has none."""
+    for layer in LAYERS:
+        ignore = shutil.ignore_patterns("__pycache__", "*.so", *(LINKS if layer == "mtcompile" else ()))
+        shutil.copytree(ROOT / layer, folder / layer, ignore=ignore)
+    return folder
 
 
-def private_torch(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Uses of torch names with a leading underscore: imports, attribute chains, ``import_module("torch._x")``.
-
-    ``torch.ops`` is exempt: an operator's underscore is part of its public name.
-    """
-    bound: dict[str, str] = {}  # local name → dotted torch name
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == "torch":
-                    bound[alias.asname or "torch"] = alias.name if alias.asname else "torch"
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            for alias in node.names:
-                bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-
-    def dotted(node: ast.expr) -> str | None:
-        if isinstance(node, ast.Name):
-            return bound.get(node.id)
-        if isinstance(node, ast.Attribute):
-            base = dotted(node.value)
-            return base and f"{base}.{node.attr}"
-        return None
-
-    def is_private(name: str) -> bool:
-        parts = name.split(".")
-        return (
-            parts[0] == "torch"
-            and parts[1:2] != ["ops"]
-            and any(part.startswith("_") and not part.endswith("__") for part in parts)
-        )
-
-    for module, name, line in imports(tree):
-        if is_private(f"{module}.{name}" if name else module):
-            yield f"{module}.{name}" if name else module, line
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and is_private(chain := dotted(node) or ""):
-            yield chain, node.lineno
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            for argument in node.args:
-                if isinstance(argument, ast.Constant) and is_private(str(argument.value)):
-                    yield str(argument.value), node.lineno
+def output_of(program: str, path: Path, cwd: Path) -> str:
+    """What a new process that finds its modules at ``path`` prints, or its errors."""
+    env = os.environ | {"PYTHONPATH": str(path)}
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=cwd, env=env)
+    return (result.stdout + result.stderr).strip()
 
 
-def test_imports_point_from_mtcompile_to_passes_to_runtime() -> None:
-    wrong = []
-    for path in sources("passes", "runtime"):
-        own = path.relative_to(ROOT).parts[0]
-        allowed = LAYERS[LAYERS.index(own) :]
-        for module, name, line in imports(parse(path)):
-            reached = layer_of(module, name)
-            if reached in LAYERS and reached not in allowed:
-                wrong.append(f"{name_of(path)}:{line}: {own} imports {reached}")
+def test_the_package_holds_its_entry_files_and_rooms_and_nothing_else() -> None:
+    entries = {path.name for path in (ROOT / "mtcompile").iterdir()}
+    assert entries - ROOT_FILES - ROOMS - LINKS - {"__pycache__"} == set()
+
+
+@pytest.mark.parametrize("name", sorted(LINKS))
+def test_a_link_in_the_package_leads_to_the_layer(name: str) -> None:
+    link = ROOT / "mtcompile" / name
+    assert link.is_symlink() and os.readlink(link) == f"../{name}"
+
+
+def test_a_plain_checkout_imports_without_being_installed(tmp_path: Path) -> None:
+    program = "import mtcompile.passes.planning.planner as planner; print(planner.__file__)"
+    assert output_of(program, ROOT, tmp_path) == str(ROOT / "mtcompile/passes/planning/planner.py")
+
+
+@pytest.mark.parametrize("module", ["mtcompile.passes", "mtcompile.runtime"])
+def test_a_checkout_without_links_finds_its_layers_beside_the_package(module: str, tmp_path: Path) -> None:
+    checkout = copy_of_the_package(tmp_path / "checkout")
+    program = f"import importlib.util; print(importlib.util.find_spec({module!r}).origin)"
+    assert output_of(program, checkout, tmp_path) == str(checkout / module.split(".")[1] / "__init__.py")
+
+
+def test_folders_hold_at_most_twelve_python_files() -> None:
+    counts = Counter(path.parent for path in sources(*LAYERS, "tests"))
+    wrong = [f"{name_of(folder)}: {count} files" for folder, count in counts.items() if count > MOST_FILES]
     assert not wrong, "\n".join(wrong)
 
 
-def test_imports_do_not_go_round() -> None:
-    modules = {module_name(path): path for path in sources(*LAYERS)}
-    graph = {
-        module: {
-            target
-            for name, member, _ in imports(top_level(parse(path)))
-            for target in ([f"{name}.{member}"] if f"{name}.{member}" in modules else [name])
-            if target in modules
-        }
-        for module, path in modules.items()
-    }
-    try:
-        graphlib.TopologicalSorter(graph).prepare()
-    except graphlib.CycleError as error:
-        pytest.fail(" imports ".join(reversed(error.args[1])))
+def test_files_of_the_package_have_at_most_400_lines() -> None:
+    counts = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources(*LAYERS)}
+    wrong = [f"{name_of(path)}: {count} lines" for path, count in counts.items() if count > MOST_LINES]
+    assert not wrong, "\n".join(wrong)
 
 
-def test_folders_are_imported_by_their_installed_names() -> None:
+def test_only_public_doors_have_more_than_seven_parameters() -> None:
     wrong = [
-        f"{name_of(path)}:{line}: import of {module!r}, try mtcompile.{module.lstrip('.')}"
-        for path in sources(*FOLDERS)
-        for module, _, line in imports(parse(path))
-        if module.startswith(".") or module.split(".")[0] in ("passes", "runtime")
+        f"{name_of(path)}:{line}: {function} has {count} parameters"
+        for path in sources(*LAYERS)
+        for function, line, count in functions_of_many_parameters(parse(path))
+        if not is_public_door(path, function)
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_runtime_imports_torch_only_in_device_files() -> None:
-    wrong = [
-        f"{name_of(path)}:{line}: imports {module}"
-        for path in sources("runtime")
-        for module, _, line in imports(parse(path))
-        if module.split(".")[0] == "torch" and name_of(path) not in TORCH_IN_RUNTIME
-    ]
-    assert not wrong, "\n".join(wrong)
-
-
-def test_rest_of_runtime_loads_with_the_standard_library_alone() -> None:
-    modules = [module_name(path) for path in sources("runtime") if name_of(path) not in TORCH_IN_RUNTIME]
-    program = (
-        "import importlib, sys\n"
-        "for name in ('torch', 'numpy', 'networkx', 'sympy', 'psutil', 'rich'): sys.modules[name] = None\n"
-        f"for name in {modules!r}: importlib.import_module(name)\n"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    checkout = copy_of_the_package(folder / "checkout")  # setuptools leaves build/ behind
+    for file in PACKAGING:
+        shutil.copy(ROOT / file, checkout)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder)]
+    result = subprocess.run([*command, str(checkout)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-
-
-def test_private_torch_apis_stay_in_their_files() -> None:
-    wrong = [
-        f"{name_of(path)}:{line}: {name}"
-        for path in sources(*LAYERS, "examples")
-        if name_of(path) not in PRIVATE_TORCH
-        for name, line in private_torch(parse(path))
-    ]
-    assert not wrong, "\n".join(wrong)
-
-
-def test_private_torch_is_recognised() -> None:
-    program = """
-import torch, torch.nn.functional as F, importlib
-from torch._dynamo import config
-from torch.fx import graph
-import torch._inductor as inductor
-torch._C.x; F._pad; graph._f; importlib.import_module("torch._functorch")
-torch.__version__; torch.ops.aten._softmax; x._y; graph.f; importlib.import_module("torch.fx")
-"""
-    found = {name for name, _ in private_torch(ast.parse(program))}
-    assert found == {
-        "torch._dynamo.config", "torch._inductor", "torch._C", "torch._C.x", "torch.nn.functional._pad",
-        "torch.fx.graph._f", "torch._functorch",
-    }  # fmt: skip
-
-
-def test_nothing_loads_code_from_data() -> None:
-    wrong = []
-    for path in sources(*FOLDERS):
-        tree = parse(path)
-        wrong += [
-            f"{name_of(path)}:{line}: imports {module}"
-            for module, _, line in imports(tree)
-            if module.split(".")[0] in NEVER_IMPORTED
-        ]
-        wrong += [
-            f"{name_of(path)}:{node.value.lineno}: trust_remote_code"
-            for node in ast.walk(tree)
-            if isinstance(node, ast.keyword) and node.arg == "trust_remote_code"
-        ]
-    assert not wrong, "\n".join(wrong)
+    (path,) = folder.glob("mtcompile-*.whl")
+    return path
 
 
 @pytest.mark.slow
-def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
-    copy = tmp_path / "checkout"  # setuptools leaves build/ behind
-    for folder in LAYERS:
-        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for file in PACKAGING:
-        shutil.copy(ROOT / file, copy)
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
-    result = subprocess.run([*command, str(copy)], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-
-    (wheel,) = tmp_path.glob("mtcompile-*.whl")
+def test_the_wheel_holds_every_module_once_and_the_page_of_the_timeline(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"mtcompile"}
-    modules = {name.removesuffix(".py").replace("/", ".") for name in names if name.endswith(".py")}
-    assert {module.removesuffix(".__init__") for module in modules} == {module_name(path) for path in sources(*LAYERS)}
-    assert "mtcompile/py.typed" in names
+    modules = [name.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for name in names if name.endswith(".py")]
+    assert sorted(modules) == sorted(module_name(path) for path in sources(*LAYERS))
     parts = {f"mtcompile/viz/{path.name}" for path in (ROOT / "mtcompile/viz").iterdir() if path.suffix in PAGE_PARTS}
-    assert len(parts) == 7 and parts <= set(names)
-    others = [name for name in names if not name.endswith((".py", "py.typed")) and ".dist-info/" not in name]
-    others = [name for name in others if name not in parts]
-    assert len(others) <= 1 and all(name.startswith("mtcompile/runtime/_update.") for name in others), others
+    assert len(parts) == 7
+    assert parts | {"mtcompile/py.typed"} <= set(names)
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_update_kernels_and_no_other_file(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    others = [name for name in names if not name.endswith((".py", "py.typed", *PAGE_PARTS)) and ".dist-info/" not in name]
+    assert len(others) <= 1 and all(name.startswith("mtcompile/runtime/optim/_update.") for name in others), others
     assert others or not shutil.which("gcc") or sys.platform != "linux", "gcc is here, and the update kernels were not built"
 
+
+@pytest.mark.slow
+def test_the_layers_are_imported_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     program = "import mtcompile.passes, mtcompile.runtime; print(mtcompile.runtime.__file__)"
-    result = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(wheel)!r}); {program}"],
-        capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
-    assert result.stdout.startswith(str(wheel)), result.stdout + result.stderr
+    assert output_of(program, wheel, tmp_path).startswith(str(wheel))

@@ -25,8 +25,8 @@ from mtcompile.runtime.schedule import gib
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us, exposed_us, span_us
 from tests.helpers.stacks import KINDS, by_policy, forecast, planned, source, stack
+from tests.helpers.trace_events import check_format
 from tests.helpers.training import adamw, train
-from tests.report.test_chrome_trace import check_format
 
 
 @cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -18,22 +17,14 @@ from typer.testing import CliRunner
 import mtcompile
 from mtcompile.cli.app import app
 from mtcompile.report.live_timeline import Viewable, viewable
-from mtcompile.runtime.schedule import Schedule, to_dict
+from mtcompile.runtime.schedule import to_dict
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import Record, Trace, busy_us
 from mtcompile.runtime.verify import peak
 from mtcompile.viz import data, page
-from tests.helpers.schedules import inference, offload, recompute, small_schedules, streamed, training
+from tests.helpers.schedules import inference, measured, offload, recompute, small_schedules, streamed, training
 
 LARGEST = 3_000_000  # bytes of a page
-
-
-def measured(schedule: Schedule, seed: int = 0) -> Trace:
-    """As a device would say: copies and kernels only, each taking another time than predicted."""
-    choose = random.Random(seed)
-    rows = tuple(replace(i, time_us=i.time_us * choose.uniform(0.7, 1.6)) for i in schedule.instructions)
-    ran = [r for r in simulate(replace(schedule, instructions=rows)).records if rows[r.index].op in ("copy", "run")]
-    return Trace(tuple(ran), "measured")
 
 
 def shown(text: str) -> dict[str, Any]:

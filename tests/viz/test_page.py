@@ -14,8 +14,7 @@ import pytest
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.viz.page import write
 from tests.helpers.browser import Page, browser, chromium
-from tests.helpers.schedules import streamed, training
-from tests.viz.test_data import measured
+from tests.helpers.schedules import measured, streamed, training
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium here: install the package chromium")
 LARGE = 3340  # layers of a schedule of 20,000 instructions

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 import mtcompile
 from mtcompile.errors import CaptureError
 from mtcompile.models.decoders import Decoder, Shape
-from tests.optim.test_backward_update import adamw, same, state
-from tests.optim.test_master_weights import made
+from tests.helpers.decoder import adamw, same, state
+from tests.helpers.decoder import small_decoder as made
 
 SMALL = "1MiB"
 TEXT = (__doc__ or "").encode() * 40

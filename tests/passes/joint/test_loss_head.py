@@ -16,9 +16,8 @@ from mtcompile.passes.graph_json import graph_from_json, graph_to_json
 from mtcompile.passes.joint.build import build
 from mtcompile.passes.joint.loss_head import chunk_loss
 from mtcompile.passes.step_graph import listing
-from tests.execution.test_model import make
+from tests.helpers.models import Gpt, make, tokens
 from tests.helpers.tracing import interpret, trace
-from tests.test_backend import Gpt, tokens
 
 
 class Head(nn.Module):

@@ -29,7 +29,7 @@ from mtcompile.passes.planning.variants import save_all, variants
 from mtcompile.passes.step_graph import regions
 from mtcompile.runtime.executor import Delays
 from mtcompile.runtime.verify import verify
-from tests.execution.test_model import CASES, make
+from tests.helpers.models import CASES, make
 from tests.helpers.tracing import equal, interpret, run, trace
 
 

@@ -15,9 +15,9 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.check import SameComputationError, same_computation
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.step_graph import convert
+from tests.helpers.decoder import adamw, batch, same, state
+from tests.helpers.decoder import small_decoder as made
 from tests.helpers.tracing import trace
-from tests.optim.test_backward_update import adamw, same, state
-from tests.optim.test_master_weights import batch, made
 
 TIGHT = "600KiB"
 # The link is the wall, so that casts are worth the host's time; and the other way round.

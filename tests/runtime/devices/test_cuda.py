@@ -18,8 +18,8 @@ from mtcompile.runtime.devices.cuda import CudaDevice, CudaMemory, Fence, NamedM
 from mtcompile.runtime.devices.pinned import NotPinned, Staging, pinned
 from mtcompile.runtime.executor import execute, prepare
 from mtcompile.runtime.schedule import Schedule
-from tests.execution.test_model import make
 from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.models import make
 from tests.helpers.tracing import Traced, bind, equal, interpret, layouts_and_arenas, random_plan, trace
 
 MODELS = ("llama", "tied", "cnn", "gpt2")

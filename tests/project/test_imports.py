@@ -1,0 +1,178 @@
+"""What may import what."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from tests.project.sources import FOLDERS, LAYERS, ROOT, circles, imports, imports_of, module_name, name_of, parse, sources
+
+TORCH_IN_RUNTIME = {f"runtime/devices/{name}.py" for name in ("cpu", "cuda", "arena", "pinned")}
+TORCH_IN_RUNTIME |= {f"runtime/optim/{name}_kernels.py" for name in ("host", "torch", "device", "triton")}  # on tensors
+# APIs with a leading underscore
+PRIVATE_TORCH = {"mtcompile/capture/dynamo.py", "mtcompile/capture/joint.py", "mtcompile/torch_private.py"}
+UNSAFE_LOADERS = {"pickle", "cPickle", "dill", "cloudpickle"}  # loading runs code from the file
+
+
+def layer_of(module: str, name: str | None) -> str:
+    """The layer that ``from module import name`` (or ``import module``) reaches."""
+    parts = module.split(".") + ([name] if name else [])
+    return parts[1] if len(parts) > 1 and parts[1] in LAYERS else parts[0]
+
+
+def private_torch(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Uses of torch names with a leading underscore: imports, attribute chains, ``import_module("torch._x")``.
+
+    ``torch.ops`` is exempt: an operator's underscore is part of its public name.
+    """
+    bound: dict[str, str] = {}  # local name → dotted torch name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "torch":
+                    bound[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            for alias in node.names:
+                bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+
+    def dotted(node: ast.expr) -> str | None:
+        if isinstance(node, ast.Name):
+            return bound.get(node.id)
+        if isinstance(node, ast.Attribute):
+            base = dotted(node.value)
+            return base and f"{base}.{node.attr}"
+        return None
+
+    def is_private(name: str) -> bool:
+        parts = name.split(".")
+        return (
+            parts[0] == "torch"
+            and parts[1:2] != ["ops"]
+            and any(part.startswith("_") and not part.endswith("__") for part in parts)
+        )
+
+    for module, name, line in imports(tree):
+        if is_private(f"{module}.{name}" if name else module):
+            yield f"{module}.{name}" if name else module, line
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(chain := dotted(node) or ""):
+            yield chain, node.lineno
+
+
+def test_imports_point_from_mtcompile_to_passes_to_runtime() -> None:
+    wrong = []
+    for path in sources("passes", "runtime"):
+        own = path.relative_to(ROOT).parts[0]
+        allowed = LAYERS[LAYERS.index(own) :]
+        for module, name, line in imports_of(path):
+            reached = layer_of(module, name)
+            if reached in LAYERS and reached not in allowed:
+                wrong.append(f"{name_of(path)}:{line}: {own} imports {reached}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    groups = circles({module_name(path): imports_of(path) for path in sources(*LAYERS)})
+    assert not groups, "\n".join(" and ".join(group) for group in groups)
+
+
+def test_circles_are_seen_in_functions_and_under_type_checking() -> None:
+    texts = {
+        "a": "from b import c",
+        "b.c": "def f():\n    import d",
+        "d": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from a import X",
+        "e": "import a, f",
+        "f": "import importlib\nimportlib.import_module('g')",
+        "g": "from f import x",
+        "h": "import os, e",
+    }
+    assert circles({module: imports(ast.parse(text)) for module, text in texts.items()}) == [["a", "b.c", "d"], ["f", "g"]]
+
+
+def test_folders_are_imported_by_their_installed_names() -> None:
+    wrong = [
+        f"{name_of(path)}:{line}: import of {module!r}, try mtcompile.{module.lstrip('.')}"
+        for path in sources(*FOLDERS)
+        for module, _, line in imports_of(path)
+        if module.startswith(".") or module.split(".")[0] in ("passes", "runtime")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_file_of_tests_is_imported() -> None:
+    """What several of them use lies in tests/helpers, or in a file beside them that holds no tests."""
+    wrong = [
+        f"{name_of(path)}:{line}: imports {module}"
+        for path in sources("tests", "examples", "benchmarks")
+        for module, name, line in imports_of(path)
+        if module.split(".")[0] == "tests" and any(part.startswith("test_") for part in (*module.split("."), name or ""))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_runtime_imports_torch_only_in_device_files_and_update_kernels() -> None:
+    wrong = [
+        f"{name_of(path)}:{line}: imports {module}"
+        for path in sources("runtime")
+        for module, _, line in imports_of(path)
+        if module.split(".")[0] == "torch" and name_of(path) not in TORCH_IN_RUNTIME
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_other_files_of_runtime_load_with_the_standard_library_alone() -> None:
+    modules = [module_name(path) for path in sources("runtime") if name_of(path) not in TORCH_IN_RUNTIME]
+    program = (
+        "import importlib, sys\n"
+        "for name in ('torch', 'numpy', 'networkx', 'sympy', 'psutil', 'rich'): sys.modules[name] = None\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+
+
+def test_private_torch_apis_stay_in_their_files() -> None:
+    wrong = [
+        f"{name_of(path)}:{line}: {name}"
+        for path in sources(*LAYERS, "examples")
+        if name_of(path) not in PRIVATE_TORCH
+        for name, line in private_torch(parse(path))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_private_torch_is_recognised() -> None:
+    program = """
+import torch, torch.nn.functional as F, importlib
+from torch._dynamo import config
+from torch.fx import graph
+import torch._inductor as inductor
+torch._C.x; F._pad; graph._f; importlib.import_module("torch._functorch")
+torch.__version__; torch.ops.aten._softmax; x._y; graph.f; importlib.import_module("torch.fx")
+"""
+    assert {name for name, _ in private_torch(ast.parse(program))} == {
+        "torch._dynamo.config", "torch._inductor", "torch._C", "torch._C.x", "torch.nn.functional._pad",
+        "torch.fx.graph._f", "torch._functorch",
+    }  # fmt: skip
+
+
+def test_no_file_imports_what_unpickles_code() -> None:
+    wrong = [
+        f"{name_of(path)}:{line}: imports {module}"
+        for path in sources(*FOLDERS)
+        for module, _, line in imports_of(path)
+        if module.split(".")[0] in UNSAFE_LOADERS
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_call_trusts_remote_code() -> None:
+    wrong = [
+        f"{name_of(path)}:{node.value.lineno}: trust_remote_code"
+        for path in sources(*FOLDERS)
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.keyword) and node.arg == "trust_remote_code"
+    ]
+    assert not wrong, "\n".join(wrong)
