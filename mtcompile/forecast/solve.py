@@ -17,7 +17,8 @@ from mtcompile.forecast.text import lines, time_of
 from mtcompile.machine.presets import named
 from mtcompile.models.decoders import SHAPES
 from mtcompile.optim.backward_update import update_options
-from mtcompile.optim.precision import MOMENTS, PRECISIONS, precision_named
+from mtcompile.optim.precision import PRECISIONS, precision_named
+from mtcompile.optim.state_sizes import FORECAST_STATES, state_copies
 from mtcompile.options import parse_bytes
 from mtcompile.passes.analysis.cost import Machine, kernel_cost
 from mtcompile.passes.analysis.memory import workspace_nbytes
@@ -146,8 +147,8 @@ def plan(
 
     Raises ValueError for what it does not know and CaptureError for a model that cannot be captured.
     """
-    if optimizer not in MOMENTS:
-        raise ValueError(f"expected optimizer to be one of {', '.join(MOMENTS)}, found {optimizer!r}")
+    if optimizer not in FORECAST_STATES:
+        raise ValueError(f"expected optimizer to be one of {', '.join(FORECAST_STATES)}, found {optimizer!r}")
     options = update_options(update, max_grad_norm, run_ahead, "stop")
     if accumulate < 1 or (isinstance(model, str) and batch % accumulate):
         raise ValueError(f"expected accumulate to divide the batch of {batch}, found {accumulate}")
@@ -165,7 +166,7 @@ def plan(
     device = parse_bytes(memory)
     if device is None and there.device_nbytes:
         device = int(there.device_nbytes * (1 - _LEFT_FREE))
-    copies = kind.state_copies(optimizer)
+    copies = state_copies(kind, optimizer)
     updates = None if options is None else Updates(copies, held=options.held, run_ahead=run_ahead)
     budgets = Budgets(device, parse_bytes(host), copies, updates=updates)
     question = Question(model, data, kind, optimizer, there, budgets, policies, force, tell, accumulate)
