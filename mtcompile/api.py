@@ -15,8 +15,8 @@ from mtcompile.execution.model import ModelEngine
 from mtcompile.execution.session import check_options
 from mtcompile.machine.device import choose
 from mtcompile.machine.presets import named
-from mtcompile.optim.backward_update import update_options
 from mtcompile.optim.precision import precision_named
+from mtcompile.optim.update_options import update_options
 from mtcompile.options import parse_bytes
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.plan import Plan

@@ -16,9 +16,9 @@ from mtcompile.forecast.request import MOST_CHUNKS, Question, Sized, chunked, he
 from mtcompile.forecast.text import lines, time_of
 from mtcompile.machine.presets import named
 from mtcompile.models.decoders import SHAPES
-from mtcompile.optim.backward_update import update_options
 from mtcompile.optim.precision import PRECISIONS, precision_named
 from mtcompile.optim.state_sizes import FORECAST_STATES, state_copies
+from mtcompile.optim.update_options import update_options
 from mtcompile.options import parse_bytes
 from mtcompile.passes.analysis.cost import Machine, kernel_cost
 from mtcompile.passes.analysis.memory import workspace_nbytes
@@ -167,7 +167,7 @@ def plan(
     if device is None and there.device_nbytes:
         device = int(there.device_nbytes * (1 - _LEFT_FREE))
     copies = state_copies(kind, optimizer)
-    updates = None if options is None else Updates(copies, held=options.held, run_ahead=run_ahead)
+    updates = None if options is None else Updates(copies, held=options.needs_all_gradients, run_ahead=run_ahead)
     budgets = Budgets(device, parse_bytes(host), copies, updates=updates)
     question = Question(model, data, kind, optimizer, there, budgets, policies, force, tell, accumulate)
     with collecting_later():

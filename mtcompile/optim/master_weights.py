@@ -22,12 +22,11 @@ from mtcompile import knobs
 from mtcompile.errors import StepError
 from mtcompile.optim.precision import Precision
 from mtcompile.optim.state_sizes import STATES
+from mtcompile.optim.written_update import class_name, grad_scaling, written_update
 from mtcompile.runtime.optim import device_kernels, host_kernels
-from mtcompile.runtime.optim.formula import Update, adam, adamw, sgd
 from mtcompile.runtime.optim.operands import Operands, joined, split
 
 MASTER = "master"  # its key in an optimizer's state_dict, beside exp_avg and the like
-_SUPPORTED = ("AdamW", "Adam", "SGD")  # torch.optim classes whose arithmetic is written down for masters
 _REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
@@ -80,7 +79,7 @@ class Masters:
         with torch.no_grad():
             parameter.copy_(high)
             master.remainder.copy_(low)
-        self._planes_agree(master)
+        self._remember_version(master)
 
     def replace(self, parameter: nn.Parameter, values: Tensor) -> None:
         """Make ``values``, by which a parameter's ``.data`` was replaced, its master."""
@@ -106,7 +105,7 @@ class Masters:
         kernel for a GPU."""
         if device.type == "cpu":
             return True
-        has_kernel = optimizer is not None and _class_name(optimizer) in ("AdamW", "SGD")
+        has_kernel = optimizer is not None and class_name(optimizer) in ("AdamW", "SGD")
         return has_kernel and device_kernels.proven(device)
 
     def take_any(self) -> None:
@@ -124,14 +123,14 @@ class Masters:
         parameter = master.parameter
         if parameter._version != master.version:
             master.remainder.zero_()
-            self._planes_agree(master)
+            self._remember_version(master)
         elif master.checksum is not None and master.checksum != _checksum(parameter):
             raise StepError(
                 f"{master.name}: its bf16 values were changed through .data, which its fp32 master cannot notice; write to the "
                 "parameter itself under torch.no_grad()"
             )
 
-    def _planes_agree(self, master: Master) -> None:
+    def _remember_version(self, master: Master) -> None:
         master.version, master.checksum = master.parameter._version, _checksum(master.parameter)
 
     # --------------------------------------------------------------------------------------- loading the model's state
@@ -151,7 +150,7 @@ class Masters:
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Update through this optimizer from now on. Raises TypeError for a class whose arithmetic is not known here."""
-        _class_name(optimizer)
+        class_name(optimizer)
         if optimizer in self._bound:  # two hooks would update twice
             return
         self._bound.add(optimizer)
@@ -187,7 +186,7 @@ class Masters:
         pairs = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
         rows = [(p, p.grad, group) for p, group in pairs if p.grad is not None and id(p) in self.by_parameter]
         self.check(optimizer, (parameter for parameter, _, _ in rows))
-        scale, skip = _scaling(optimizer)
+        scale, skip = grad_scaling(optimizer)
         for parameter, grad, group in rows:
             if not skip:
                 self.update(optimizer, parameter, grad, group, scale)
@@ -198,7 +197,7 @@ class Masters:
         """Raise StepError for options and writes that an update of these parameters cannot honour. Nothing has changed then."""
         for group in optimizer.param_groups:
             if refused := [option for option in _REFUSED if group.get(option)]:
-                expected = f"expected {_class_name(optimizer)} without {', '.join(refused)}"
+                expected = f"expected {class_name(optimizer)} without {', '.join(refused)}"
                 raise StepError(f"{expected} where parameters have fp32 masters; leave it out")
         for parameter in parameters:
             if (master := self.by_parameter.get(id(parameter))) is not None:
@@ -215,8 +214,8 @@ class Masters:
     ) -> None:
         """Update one parameter, after ``check``. ``group``: its options; ``scale``: the factor of the gradient."""
         master, state = self.by_parameter[id(parameter)], optimizer.state[parameter]
-        names = STATES[_class_name(optimizer)] if group.get("momentum", 1) else ()
-        step = _next_step(optimizer, parameter, group, scale)
+        names = STATES[class_name(optimizer)] if group.get("momentum", 1) else ()
+        update = written_update(optimizer, parameter, group, scale)
         for name in names:
             if state.get(name) is None:
                 state[name] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
@@ -226,10 +225,10 @@ class Masters:
         grad = grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
         operands = Operands(_flat(parameter.detach()), _flat(grad.detach()), states, _flat(master.remainder))
         if parameter.device.type == "cpu":
-            host_kernels.apply(step, operands)
+            host_kernels.apply(update, operands)
         else:
-            device_kernels.apply(step, operands)
-        self._planes_agree(master)
+            device_kernels.apply(update, operands)
+        self._remember_version(master)
 
     # ------------------------------------------------------------------------------------------ the optimizer's state_dict
 
@@ -254,37 +253,6 @@ class Masters:
                     entry[name] = torch.empty_like(parameter, dtype=torch.float32).copy_(value)
             if isinstance(value := entry.pop(MASTER, None), Tensor):
                 self.set(master, value)
-
-
-def _next_step(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: Mapping[str, Any], scale: float) -> Update:
-    """The update that the optimizer's next step makes of a parameter; counts the step up in its state."""
-    name, state = _class_name(optimizer), optimizer.state[parameter]
-    options: dict[str, Any] = {"lr": float(group["lr"]), "weight_decay": group["weight_decay"], "scale": scale}
-    if name == "SGD":
-        options |= {key: group[key] for key in ("momentum", "dampening", "nesterov")}
-        return sgd(**options, first=state.get("momentum_buffer") is None)
-    state.setdefault("step", torch.tensor(0.0))
-    state["step"] += 1
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    formula = adamw if name == "AdamW" or group.get("decoupled_weight_decay") else adam
-    return formula(**options, beta1=beta1, beta2=beta2, eps=group["eps"], step=int(state["step"]))
-
-
-def _scaling(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
-    """The factor of every gradient and whether to skip the step, which a GradScaler leaves to a fused optimizer."""
-    scale, infinite = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-    return (1.0 if scale is None else 1.0 / float(scale)), infinite is not None and bool(infinite)
-
-
-def _class_name(optimizer: torch.optim.Optimizer) -> str:
-    """The name of the optimizer's class. Raises TypeError for one that cannot update masters."""
-    for name in _SUPPORTED:
-        if type(optimizer) is getattr(torch.optim, name):
-            return name
-    raise TypeError(
-        f'expected torch.optim.AdamW, Adam or SGD with precision="bf16-master32", found {type(optimizer).__name__}: only their '
-        'arithmetic is done on fp32 masters. Use one of them, or precision="fp32"'
-    )
 
 
 def _numbered(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[Any, nn.Parameter]]:

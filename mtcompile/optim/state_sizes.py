@@ -1,4 +1,4 @@
-"""How much state each optimizer keeps: the one table, for forecasts and for live optimizers."""
+"""The one table of how much state each optimizer keeps, for forecasts and for live optimizers."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ def state_copies_of(precision: Precision, optimizer: torch.optim.Optimizer | Non
 
 
 def _copies(precision: Precision, states: int) -> float:
-    """With masters: a remainder as large as the bf16 weight, and fp32 state of twice its size."""
+    """Masters add a remainder as large as the bf16 weight, and their state is fp32, twice its size."""
     return 1.0 + 2.0 * states if precision.split else float(states)

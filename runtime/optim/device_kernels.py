@@ -60,7 +60,7 @@ def apply(update: Update, operands: Operands) -> None:
 
 @functools.cache
 def proven(device: torch.device) -> bool:
-    """Whether these kernels run on ``device`` and have just given the host's bits on some hundred thousand values of all
+    """True where these kernels run on ``device`` and have just given the host's bits on some hundred thousand values of all
     kinds. Only then may a plan choose where an update runs."""
     updates = (
         adamw(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=7, scale=0.7),
@@ -73,7 +73,7 @@ def proven(device: torch.device) -> bool:
 
 
 def _same_bits(device: torch.device, update: Update, grad_dtype: torch.dtype) -> bool:
-    """Whether an update of split weights gives the same bits on ``device`` as on the host."""
+    """True where an update of split weights gives the same bits on ``device`` as on the host."""
     states = len(update.state_names)
     generator = torch.Generator().manual_seed(states)
     # Any bits: numbers of every size, denormals, infinities, NaN; and small ones, as in training.

@@ -37,7 +37,7 @@ class Update:
 
     @property
     def first(self) -> bool:
-        """Whether the state is written and not read."""
+        """True where the state is written and not read."""
         return self.kind.endswith("first")
 
 
