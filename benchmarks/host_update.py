@@ -1,5 +1,5 @@
-"""What the optimizer's update on the host costs: AdamW by C with OpenMP and by torch's operations, beside this machine's
-copies and torch's fused AdamW.
+"""Measures the optimizer's update on the host: AdamW by C with OpenMP and by torch's operations, beside this machine's copies
+and torch's fused AdamW.
 
     python -m benchmarks.host_update --json out.json     # and a table in out.md; about two minutes
 
@@ -27,7 +27,9 @@ from torch import Tensor
 
 from benchmarks.run import about
 from mtcompile.runtime.optim import host_kernels
-from mtcompile.runtime.optim.host_kernels import LAYOUTS, By, Layout, moved_nbytes
+from mtcompile.runtime.optim.formula import adamw
+from mtcompile.runtime.optim.host_kernels import By, moved_nbytes
+from mtcompile.runtime.optim.operands import LAYOUTS, Layout, Operands, split
 
 MILLIONS = (1, 16, 64)
 ROUNDS = 9
@@ -37,20 +39,17 @@ FUSED = "torch.optim.AdamW(fused=True)"
 
 
 def updates(layout: Layout, weight: Tensor, grad: Tensor) -> dict[str, Callable[[], object]]:
-    """One on each path, both on the same tensors."""
-    m, v = torch.zeros_like(weight), torch.zeros_like(weight)
-    remainder = None
-    if layout == "fp32":
-        weight = weight.clone()
-    else:
-        weight, remainder = host_kernels.split(weight)
+    """AdamW on each path, both on the same tensors."""
+    moments = torch.zeros_like(weight), torch.zeros_like(weight)
+    weight, remainder = (weight.clone(), None) if layout == "fp32" else split(weight)
     grad = grad.bfloat16() if layout == "split, bf16 gradient" else grad
+    operands = Operands(weight, grad, moments, remainder)
     step = 0
 
     def once(by: By) -> None:
         nonlocal step
         step += 1
-        host_kernels.adamw(weight, grad, m, v, remainder, **SCALARS, step=step, by=by)
+        host_kernels.apply(adamw(**SCALARS, step=step), operands, by)
 
     paths: tuple[By, ...] = ("torch",) if host_kernels.library() is None else ("c", "torch")
     return {f"{by}, {layout}": lambda by=by: once(by) for by in paths}  # type: ignore[misc]
@@ -64,7 +63,7 @@ def fused(weight: Tensor, grad: Tensor) -> Callable[[], object]:
 
 
 def copies(count: int, pool: ThreadPoolExecutor, threads: int) -> dict[str, Callable[[], object]]:
-    """Of as many bytes as an fp32 update reads; at least of 256 MiB, so that no cache serves."""
+    """Copies of as many bytes as an fp32 update reads; at least of 256 MiB, so that no cache serves."""
     nbytes = max(16 * count, 2**28)
     source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
     share = nbytes // threads
@@ -79,7 +78,7 @@ def copies(count: int, pool: ThreadPoolExecutor, threads: int) -> dict[str, Call
 
 
 def measure(millions: int, rounds: int) -> list[dict[str, Any]]:
-    """A row for each thing that was timed."""
+    """Time every path, copy and torch's fused AdamW; a row for each."""
     count, threads = millions * 10**6, torch.get_num_threads()
     generator = torch.Generator().manual_seed(0)
     weight, grad = torch.randn(count, generator=generator), torch.randn(count, generator=generator) * 0.01
@@ -87,9 +86,9 @@ def measure(millions: int, rounds: int) -> list[dict[str, Any]]:
         timed = copies(count, pool, threads) | {FUSED: fused(weight, grad)}
         nbytes = dict.fromkeys(COPIES, 2 * max(16 * count, 2**28)) | {FUSED: 28 * count}
         for layout in LAYOUTS:
-            made = updates(layout, weight, grad)
-            timed |= made
-            nbytes |= dict.fromkeys(made, moved_nbytes(2, layout) * count)
+            paths = updates(layout, weight, grad)
+            timed |= paths
+            nbytes |= dict.fromkeys(paths, moved_nbytes(2, layout) * count)
         times: dict[str, list[float]] = {what: [] for what in timed}
         for round_ in range(rounds + 1):
             for what, work in timed.items():
@@ -105,7 +104,8 @@ def measure(millions: int, rounds: int) -> list[dict[str, Any]]:
 def judged(
     millions: int, seconds: Mapping[str, float], nbytes: Mapping[str, int], times: Mapping[str, list[float]]
 ) -> list[dict[str, Any]]:
-    """``of_copy``: in bytes. ``of_fused``: how many times as many parameters a second."""
+    """The table's rows. ``of_copy``: the share of a copy's bytes a second. ``of_fused``: how many times the parameters a second
+    of torch's fused AdamW."""
     copy = max(nbytes[what] / seconds[what] for what in COPIES)
     rows = []
     for what, median in seconds.items():

@@ -14,8 +14,8 @@ from mtcompile.execution.calibration import Calibration
 from mtcompile.execution.model import CompiledModel
 from mtcompile.machine.device import choose
 from mtcompile.machine.presets import named
-from mtcompile.optim.backward_update import update_options
 from mtcompile.optim.precision import precision_named
+from mtcompile.optim.update_options import update_options
 from mtcompile.options import FASTEST, Options, Size, parse_bytes
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.plan import Plan

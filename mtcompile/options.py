@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtcompile.optim.backward_update import UpdateOptions
 from mtcompile.optim.precision import PRECISIONS, Precision
+from mtcompile.optim.update_options import UpdateOptions
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.planning.policies import POLICIES
 

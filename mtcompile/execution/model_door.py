@@ -18,23 +18,11 @@ from mtcompile.execution.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, random_reserve_nbytes
 from mtcompile.optim.backward_update import UpdatesInBackward, failing
 from mtcompile.optim.master_weights import Masters, cast
+from mtcompile.optim.state_sizes import state_copies_of
 from mtcompile.options import Options
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
 from mtcompile.runtime.devices.protocol import Device
-
-# Optimizer state per parameter, in parameter sizes, of the torch.optim classes; anything else is taken as Adam's.
-_STATE_COPIES = {
-    "SGD": 1.0,
-    "Adagrad": 1.0,
-    "RMSprop": 3.0,
-    "Adam": 2.0,
-    "AdamW": 2.0,
-    "Adamax": 2.0,
-    "NAdam": 2.0,
-    "RAdam": 2.0,
-}
-_UNKNOWN_STATE_COPIES = 2.0
 
 
 class ModelDoor:
@@ -72,7 +60,7 @@ class ModelDoor:
         step.meta["homes"] |= {name: block for name, block in homes.items() if name in step.meta["homes"]}
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str] | None]:
-        copies, updates = self._state_copies(), None
+        copies, updates = state_copies_of(self.options.precision, self.optimizer), None
         if self.updates is not None and any(spec.kind == "grad" for spec in step.meta["outputs"]):
             updates, step.meta["updated"] = self.updates.planned(copies), self.updates.names()
         reserve = random_reserve_nbytes(step) + self.sent_nbytes
@@ -92,18 +80,9 @@ class ModelDoor:
         """Device bytes of the budget, less waiting forwards and resident parameters that this program does not read."""
         if self.options.memory is None:
             return None
-        read, copies = set(step.meta["homes"].values()), self._state_copies()
+        read, copies = set(step.meta["homes"].values()), state_copies_of(self.options.precision, self.optimizer)
         unread = [s for block, s in self.parameters.slabs.items() if s.tier == "device" and block not in read]
         return self.options.memory - self.frames.nbytes() - sum(int(s.memory.numel() * (2 + copies)) for s in unread)
-
-    def _state_copies(self) -> float:
-        split = self.options.precision.split
-        if self.optimizer is None:
-            return 1.0 + 2.0 * _UNKNOWN_STATE_COPIES if split else _UNKNOWN_STATE_COPIES
-        copies = _STATE_COPIES.get(type(self.optimizer).__name__, _UNKNOWN_STATE_COPIES)
-        if split:  # in bf16 weights: fp32 state, and a remainder
-            return 1.0 + 2.0 * copies
-        return copies + (1.0 if any(g.get("amsgrad") for g in self.optimizer.param_groups) else 0.0)
 
     def needs_loss_head(self, joint: fx.GraphModule) -> bool:
         return True

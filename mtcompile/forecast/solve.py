@@ -14,8 +14,9 @@ from mtcompile.forecast.request import MOST_CHUNKS, ForecastRequest, SizedStep, 
 from mtcompile.forecast.result import Forecast
 from mtcompile.machine.presets import named
 from mtcompile.models.decoders import SHAPES
-from mtcompile.optim.backward_update import update_options
-from mtcompile.optim.precision import MOMENTS, precision_named
+from mtcompile.optim.precision import precision_named
+from mtcompile.optim.state_sizes import FORECAST_STATES, state_copies
+from mtcompile.optim.update_options import update_options
 from mtcompile.options import Size, parse_bytes
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
@@ -70,8 +71,8 @@ def plan(
 
     Raises ValueError for what it does not know and CaptureError for a model that cannot be captured.
     """
-    if optimizer not in MOMENTS:
-        raise ValueError(f"expected optimizer to be one of {', '.join(MOMENTS)}, found {optimizer!r}")
+    if optimizer not in FORECAST_STATES:
+        raise ValueError(f"expected optimizer to be one of {', '.join(FORECAST_STATES)}, found {optimizer!r}")
     options = update_options(update, max_grad_norm, run_ahead, "stop")
     if accumulate < 1 or (isinstance(model, str) and batch % accumulate):
         raise ValueError(f"expected accumulate to divide the batch of {batch}, found {accumulate}")
@@ -89,8 +90,8 @@ def plan(
     device = parse_bytes(memory)
     if device is None and described.device_nbytes:
         device = int(described.device_nbytes * (1 - _LEFT_FREE))
-    copies = kind.state_copies(optimizer)
-    updates = None if options is None else Updates(copies, held=options.held, run_ahead=run_ahead)
+    copies = state_copies(kind, optimizer)
+    updates = None if options is None else Updates(copies, held=options.needs_all_gradients, run_ahead=run_ahead)
     budgets = Budgets(device, parse_bytes(host), copies, updates=updates)
     request = ForecastRequest(model, data, kind, optimizer, described, budgets, policies, force, progress, accumulate)
     with collecting_later():

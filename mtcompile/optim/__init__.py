@@ -1,1 +1,1 @@
-"""What is kept of a parameter and how it is updated: precisions, fp32 masters, updates in the backward."""
+"""Parameters and their updates: precisions, sizes of optimizer state, fp32 masters, updates in the backward."""

@@ -20,9 +20,9 @@ from mtcompile.errors import BudgetError
 from mtcompile.forecast import solve
 from mtcompile.machine.presets import machine_of
 from mtcompile.models.loading import made
-from mtcompile.optim.backward_update import update_options
 from mtcompile.optim.master_weights import cast
 from mtcompile.optim.precision import Precision
+from mtcompile.optim.update_options import update_options
 from mtcompile.passes.generators import generator_state, set_generator_state
 from mtcompile.passes.joint.loss_weights import MEAN, SUM
 from mtcompile.passes.planning.problem import Progress

@@ -1,1 +1,1 @@
-"""Optimizer updates by one written formula: C, torch's operations, and Triton, with the same bits."""
+"""Optimizer updates by one written formula each: in C, by torch's operations, and in Triton, with the same bits."""

@@ -1,7 +1,10 @@
-"""The scalars of optimizer updates, worked out in double and rounded once to fp32.
+"""One written formula for each optimizer, and its scalars: worked out in double, rounded once to fp32.
 
-``runtime/optim/host_kernels.py`` writes out what is done with them. A kernel, whichever language it is in, gets ``scalars`` in
-this order and does nothing but fp32 operations with them, so all kernels give the same bits.
+A kernel, whichever language it is in, takes ``Update.scalars`` in their order and does one fp32 operation after another as
+the formula has them, each rounded to nearest: no fused multiply-add, division and square root as IEEE 754 has them. A bf16
+gradient and a split weight are exact in fp32. Every NaN is stored as 0x7fc00000, so that split weights show it in their bf16
+plane. Therefore all kernels give the same bits, whatever the number of threads or the width of vectors. Only
+``torch.set_flush_denormal(True)`` changes them.
 """
 
 from __future__ import annotations
@@ -11,42 +14,91 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["adamw", "adam", "sgd", "sgd-first", "nesterov", "nesterov-first", "lion"]
-KINDS: tuple[Kind, ...] = ("adamw", "adam", "sgd", "sgd-first", "nesterov", "nesterov-first", "lion")  # as update.c counts
+Kind = Literal["adamw", "adam", "sgd", "sgd-first", "nesterov", "nesterov-first"]
+KINDS: tuple[Kind, ...] = ("adamw", "adam", "sgd", "sgd-first", "nesterov", "nesterov-first")  # in update.c's order
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """``kind``: which loop. ``scalars``: every one an fp32 number; their names are in the function that made it."""
+    """One step of one optimizer. ``kind``: which formula. ``scalars``: fp32 numbers, in the order that the function which
+    makes the update lists them in."""
 
     kind: Kind
     scalars: tuple[float, ...]
 
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The names of the state tensors, in the order in which kernels take them."""
+        return ("m", "v") if self.kind in ("adamw", "adam") else ("buffer",)
 
-def rounded(value: float) -> float:
-    """To the nearest fp32 number, infinity above the largest."""
-    return ctypes.c_float(value).value
+    @property
+    def nesterov(self) -> bool:
+        return self.kind.startswith("nesterov")
+
+    @property
+    def first(self) -> bool:
+        """True where the state is written and not read."""
+        return self.kind.endswith("first")
 
 
-def _update(kind: Kind, *scalars: float) -> Update:
-    return Update(kind, tuple(map(rounded, scalars)))
+def adamw(*, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, scale: float = 1.0) -> Update:
+    """A step of torch.optim.AdamW without ``amsgrad`` and ``maximize``; ``step`` is the one being taken, the first is 1.
 
+    Scalars: scale; keep = 1 - lr weight_decay; decay = weight_decay; take1 = 1 - beta1; beta2; take2 = 1 - beta2;
+    size = lr / (1 - beta1^step); rise = 1 / sqrt(1 - beta2^step); eps. Then::
 
-def adam_update(
-    decoupled: bool, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, scale: float
-) -> Update:
-    """scale, keep, decay, take1, beta2, take2, size, rise, eps; AdamW where ``decoupled``. Raises ValueError."""
+        g = grad * scale
+        m = m + take1 * (g - m)
+        v = beta2 * v + (take2 * g) * g
+        d = sqrt(v) * rise + eps
+        w = keep * w
+        w = w - (size * m) / d
+
+    Raises ValueError for a step below 1.
+    """
     if step < 1:
         raise ValueError(f"expected the first step to be number 1, found step {step}")
     size, rise = lr / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)
-    scalars = (scale, 1 - lr * weight_decay, weight_decay, 1 - beta1, beta2, 1 - beta2, size, rise, eps)
-    return _update("adamw" if decoupled else "adam", *scalars)
+    return _update("adamw", scale, 1 - lr * weight_decay, weight_decay, 1 - beta1, beta2, 1 - beta2, size, rise, eps)
 
 
-def sgd_update(
-    lr: float, momentum: float, dampening: float, nesterov: bool, weight_decay: float, first: bool, scale: float
+def adam(*, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, scale: float = 1.0) -> Update:
+    """A step of torch.optim.Adam without ``amsgrad`` and ``maximize``: weight decay is part of the gradient.
+
+    Scalars: those of ``adamw``. Then::
+
+        g = grad * scale
+        g = g + decay * w
+        m, v, d as in ``adamw``
+        w = w - (size * m) / d
+
+    Raises ValueError for a step below 1.
+    """
+    decoupled = adamw(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, step=step, scale=scale)
+    return Update("adam", decoupled.scalars)
+
+
+def sgd(
+    *,
+    lr: float,
+    momentum: float,
+    first: bool,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    scale: float = 1.0,
 ) -> Update:
-    """scale, decay, momentum, take, lr."""
+    """A step of torch.optim.SGD with momentum, without ``maximize``. ``first``: a parameter's first step, for which its buffer
+    is not read.
+
+    Scalars: scale; decay = weight_decay; momentum; take = 1 - dampening; lr. Then::
+
+        g = grad * scale
+        g = g + decay * w
+        b = g if first else momentum * b + take * g
+        u = g + momentum * b if nesterov else b
+        w = w - lr * u
+    """
     kinds: dict[tuple[bool, bool], Kind] = {
         (False, False): "sgd",
         (False, True): "sgd-first",
@@ -56,6 +108,10 @@ def sgd_update(
     return _update(kinds[bool(nesterov), bool(first)], scale, weight_decay, momentum, 1 - dampening, lr)
 
 
-def lion_update(lr: float, beta1: float, beta2: float, weight_decay: float, scale: float) -> Update:
-    """scale, keep, beta1, take1, beta2, take2, lr."""
-    return _update("lion", scale, 1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, lr)
+def rounded(value: float) -> float:
+    """The nearest fp32 number; infinity above the largest."""
+    return ctypes.c_float(value).value
+
+
+def _update(kind: Kind, *scalars: float) -> Update:
+    return Update(kind, tuple(map(rounded, scalars)))

@@ -1,7 +1,8 @@
 """The Triton kernels of ``runtime/optim/device_kernels.py``, which says what they do; importing this file needs triton.
 
 16-bit planes come as int16: only their bits are used. Integers wrap, as in C. ``/`` and ``tl.sqrt`` are approximations on
-NVIDIA GPUs, ``div_rn`` and ``sqrt_rn`` are not.
+NVIDIA GPUs, ``div_rn`` and ``sqrt_rn`` are not. A Triton kernel takes pointers and numbers, no objects: hence the long
+parameter lists, the scalars in the order of ``formula.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def _grad_at(grad, at, inside, HALF: tl.constexpr):
 
 @triton.jit
 def _stored_bits(x):
-    """NVIDIA GPUs make 0x7fffffff of a NaN, whose high half rounds to a zero."""
+    """The bits to store, one pattern for every NaN: NVIDIA GPUs make 0x7fffffff, whose high half rounds to a zero."""
     return tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
 
 
@@ -57,7 +58,7 @@ def adamw(
     scale, keep, decay, take1, beta2, take2, size, rise, eps,
     SPLIT: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``decay`` is Adam's, not used here."""
+    """Updates by AdamW. ``decay`` is Adam's, not used here."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     w = _weight_at(weight, remainder, at, inside, SPLIT)

@@ -1,4 +1,4 @@
-/* Optimizer updates in place on host memory. The formulas are the ones that runtime/optim/host_kernels.py writes out: every
+/* Optimizer updates in place on host memory. The formulas are the ones that runtime/optim/formula.py writes out: every
  * operation is one IEEE fp32 operation, in that order, so that the bits are those of runtime/optim/torch_kernels.py and of the
  * device's kernels. Contraction into fused multiply-adds or relaxed arithmetic would break that, hence the checks.
  *
@@ -31,7 +31,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum layout { FP32, SPLIT_BF16, SPLIT_FP32, LAYOUTS }; /* SPLIT_*: by the gradient's dtype */
-enum kind { ADAMW, ADAM, SGD, SGD_FIRST, NESTEROV, NESTEROV_FIRST, LION, KINDS };
+enum kind { ADAMW, ADAM, SGD, SGD_FIRST, NESTEROV, NESTEROV_FIRST, KINDS };
 
 /* weight: fp32, or the bf16 planes of split weights, whose remainder is the int16 plane. grad: fp32 or bf16. first, second:
  * fp32 optimizer state; second is NULL where there is one. k: scalars in the order of runtime/optim/formula.py. */
@@ -110,20 +110,6 @@ INLINE void sgd(Operands o, int layout, int nesterov, int first, int64_t from, i
     }
 }
 
-INLINE void lion(Operands o, int layout, int64_t from, int64_t to) {
-    const float scale = o.k[0], keep = o.k[1], beta1 = o.k[2], take1 = o.k[3], beta2 = o.k[4], take2 = o.k[5], lr = o.k[6];
-#pragma omp simd
-    for (int64_t i = from; i < to; i++) {
-        float w = weight_at(o, layout, i), g = grad_at(o, layout, i) * scale, m = o.first[i];
-        float u = beta1 * m + take1 * g;
-        u = u > 0.0f ? lr : u < 0.0f ? -lr : u;
-        w = keep * w - u;
-        m = beta2 * m + take2 * g;
-        o.first[i] = stored(m);
-        set_weight(o, layout, i, w);
-    }
-}
-
 /* The same loop for each layout. */
 #define KERNELS(NAME, CALL, ...)                                                                          \
     CLONES static void NAME##_fp32(Operands o, int64_t from, int64_t to) { CALL(o, FP32, __VA_ARGS__); }  \
@@ -137,14 +123,12 @@ KERNELS(momentum, sgd, 0, 0, from, to)
 KERNELS(momentum_first, sgd, 0, 1, from, to)
 KERNELS(nesterov, sgd, 1, 0, from, to)
 KERNELS(nesterov_first, sgd, 1, 1, from, to)
-KERNELS(lion_sign, lion, from, to)
 
 static void (*const kernels[KINDS][LAYOUTS])(Operands, int64_t, int64_t) = {
     LISTED(adamw), LISTED(adam_l2), LISTED(momentum), LISTED(momentum_first), LISTED(nesterov), LISTED(nesterov_first),
-    LISTED(lion_sign),
 };
 
-/* Of this interface and the formulas: a library that was built from another version is not used. */
+/* The version of this interface and the formulas: a library that was built from another version is not used. */
 EXPORT int mt_update_version(void) { return 1; }
 
 /* kind, layout: as in the enums. n: elements of every tensor. Each thread has one run of whole cache lines. */

@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from mtcompile.runtime.optim import device_kernels
-from tests.helpers.updates import UPDATES, assert_same_bits, cases, edge_operands, needs_triton, random_operands, run
+from tests.helpers.updates import STATES, UPDATES, assert_same_bits, cases, edge_operands, needs_triton, random_operands, run
 
 
 @needs_triton
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton launches its kernels on GPUs only")
-@cases([name for name in UPDATES if UPDATES[name][0] in ("adamw", "sgd")])
+@cases([name for name in UPDATES if UPDATES[name].kind != "adam"])
 def test_updates_on_the_gpu_give_the_bits_of_the_host(device: torch.device, name: str, layout: str) -> None:
-    states = UPDATES[name][1]
-    for parts in (edge_operands(states), random_operands(10**6 + 3, states)):
-        found = run(name, layout, [part.to(device) for part in parts], where=device_kernels)
-        assert_same_bits([result.cpu() for result in found], run(name, layout, parts))
+    for parts in (edge_operands(STATES[name]), random_operands(10**6 + 3, STATES[name])):
+        results = run(name, layout, [part.to(device) for part in parts], kernels=device_kernels)
+        assert_same_bits([result.cpu() for result in results], run(name, layout, parts))

@@ -1,4 +1,4 @@
-"""Operands of optimizer updates, the edges of fp32 among them, and what a kernel makes of them."""
+"""Operands of update kernels, laid out in every way, and their results as bits to compare."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtcompile.runtime.optim import host_kernels
-from mtcompile.runtime.optim.host_kernels import LAYOUTS, joined, split
+from mtcompile.runtime.optim import formula, host_kernels
+from mtcompile.runtime.optim.formula import Update
+from mtcompile.runtime.optim.operands import LAYOUTS, Operands, joined, split
 
 needs_c = pytest.mark.skipif(
     host_kernels.library() is None, reason="update.c was not built: no C compiler with OpenMP at install"
 )
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
-ADAM = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "step": 7}
-LION = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
-SGD = {"lr": 1e-2, "momentum": 0.9, "dampening": 0.25, "weight_decay": 0.1}
-UPDATES: dict[str, tuple[str, int, dict[str, Any]]] = {  # name -> (function, states, scalars)
-    "adamw": ("adamw", 2, ADAM),
-    "adamw, scaled": ("adamw", 2, ADAM | {"scale": 0.37}),
-    "adam": ("adam", 2, ADAM),
-    "sgd": ("sgd", 1, SGD | {"first": False}),
-    "sgd, first": ("sgd", 1, SGD | {"first": True}),
-    "nesterov": ("sgd", 1, SGD | {"first": False, "nesterov": True, "scale": 0.37}),
-    "nesterov, first": ("sgd", 1, SGD | {"first": True, "nesterov": True}),
-    "lion": ("lion", 1, LION),
+ADAM: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "step": 7}
+SGD: dict[str, Any] = {"lr": 1e-2, "momentum": 0.9, "dampening": 0.25, "weight_decay": 0.1}
+UPDATES = {
+    "adamw": formula.adamw(**ADAM),
+    "adamw, scaled": formula.adamw(**ADAM, scale=0.37),
+    "adam": formula.adam(**ADAM),
+    "sgd": formula.sgd(**SGD, first=False),
+    "sgd, first": formula.sgd(**SGD, first=True),
+    "nesterov": formula.sgd(**SGD, first=False, nesterov=True, scale=0.37),
+    "nesterov, first": formula.sgd(**SGD, first=True, nesterov=True),
 }
+STATES = {name: len(update.state_names) for name, update in UPDATES.items()}
 # Zeros, the ends of denormal and normal numbers, 1 and its neighbours, ties of bf16, the largest, infinities, NaNs.
 MAGNITUDES = (
     0x00000000, 0x00000001, 0x00007FFF, 0x00008000, 0x00400000, 0x007FFFFF, 0x00800000, 0x00800001, 0x0D8637BD, 0x33D6BF95,
@@ -56,43 +56,42 @@ def edge_operands(states: int) -> list[Tensor]:
 
 @functools.lru_cache(maxsize=2)  # they are copied before they are changed
 def random_operands(count: int, states: int, seed: int = 0) -> list[Tensor]:
-    """Of many magnitudes, a quarter of all bit patterns, so with infinities, NaNs and denormal numbers; the second moment is
-    positive in the rest."""
+    """Numbers of many magnitudes, a quarter of them any bit pattern, so with infinities, NaNs and denormal numbers; the second
+    moment is positive elsewhere."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    operands = []
     for place in range(2 + states):
         values = torch.randn(count, generator=generator) * 10.0 ** torch.randint(-6, 2, (count,), generator=generator)
         bits = torch.randint(0, 2**32, (count,), generator=generator)
         values = values.abs() if place == 3 else values
-        found.append(torch.where(torch.rand(count, generator=generator) < 0.25, floats(bits), values))
-    return found
+        operands.append(torch.where(torch.rand(count, generator=generator) < 0.25, floats(bits), values))
+    return operands
 
 
-def laid_out(layout: str, parts: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
-    """(weight, grad, *states) in fp32 -> own copies in the layout, and the remainder."""
+def laid_out(layout: str, parts: list[Tensor]) -> Operands:
+    """(weight, grad, *states) in fp32 -> operands of their own in the layout."""
     weight, grad, *states = (part.clone() for part in parts)
     if layout == "fp32":
-        return [weight, grad, *states], None
-    hi, lo = split(weight)
+        return Operands(weight, grad, tuple(states))
+    high, low = split(weight)
     # torch's own conversion would make all NaNs one
     halves = (grad.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
-    return [hi, halves if layout == "split, bf16 gradient" else grad, *states], lo
+    return Operands(high, halves if layout == "split, bf16 gradient" else grad, tuple(states), low)
 
 
-def run(name: str, layout: str, parts: list[Tensor], by: Any = None, where: Any = host_kernels, **more: Any) -> list[Tensor]:
-    """What an update makes of copies: weight (joined), states, and bits of the planes, all as int32."""
-    function, _, scalars = UPDATES[name]
-    tensors, remainder = laid_out(layout, parts)
-    more |= {"by": by} if where is host_kernels else {}
-    getattr(where, function)(*tensors, remainder, **scalars, **more)
-    weight, _, *states = tensors
+def run(update: str | Update, layout: str, parts: list[Tensor], by: Any = None, kernels: Any = host_kernels) -> list[Tensor]:
+    """Update copies of the operands; returns weight (joined), states, and the planes, all as int32 bits."""
+    operands = laid_out(layout, parts)
+    options = {"by": by} if kernels is host_kernels else {}
+    kernels.apply(UPDATES[update] if isinstance(update, str) else update, operands, **options)
+    weight, remainder = operands.weight, operands.remainder
     whole = weight if remainder is None else joined(weight, remainder)
-    results = [result.view(torch.int32) for result in (whole, *states)]
+    results = [result.view(torch.int32) for result in (whole, *operands.states)]
     return results if remainder is None else [*results, weight.view(torch.int16).int(), remainder.int()]
 
 
-def assert_same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
-    for place, (one, other) in enumerate(zip(found, expected, strict=True)):
+def assert_same_bits(results: list[Tensor], expected: list[Tensor]) -> None:
+    for place, (one, other) in enumerate(zip(results, expected, strict=True)):
         wrong = (one != other).nonzero().flatten()
         first = f"result {place}: {len(wrong)} differ, first {one[wrong[0]]:#x}, {other[wrong[0]]:#x}" if len(wrong) else ""
         assert not first, first

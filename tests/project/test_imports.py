@@ -11,6 +11,7 @@ from tests.project.sources import FOLDERS, LAYERS, ROOT, circles, imports, impor
 
 TORCH_IN_RUNTIME = {f"runtime/devices/{name}.py" for name in ("cpu", "cuda", "arena", "pinned")}
 TORCH_IN_RUNTIME |= {f"runtime/optim/{name}_kernels.py" for name in ("host", "torch", "device", "triton")}  # on tensors
+TORCH_IN_RUNTIME |= {"runtime/optim/operands.py"}
 # APIs with a leading underscore
 PRIVATE_TORCH = {"mtcompile/capture/dynamo.py", "mtcompile/capture/joint.py", "mtcompile/torch_private.py"}
 UNSAFE_LOADERS = {"pickle", "cPickle", "dill", "cloudpickle"}  # loading runs code from the file

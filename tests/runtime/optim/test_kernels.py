@@ -20,10 +20,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtcompile.runtime.optim import device_kernels, host_kernels
-from mtcompile.runtime.optim.host_kernels import LAYOUTS, joined, split
+from mtcompile.runtime.optim import device_kernels, formula, host_kernels
+from mtcompile.runtime.optim.formula import Update
+from mtcompile.runtime.optim.operands import LAYOUTS, Operands, joined, split
 from tests.helpers.updates import (
     ADAM,
+    STATES,
     UPDATES,
     assert_same_bits,
     cases,
@@ -57,10 +59,10 @@ def test_every_high_pattern_with_chosen_low_ones_is_split_and_joined_exactly() -
     assert (back[hidden] == 0x7FC00000).all()
     assert torch.equal(hi.isnan(), master.isnan())  # the planes that are computed with show every NaN
     rounded = ((bits + 0x8000) >> 16) & 0xFFFF
-    kept = ~master.isnan()
-    assert torch.equal((hi.view(torch.int16).long() & 0xFFFF)[kept], rounded[kept])
+    numbers = ~master.isnan()
+    assert torch.equal((hi.view(torch.int16).long() & 0xFFFF)[numbers], rounded[numbers])
     ties = (bits & 0xFFFF) == 0x8000
-    assert torch.equal(hi[kept & ~ties], master.bfloat16()[kept & ~ties])  # torch's rounding, but for ties
+    assert torch.equal(hi[numbers & ~ties], master.bfloat16()[numbers & ~ties])  # torch's rounding, but for ties
 
 
 def test_random_masters_are_split_and_joined_exactly() -> None:
@@ -89,8 +91,7 @@ def test_split_and_joined_say_what_they_expect() -> None:
 @needs_c
 @cases()
 def test_c_gives_the_bits_of_torch(name: str, layout: str) -> None:
-    states = UPDATES[name][1]
-    for parts in (edge_operands(states), random_operands(100_003, states)):
+    for parts in (edge_operands(STATES[name]), random_operands(100_003, STATES[name])):
         assert_same_bits(run(name, layout, parts, "c"), run(name, layout, parts, "torch"))
 
 
@@ -98,7 +99,7 @@ def test_c_gives_the_bits_of_torch(name: str, layout: str) -> None:
 @pytest.mark.long
 @cases()
 def test_c_gives_the_bits_of_torch_on_many_values(name: str, layout: str) -> None:
-    parts = random_operands(10**7, UPDATES[name][1], seed=3)
+    parts = random_operands(10**7, STATES[name], seed=3)
     assert_same_bits(run(name, layout, parts, "c"), run(name, layout, parts, "torch"))
 
 
@@ -109,7 +110,7 @@ def test_bits_do_not_depend_on_the_instruction_set(monkeypatch: pytest.MonkeyPat
     """v3 has fused multiply-adds; the first one has four floats in a vector."""
     path = tmp_path / f"{machine}.so"
     flags = ["-std=gnu11", "-fopenmp", "-fPIC", "-shared", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-    source = str(ROOT / "runtime/update.c")
+    source = str(ROOT / "runtime/optim/update.c")
     if subprocess.run(["gcc", *flags, f"-march={machine}", "-DCLONES=", source, "-o", str(path)]).returncode:
         pytest.skip(f"gcc does not know {machine}")
     if machine != "x86-64" and not cpu_can("avx2" if machine == "x86-64-v3" else "avx512bw"):
@@ -118,7 +119,7 @@ def test_bits_do_not_depend_on_the_instruction_set(monkeypatch: pytest.MonkeyPat
     host_kernels.library.cache_clear()
     try:
         for name, layout in itertools.product(UPDATES, LAYOUTS):
-            parts = edge_operands(UPDATES[name][1])
+            parts = edge_operands(STATES[name])
             assert_same_bits(run(name, layout, parts, "c"), run(name, layout, parts, "torch"))
     finally:
         host_kernels.library.cache_clear()
@@ -130,9 +131,9 @@ def cpu_can(flag: str) -> bool:
 
 
 @pytest.mark.parametrize("by", [pytest.param("c", marks=needs_c), "torch"])
-@cases(("adamw", "nesterov", "lion"))
+@cases(("adamw", "nesterov"))
 def test_bits_do_not_depend_on_threads_and_alignment(name: str, layout: str, by: str) -> None:
-    parts = random_operands(150_001, UPDATES[name][1], seed=4)
+    parts = random_operands(150_001, STATES[name], seed=4)
     before = torch.get_num_threads()
     results = []
     try:
@@ -157,15 +158,16 @@ def test_a_nan_is_stored_as_one_and_shows_in_the_high_plane() -> None:
 def test_a_scale_of_one_changes_nothing_and_another_multiplies_the_gradient_first() -> None:
     weight, grad, m, v = random_operands(1000, 2, seed=5)
     halves = [weight, grad * 0.5, m, v]
-    assert_same_bits(run("adamw", "fp32", [weight, grad, m, v], scale=1.0), run("adamw", "fp32", [weight, grad, m, v]))
-    assert_same_bits(run("adamw", "fp32", [weight, grad, m, v], scale=0.5), run("adamw", "fp32", halves))
+    expected = run("adamw", "fp32", [weight, grad, m, v])
+    assert_same_bits(run(formula.adamw(**ADAM, scale=1.0), "fp32", [weight, grad, m, v]), expected)
+    assert_same_bits(run(formula.adamw(**ADAM, scale=0.5), "fp32", [weight, grad, m, v]), run("adamw", "fp32", halves))
 
 
 # ------------------------------------------------------------------------------------------------------------ other references
 
 
 def masters_by_hand(weight: Tensor, grads: list[Tensor]) -> Iterator[Tensor]:
-    """Yields fp32 masters after each AdamW step: host_kernels.adamw's formula written out again, on fp32 tensors."""
+    """Yields fp32 masters after each AdamW step: the formula of formula.adamw written out again, on fp32 tensors."""
 
     def single(value: float) -> Tensor:
         return torch.tensor(value, dtype=torch.float64).float()
@@ -196,7 +198,7 @@ def test_200_steps_of_split_adamw_are_those_of_fp32_masters(by: Any) -> None:
     hi, lo = split(master)
     m, v = torch.zeros(count), torch.zeros(count)
     for step, (grad, expected) in enumerate(zip(grads, masters_by_hand(master, [g.float() for g in grads])), 1):
-        host_kernels.adamw(hi, grad, m, v, lo, **ADAM | {"step": step}, by=by)
+        host_kernels.apply(formula.adamw(**ADAM | {"step": step}), Operands(hi, grad, (m, v), lo), by)
         assert torch.equal(joined(hi, lo), expected), step
         theirs.grad = grad.float()
         optimizer.step()
@@ -211,35 +213,30 @@ def test_sgd_is_torchs(nesterov: bool, dampening: float) -> None:
     if nesterov and dampening:
         pytest.skip("torch refuses dampening with nesterov")
     scalars = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "dampening": dampening, "nesterov": nesterov}
-    compare_with_torch("sgd", torch.optim.SGD, scalars, scalars)
+    compare_with_torch(formula.sgd, torch.optim.SGD, scalars, scalars)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_adam_and_adamw_are_torchs(decay: float) -> None:
     own = {"lr": 1e-3, "beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "weight_decay": decay}
     theirs = {"lr": 1e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": decay}
-    compare_with_torch("adam", torch.optim.Adam, own, theirs)
-    compare_with_torch("adamw", torch.optim.AdamW, own, theirs)
+    compare_with_torch(formula.adam, torch.optim.Adam, own, theirs)
+    compare_with_torch(formula.adamw, torch.optim.AdamW, own, theirs)
 
 
-def compare_with_torch(function: str, optimizer: Any, own: dict[str, Any], theirs: dict[str, Any]) -> None:
+def compare_with_torch(update: Any, optimizer: Any, own: dict[str, Any], theirs: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(7)
     weight = torch.rand(1000, generator=generator) + 0.5
     other = torch.nn.Parameter(weight.clone())
     stepper = optimizer([other], **theirs)
-    states = [torch.full((1000,), math.nan if function == "sgd" else 0.0) for _ in range(1 if function == "sgd" else 2)]
+    sgd = update is formula.sgd
+    states = tuple(torch.full((1000,), math.nan if sgd else 0.0) for _ in range(1 if sgd else 2))
     for step in range(1, 21):
         other.grad = torch.randn(1000, generator=generator) * 0.1
-        counted = {"first": step == 1} if function == "sgd" else {"step": step}
-        getattr(host_kernels, function)(weight, other.grad.clone(), *states, **own, **counted)
+        counted = {"first": step == 1} if sgd else {"step": step}
+        host_kernels.apply(update(**own, **counted), Operands(weight, other.grad.clone(), states))
         stepper.step()
     assert ((weight - other) / other).abs().max() < 1e-6
-
-
-def test_lion_moves_by_the_sign_of_what_it_mixes() -> None:
-    weight, m = torch.tensor([1.0, 1.0, 1.0, 2.0]), torch.tensor([0.0, 1.0, -1.0, 0.0])
-    host_kernels.lion(weight, torch.tensor([1.0, -1.0, 1.0, 0.0]), m, lr=0.5, beta1=0.75, beta2=0.5, weight_decay=0.5)
-    assert weight.tolist() == [0.25, 0.25, 1.25, 1.5] and m.tolist() == [0.5, 0.0, 0.0, 0.0]
 
 
 def test_updates_below_bf16_resolution_are_not_lost() -> None:
@@ -249,11 +246,12 @@ def test_updates_below_bf16_resolution_are_not_lost() -> None:
     hi, lo = split(master)
     plain, pure = hi.float() * 0 + master, torch.nn.Parameter(hi.clone())
     optimizer = torch.optim.AdamW([pure], lr=1e-5, weight_decay=0.0)
-    states = [torch.zeros(count) for _ in range(4)]
+    moments = [(torch.zeros(count), torch.zeros(count)) for _ in range(2)]
     grad = torch.full((count,), 0.125, dtype=torch.bfloat16)
     for step in range(1, steps + 1):
-        host_kernels.adamw(hi, grad, *states[:2], lo, **scalars | {"step": step})
-        host_kernels.adamw(plain, grad.float(), *states[2:], **scalars | {"step": step})
+        update = formula.adamw(**scalars | {"step": step})
+        host_kernels.apply(update, Operands(hi, grad, moments[0], lo))
+        host_kernels.apply(update, Operands(plain, grad.float(), moments[1]))
         pure.grad = grad
         optimizer.step()
     assert torch.equal(joined(hi, lo), plain)
@@ -265,9 +263,8 @@ def test_updates_below_bf16_resolution_are_not_lost() -> None:
 # ------------------------------------------------------------------------------------------------------------ operands
 
 
-def good(layout: str = "fp32", count: int = 8) -> list[Tensor | None]:
-    tensors, remainder = laid_out(layout, [torch.ones(count), torch.ones(count), torch.zeros(count), torch.zeros(count)])
-    return [*tensors, remainder]
+def good(layout: str = "fp32", count: int = 8) -> Operands:
+    return laid_out(layout, [torch.ones(count), torch.ones(count), torch.zeros(count), torch.zeros(count)])
 
 
 @pytest.mark.parametrize(
@@ -288,43 +285,47 @@ def good(layout: str = "fp32", count: int = 8) -> list[Tensor | None]:
     ],
 )  # fmt: skip
 def test_wrong_operands_are_refused(layout: str, place: int, wrong: Tensor, message: str) -> None:
-    tensors = good(layout)
+    operands = good(layout)
+    tensors: list[Any] = [operands.weight, operands.grad, *operands.states, operands.remainder]
     tensors[place] = wrong
     with pytest.raises(ValueError, match=re.escape(message)):
-        host_kernels.adamw(*tensors, **ADAM)  # type: ignore[arg-type]
+        host_kernels.apply(UPDATES["adamw"], Operands(tensors[0], tensors[1], tuple(tensors[2:4]), tensors[4]))
+
+
+def test_states_of_another_optimizer_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected the states buffer, found 2 tensors"):
+        host_kernels.apply(UPDATES["sgd"], good())
 
 
 def test_overlapping_operands_are_refused() -> None:
     room = torch.zeros(15)
     with pytest.raises(ValueError, match="share no memory, found m and v overlapping"):
-        host_kernels.adamw(torch.ones(8), torch.ones(8), room[:8], room[7:], **ADAM)
+        host_kernels.apply(UPDATES["adamw"], Operands(torch.ones(8), torch.ones(8), (room[:8], room[7:])))
     room = torch.zeros(16)
-    host_kernels.adamw(torch.ones(8), torch.ones(8), room[:8], room[8:], **ADAM)
+    host_kernels.apply(UPDATES["adamw"], Operands(torch.ones(8), torch.ones(8), (room[:8], room[8:])))
 
 
 def test_a_step_before_the_first_and_other_devices_are_refused() -> None:
-    weight, grad, m, v, _ = good()
     with pytest.raises(ValueError, match="expected the first step to be number 1, found step 0"):
-        host_kernels.adamw(weight, grad, m, v, **ADAM | {"step": 0})  # type: ignore[arg-type]
+        formula.adamw(**ADAM | {"step": 0})
     there = [torch.zeros(8, device="meta") for _ in range(4)]
     with pytest.raises(ValueError, match=r"expected weight to be .* on cpu, contiguous, found torch.float32 \[8\] on meta"):
-        host_kernels.adamw(*there, **ADAM)
+        host_kernels.apply(UPDATES["adamw"], Operands(there[0], there[1], tuple(there[2:])))
 
 
 def test_nothing_to_update_is_no_error() -> None:
     for layout in LAYOUTS:
-        weight, grad, m, v, remainder = good(layout, 0)
-        host_kernels.adamw(weight, grad, m, v, remainder, **ADAM)  # type: ignore[arg-type]
+        host_kernels.apply(UPDATES["adamw"], good(layout, 0))
 
 
 @pytest.mark.parametrize("by", [pytest.param("c", marks=needs_c), "torch"])
 def test_autograd_notices_what_was_written_and_only_that(by: Any) -> None:
     weight, grad, m, v = torch.nn.Parameter(torch.ones(8)), torch.ones(8), torch.zeros(8), torch.zeros(8)
     before = [tensor._version for tensor in (weight, grad, m, v)]
-    host_kernels.adamw(weight, grad, m, v, **ADAM, by=by)
+    host_kernels.apply(UPDATES["adamw"], Operands(weight, grad, (m, v)), by)
     assert [tensor._version - old for tensor, old in zip((weight, grad, m, v), before)] == [1, 0, 1, 1]
     with torch.inference_mode():
-        host_kernels.adamw(*(torch.ones(8) for _ in range(4)), **ADAM, by=by)
+        host_kernels.apply(UPDATES["adamw"], good(), by)
 
 
 # ------------------------------------------------------------------------------------------------------------ which
@@ -385,10 +386,9 @@ def interpreted(names: tuple[str, ...], count: int) -> None:
         "from mtcompile.runtime.optim import device_kernels\n"
         "from tests.helpers.updates import *\n"
         f"for name, layout in itertools.product({names!r}, LAYOUTS):\n"
-        "    states = UPDATES[name][1]\n"
-        f"    for parts in (edge_operands(states), random_operands({count}, states, seed=9)):\n"
-        "        found = run(name, layout, parts, where=device_kernels)\n"
-        "        assert_same_bits(found, run(name, layout, parts, 'torch'))\n"
+        f"    for parts in (edge_operands(STATES[name]), random_operands({count}, STATES[name], seed=9)):\n"
+        "        results = run(name, layout, parts, kernels=device_kernels)\n"
+        "        assert_same_bits(results, run(name, layout, parts, 'torch'))\n"
         "assert device_kernels.proven(torch.device('cpu'))\n"
         "print('same')\n"
     )
@@ -403,18 +403,24 @@ def test_triton_gives_the_same_bits() -> None:
 
 
 def test_a_device_without_the_kernels_or_with_other_bits_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    where = torch.device("cpu")
-    assert not device_kernels.proven.__wrapped__(where)  # Triton launches on GPUs only
+    device = torch.device("cpu")
+    assert not device_kernels.proven.__wrapped__(device)  # Triton launches on GPUs only
 
-    def nearly(*tensors: Tensor, **options: Any) -> None:
-        host_kernels.adamw(*tensors, **options)
-        tensors[0].view(torch.int16)[17] ^= 1
+    def nearly(update: Update, operands: Operands) -> None:
+        host_kernels.apply(update, operands)
+        if update.kind == "adamw":
+            operands.weight.view(torch.int16)[17] ^= 1
 
-    monkeypatch.setattr(device_kernels, "adamw", host_kernels.adamw)
-    monkeypatch.setattr(device_kernels, "sgd", host_kernels.sgd)
-    assert device_kernels.proven.__wrapped__(where)
-    monkeypatch.setattr(device_kernels, "adamw", nearly)
-    assert not device_kernels.proven.__wrapped__(where)
+    monkeypatch.setattr(device_kernels, "apply", host_kernels.apply)
+    assert device_kernels.proven.__wrapped__(device)
+    monkeypatch.setattr(device_kernels, "apply", nearly)
+    assert not device_kernels.proven.__wrapped__(device)
+
+
+@needs_triton
+def test_adam_has_no_kernel_on_the_device() -> None:
+    with pytest.raises(ValueError, match="expected AdamW or SGD on a GPU, found Adam"):
+        device_kernels.apply(UPDATES["adam"], good())
 
 
 @needs_triton
@@ -442,10 +448,10 @@ for name, (split, half) in itertools.product(("adamw", "sgd"), ((False, False), 
         types |= {flag: "constexpr" for flag in flags}
         types = {argument: types[argument] for argument in kernel.arg_names}
         source = ASTSource(fn=kernel, signature=types, constexprs=flags)
-        made = compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
-        found = set(re.findall(r"\\b(?:fma|mad|mul|add|sub|neg|div|sqrt)\\.[a-z.]*f32", made.asm["ptx"]))
-        assert found <= {kind + ".rn.f32" for kind in ("mul", "add", "sub", "div", "sqrt")}, found
-        assert ("div.rn.f32" in found) == ("sqrt.rn.f32" in found) == (name == "adamw")
+        compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+        used = set(re.findall(r"\\b(?:fma|mad|mul|add|sub|neg|div|sqrt)\\.[a-z.]*f32", compiled.asm["ptx"]))
+        assert used <= {kind + ".rn.f32" for kind in ("mul", "add", "sub", "div", "sqrt")}, used
+        assert ("div.rn.f32" in used) == ("sqrt.rn.f32" in used) == (name == "adamw")
 print("rounded")
 """
 
@@ -463,8 +469,10 @@ def test_compiled_for_a_gpu_every_operation_is_rounded_once(tmp_path: Path) -> N
 def test_device_updates_load_without_triton_and_say_what_they_need() -> None:
     program = (
         "import sys; sys.modules['triton'] = None\n"
-        "import torch; from mtcompile.runtime.optim import device_kernels\n"
-        "try: device_kernels.sgd(*(torch.ones(2) for _ in range(3)), lr=1.0, momentum=0.9, first=True)\n"
+        "import torch; from mtcompile.runtime.optim import device_kernels, formula, operands\n"
+        "weight, grad, buffer = torch.ones(3, 2)\n"
+        "update = formula.sgd(lr=1.0, momentum=0.9, first=True)\n"
+        "try: device_kernels.apply(update, operands.Operands(weight, grad, (buffer,)))\n"
         "except RuntimeError as error: print(error)\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)

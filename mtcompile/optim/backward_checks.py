@@ -1,0 +1,87 @@
+"""Checks for ``update="backward"``: anything that would silently give other numbers than the ordinary loop raises an error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtcompile import torch_private
+from mtcompile.errors import StepError
+from mtcompile.optim.backward_kernels import Backward
+
+_LEAST_SCALE = 256.0  # a loss multiplied by a power of two from here on is taken to come from a GradScaler
+# Their update of a parameter reads nothing of another one.
+_BY_PARAMETER = (
+    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"),
+    *("Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+)
+CLIPPING_BY_HAND = (
+    'clipping by hand finds no gradients with update="backward": they are used as they arrive. Pass max_grad_norm= to compile '
+    'for clip_grad_norm_; for clip_grad_value_ use update="step"'
+)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise TypeError for a class that looks at several parameters at once, or that is not torch's."""
+    if not any(type(optimizer) is getattr(torch.optim, name, None) for name in _BY_PARAMETER):
+        raise TypeError(
+            f'expected one of torch.optim.{", ".join(_BY_PARAMETER)} with update="backward", found '
+            f'{type(optimizer).__name__}: its update may need all gradients at once. Use update="step"'
+        )
+
+
+def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise StepError for gradients from elsewhere, and for hooks that would not be called."""
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            raise StepError(f'{name} has a gradient already; with update="backward" there are none. Set it to None first')
+        if parameter._backward_hooks or torch_private.accumulation_hooks(parameter):
+            raise StepError(f'{name} has a gradient hook, which update="backward" would not call; remove it')
+
+
+def check_loss(outputs: Sequence[Tensor | None], tangents: Sequence[Tensor | None], nonfinite: str) -> None:
+    """Raise StepError for a scaled loss, and for one that is not finite where ``nonfinite`` is "stop"."""
+    for output, tangent in zip(outputs, tangents, strict=True):
+        if tangent is None or tangent.numel() != 1:
+            continue
+        factor = abs(float(tangent))
+        if factor >= _LEAST_SCALE and math.frexp(factor)[0] == 0.5:
+            raise StepError(
+                f'the loss was multiplied by {factor:g}, as a GradScaler does; with update="backward" gradients are used '
+                'as they arrive. Leave the scaler out, which bf16 and fp32 do not need, or use update="step"'
+            )
+        if nonfinite == "stop" and output is not None and not bool(torch.isfinite(output).all()):
+            raise StepError(
+                f"the loss is {float(output)}; nothing was changed. Skip this batch (del loss), or pass "
+                'nonfinite="skip" or "continue"'
+            )
+
+
+def check_step(backward: Backward, optimizer: torch.optim.Optimizer) -> None:
+    """Raise StepError unless the step that ``backward`` has taken is the one that ``optimizer.step()`` asks for."""
+    for name, parameter in backward.parameters.items():
+        if parameter.grad is not None:
+            raise StepError(
+                f'{name} has a gradient that came from outside the model\'s call; with update="backward" it was updated '
+                "before, without that one. Compute all that is trained in the model's forward (a penalty on weights too), "
+                'or use update="step"'
+            )
+    for group in optimizer.param_groups:
+        used = next((backward.groups[id(p)][1] for p in group["params"] if id(p) in backward.groups), {})
+        if changed := [key for key, value in used.items() if key in group and not _equal(value, group[key])]:
+            values = ", ".join(f"{key}={used[key]}" for key in changed)
+            raise StepError(
+                f'{", ".join(changed)} of the optimizer changed between backward() and step(); with update="backward" '
+                f"this step was made with {values}. Change it before backward() or after step()"
+            )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Compares two values of an option; tensors among them, alone or in a tuple, by their values."""
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other))) if isinstance(one, Tensor) else bool(one == other)

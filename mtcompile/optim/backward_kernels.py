@@ -1,0 +1,148 @@
+"""The kernels of a backward with updates: gradient norms, the clipping factor, and the updates of a region's parameters.
+
+Each kernel takes the running backward, the names of the parameters, and the tensors of its instruction; it returns the tensors
+that the instruction writes.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtcompile.errors import StepError
+from mtcompile.optim.master_weights import Masters
+from mtcompile.optim.update_options import UpdateOptions
+from mtcompile.passes.step_graph import gradient_norms, gradient_scale, update
+
+
+@dataclass(slots=True)
+class Backward:
+    """One backward with updates: what it started from, then what has happened in it.
+
+    ``number``: of the step, from 1. ``parameters``: those that are updated, in the model's order. ``groups``: by a parameter's
+    id, the index of its group in the optimizer and the group's options as they were at the start. ``threads``: of the caller,
+    whatever thread the backward runs in.
+    """
+
+    number: int
+    options: UpdateOptions
+    optimizer: torch.optim.Optimizer
+    masters: Masters | None
+    parameters: dict[str, nn.Parameter]
+    groups: dict[int, tuple[int, Mapping[str, Any]]]
+    threads: int
+    grad_norm: float | None = None
+    has_updated: bool = False
+    skips: bool = False
+    warned: bool = False
+    allocated_state: bool = False
+
+
+def _norms(backward: Backward, names: tuple[str, ...], *grads: Tensor) -> tuple[Tensor]:
+    """Each gradient's norm as torch.nn.utils.clip_grad_norm_ has it, except that it is fp32 where there are fp32 masters."""
+    result = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
+    norms = [torch.linalg.vector_norm(g, dtype=_norm_dtype(backward, g)).to(result) for g in grads]
+    return (torch.stack(norms),)
+
+
+def _norm_dtype(backward: Backward, tensor: Tensor) -> torch.dtype:
+    return torch.float32 if backward.masters is not None else tensor.dtype
+
+
+def _clip_factor(backward: Backward, names: tuple[str, ...], *norms: Tensor) -> tuple[Tensor]:
+    """``max_grad_norm`` over the norm of all gradients, at most 1; summed in the order of the model's parameters."""
+    limit = backward.options.max_grad_norm
+    joined = torch.cat(norms)
+    by_name = dict(zip(names, joined, strict=True))
+    ordered = [by_name[name].to(_norm_dtype(backward, p)) for name, p in backward.parameters.items() if name in by_name]
+    total = torch.linalg.vector_norm(torch.stack(ordered))
+    backward.grad_norm = float(total)
+    if not math.isfinite(backward.grad_norm):
+        first = next((name for name in names if not math.isfinite(float(by_name[name]))), names[0])
+        _handle_nonfinite(backward, first, "nothing was changed")
+    if limit is None:
+        return (joined.new_ones(()),)
+    return ((limit / (total + 1e-6)).clamp(max=1.0).to(joined.dtype),)
+
+
+def _handle_nonfinite(backward: Backward, name: str, changed: str) -> None:
+    """Stop, skip or go on as asked. ``name``: the first parameter whose gradient is not finite."""
+    nonfinite = backward.options.nonfinite
+    if nonfinite == "stop":
+        raise StepError(
+            f"the gradient of {name} is not finite, the first in the backward; {changed}. Lower the learning rate or clip "
+            '(max_grad_norm=), or pass nonfinite="skip" or "continue"'
+        )
+    backward.skips = nonfinite == "skip"
+    if not backward.warned:
+        backward.warned = True
+        effect = "this step's update is skipped" if backward.skips else "it goes on, as asked"
+        warnings.warn(f"step {backward.number}: the gradient of {name} is not finite; {effect}", stacklevel=2)
+
+
+def _update(backward: Backward, names: tuple[str, ...], *values: Tensor) -> Sequence[Tensor]:
+    """Update the parameters ``names``. ``values``: the parameters, their gradients and, with clipping, the factor."""
+    count = len(names)
+    parameters, grads, factors = values[:count], list(values[count : 2 * count]), values[2 * count :]
+    if backward.skips:
+        return parameters
+    if not backward.options.needs_all_gradients:
+        for name, grad in zip(names, grads, strict=True):
+            if not bool(torch.isfinite(grad).all()):
+                changed = "regions behind it have been updated" if backward.has_updated else "nothing was changed"
+                _handle_nonfinite(backward, name, changed)
+    backward.has_updated = True
+    addresses: set[int] = set()
+    for index, grad in enumerate(grads):  # two parameters may have one gradient, which is scaled in place
+        if grad.data_ptr() in addresses:
+            grads[index] = grad.clone()
+        addresses.add(grad.data_ptr())
+    factor = factors[0] if factors and backward.options.max_grad_norm is not None else None
+    masters = backward.masters
+    if masters is not None and all(id(backward.parameters[name]) in masters.by_parameter for name in names):
+        _update_masters(backward, masters, dict(zip(names, grads, strict=True)), factor)
+    else:
+        _update_plain(backward, dict(zip(names, grads, strict=True)), factor)
+    return parameters
+
+
+def _update_masters(backward: Backward, masters: Masters, grads: Mapping[str, Tensor], factor: Tensor | None) -> None:
+    scale = 1.0 if factor is None else float(factor)
+    for name, grad in grads.items():
+        parameter = backward.parameters[name]
+        backward.allocated_state |= not backward.optimizer.state.get(parameter)
+        masters.update(backward.optimizer, parameter, grad, backward.groups[id(parameter)][1], scale)
+
+
+def _update_plain(backward: Backward, grads: Mapping[str, Tensor], factor: Tensor | None) -> None:
+    """Step an optimizer of the same class over stand-ins that share the parameters' memory, version counters and state."""
+    optimizer = backward.optimizer
+    groups: dict[int, dict[str, Any]] = {}
+    state: defaultdict[Tensor, Any] = defaultdict(dict)
+    for name, grad in grads.items():
+        parameter = backward.parameters[name]
+        index, options = backward.groups[id(parameter)]
+        stand_in = parameter.detach()
+        stand_in.grad = grad if factor is None else grad.mul_(factor)
+        groups.setdefault(index, {**options, "params": []})["params"].append(stand_in)
+        state[stand_in] = optimizer.state[parameter]
+        backward.allocated_state |= not state[stand_in]
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__, param_groups=list(groups.values()), state=state)
+    twin.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
+    type(optimizer).step(twin)
+
+
+# By the operation of the step graph.
+KERNELS: dict[Any, Callable[..., Sequence[Tensor]]] = {
+    update: _update,
+    gradient_norms: _norms,
+    gradient_scale: _clip_factor,
+}

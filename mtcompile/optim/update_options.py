@@ -1,0 +1,38 @@
+"""The options of ``update="backward"``, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NONFINITE = ("stop", "skip", "continue")
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOptions:
+    """``compile``'s options of the same names, for ``update="backward"``."""
+
+    max_grad_norm: float | None = None
+    run_ahead: bool = False
+    nonfinite: str = "stop"
+
+    @property
+    def needs_all_gradients(self) -> bool:
+        """True where no update may start before the last gradient is there."""
+        return self.max_grad_norm is not None or self.nonfinite == "skip"
+
+
+def update_options(update: str, max_grad_norm: float | None, run_ahead: bool, nonfinite: str) -> UpdateOptions | None:
+    """Check the options; None for ``update="step"``. Raises ValueError."""
+    if update not in ("step", "backward"):
+        raise ValueError(f"expected update to be step or backward, found {update!r}")
+    if nonfinite not in NONFINITE:
+        raise ValueError(f"expected nonfinite to be one of {', '.join(NONFINITE)}, found {nonfinite!r}")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"expected max_grad_norm above 0, found {max_grad_norm!r}")
+    options = UpdateOptions(max_grad_norm, run_ahead, nonfinite)
+    if update == "backward":
+        return options
+    if options != UpdateOptions():
+        names = "max_grad_norm, run_ahead and nonfinite"
+        raise ValueError(f'expected {names} with update="backward" only; with update="step" clip before optimizer.step()')
+    return None
