@@ -19,6 +19,7 @@ from mtcompile.passes.generators import replay, save_rng
 from mtcompile.passes.step_graph import (
     body_outputs,
     calls,
+    convert,
     gradient_norms,
     gradient_scale,
     is_convert,
@@ -29,6 +30,7 @@ from mtcompile.passes.step_graph import (
     offload,
     placeholders,
     prefetch,
+    recomputes,
     results,
     source,
     step_outputs,
@@ -168,6 +170,9 @@ def check_schedule(step: fx.GraphModule, schedule: Schedule) -> None:
         writes = [source(item).name for item in results(call)]
         _expect(_values(schedule, instruction.reads) == reads, lambda c=call: f"{c.name} to read {c.args}")
         _expect(_values(schedule, instruction.writes) == writes, lambda c=call: f"{c.name} to write its results")
+        block, work = step.meta["blocks"][call.meta["block"]], _work(call)
+        _expect(instruction.block == block, lambda c=call, b=block: f"{c.name} to belong to block {b}")
+        _expect(instruction.work == work, lambda c=call, w=work: f"{c.name} to be work of kind {w}")
         if is_region(call):
             kernel = kernel_of(step, call)
             _expect(instruction.kernel == call.target, lambda c=call: f"{c.name} to call {c.target}")
@@ -178,9 +183,17 @@ def check_schedule(step: fx.GraphModule, schedule: Schedule) -> None:
             )
         elif is_update(call) or is_convert(call):
             _expect(instruction.kernel == call.name, lambda c=call: f"{c.name} to call itself")
-            below = [schedule.buffers[name].over for name in instruction.writes]
-            wanted_below = [item.meta.get("over", "") for item in results(call)]
-            _expect(below == wanted_below, lambda c=call: f"{c.name} to write in place")
+            replaced = [schedule.buffers[name].version_of for name in instruction.writes]
+            homes = [item.meta.get("over", "") for item in results(call)]
+            _expect(replaced == homes, lambda c=call: f"{c.name} to write in place")
+
+
+def _work(call: fx.Node) -> str:
+    """Says what a call does, by what it calls: told here once more, so that a mistake of ``passes/lower`` shows."""
+    if is_region(call):
+        return "recompute" if recomputes(call) else "compute"
+    kinds = {convert: "convert", prefetch: "prefetch", offload: "offload"}
+    return kinds.get(call.target, "update")
 
 
 def _values(schedule: Schedule, names: Iterable[str]) -> list[str]:

@@ -29,7 +29,7 @@ def simulate(schedule: Schedule, before: Trace | None = None) -> Trace:
             phase = instruction.phase
         if any(not 0 <= dep < index for dep in instruction.deps):
             raise ValueError(f"#{index}: expected waits for earlier instructions, found {instruction.deps}; derive deps again")
-        waits = (*(ends[dep] for dep in instruction.deps), *(late.get(dep, 0.0) for dep in instruction.ahead))
+        waits = (*(ends[dep] for dep in instruction.deps), *(late.get(dep, 0.0) for dep in instruction.previous_step_deps))
         start = max((barrier, free_at.get(instruction.queue, 0.0), *waits))
         end = start + instruction.time_us
         ends.append(end)

@@ -159,12 +159,18 @@ def _well_formed(schedule: Schedule) -> None:
         placed = buffer.kind == "placed"
         need((buffer.offset is not None) == placed, None, f"{name}: placed buffers have an offset, others have none")
     covered: set[str] = set()
-    for name, buffer in ((name, buffer) for name, buffer in schedule.buffers.items() if buffer.over):
-        need(buffer.over in schedule.buffers, None, f"expected {name} over a buffer of the table, found {buffer.over!r}")
-        below = schedule.buffers[buffer.over]
+    for name, buffer in ((name, buffer) for name, buffer in schedule.buffers.items() if buffer.version_of):
+        need(
+            buffer.version_of in schedule.buffers,
+            None,
+            f"expected {name} over a buffer of the table, found {buffer.version_of!r}",
+        )
+        below = schedule.buffers[buffer.version_of]
         alike = (below.kind, below.tier, below.nbytes) == (buffer.kind, buffer.tier, buffer.nbytes)
         need(alike and buffer.kind == "home", None, f"expected {name} over a home as it is one, found {below.name}")
-        need(not below.over and below.name not in covered, None, f"expected one buffer over {below.name}, found {name} too")
+        need(
+            not below.version_of and below.name not in covered, None, f"expected one buffer over {below.name}, found {name} too"
+        )
         covered.add(below.name)
     reached = 0
     for index, instruction in enumerate(schedule.instructions):
@@ -179,7 +185,7 @@ def _well_formed(schedule: Schedule) -> None:
             need(name in schedule.buffers, index, f"expected operands from the buffer table, found {name!r}")
         for dep in instruction.deps:
             need(0 <= dep < index, index, f"expected waits for earlier instructions, found #{dep}: it would deadlock")
-        for dep in instruction.ahead:
+        for dep in instruction.previous_step_deps:
             right = schedule.run_ahead and instruction.phase == PHASES[0] and 0 <= dep < len(schedule)
             right = right and (schedule.instructions[dep].queue, schedule.instructions[dep].phase) == ("host", PHASES[1])
             need(right, index, f"expected a forward to wait for queue host of the backward before it, found #{dep}")
@@ -253,11 +259,11 @@ def _readable(facts: _Facts, index: int, buffer: Buffer) -> None:
 def _not_overtaken(facts: _Facts) -> None:
     """No home is read once another lies over it."""
     for name, buffer in facts.schedule.buffers.items():
-        for writer in facts.writers[name] if buffer.over else ():
-            late = [reader for reader in facts.readers[buffer.over] if reader > writer]
+        for writer in facts.writers[name] if buffer.version_of else ():
+            late = [reader for reader in facts.readers[buffer.version_of] if reader > writer]
             if late:
                 raise facts.error(
-                    "I1", late[0], f"{buffer.over} is read, but #{writer} has written {name} over it; read before"
+                    "I1", late[0], f"{buffer.version_of} is read, but #{writer} has written {name} over it; read before"
                 )
 
 
@@ -281,7 +287,7 @@ def _segments(schedule: Schedule) -> dict[str, list[tuple[str, int]]]:
     placed = [(b, b.offset) for b in schedule.buffers.values() if b.offset is not None]
     for tier in TIERS:
         ends[tier] = sorted({end for b, offset in placed if b.tier == tier for end in (offset, offset + b.nbytes)})
-    pieces = {name: [(b.over or name, -1)] for name, b in schedule.buffers.items()}
+    pieces = {name: [(b.version_of or name, -1)] for name, b in schedule.buffers.items()}
     for b, offset in placed:
         tier_ends = ends[b.tier]
         first, last = bisect_left(tier_ends, offset), bisect_left(tier_ends, offset + b.nbytes)
@@ -395,11 +401,11 @@ def _closed(facts: _Facts) -> None:
                 if buffer.name in live:
                     raise facts.error("I4", index, f"{buffer.name} is never freed: the {step} finds it allocated")
                 live[buffer.name] = index
-            elif buffer.leaves:
+            elif buffer.returned:
                 raise facts.error("I4", index, f"{buffer.name} leaves with the user, but is freed here; drop the free")
             elif live.pop(buffer.name, None) is None:
                 raise facts.error("I4", index, f"{buffer.name} is freed, but not allocated at this point")
-        for name in [name for name in live if schedule.buffers[name].leaves]:
+        for name in [name for name in live if schedule.buffers[name].returned]:
             if schedule.buffers[name].kind == "placed":
                 raise facts.error("I4", live[name], f"{name} leaves, but a slot is reused; make it pooled")
             del live[name]  # the user's from here on
@@ -419,7 +425,7 @@ def _consumed_once(facts: _Facts) -> None:
         key, writers = (buffer.value, buffer.role), facts.writers[name]
         if writers and schedule.instructions[writers[0]].op == "run":
             made[key] = min(made.get(key, writers[0]), writers[0])
-        if buffer.kind == "home" or buffer.leaves:
+        if buffer.kind == "home" or buffer.returned:
             taken.setdefault(key, []).extend(writers)
     for name, buffer in rows:
         at = made.get((buffer.value, buffer.role))
@@ -428,12 +434,14 @@ def _consumed_once(facts: _Facts) -> None:
             what = f"expected one write of home {name}, found none: it would end the step without {buffer.value}"
             raise facts.error("I4", at, what)
     for name, buffer in facts.schedule.buffers.items():
-        if buffer.over and not facts.writers[name]:
-            raise facts.error("I4", None, f"expected one write of {name} over {buffer.over}, found none")
+        if buffer.version_of and not facts.writers[name]:
+            raise facts.error("I4", None, f"expected one write of {name} over {buffer.version_of}, found none")
     updates = [
         (index, {schedule.buffers[name].value for name in instruction.reads if schedule.buffers[name].role == "grad"})
         for index, instruction in enumerate(schedule.instructions)
-        if any(schedule.buffers[name].over or _converted(instruction, schedule.buffers[name]) for name in instruction.writes)
+        if any(
+            schedule.buffers[name].version_of or _converted(instruction, schedule.buffers[name]) for name in instruction.writes
+        )
     ]
     for index, values in updates:
         for value in values:
@@ -456,11 +464,14 @@ def _runs_ahead(schedule: Schedule) -> None:
     mine = (i for i, each in schedule.phase(PHASES[1]) if each.queue == "host")
     behind = [i for i in mine if not any(before(i, other) for other in last.values())]  # the others have drained
     place = {index: position for position, index in enumerate(behind)}
-    rows = [replace(schedule.instructions[index], phase=PHASES[0], deps=(), ahead=()) for index in behind]
+    rows = [replace(schedule.instructions[index], phase=PHASES[0], deps=(), previous_step_deps=()) for index in behind]
     left = len(rows)
     following = {index: left + position for position, (index, _) in enumerate(schedule.phase(PHASES[0]))}
     for _, instruction in schedule.phase(PHASES[0]):
-        waits = (*(place[dep] for dep in instruction.ahead if dep in place), *(following[dep] for dep in instruction.deps))
-        rows.append(replace(instruction, deps=tuple(sorted(waits)), ahead=()))
+        waits = (
+            *(place[dep] for dep in instruction.previous_step_deps if dep in place),
+            *(following[dep] for dep in instruction.deps),
+        )
+        rows.append(replace(instruction, deps=tuple(sorted(waits)), previous_step_deps=()))
     facts = _Facts(replace(schedule, instructions=tuple(rows), run_ahead=False))
     _race_free(facts, f"with the step before, whose queue host comes first (#0 to #{left - 1})")

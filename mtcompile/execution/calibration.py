@@ -117,7 +117,7 @@ def _medians(timed: Iterable[Timed], speeds: Machine) -> Times:
     for compiled, _, records in timed:
         for record in records:
             instruction = compiled.schedule.instructions[record.index]
-            if instruction.op == "run" and not _calls_region(compiled, instruction):
+            if instruction.work in ("update", "convert"):
                 continue
             subject = _subject(compiled, instruction)
             took.setdefault(record.queue, {}).setdefault(subject, []).append(record.end_us - record.start_us)
@@ -128,11 +128,6 @@ def _medians(timed: Iterable[Timed], speeds: Machine) -> Times:
         queue: {subject: (statistics.median(us), formula[queue][subject]) for subject, us in subjects.items()}
         for queue, subjects in took.items()
     }
-
-
-def _calls_region(compiled: Compiled, instruction: Instruction) -> bool:
-    """Of an instruction that runs something; else it is an update."""
-    return hasattr(compiled.step, instruction.kernel)
 
 
 def _subject(compiled: Compiled, instruction: Instruction) -> str:
@@ -152,7 +147,7 @@ def _predicted_us(compiled: Compiled, machine: Machine) -> float:
     """What the planner would say of the same schedule on that machine."""
     instructions = []
     for i in compiled.schedule.instructions:
-        if i.op == "run" and _calls_region(compiled, i):
+        if i.work in ("compute", "recompute"):
             kernel = compiled.step.get_submodule(i.kernel)
             i = replace(i, time_us=kernel_us(kernel, machine))  # type: ignore[arg-type]
         elif i.op == "copy":

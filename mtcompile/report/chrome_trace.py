@@ -80,6 +80,8 @@ def _pieces(schedule: Schedule, when: Moments, ran: list[int]) -> Iterator[Event
         about = {
             "index": index,
             "phase": instruction.phase,
+            "block": instruction.block,
+            "work": instruction.work,
             "kernel": instruction.kernel,
             "reads": list(instruction.reads),
             "writes": list(instruction.writes),

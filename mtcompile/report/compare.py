@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 
-from torch import fx
-
-from mtcompile.passes.step_graph import calls, is_convert, is_region, recomputes
 from mtcompile.runtime.schedule import Instruction, Schedule
 from mtcompile.runtime.trace import Trace, busy_us, exposed_us, span_us
 
@@ -47,20 +44,17 @@ class Compared:
     queues: tuple[Queue, ...]
 
 
-def compare(
-    step: fx.GraphModule, schedule: Schedule, predicted: Trace, measured: Trace, only: Set[int] | None = None
-) -> Compared:
-    """``step``: rewritten, whose schedule this is; ``only``: the instructions to look at, by index."""
+def compare(schedule: Schedule, predicted: Trace, measured: Trace, only: Set[int] | None = None) -> Compared:
+    """Compares two traces of a step's schedule. ``only``: the instructions to look at, by index."""
     ran = {record.index for record in measured.records}
     ran = ran if only is None else ran & only
     one = Trace(tuple(r for r in predicted.records if r.index in ran), "predicted")
     other = Trace(tuple(r for r in measured.records if r.index in ran), "measured")
-    nodes = {call.name: call for call in calls(step)}
     times = {r.index: r.end_us - r.start_us for r in one.records}
     groups: dict[tuple[str, str], list[tuple[int, float, float]]] = {}
     for record in other.records:
         instruction = schedule.instructions[record.index]
-        key = instruction.queue, kind_of(instruction, nodes.get(instruction.label), schedule)
+        key = instruction.queue, kind_of(instruction, schedule)
         groups.setdefault(key, []).append((record.index, times[record.index], record.end_us - record.start_us))
     kinds = []
     for (queue, kind), rows in groups.items():
@@ -74,16 +68,15 @@ def compare(
     return Compared(span_us(one), span_us(other), tuple(kinds), tuple(_queues(one, other)))
 
 
-def kind_of(instruction: Instruction, call: fx.Node | None, schedule: Schedule) -> str:
-    """In words: what is copied, or in which phase what runs."""
+def kind_of(instruction: Instruction, schedule: Schedule) -> str:
+    """Describes a copy or run in words: the role of what is copied, or what runs in which phase."""
     if instruction.op == "copy":
         return f"copy {schedule.buffers[instruction.writes[0]].role}"
-    if call is not None and is_convert(call):
+    if instruction.work == "convert":
         return "cast"
-    if call is not None and not is_region(call):
+    if instruction.work == "update":
         return "update"
-    again = call is not None and bool(recomputes(call))
-    return f"{instruction.phase} with recomputation" if again else instruction.phase
+    return f"{instruction.phase} with recomputation" if instruction.work == "recompute" else instruction.phase
 
 
 def _queues(one: Trace, other: Trace) -> list[Queue]:

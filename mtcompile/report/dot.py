@@ -15,22 +15,13 @@ from typing import Any
 
 from torch import fx
 
-from mtcompile.passes.step_graph import (
-    calls,
-    is_convert,
-    is_region,
-    is_update,
-    placeholders,
-    prefetch,
-    recomputes,
-    results,
-    step_outputs,
-)
+from mtcompile.passes.lower import work_of
+from mtcompile.passes.step_graph import calls, is_region, placeholders, results, step_outputs
 from mtcompile.runtime.schedule import gib
 
-# kind -> (shape, fill colour, what it is)
+# kind of work, home or result -> (shape, fill colour, what it is)
 LOOKS: Mapping[str, tuple[str, str, str]] = {
-    "region": ("box", "#FFFFFF", "region"),
+    "compute": ("box", "#FFFFFF", "region"),
     "recompute": ("hexagon", "#E69F00", "region that computes something again"),
     "prefetch": ("invhouse", "#56B4E9", "to the device"),
     "offload": ("house", "#009E73", "to the host"),
@@ -58,15 +49,6 @@ class _Drawing:
 
     def flow(self, one: str, other: str, nbytes: int) -> None:
         self.edges[one, other] = self.edges.get((one, other), 0) + nbytes
-
-
-def kind_of(call: fx.Node) -> str:
-    """Of a call of the step graph: a key of ``LOOKS``."""
-    if is_region(call):
-        return "recompute" if recomputes(call) else "region"
-    if is_convert(call) or is_update(call):
-        return "convert" if is_convert(call) else "update"
-    return "prefetch" if call.target is prefetch else "offload"
 
 
 def dot(step: fx.GraphModule, fold: bool = False) -> str:
@@ -152,7 +134,7 @@ def _homes(step: fx.GraphModule, drawing: _Drawing) -> dict[fx.Node, str]:
 
 
 def _drawn(call: fx.Node) -> _Drawn:
-    kind = kind_of(call)
+    kind = work_of(call)
     made = sum(item.meta["nbytes"] for item in results(call))
     lines = [call.name, str(call.target) if is_region(call) else LOOKS[kind][2], gib(made)]
     return _Drawn(kind, tuple(lines), (call.meta["phase"], call.meta["block"]))
@@ -184,7 +166,7 @@ def _folded(drawing: _Drawing, step: fx.GraphModule) -> _Drawing:
         operands: Any = call.args
         sizes = tuple(value.meta["nbytes"] for value in (*operands, *results(call)))
         target = str(call.target) if is_region(call) else ""
-        alike.setdefault(call.meta["block"], []).append((call.meta["phase"], kind_of(call), target, sizes))
+        alike.setdefault(call.meta["block"], []).append((call.meta["phase"], work_of(call), target, sizes))
         members.setdefault(call.meta["block"], []).append(call.name)
     for name, node in drawing.nodes.items():  # homes of alike blocks come with them
         for block in members:

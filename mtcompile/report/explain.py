@@ -114,8 +114,8 @@ def explain(planned: Planned, source: Source, name: str, measured: Trace | None 
         tuple(found),
         others,
         exact,
-        compare(planned.step, schedule, predicted, measured) if measured else None,
-        compare(planned.step, schedule, predicted, measured, here) if measured else None,
+        compare(schedule, predicted, measured) if measured else None,
+        compare(schedule, predicted, measured, here) if measured else None,
         "" if measured else unmeasured,
     )
 

@@ -6,7 +6,6 @@ tables. Times are in µs from the step's start, sizes in bytes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,6 @@ from mtcompile.runtime.trace import Trace, busy_us, exposed_us, span_us
 
 FORMAT = "mtcompile-picture-1"
 VERBS: dict[Queue, str] = {"h2d": "fetch", "d2h": "store", "disk_read": "read", "disk_write": "write"}
-_REGION = re.compile(r"(.+?)_(forward|backward)((?:_r|_again|_micro\d+|_\d+)*)")
 
 Times = Sequence[tuple[float, float]]  # start and end of every instruction
 
@@ -75,7 +73,7 @@ def picture(
     place = {buffer.name: position for position, buffer in enumerate(buffers)}
     values = list(dict.fromkeys(buffer.value for buffer in buffers))
     which = {value: position for position, value in enumerate(values)}
-    every, blocks = lives(schedule), blocks_of(schedule)
+    every = lives(schedule)
     return {
         "format": FORMAT,
         "title": title,
@@ -88,15 +86,15 @@ def picture(
             "phase": [i.phase for i in instructions],
             "kernel": [i.kernel for i in instructions],
             "label": [i.label for i in instructions],
-            "block": blocks,
-            "text": [_text(schedule, i, block) for i, block in zip(instructions, blocks, strict=True)],
+            "block": [i.block for i in instructions],
+            "text": [_text(schedule, i) for i in instructions],
             "paint": [_paint(schedule, i) for i in instructions],
             "nbytes": [i.nbytes for i in instructions],
             "workspace": [i.workspace for i in instructions],
             "reads": [[place[name] for name in i.reads] for i in instructions],
             "writes": [[place[name] for name in i.writes] for i in instructions],
             "deps": [list(i.deps) for i in instructions],
-            "ahead": [list(i.ahead) for i in instructions],
+            "previous_step_deps": [list(i.previous_step_deps) for i in instructions],
         },
         "buffers": {
             "name": [b.name for b in buffers],
@@ -192,7 +190,7 @@ def critical_path(schedule: Schedule, times: Times, trace: Trace) -> list[tuple[
     while last is not None:
         candidates = before[last]
         cause, why = max(candidates, key=lambda pair: times[pair[0]][1], default=(None, "start"))
-        if trace.source == "predicted" and schedule.instructions[last].ahead:
+        if trace.source == "predicted" and schedule.instructions[last].previous_step_deps:
             if cause is None or times[last][0] > times[cause][1]:
                 cause, why = None, "ahead"
         path.append((last, why))
@@ -245,33 +243,6 @@ def lives(schedule: Schedule) -> dict[str, Life]:
     return {value: Life(**{part: tuple(rows) for part, rows in parts.items()}) for value, parts in found.items()}
 
 
-def blocks_of(schedule: Schedule) -> list[str]:
-    """Of each instruction the block it works for, as far as labels tell: what a kernel's says, and of anything else that of
-    the kernel which uses (what comes in) or made (what goes out) its first operand."""
-    maker: dict[str, str] = {}  # value -> block
-    blocks = [""] * len(schedule)
-    for index, instruction in enumerate(schedule.instructions):
-        if (instruction.op, instruction.queue) == ("run", "compute"):
-            match = _REGION.fullmatch(instruction.label)
-            if match:
-                blocks[index] = re.sub(r"_(\d+)\b", r".\1", match[1])
-                for name in instruction.writes:
-                    maker.setdefault(schedule.buffers[name].value, blocks[index])
-    user: dict[str, str] = {}  # buffer -> the block that uses it next
-    for index in range(len(schedule) - 1, -1, -1):
-        instruction = schedule.instructions[index]
-        if instruction.op == "run" and blocks[index]:
-            user.update(dict.fromkeys((*instruction.reads, *instruction.writes), blocks[index]))
-        elif instruction.op != "run" and instruction.queue in ("compute", "h2d"):
-            blocks[index] = next((user[name] for name in instruction.writes if name in user), "")
-    for index, instruction in enumerate(schedule.instructions):
-        operands = (*instruction.reads, *instruction.writes)
-        if not blocks[index]:
-            made = (maker[v] for v in (schedule.buffers[name].value for name in operands) if v in maker)
-            blocks[index] = next(made, user.get(operands[0], "") if operands else "")
-    return blocks
-
-
 def _roles(schedule: Schedule, instruction: Instruction) -> list[str]:
     """Of what it writes, the role with the most bytes first."""
     held: dict[str, int] = {}
@@ -281,39 +252,24 @@ def _roles(schedule: Schedule, instruction: Instruction) -> list[str]:
     return sorted(held, key=lambda role: -held[role])
 
 
-def _text(schedule: Schedule, instruction: Instruction, block: str) -> str:
-    """A few words for a reader: what it does, for which block."""
+def _text(schedule: Schedule, instruction: Instruction) -> str:
+    """Describes an instruction in a few words: what it does, for which block."""
     if instruction.op in ("alloc", "free"):
         return instruction.op
     if instruction.op == "copy":
         moved = "+".join(_roles(schedule, instruction)[:2])
-        return " ".join(filter(None, (VERBS.get(instruction.queue, "copy"), block, moved)))
-    if instruction.queue == "host" and block:
-        return f"{'update' if _updates(schedule, instruction) else 'host'} {block}"
-    match = _REGION.fullmatch(instruction.label)
-    if match is None:
+        return " ".join(filter(None, (VERBS.get(instruction.queue, "copy"), instruction.block, moved)))
+    if not instruction.block:
         return instruction.label or instruction.kernel
-    again = " again" if _again(instruction) and match[2] == "forward" else ""
-    return f"{block} {match[2]}{again}"
+    if instruction.work in ("update", "convert"):
+        return f"{instruction.work} {instruction.block}"
+    return f"{instruction.block} {instruction.phase}" + (" (recompute)" if instruction.work == "recompute" else "")
 
 
 def _paint(schedule: Schedule, instruction: Instruction) -> str:
-    """What decides a box's colour: what a kernel is for, or the role of what a copy moves."""
-    if instruction.op == "run":
-        if instruction.queue == "host":
-            return "update"
-        return "recompute" if _again(instruction) else instruction.phase
-    return next(iter(_roles(schedule, instruction)), "")
-
-
-def _updates(schedule: Schedule, instruction: Instruction) -> bool:
-    return any(schedule.buffers[name].over for name in instruction.writes)
-
-
-def _again(instruction: Instruction) -> bool:
-    """Whether it computes something of the forward a second time."""
-    match = _REGION.fullmatch(instruction.label)
-    if match is None:
-        return False
-    forward_late = (match[2], instruction.phase) == ("forward", "backward")
-    return forward_late or any(mark in match[3].split("_") for mark in ("r", "again"))
+    """Says what decides a box's colour: what a kernel is for, or the role of what a copy moves."""
+    if instruction.op != "run":
+        return next(iter(_roles(schedule, instruction)), "")
+    if instruction.work == "update" or instruction.queue == "host":
+        return "update"
+    return "recompute" if instruction.work == "recompute" else instruction.phase

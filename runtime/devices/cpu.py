@@ -111,8 +111,8 @@ class CpuMemory:
         made = kernel(*[self.tensors[name] for name in reads])
         for name, tensor in zip(writes, made, strict=True):
             buffer = self.schedule.buffers[name]
-            if buffer.over:  # it was written where it lies
-                self.tensors[name] = self.tensors[buffer.over]
+            if buffer.version_of:  # it was written where it lies
+                self.tensors[name] = self.tensors[buffer.version_of]
             elif buffer.kind != "pooled":
                 self.tensors[name].copy_(tensor)
             else:

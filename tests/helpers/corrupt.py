@@ -219,7 +219,7 @@ def double_free(s: Schedule, rng: Random) -> Iterator[Site]:
 def free_what_leaves(s: Schedule, rng: Random) -> Iterator[Site]:
     for b in s.buffers.values():
         users = _users(s, b.name)
-        if users and (b.leaves or b.kind == "home"):
+        if users and (b.returned or b.kind == "home"):
             last = s.instructions[users[-1]]
             free = Instruction("free", last.queue, last.phase, writes=(b.name,))
             yield partial(_insert, s, users[-1] + 1, free)

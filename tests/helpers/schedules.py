@@ -40,8 +40,8 @@ class Builder:
         self._add("alloc", queue, writes=(name,))
         return name
 
-    def pooled(self, name: str, role: Role, value: str = "", leaves: bool = False) -> str:
-        self.buffer(name, value or name, "device", "pooled", role, leaves=leaves)
+    def pooled(self, name: str, role: Role, value: str = "", returned: bool = False) -> str:
+        self.buffer(name, value or name, "device", "pooled", role, returned=returned)
         self._add("alloc", "compute", writes=(name,))
         return name
 
@@ -78,7 +78,7 @@ def inference(layers: int = 4) -> Schedule:
     for k in range(layers):
         w = b.slot(f"w{k}", f"p{k}", k % 2 * UNIT, "param", "h2d")
         b.copy("h2d", b.home(f"p{k}", "param"), w)
-        y = b.pooled(f"y{k}", "output" if k == layers - 1 else "activation", leaves=k == layers - 1)
+        y = b.pooled(f"y{k}", "output" if k == layers - 1 else "activation", returned=k == layers - 1)
         b.run("layer", (w, x), (y,), workspace=64)
         b.free(w)
         if k:
@@ -94,7 +94,7 @@ def training() -> Schedule:
     for k in range(2):
         w = b.slot(f"w{k}", f"p{k}", k * UNIT, "param", "h2d")
         b.copy("h2d", b.home(f"p{k}", "param"), w)
-        activations.append(b.pooled(f"a{k}", "output" if k else "activation", leaves=bool(k)))
+        activations.append(b.pooled(f"a{k}", "output" if k else "activation", returned=bool(k)))
         b.run("layer", (w, activations[k]), (activations[k + 1],))
         b.free(w)
     b.phase = "backward"
@@ -134,7 +134,7 @@ def offload() -> Schedule:
         y = b.slot(f"z{k}", f"y{k}", 0, "activation", "h2d")
         b.copy("h2d", f"s{k}", y)
         b.free(f"s{k}", "h2d")
-        new = b.pooled(f"d{k}", "activation") if k else b.pooled("dw", "grad", leaves=True)
+        new = b.pooled(f"d{k}", "activation") if k else b.pooled("dw", "grad", returned=True)
         b.run("layer_backward", (w, y, delta), (new,))
         b.free(y)
         if not k:
@@ -149,7 +149,7 @@ def recompute() -> Schedule:
     w, x = b.home("w", "param", "device"), b.home("x", "input", "device")
     y = b.pooled("y", "activation")
     b.run("layer", (w, x), (y,), workspace=64)
-    loss = b.pooled("loss", "output", leaves=True)
+    loss = b.pooled("loss", "output", returned=True)
     b.run("head", (y,), (loss,))
     b.free(y)
     b.phase = "backward"
@@ -199,7 +199,7 @@ def module_buffers() -> Schedule:
     for k in range(2):
         u = b.slot(f"u{k}", f"q{k}", (2 * k) * UNIT, "param", "h2d", nbytes=(2 - k) * UNIT)
         b.copy("h2d", b.home(f"q{k}", "param", nbytes=(2 - k) * UNIT), u)
-    out = b.pooled("out", "output", leaves=True)
+    out = b.pooled("out", "output", returned=True)
     b.run("head", ("u0", "u1", y), (out,))
     b.free("u0")
     b.free("u1")
@@ -243,7 +243,7 @@ def streamed(layers: int) -> Schedule:
         b.copy("h2d", b.home(f"p{k}", "param", nbytes=nbytes), w)
         live[w] = (offset, offset + nbytes)
         offset += nbytes
-        y = b.pooled(f"y{k}", "output" if k == layers - 1 else "activation", leaves=k == layers - 1)
+        y = b.pooled(f"y{k}", "output" if k == layers - 1 else "activation", returned=k == layers - 1)
         b.run("layer", (w, x), (y,))
         if k:
             b.free(x)

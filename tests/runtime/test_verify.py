@@ -237,7 +237,7 @@ CASES: dict[str, tuple[str, int | None, str, Callable[[], Schedule]]] = {
         "I4",
         find(T, "alloc", "g0"),
         "make it pooled",
-        lambda: without(edit_buffer(T, "g0", leaves=True), "free", "g0"),
+        lambda: without(edit_buffer(T, "g0", returned=True), "free", "g0"),
     ),
     "a slot in both phases": ("I4", find(T, "alloc", "w1"), "arenas are lent in between", lambda: _across_phases()),
     "home gradient unwritten": ("I4", None, "one write of home home.g1", lambda: without(T, "copy", "home.g1")),
@@ -325,7 +325,7 @@ def test_peak_counts_everything_held() -> None:
     b = Builder()
     x = b.home("x", "input", "device")
     for k in range(2):
-        b.run("f", (x,), (b.pooled(f"y{k}", "output", leaves=True),), workspace=64 * (2 - k))
+        b.run("f", (x,), (b.pooled(f"y{k}", "output", returned=True),), workspace=64 * (2 - k))
     schedule = b.build()
     assert peak(schedule) == {"device": 2 * UNIT + 64}  # 128 + 128 first, then 256 + 64
     assert peak(replace(schedule, resident_nbytes={"device": 640, "disk": 64})) == {"device": 960, "disk": 64}
