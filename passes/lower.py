@@ -27,6 +27,7 @@ from mtcompile.passes.step_graph import (
 )
 from mtcompile.runtime import deps
 from mtcompile.runtime.schedule import Buffer, Instruction, Op, Queue, Schedule, Work, aligned
+from mtcompile.runtime.usage import peaks
 
 Workspace = Callable[[fx.GraphModule], int]
 
@@ -51,7 +52,7 @@ def lower(
     limit = {tier: n for tier, n in plan.budget_bytes.items() if n is not None}
     ahead = plan.updates is not None and plan.updates.run_ahead
     schedule = Schedule(tuple(listed), buffers, arenas, dict(resident_nbytes), limit, run_ahead=ahead)
-    return replace(deps.derive(schedule), peak_nbytes=_peaks(schedule))
+    return replace(deps.derive(schedule), peak_nbytes=peaks(schedule))
 
 
 def work_of(call: fx.Node) -> Work:
@@ -176,20 +177,3 @@ def _with_lives(work: list[Instruction], buffers: Mapping[str, Buffer], lookahea
         if position + 1 == len(work) or work[position + 1].phase != user.phase:
             free_deferred()
     return listed
-
-
-def _peaks(schedule: Schedule) -> dict[str, int]:
-    """Bytes per tier: resident + arena + the largest sum of live pooled values and workspace."""
-    buffers = schedule.buffers
-    tangents = sum(b.nbytes for b in buffers.values() if b.role == "tangent" and b.tier == "device")
-    live = most = 0
-    for instruction in schedule.instructions:
-        if instruction.op in ("alloc", "free"):
-            buffer = buffers[instruction.writes[0]]
-            if buffer.kind == "pooled":
-                live += buffer.nbytes if instruction.op == "alloc" else -buffer.nbytes
-        extra = tangents if instruction.phase == "backward" else 0
-        most = max(most, live + instruction.workspace + extra)
-    peaks = {tier: schedule.resident_nbytes.get(tier, 0) + schedule.arena_nbytes.get(tier, 0) for tier in ("device", "host")}
-    peaks["device"] += most
-    return peaks

@@ -8,12 +8,14 @@ they show in the counters. The format: "Trace Event Format", by the authors of c
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mtcompile.runtime.schedule import QUEUES, Instruction, Schedule, Tier
 from mtcompile.runtime.trace import Trace, span_us
+from mtcompile.runtime.usage import over_time
 
 PID = 1
 THREADS = {queue: number for number, queue in enumerate(QUEUES, 1)}
@@ -154,35 +156,21 @@ def _counter(name: str, ts: float, values: Mapping[str, Any]) -> Event:
 
 
 def memory(schedule: Schedule, when: Moments, tier: Tier) -> Iterator[tuple[float, dict[str, int]]]:
-    """(µs, role -> bytes) at the start and whenever it changes, as the planned peak is counted: the training state and the
-    arena at all times, pooled values and workspace while they are live, tangents throughout the backward."""
-    arena = schedule.arena_nbytes.get(tier, 0)
-    held = {STATE: schedule.resident_nbytes.get(tier, 0)}
-    pooled: dict[str, int] = {b.role: 0 for b in schedule.buffers.values() if b.tier == tier and b.kind != "home"}
-    slots = dict.fromkeys(pooled, 0)
-    tangents = sum(b.nbytes for b in schedule.buffers.values() if b.role == "tangent" and b.tier == tier == "device")
+    """Yields (µs, role -> bytes) at the start and after every change, as the planned peak is counted: the training state and
+    the arena at all times, pooled values and workspace while they are live, tangents throughout the backward."""
+    state, arena = schedule.resident_nbytes.get(tier, 0), schedule.arena_nbytes.get(tier, 0)
+    nbytes: dict[str, int] = {b.role: 0 for b in schedule.buffers.values() if b.tier == tier and b.kind != "home"}
+    places: Counter[str] = Counter()
 
-    def now(workspace: int = 0) -> dict[str, int]:
-        parts = {role: pooled[role] + slots[role] for role in pooled}
-        parts |= {UNUSED: arena - sum(slots.values())} if arena else {}
-        parts |= {WORKSPACE: workspace} if tier == "device" else {}
-        return {**held, **parts}
+    def parts() -> dict[str, int]:
+        unused = {UNUSED: arena - places["slot"]} if arena else {}
+        workspace = {WORKSPACE: places["workspace"]} if tier == "device" else {}
+        return {STATE: state, **nbytes, **unused, **workspace}
 
-    yield 0.0, now()
-    changes = sorted(
-        (when[i][last], i, last) for i in when for last in (0, 1) if last == 0 or takes_time(schedule.instructions[i])
-    )
-    for ts, index, last in changes:
-        instruction = schedule.instructions[index]
-        if instruction.phase == "backward" and tangents and "tangent" not in held:
-            held["tangent"] = tangents
-            yield ts, now()
-        if takes_time(instruction):
-            if instruction.workspace and tier == "device":
-                yield ts, now(0 if last else instruction.workspace)
-            continue
-        buffer = schedule.buffers[instruction.writes[0]]
-        if buffer.tier == tier:
-            part = pooled if buffer.kind == "pooled" else slots
-            part[buffer.role] += buffer.nbytes if instruction.op == "alloc" else -buffer.nbytes
-            yield ts, now()
+    yield 0.0, parts()
+    for ts, change in over_time(schedule, when):
+        if change.tier == tier:
+            places[change.place] += change.nbytes
+            if change.role:
+                nbytes[change.role] = nbytes.get(change.role, 0) + change.nbytes
+            yield ts, parts()

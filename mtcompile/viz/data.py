@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mtcompile.runtime.schedule import PHASES, QUEUES, TIERS, Instruction, Queue, Schedule
+from mtcompile.runtime.schedule import QUEUES, TIERS, Instruction, Queue, Schedule
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import Trace, busy_us, exposed_us, span_us
+from mtcompile.runtime.usage import over_time
 
 FORMAT = "mtcompile-picture-1"
 VERBS: dict[Queue, str] = {"h2d": "fetch", "d2h": "store", "disk_read": "read", "disk_write": "write"}
@@ -199,32 +200,18 @@ def critical_path(schedule: Schedule, times: Times, trace: Trace) -> list[tuple[
 
 
 def memory(schedule: Schedule, times: Times, tier: str) -> Memory:
-    """What a tier holds at each moment. Events are in the order in which the peak is counted: by time, then as listed."""
+    """Returns what a tier holds at each moment."""
+    changes = [(at, change) for at, change in over_time(schedule, dict(enumerate(times))) if change.tier == tier]
+    places = [("pooled" if change.place == "tangent" else change.place, change.role) for _, change in changes]
+    series = tuple(dict.fromkeys(places))
+    number = {place: position for position, place in enumerate(series)}
+    live, nbytes = [0] * len(series), []
+    for place, (_, change) in zip(places, changes, strict=True):
+        live[number[place]] += change.nbytes
+        nbytes.append(live[number[place]])
     resident, arena = schedule.resident_nbytes.get(tier, 0), schedule.arena_nbytes.get(tier, 0)
-    tangents = sum(b.nbytes for b in schedule.buffers.values() if b.role == "tangent" and b.tier == "device")
-    events: list[tuple[float, int, tuple[str, str], int]] = []
-    for index, (instruction, (start, end)) in enumerate(zip(schedule.instructions, times, strict=True)):
-        if tier == "device" and tangents and instruction.phase == PHASES[1]:
-            events.append((start, index, ("pooled", "tangent"), tangents))
-            tangents = 0
-        if instruction.op in ("alloc", "free"):
-            buffer = schedule.buffers[instruction.writes[0]]
-            if buffer.tier == tier:
-                place = "slot" if buffer.kind == "placed" else "pooled"
-                change = buffer.nbytes if instruction.op == "alloc" else -buffer.nbytes
-                events.append((start, index, (place, buffer.role), change))
-        elif tier == "device" and instruction.workspace:
-            events.append((start, index, ("workspace", ""), instruction.workspace))
-            events.append((end, index, ("workspace", ""), -instruction.workspace))
-    events.sort(key=lambda event: event[:2])  # stable: what an instruction takes comes before what it gives back
-    series = tuple(dict.fromkeys(which for *_, which, _ in events))
-    number = {which: position for position, which in enumerate(series)}
-    now, nbytes = [0] * len(series), []
-    for *_, which, change in events:
-        now[number[which]] += change
-        nbytes.append(now[number[which]])
-    at, shown = tuple(event[0] for event in events), tuple(number[event[2]] for event in events)
-    return Memory(series, at, shown, tuple(nbytes), resident, arena)
+    which = tuple(number[place] for place in places)
+    return Memory(series, tuple(at for at, _ in changes), which, tuple(nbytes), resident, arena)
 
 
 def lives(schedule: Schedule) -> dict[str, Life]:
