@@ -39,7 +39,7 @@ from mtcompile.runtime.schedule import Schedule
 
 
 class SameComputationError(ValueError):
-    """I5 does not hold; the message names the output or region at fault."""
+    """Raised where I5 does not hold; the message names the output or region at fault."""
 
 
 class _Numbering:
@@ -54,19 +54,17 @@ class _Numbering:
 
 
 def same_computation(joint: fx.GraphModule, step: fx.GraphModule) -> None:
-    """Raise SameComputationError unless ``step`` gives the outputs of ``joint`` by the same operations."""
+    """Raises SameComputationError unless ``step`` computes the outputs of ``joint`` by the same operations."""
     numbering = _Numbering()
-    wanted: list[Any] = _joint_outputs(joint, numbering)
-    wanted_stream = numbering.stream
+    captured: list[Any] = _joint_outputs(joint, numbering)
+    stream = numbering.stream
     numbering.stream = 0
-    found: list[Any] = _step_outputs(step, numbering)
-    if numbering.stream != wanted_stream:
-        raise SameComputationError(
-            f"I5: expected {wanted_stream} operations to advance the generator, found {numbering.stream}"
-        )
+    rewritten: list[Any] = _step_outputs(step, numbering)
+    if numbering.stream != stream:
+        raise SameComputationError(f"I5: expected {stream} operations to advance the generator, found {numbering.stream}")
     places = {spec.index: i for i, spec in enumerate(step.meta["inputs"]) if spec.role == "param"}
-    grads = frozenset(one for spec, one in zip(step.meta["outputs"], wanted, strict=True) if spec.kind == "update")
-    for spec, one, other in zip(step.meta["outputs"], wanted, found, strict=True):
+    grads = frozenset(one for spec, one in zip(step.meta["outputs"], captured, strict=True) if spec.kind == "update")
+    for spec, one, other in zip(step.meta["outputs"], captured, rewritten, strict=True):
         if spec.kind == "update":
             param, updated = numbering.of(("input", places[spec.index])), other
             if updated not in (("update", param, one), ("update", param, one, ("scale", grads))):
@@ -106,12 +104,12 @@ def _step_outputs(step: fx.GraphModule, numbering: _Numbering) -> list[int]:
 
 
 def _cast(value: Any, cast: Mapping[str, Any], numbering: _Numbering) -> Any:
-    """As ``_number`` would number the operation."""
+    """Numbers a cast as ``_number`` numbers the operation."""
     return numbering.of((str(torch.ops.aten._to_copy.default), repr(((_Number(value),), dict(cast))), None))
 
 
 def _updated(node: fx.Node, values: list[Any]) -> tuple[Any, ...]:
-    """What an update makes, by its operands; a scale, by the gradients whose norms it is made of."""
+    """Numbers what an update makes, by its operands, and a scale, by the gradients whose norms it is made of."""
     if node.target is gradient_norms:
         return (frozenset(values),)
     if node.target is gradient_scale:
@@ -160,12 +158,13 @@ class _Number:
 
 
 def check_schedule(step: fx.GraphModule, schedule: Schedule) -> None:
-    """Raise SameComputationError unless the schedule runs the step's calls, in order, each with exactly the reads and
-    writes of its kernel, every operand holding the value the step says."""
-    work = [i for i in schedule.instructions if i.op in ("copy", "run")]
-    wanted = calls(step)
-    _expect(len(work) == len(wanted), lambda: f"{len(wanted)} calls, found {len(work)}")
-    for instruction, call in zip(work, wanted, strict=True):
+    """Raises SameComputationError unless the schedule runs the step's calls, in order, each with exactly the reads and
+    writes of its kernel, with every operand holding the value that the step graph says, for the block and as the kind of
+    work that it says."""
+    instructions = [i for i in schedule.instructions if i.op in ("copy", "run")]
+    expected = calls(step)
+    _expect(len(instructions) == len(expected), lambda: f"{len(expected)} calls, found {len(instructions)}")
+    for instruction, call in zip(instructions, expected, strict=True):
         reads = [source(a).name for a in call.args]
         writes = [source(item).name for item in results(call)]
         _expect(_values(schedule, instruction.reads) == reads, lambda c=call: f"{c.name} to read {c.args}")

@@ -278,7 +278,7 @@ class _Search:
             if b.kind != "home" and not b.returned and b.name in allocated:
                 raise Unsafe(f"the next step begins with {b.name} allocated")
             if b.kind != "home" and b.returned and b.name not in allocated:
-                raise Unsafe(f"{b.name} leaves, but was never allocated")
+                raise Unsafe(f"{b.name} is returned, but was never allocated")
             result = b.returned or (b.kind == "home" and self._written_in_step(b))
             if result and not self._holds(memory, b):
                 raise Unsafe(f"the step ends and {b.name} does not hold {b.value}")

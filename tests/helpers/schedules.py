@@ -72,7 +72,7 @@ class Builder:
 
 
 def inference(layers: int = 4) -> Schedule:
-    """Parameters stream through two slots; activations are pooled; the last one leaves."""
+    """Parameters stream through two slots; activations are pooled; the last one is returned."""
     b = Builder()
     x = b.home("x", "input", "device")
     for k in range(layers):
