@@ -20,11 +20,11 @@ from mtcompile.optim.precision import precision_named
 from mtcompile.options import parse_bytes
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.plan import Plan
-from mtcompile.report.live_timeline import Viewable, shown
+from mtcompile.report.live_timeline import Viewable
 from mtcompile.runtime.trace import Trace
 
 if TYPE_CHECKING:
-    from mtcompile.report.explain import Explanation
+    from mtcompile.report.explanation import Explanation
 
 M = TypeVar("M", bound=nn.Module)
 Size = str | int | None
@@ -48,7 +48,7 @@ class CompiledModule(nn.Module):
     def schedule(self) -> Viewable | None:
         """Its schedule: print it to read it, ``.show()`` it to see when each instruction runs and what memory it holds."""
         last = self._mt_engine.last
-        return shown(self._mt_engine, last) if last else None
+        return self._mt_engine.timeline.view(last, self._mt_engine.heading) if last else None
 
     @property
     def last_trace(self) -> Trace | None:
@@ -61,9 +61,9 @@ class CompiledModule(nn.Module):
 
         Raises ValueError with the names that come close, and StepError before the first call.
         """
-        from mtcompile.report.explain import explain_compiled
+        from mtcompile.report.explain import explain_program
 
-        return explain_compiled(self._mt_engine, name)
+        return explain_program(self._mt_engine.last, self._mt_engine.timed, name)
 
     def memory_report(self) -> dict[str, Any]:
         """Bytes: budget, planned and measured peak per tier, and the training state.

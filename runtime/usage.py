@@ -1,4 +1,4 @@
-"""How much of each tier a schedule holds, and for what: the one walk over live bytes that planners and reports share.
+"""Counts how much of each tier a schedule holds, and for what: the one walk over live bytes that all readers share.
 
 A tier holds its resident homes and its arena at all times. Beside them it holds pooled buffers from their ``alloc`` to
 their ``free`` (those that the user receives are never freed), a running kernel's workspace, and the tangents, which the

@@ -1,4 +1,4 @@
-"""What the proof of a schedule reads from it (order, accesses, overlapping bytes), and the error that it raises."""
+"""The facts that the proof of a schedule reads from it (order, accesses, overlapping bytes), and the error it raises."""
 
 from __future__ import annotations
 

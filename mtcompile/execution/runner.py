@@ -19,7 +19,6 @@ from mtcompile.passes.generators import generator_state, rng_preserved, set_gene
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.planner import Planned, Source
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, has_random, placeholders, source, step_outputs
-from mtcompile.report.live_timeline import stepped, timed
 from mtcompile.runtime.devices.arena import Layout, layout_of, view
 from mtcompile.runtime.devices.cpu import CpuMemory
 from mtcompile.runtime.executor import Behind, Delays, Prepared, execute, prepare
@@ -100,7 +99,13 @@ class Left:
         self.frame.memory.tensors.clear()
         self.frame.records += shifted(self.behind.records, self.began_us)
         engine.last_trace = Trace(tuple(self.frame.records), "measured")
-        stepped(engine, self.frame.compiled, self.frame.records)
+        _finished(engine, self.frame.compiled, self.frame.records)
+
+
+def _finished(engine: Engine, compiled: Compiled, records: list[Record]) -> None:
+    """Tell who listens that a whole training step has run."""
+    timed = engine.device.where.type == "cpu" or engine.timeline.wants_times(compiled.schedule)  # else: when issued
+    engine.timeline.finished(compiled, records, timed, engine.heading)
 
 
 def describe_compiled(
@@ -219,7 +224,7 @@ def run_backward(program: Program, frame: Frame, tangents: Sequence[torch.Tensor
         if engine.left is None or engine.left.frame is not frame:
             memory.tensors.clear()
     if engine.left is None or engine.left.frame is not frame:
-        stepped(engine, compiled, frame.records)
+        _finished(engine, compiled, frame.records)
     return tuple(gradients.get(i) for i in range(len(frame.inputs)))
 
 
@@ -297,7 +302,7 @@ def _execute(engine: Engine, frame: Frame, phase: Phase, left: Left | None = Non
     delays = Delays(knobs.check_seed()) if memory.check else None
     # The host waits for what the caller may read or change next: weights, and at the end of a backward gradients.
     visible: tuple[Queue, ...] = ("h2d", "d2h") if phase == "backward" or compiled.mutated else ("h2d",)
-    fence = engine.device.fence(visible, timed=timed(engine, compiled))
+    fence = engine.device.fence(visible, timed=engine.timeline.wants_times(compiled.schedule))
     behind = Behind() if phase == "backward" and compiled.schedule.run_ahead else None
     options: dict[str, Any] = {"paced": engine.throttle is not None, "behind": behind}
     began_us = max((r.end_us for r in frame.records), default=0.0)

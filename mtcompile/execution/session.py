@@ -53,10 +53,10 @@ from mtcompile.passes.planning.planner import (
 )
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.step_graph import calls, copy_step, has_random, is_convert, listing
-from mtcompile.report.live_timeline import pages
+from mtcompile.report.live_timeline import LiveTimeline, pages
 from mtcompile.runtime.devices.cpu import Arenas, CpuMemory
 from mtcompile.runtime.devices.protocol import Device
-from mtcompile.runtime.schedule import Schedule, Tier, aligned, gib
+from mtcompile.runtime.schedule import Tier, aligned, gib
 from mtcompile.runtime.trace import Trace
 from mtcompile.runtime.verify import verify
 
@@ -114,8 +114,7 @@ class Engine:
         self.timed: deque[Timed] = deque(maxlen=KEPT_PHASES)
         self.last: Compiled | None = None
         self.last_trace: Trace | None = None
-        self.pages, self.title = pages(viz), ""
-        self.last_step: tuple[Schedule, Trace] | None = None  # whole, and by the device's clock
+        self.timeline, self.title = LiveTimeline(pages(viz)), ""
         self.peak_device_bytes = 0
         self.peak_host_bytes = 0
         self.left: Left | None = None
@@ -196,6 +195,11 @@ class Engine:
         """Device bytes held beside a schedule: the generator's state as a step found it, and as a backward did (on the
         emulated device both are in the memory that counts)."""
         return 2 * aligned(generator_nbytes(step.meta["device"])) if has_random(step) else 0
+
+    @property
+    def heading(self) -> str:
+        """What its timelines are called."""
+        return " on ".join(filter(None, (self.title, self.machine.name)))
 
     def available(self, reserved: int) -> int | None:
         """Device bytes of the budget that are left beside ``reserved``."""

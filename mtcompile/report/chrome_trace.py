@@ -25,12 +25,12 @@ Event = dict[str, Any]
 
 
 def write(path: str | Path, schedule: Schedule, trace: Trace, name: str = "a training step") -> None:
-    """To a file. ``trace``: of ``runtime/sim.simulate(schedule)``, or a model's ``last_trace``."""
+    """Writes the trace file. ``trace``: from ``runtime/sim.simulate(schedule)``, or a model's ``last_trace``."""
     Path(path).write_text(json.dumps(trace_events(schedule, trace, name)) + "\n")
 
 
 def trace_events(schedule: Schedule, trace: Trace, name: str = "a training step") -> dict[str, Any]:
-    """The JSON object: metadata first, then all events by time, in µs."""
+    """Returns the JSON object: metadata first, then all events by time, in µs."""
     when = moments(schedule, trace)
     ran = [i for i in when if takes_time(schedule.instructions[i])]
     events = [*_pieces(schedule, when, ran), *_arrows(schedule, when, ran), *_counters(schedule, when)]
@@ -45,23 +45,23 @@ def takes_time(instruction: Instruction) -> bool:
 
 
 def moments(schedule: Schedule, trace: Trace) -> Moments:
-    """Index -> (start, end) in µs, of every instruction of the phases that ran. What a clock did not record (allocations and
-    frees) is where the queue's order and the dependencies put it."""
+    """Returns index -> (start, end) in µs for every instruction of the phases that ran. Allocations and frees, which no clock
+    records, are placed by the order of their queue and by their dependencies."""
     recorded = {record.index: (record.start_us, record.end_us) for record in trace.records}
     phases = {schedule.instructions[index].phase for index in recorded}
-    found: Moments = {}
+    when: Moments = {}
     free_at: dict[str, float] = {}
     barrier, phase = 0.0, ""
     for index, instruction in enumerate(schedule.instructions):
         if instruction.phase not in phases or (takes_time(instruction) and index not in recorded):
             continue
         if instruction.phase != phase:
-            barrier, phase = max((end for _, end in found.values()), default=0.0), instruction.phase
-        ends = (found[dep][1] for dep in instruction.deps if dep in found)
-        now = max((barrier, free_at.get(instruction.queue, 0.0), *ends))
-        found[index] = recorded.get(index, (now, now))
-        free_at[instruction.queue] = max(found[index][1], free_at.get(instruction.queue, 0.0))
-    return found
+            barrier, phase = max((end for _, end in when.values()), default=0.0), instruction.phase
+        ends = (when[dep][1] for dep in instruction.deps if dep in when)
+        ready = max((barrier, free_at.get(instruction.queue, 0.0), *ends))
+        when[index] = recorded.get(index, (ready, ready))
+        free_at[instruction.queue] = max(when[index][1], free_at.get(instruction.queue, 0.0))
+    return when
 
 
 # --------------------------------------------------------------------------------------------------------------- events
@@ -96,8 +96,8 @@ def _pieces(schedule: Schedule, when: Moments, ran: list[int]) -> Iterator[Event
 
 
 def _arrows(schedule: Schedule, when: Moments, ran: list[int]) -> Iterator[Event]:
-    """From what was waited for to what waited. A dependency of an allocation or on a free is drawn from the piece of work
-    before it in its queue to the next one: those are what it holds apart."""
+    """Yields an arrow from what was waited for to what waited. A dependency of an allocation or on a free is drawn between
+    the pieces of work next to it in their queues, which are what it keeps apart."""
     before, after = _neighbours(schedule, when, ran)
     drawn: dict[tuple[int, int], None] = {}
     for index in when:
@@ -115,18 +115,18 @@ def _arrows(schedule: Schedule, when: Moments, ran: list[int]) -> Iterator[Event
 
 
 def _neighbours(schedule: Schedule, when: Moments, ran: list[int]) -> tuple[dict[int, int], dict[int, int]]:
-    """Of each instruction, the last piece of work of its queue up to it, and the first one from it on."""
+    """Returns, for each instruction, the last piece of work of its queue up to it, and the first one from it on."""
     timed = set(ran)
     before: dict[int, int] = {}
     after: dict[int, int] = {}
-    for order, found in ((list(when), before), (list(when)[::-1], after)):
+    for order, neighbour in ((list(when), before), (list(when)[::-1], after)):
         last: dict[str, int] = {}
         for index in order:
             queue = schedule.instructions[index].queue
             if index in timed:
                 last[queue] = index
             if queue in last:
-                found[index] = last[queue]
+                neighbour[index] = last[queue]
     return before, after
 
 

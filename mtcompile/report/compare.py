@@ -1,4 +1,4 @@
-"""A step as it was predicted beside the same step as it ran: what took longer, and what that cost."""
+"""Compares a step as predicted with the same step as it ran: what took longer, and what that cost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from mtcompile.runtime.trace import Trace, busy_us, exposed_us, span_us
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Instructions of one kind on one queue: microseconds summed. ``worst``: the one that was off most, by ``worst_us``."""
+    """Instructions of one kind on one queue: their microseconds summed. ``worst``: the one that was off most, by
+    ``worst_us``."""
 
     queue: str
     kind: str
@@ -24,8 +25,8 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """How long a queue worked; ``cost_us``: how much longer than predicted it did so while compute was idle (of compute: how
-    much longer it worked), which is what being slower cost the step."""
+    """The microseconds that a queue worked. ``cost_us``: what being slower cost the step, which is how much longer than
+    predicted the queue worked while compute was idle (for compute: how much longer it worked)."""
 
     queue: str
     predicted_us: float
@@ -35,8 +36,8 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Of forward and backward. ``predicted_us``, ``measured_us``: how long they took; of some instructions alone, how long
-    these took together, whose queues are left out. ``kinds``: those that were off most first."""
+    """Forward and backward compared. ``predicted_us``, ``measured_us``: how long they took; for a selection of instructions,
+    how long these took together, without ``queues``. ``kinds``: those that were off most first."""
 
     predicted_us: float
     measured_us: float
@@ -81,9 +82,9 @@ def kind_of(instruction: Instruction, schedule: Schedule) -> str:
 
 def _queues(one: Trace, other: Trace) -> list[Queue]:
     predicted = busy_us(one)
-    found = []
+    queues = []
     for queue, measured_us in busy_us(other).items():
-        was = predicted.get(queue, 0.0)
-        cost = measured_us - was if queue == "compute" else exposed_us(other, queue) - exposed_us(one, queue)
-        found.append(Queue(queue, was, measured_us, cost))
-    return found
+        predicted_us = predicted.get(queue, 0.0)
+        cost = measured_us - predicted_us if queue == "compute" else exposed_us(other, queue) - exposed_us(one, queue)
+        queues.append(Queue(queue, predicted_us, measured_us, cost))
+    return queues

@@ -1,4 +1,4 @@
-"""The doors to pages of running models: ``model.schedule.show()``, ``compile(..., viz=path)`` and ``MT_VIZ``."""
+"""Timelines of running models: ``model.schedule.show()``, ``compile(..., viz=path)`` and ``MT_VIZ``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import webbrowser
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
+
+from torch import fx
 
 from mtcompile import knobs
 from mtcompile.passes.plan import Plan
@@ -19,19 +21,26 @@ from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.trace import Record, Trace
 from mtcompile.viz.page import write
 
-if TYPE_CHECKING:
-    from torch import fx
-
-    from mtcompile.execution.runner import Compiled
-    from mtcompile.execution.session import Engine
-
 _numbers = itertools.count()  # of the pages that this process writes by itself
 _OF_SCHEDULE = tuple(f.name for f in fields(Schedule))
 
 
+class Program(Protocol):
+    """A compiled program, as far as a timeline shows it."""
+
+    @property
+    def schedule(self) -> Schedule: ...
+
+    @property
+    def step(self) -> fx.GraphModule: ...
+
+    @property
+    def plan(self) -> Plan: ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Viewable(Schedule):
-    """A schedule that can be looked at; equal to the same schedule without that."""
+    """A schedule that can be shown as a timeline. It equals the plain schedule."""
 
     measured: Trace | None = field(default=None, repr=False)
     plan: Plan | None = field(default=None, repr=False)
@@ -46,27 +55,27 @@ class Viewable(Schedule):
     __hash__ = Schedule.__hash__
 
     def show(self, path: str | Path | None = None, open: bool = True) -> Path:
-        """Write it as an HTML timeline, by default to a new file among the temporary ones, show that in a browser if there is
+        """Write the schedule as an HTML timeline (by default to a new temporary file), open that in a browser if there is
         one, and return its path. Raises OSError when the file cannot be written."""
         if path is None:
             handle, path = tempfile.mkstemp(prefix="mtcompile-", suffix=".html")
             os.close(handle)
-        made = write(self, path, measured=self.measured, plan=self.plan, title=self.title, names=self.names).resolve()
+        page = write(self, path, measured=self.measured, plan=self.plan, title=self.title, names=self.names).resolve()
         if open:
-            webbrowser.open(made.as_uri())
-        return made
+            webbrowser.open(page.as_uri())
+        return page
 
 
 def viewable(
     schedule: Schedule, step: fx.GraphModule, plan: Plan | None = None, measured: Trace | None = None, title: str = ""
 ) -> Viewable:
-    """``step``: the step graph it was lowered from, which knows what the user calls its inputs."""
+    """Returns a schedule that can be shown. ``step``: the step graph it was lowered from, which has the user's names."""
     parts = {name: getattr(schedule, name) for name in _OF_SCHEDULE}
     return Viewable(**parts, measured=measured, plan=plan, title=title, names=names_of(schedule, step))
 
 
 def names_of(schedule: Schedule, step: fx.GraphModule) -> dict[str, str]:
-    """value -> what the user calls it: parameters, buffers and inputs, gradients and new versions of them."""
+    """Returns value -> the user's name for it: parameters, buffers and inputs, and gradients and new versions of them."""
     inputs = dict(zip((node.name for node in placeholders(step.graph)), step.meta["inputs"], strict=True))
     names = {name: spec.name for name, spec in inputs.items()}
     words = {"grad": "gradient of ", "mutation": "new ", "update": "updated ", "output": "output "}
@@ -77,44 +86,43 @@ def names_of(schedule: Schedule, step: fx.GraphModule) -> dict[str, str]:
 
 
 class Pages:
-    """The page of each program that trains, written after its first step as predicted and after its second with what was
-    measured. ``path``: of the first program's; None: numbered ones in ``folder``."""
+    """The page of each program that trains: written after its first step as predicted, and after its second with what was
+    measured. ``path``: the first program's page; None: numbered pages in ``folder``."""
 
     def __init__(self, path: Path | None, folder: Path) -> None:
         self.path, self.folder = path, folder
-        self._known: dict[int, tuple[Schedule, Path]] = {}  # by id; held, so that no other schedule takes it
-        self._done: set[int] = set()
+        self._begun: dict[int, tuple[Schedule, Path]] = {}  # by id; the schedule is held, so that no other takes its id
+        self._finished: set[int] = set()
 
     def wants(self, schedule: Schedule) -> bool:
-        """Whether the next step of it will be written."""
-        return id(schedule) not in self._done
+        """Tells whether the next step of this schedule will be written."""
+        return id(schedule) not in self._finished
 
     def stepped(self, schedule: Schedule, shown: Viewable) -> None:
-        """After a step of ``schedule``, which ``shown`` describes. A page that cannot be written is a warning: the step is
-        worth more."""
+        """Write the page after a step of ``schedule``, as ``shown``. Only warns when it cannot: the step is worth more."""
         if not self.wants(schedule):
             return
-        if id(schedule) in self._known:
-            self._done.add(id(schedule))
+        if id(schedule) in self._begun:
+            self._finished.add(id(schedule))
         else:
-            self._known[id(schedule)] = schedule, self._next()
+            self._begun[id(schedule)] = schedule, self._next()
             shown = replace(shown, measured=None)
-        target = self._known[id(schedule)][1]
+        target = self._begun[id(schedule)][1]
         try:
             shown.show(target, open=False)
         except OSError as error:
-            self._done.add(id(schedule))
+            self._finished.add(id(schedule))
             warnings.warn(f"expected to write the timeline to {target}, found {error}; pass another viz=", stacklevel=2)
 
     def _next(self) -> Path:
         if self.path is None:
             return self.folder / f"mtcompile-{os.getpid()}-{next(_numbers)}.html"
-        number = len(self._known) + 1
+        number = len(self._begun) + 1
         return self.path if number == 1 else self.path.with_name(f"{self.path.stem}-{number}{self.path.suffix}")
 
 
 def pages(path: str | Path | None) -> Pages | None:
-    """What was asked for by ``viz=`` or, where that is None, by MT_VIZ. Raises TypeError for what is no path."""
+    """Returns the pages asked for by ``viz=`` or, where that is None, by MT_VIZ. Raises TypeError if ``path`` is no path."""
     if path is not None and not isinstance(path, (str, Path)):
         raise TypeError(f"expected viz to be the path of an HTML file, found {path!r}")
     folder = knobs.viz()
@@ -123,22 +131,26 @@ def pages(path: str | Path | None) -> Pages | None:
     return Pages(None if path is None else Path(path), Path(folder))
 
 
-def timed(engine: Engine, compiled: Compiled) -> bool:
-    """Whether a device's clock is to be asked when the instructions of a step run."""
-    return knobs.trace() or (engine.pages is not None and engine.pages.wants(compiled.schedule))
+class LiveTimeline:
+    """Listens to a model's steps: keeps the trace of the last whole one, and writes the pages that were asked for."""
 
+    def __init__(self, pages: Pages | None) -> None:
+        self.pages = pages
+        self._last: tuple[Schedule, Trace] | None = None
 
-def stepped(engine: Engine, compiled: Compiled, records: Iterable[Record]) -> None:
-    """Called when a whole training step has run, updates that it left to run behind included."""
-    if engine.device.where.type == "cpu" or timed(engine, compiled):  # else records say when work was issued
-        engine.last_step = compiled.schedule, Trace(tuple(records), "measured")
-    if engine.pages is not None and engine.pages.wants(compiled.schedule):
-        engine.pages.stepped(compiled.schedule, shown(engine, compiled))
+    def wants_times(self, schedule: Schedule) -> bool:
+        """Tells whether to ask a device's clock when the instructions of this schedule's next step run."""
+        return knobs.trace() or (self.pages is not None and self.pages.wants(schedule))
 
+    def finished(self, program: Program, records: Iterable[Record], timed: bool, title: str) -> None:
+        """Note a whole training step, deferred updates included. ``timed``: its records say when instructions ran, and not
+        when they were issued. ``title``: of the page."""
+        if timed:
+            self._last = program.schedule, Trace(tuple(records), "measured")
+        if self.pages is not None and self.pages.wants(program.schedule):
+            self.pages.stepped(program.schedule, self.view(program, title))
 
-def shown(engine: Engine, compiled: Compiled) -> Viewable:
-    """A program's schedule, with what its last step measured."""
-    last = engine.last_step
-    measured = last[1] if last is not None and last[0] is compiled.schedule else None
-    title = " on ".join(filter(None, (engine.title, engine.machine.name)))
-    return viewable(compiled.schedule, compiled.step, compiled.plan, measured, title)
+    def view(self, program: Program, title: str) -> Viewable:
+        """Returns a program's schedule, with what its last step measured."""
+        measured = self._last[1] if self._last is not None and self._last[0] is program.schedule else None
+        return viewable(program.schedule, program.step, program.plan, measured, title)

@@ -1,4 +1,4 @@
-"""What a timeline shows, as plain lists and dictionaries: computed here from the schedule, drawn by the page.
+"""Computes from a schedule what a timeline shows, as plain lists and dictionaries. The page draws it.
 
 The picture's columns have one entry per instruction, in the schedule's order; values and buffers are positions in their
 tables. Times are in µs from the step's start, sizes in bytes.
@@ -23,7 +23,7 @@ Times = Sequence[tuple[float, float]]  # start and end of every instruction
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """What happens to one value: indices of the instructions that make, move, use and free it (in any of its buffers)."""
+    """The indices of the instructions that make, move, use and free one value, in any of its buffers."""
 
     made: tuple[int, ...] = ()
     moved: tuple[int, ...] = ()
@@ -44,14 +44,14 @@ class Memory:
     arena: int
 
     def peak_nbytes(self) -> int:
-        """The most that is held at once: resident, arena, and what is outside both."""
-        now = [0] * len(self.series)
+        """Return the most bytes held at once: resident, arena, and what is outside both."""
+        live = [0] * len(self.series)
         outside = most = 0
         for which, nbytes in zip(self.which, self.nbytes, strict=True):
             if self.series[which][0] != "slot":
-                outside += nbytes - now[which]
+                outside += nbytes - live[which]
                 most = max(most, outside)
-            now[which] = nbytes
+            live[which] = nbytes
         return self.resident + self.arena + most
 
 
@@ -64,8 +64,10 @@ def picture(
     title: str = "",
     names: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """All a page shows of a schedule. ``predicted``: default what the simulator says (of a schedule that runs ahead, a step
-    that follows another one). ``names``: value -> what the user calls it. ``plan`` is shown as it prints."""
+    """Returns all that a page shows of a schedule.
+
+    ``predicted``: by default what the simulator says (for a schedule that runs ahead, of a step that follows another one).
+    ``names``: value -> the user's name for it. ``plan`` is shown as it prints."""
     if predicted is None:
         predicted = simulate(schedule)
         if schedule.run_ahead:
@@ -156,9 +158,9 @@ def _trace(schedule: Schedule, trace: Trace) -> dict[str, Any]:
 
 
 def timed(schedule: Schedule, trace: Trace) -> list[tuple[float, float]]:
-    """Start and end of every instruction. One without a record (allocs and frees are not measured) takes no time and stands
-    where it may start: after its queue, its waits and the earlier phases."""
-    known = {record.index: (record.start_us, record.end_us) for record in trace.records}
+    """Returns start and end of every instruction. One without a record (allocs and frees are not measured) takes no time and
+    is placed where it may start: after its queue, its waits and the earlier phases."""
+    recorded = {record.index: (record.start_us, record.end_us) for record in trace.records}
     times: list[tuple[float, float]] = []
     free_at: dict[str, float] = {}
     barrier, latest, phase = 0.0, 0.0, ""
@@ -166,31 +168,31 @@ def timed(schedule: Schedule, trace: Trace) -> list[tuple[float, float]]:
         if instruction.phase != phase:
             barrier, phase = latest, instruction.phase
         ready = max((barrier, free_at.get(instruction.queue, 0.0), *(times[dep][1] for dep in instruction.deps)))
-        times.append(known.get(index, (ready, ready)))
+        times.append(recorded.get(index, (ready, ready)))
         latest = max(latest, times[-1][1])
         free_at[instruction.queue] = times[-1][1]
     return times
 
 
 def critical_path(schedule: Schedule, times: Times, trace: Trace) -> list[tuple[int, str]]:
-    """From the step's start to what ends last: (instruction, what it started after): ``queue`` the one before it there, ``dep``
-    one it waits for, ``phase`` the end of the earlier phase, ``ahead`` the step before, ``start`` nothing."""
-    before: list[list[tuple[int, str]]] = []  # of each instruction, what it could have been waiting for
+    """Returns the chain of instructions that leads to the last end, each as (instruction, what it started after): ``queue``
+    the one before it on its queue, ``dep`` one it waits for, ``phase`` the end of the earlier phase, ``ahead`` the previous
+    step, ``start`` nothing."""
+    causes: list[list[tuple[int, str]]] = []  # of each instruction, what it could have been waiting for
     newest: dict[str, int] = {}
     last = drained = None
     for index, instruction in enumerate(schedule.instructions):
         if index and instruction.phase != schedule.instructions[index - 1].phase:
             drained = last
-        found = [(newest[instruction.queue], "queue")] if instruction.queue in newest else []
-        found += [(dep, "dep") for dep in instruction.deps]
-        before.append(found + ([(drained, "phase")] if drained is not None else []))
+        candidates = [(newest[instruction.queue], "queue")] if instruction.queue in newest else []
+        candidates += [(dep, "dep") for dep in instruction.deps]
+        causes.append(candidates + ([(drained, "phase")] if drained is not None else []))
         newest[instruction.queue] = index
         if last is None or times[index][1] > times[last][1]:
             last = index
     path: list[tuple[int, str]] = []
     while last is not None:
-        candidates = before[last]
-        cause, why = max(candidates, key=lambda pair: times[pair[0]][1], default=(None, "start"))
+        cause, why = max(causes[last], key=lambda pair: times[pair[0]][1], default=(None, "start"))
         if trace.source == "predicted" and schedule.instructions[last].previous_step_deps:
             if cause is None or times[last][0] > times[cause][1]:
                 cause, why = None, "ahead"
@@ -215,8 +217,8 @@ def memory(schedule: Schedule, times: Times, tier: str) -> Memory:
 
 
 def lives(schedule: Schedule) -> dict[str, Life]:
-    """value -> its life. What is there before the step (a home that nothing writes) is made by nothing."""
-    found: dict[str, dict[str, list[int]]] = {
+    """Returns value -> its life. No instruction makes what exists before the step (a home that nothing writes)."""
+    parts: dict[str, dict[str, list[int]]] = {
         buffer.value: {part: [] for part in Life.__slots__} for buffer in schedule.buffers.values()
     }
     for index, instruction in enumerate(schedule.instructions):
@@ -224,19 +226,19 @@ def lives(schedule: Schedule) -> dict[str, Life]:
         writes = dict.fromkeys(schedule.buffers[name].value for name in instruction.writes)
         if instruction.op == "run":
             for value in reads:
-                found[value]["used"].append(index)
+                parts[value]["used"].append(index)
         for value in writes if instruction.op != "alloc" else ():
-            found[value][{"run": "made", "copy": "moved", "free": "freed"}[instruction.op]].append(index)
-    return {value: Life(**{part: tuple(rows) for part, rows in parts.items()}) for value, parts in found.items()}
+            parts[value][{"run": "made", "copy": "moved", "free": "freed"}[instruction.op]].append(index)
+    return {value: Life(**{part: tuple(rows) for part, rows in life.items()}) for value, life in parts.items()}
 
 
 def _roles(schedule: Schedule, instruction: Instruction) -> list[str]:
-    """Of what it writes, the role with the most bytes first."""
-    held: dict[str, int] = {}
+    """Returns the roles of what it writes, the one with the most bytes first."""
+    nbytes: dict[str, int] = {}
     for name in instruction.writes:
         buffer = schedule.buffers[name]
-        held[buffer.role] = held.get(buffer.role, 0) + buffer.nbytes
-    return sorted(held, key=lambda role: -held[role])
+        nbytes[buffer.role] = nbytes.get(buffer.role, 0) + buffer.nbytes
+    return sorted(nbytes, key=lambda role: -nbytes[role])
 
 
 def _text(schedule: Schedule, instruction: Instruction) -> str:

@@ -1,4 +1,4 @@
-"""What the CUDA device asks of CUDA, as a protocol, and its implementation with torch."""
+"""The protocol of the calls that the CUDA device makes, and its implementation with torch."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ CASES: dict[str, tuple[str, int | None, str, Callable[[], Schedule]]] = {
     "never used": ("I1", None, "expected one alloc of w9", lambda: _with_buffer("w9")),
     "not written": ("I1", 0, "expected one instruction that writes w0", lambda: without(T, "copy", "w0")),
     "kernel on a copy queue": ("I1", RUN_A0, "expected kernels on queues", lambda: edit(T, RUN_A0, queue="h2d")),
-    "kernel on another tier": ("I1", RUN_A0, "p0 is on tier host", lambda: edit(T, RUN_A0, reads=("p0", "x"))),
+    "kernel on another tier": ("I1", RUN_A0, "p0 on tier host", lambda: edit(T, RUN_A0, reads=("p0", "x"))),
     "copy the wrong way": ("I1", COPY_W0, "found host -> device", lambda: edit(T, COPY_W0, queue="d2h")),
     "copy another value": ("I1", COPY_W0, "found p1 -> p0", lambda: edit(T, COPY_W0, reads=("p1",))),
     "copy another size": ("I1", COPY_W0, "found 64 -> 128 B", lambda: edit_buffer(T, "p0", nbytes=64)),

@@ -286,7 +286,7 @@ def test_mt_viz_numbers_pages_in_a_folder(tmp_path: Path, monkeypatch: pytest.Mo
     numbers = sorted(int(re.fullmatch(rf"mtcompile-{os.getpid()}-(\d+)\.html", name)[1]) for name in found)  # type: ignore[index]
     assert len(numbers) == 2 and numbers[1] == numbers[0] + 1
     monkeypatch.setenv("MT_VIZ", "0")
-    assert mtcompile.compile(Net(), memory="1MiB", device="cpu")._mt_engine.pages is None
+    assert mtcompile.compile(Net(), memory="1MiB", device="cpu")._mt_engine.timeline.pages is None
 
 
 def command(*arguments: object) -> Any:
