@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from mtcompile.errors import MtcompileError, StepError
+from mtcompile.errors import MtcompileError
 from mtcompile.execution.calibration import Calibration
 from mtcompile.execution.model import CompiledModel
 from mtcompile.machine.device import choose
@@ -19,18 +19,12 @@ from mtcompile.optim.update_options import update_options
 from mtcompile.options import FASTEST, Options, Size, parse_bytes
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.problem import Planned
-from mtcompile.report.live_timeline import Viewable, timelines, titled, viewable
+from mtcompile.report.live_timeline import Viewable, timelines, view
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.trace import Trace
 
 if TYPE_CHECKING:
-    from mtcompile.report.explain import Explanation
-
-_UNMEASURED = (
-    "nothing measured: times are those of the second step and later ones, not those under MT_CHECK=1, and on a GPU those "
-    "under MT_TRACE=1"
-)
+    from mtcompile.report.explanation import Explanation
 
 
 class CompiledModule(nn.Module):
@@ -54,7 +48,7 @@ class CompiledModule(nn.Module):
         if (last := session.last) is None:
             return None
         measured = session.last_step[1] if session.last_step and session.last_step[0] is last.schedule else None
-        return viewable(last.schedule, last.step, last.plan, measured, titled(session.title, last.problem.machine.name))
+        return view(last, measured, session.title)
 
     @property
     def last_trace(self) -> Trace | None:
@@ -67,13 +61,10 @@ class CompiledModule(nn.Module):
 
         Raises ValueError with the names that come close, and StepError before the first call.
         """
-        from mtcompile.report.explain import explain
+        from mtcompile.report.explain import explain_program
 
         session = self._mt_model.session
-        if (last := session.last) is None:
-            raise StepError("expected a model that has run, found one that has not; call it once, then explain")
-        planned = Planned(last.plan, last.step, last.schedule)
-        return explain(planned, last.problem, name, session.calibrator.last_step(last), _UNMEASURED)
+        return explain_program(session.last, session.calibrator.phases, name)
 
     def memory_report(self) -> dict[str, Any]:
         """Bytes: budget, planned and measured peak per tier, and the training state.

@@ -19,6 +19,7 @@ from mtcompile.passes.generators import replay, save_rng
 from mtcompile.passes.step_graph import (
     body_outputs,
     calls,
+    convert,
     gradient_norms,
     gradient_scale,
     is_convert,
@@ -29,6 +30,7 @@ from mtcompile.passes.step_graph import (
     offload,
     placeholders,
     prefetch,
+    recomputes,
     results,
     source,
     step_outputs,
@@ -37,7 +39,7 @@ from mtcompile.runtime.schedule import Schedule
 
 
 class SameComputationError(ValueError):
-    """I5 does not hold; the message names the output or region at fault."""
+    """Raised where I5 does not hold; the message names the output or region at fault."""
 
 
 class _Numbering:
@@ -52,19 +54,17 @@ class _Numbering:
 
 
 def same_computation(joint: fx.GraphModule, step: fx.GraphModule) -> None:
-    """Raise SameComputationError unless ``step`` gives the outputs of ``joint`` by the same operations."""
+    """Raises SameComputationError unless ``step`` computes the outputs of ``joint`` by the same operations."""
     numbering = _Numbering()
-    wanted: list[Any] = _joint_outputs(joint, numbering)
-    wanted_stream = numbering.stream
+    captured: list[Any] = _joint_outputs(joint, numbering)
+    stream = numbering.stream
     numbering.stream = 0
-    found: list[Any] = _step_outputs(step, numbering)
-    if numbering.stream != wanted_stream:
-        raise SameComputationError(
-            f"I5: expected {wanted_stream} operations to advance the generator, found {numbering.stream}"
-        )
+    rewritten: list[Any] = _step_outputs(step, numbering)
+    if numbering.stream != stream:
+        raise SameComputationError(f"I5: expected {stream} operations to advance the generator, found {numbering.stream}")
     places = {spec.index: i for i, spec in enumerate(step.meta["inputs"]) if spec.role == "param"}
-    grads = frozenset(one for spec, one in zip(step.meta["outputs"], wanted, strict=True) if spec.kind == "update")
-    for spec, one, other in zip(step.meta["outputs"], wanted, found, strict=True):
+    grads = frozenset(one for spec, one in zip(step.meta["outputs"], captured, strict=True) if spec.kind == "update")
+    for spec, one, other in zip(step.meta["outputs"], captured, rewritten, strict=True):
         if spec.kind == "update":
             param, updated = numbering.of(("input", places[spec.index])), other
             if updated not in (("update", param, one), ("update", param, one, ("scale", grads))):
@@ -104,12 +104,12 @@ def _step_outputs(step: fx.GraphModule, numbering: _Numbering) -> list[int]:
 
 
 def _cast(value: Any, cast: Mapping[str, Any], numbering: _Numbering) -> Any:
-    """As ``_number`` would number the operation."""
+    """Numbers a cast as ``_number`` numbers the operation."""
     return numbering.of((str(torch.ops.aten._to_copy.default), repr(((_Number(value),), dict(cast))), None))
 
 
 def _updated(node: fx.Node, values: list[Any]) -> tuple[Any, ...]:
-    """What an update makes, by its operands; a scale, by the gradients whose norms it is made of."""
+    """Numbers what an update makes, by its operands, and a scale, by the gradients whose norms it is made of."""
     if node.target is gradient_norms:
         return (frozenset(values),)
     if node.target is gradient_scale:
@@ -158,16 +158,20 @@ class _Number:
 
 
 def check_schedule(step: fx.GraphModule, schedule: Schedule) -> None:
-    """Raise SameComputationError unless the schedule runs the step's calls, in order, each with exactly the reads and
-    writes of its kernel, every operand holding the value the step says."""
-    work = [i for i in schedule.instructions if i.op in ("copy", "run")]
-    wanted = calls(step)
-    _expect(len(work) == len(wanted), lambda: f"{len(wanted)} calls, found {len(work)}")
-    for instruction, call in zip(work, wanted, strict=True):
+    """Raises SameComputationError unless the schedule runs the step's calls, in order, each with exactly the reads and
+    writes of its kernel, with every operand holding the value that the step graph says, for the block and as the kind of
+    work that it says."""
+    instructions = [i for i in schedule.instructions if i.op in ("copy", "run")]
+    expected = calls(step)
+    _expect(len(instructions) == len(expected), lambda: f"{len(expected)} calls, found {len(instructions)}")
+    for instruction, call in zip(instructions, expected, strict=True):
         reads = [source(a).name for a in call.args]
         writes = [source(item).name for item in results(call)]
         _expect(_values(schedule, instruction.reads) == reads, lambda c=call: f"{c.name} to read {c.args}")
         _expect(_values(schedule, instruction.writes) == writes, lambda c=call: f"{c.name} to write its results")
+        block, work = step.meta["blocks"][call.meta["block"]], _work(call)
+        _expect(instruction.block == block, lambda c=call, b=block: f"{c.name} to belong to block {b}")
+        _expect(instruction.work == work, lambda c=call, w=work: f"{c.name} to be work of kind {w}")
         if is_region(call):
             kernel = kernel_of(step, call)
             _expect(instruction.kernel == call.target, lambda c=call: f"{c.name} to call {c.target}")
@@ -178,9 +182,17 @@ def check_schedule(step: fx.GraphModule, schedule: Schedule) -> None:
             )
         elif is_update(call) or is_convert(call):
             _expect(instruction.kernel == call.name, lambda c=call: f"{c.name} to call itself")
-            below = [schedule.buffers[name].over for name in instruction.writes]
-            wanted_below = [item.meta.get("over", "") for item in results(call)]
-            _expect(below == wanted_below, lambda c=call: f"{c.name} to write in place")
+            replaced = [schedule.buffers[name].version_of for name in instruction.writes]
+            homes = [item.meta.get("over", "") for item in results(call)]
+            _expect(replaced == homes, lambda c=call: f"{c.name} to write in place")
+
+
+def _work(call: fx.Node) -> str:
+    """Says what a call does, by what it calls: told here once more, so that a mistake of ``passes/lower`` shows."""
+    if is_region(call):
+        return "recompute" if recomputes(call) else "compute"
+    kinds = {convert: "convert", prefetch: "prefetch", offload: "offload"}
+    return kinds.get(call.target, "update")
 
 
 def _values(schedule: Schedule, names: Iterable[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Offsets for placed buffers: two slots share bytes only when their lives are apart."""
+"""Gives placed buffers their offsets: two slots share bytes only when their lives do not overlap."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from mtcompile.runtime.schedule import Buffer, Instruction, placed
 def assign_offsets(
     instructions: Sequence[Instruction], buffers: Mapping[str, Buffer]
 ) -> tuple[dict[str, Buffer], dict[str, int]]:
-    """Every placed buffer with an offset in its tier's arena, and the size of each arena.
+    """Returns all buffers, the placed ones with an offset in their tier's arena, and the size of each arena in bytes.
 
-    Largest first, each at the lowest offset free during its whole life (by list order). Deterministic.
+    Buffers are placed largest first, each at the lowest offset that is free during its whole life (by list order), which is
+    deterministic.
     """
     start: dict[str, int] = {}
     end: dict[str, int] = {}
@@ -25,7 +26,7 @@ def assign_offsets(
             end[instruction.writes[0]] = position
     slots = sorted((b for b in buffers.values() if b.kind == "placed"), key=lambda b: (-b.nbytes, start[b.name], b.name))
     arenas = {"device": 0, "host": 0}
-    done: dict[str, Buffer] = {}
+    located: dict[str, Buffer] = {}
     rows: dict[str, list[tuple[int, int, int, int]]] = {"device": [], "host": []}  # offset, end offset, start, end
     for buffer in slots:
         first, last = start[buffer.name], end.get(buffer.name, len(instructions))
@@ -38,5 +39,5 @@ def assign_offsets(
                 offset = max(offset, high)
         insort(rows[buffer.tier], (offset, offset + size, first, last))
         arenas[buffer.tier] = max(arenas[buffer.tier], offset + size)
-        done[buffer.name] = replace(buffer, offset=offset)
-    return {name: done.get(name, buffer) for name, buffer in buffers.items()}, arenas
+        located[buffer.name] = replace(buffer, offset=offset)
+    return {name: located.get(name, buffer) for name, buffer in buffers.items()}, arenas

@@ -19,7 +19,7 @@ from mtcompile.runtime.schedule import PHASES, QUEUES, Instruction, Schedule, wi
 
 @dataclass(slots=True)
 class _Touched:
-    """Who touched some bytes last: the last writer and, since then, the latest reader of each queue."""
+    """The instructions that touched some bytes last: the last writer and, since then, the latest reader of each queue."""
 
     writer: int = -1
     readers: dict[str, int] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class _Arena:
         self.touched = [_Touched()]
 
     def _cut(self, at: int) -> int:
-        """The entry that starts at byte ``at``, made by splitting the one that holds it if there is none."""
+        """Returns the entry that starts at byte ``at``, after splitting the one that holds it if there is none."""
         k = bisect_left(self.starts, at)
         if k == len(self.starts) or self.starts[k] != at:
             before = self.touched[k - 1]
@@ -68,7 +68,7 @@ class _Memory:
         self.named: dict[str, _Touched] = {}
 
     def _bytes(self, name: str, index: int) -> tuple[_Arena, int, int] | None:
-        """The arena, start and end of a placed buffer; None for one that shares no bytes with others."""
+        """Returns the arena, start and end of a placed buffer; None for one that shares no bytes with others."""
         buffer = self.schedule.buffers.get(name)
         if buffer is None:
             raise ValueError(f"#{index}: expected operands from the buffer table, found {name!r}; add it to the table")
@@ -79,8 +79,8 @@ class _Memory:
         return self.arenas.setdefault(buffer.tier, _Arena()), buffer.offset, buffer.offset + buffer.nbytes
 
     def _own(self, name: str) -> str:
-        """A home's bytes by one name, whatever version they hold."""
-        return self.schedule.buffers[name].over or name
+        """Returns the one name under which a home's bytes are known, whichever version they hold."""
+        return self.schedule.buffers[name].version_of or name
 
     def read(self, name: str, index: int, queue: str) -> set[int]:
         """Records a read and returns the instructions it must come after."""
@@ -113,16 +113,16 @@ class _Memory:
 
 
 def derive(schedule: Schedule) -> Schedule:
-    """The same schedule with the fewest dependencies that order every two conflicting instructions as listed.
+    """Returns the schedule with the fewest dependencies that order every two conflicting instructions as listed.
 
-    Of a schedule that runs ahead, the waits of the next step's forward are derived too. Dependencies already in ``schedule``
-    are ignored. Raises ValueError for an operand that is not in the buffer table
-    or has no place, and for phases that do not follow each other in the list.
+    For a schedule that runs ahead, derives also what the next step's forward waits for. Ignores dependencies that
+    ``schedule`` has already. Raises ValueError for an operand that is not in the buffer table or has no place, and for
+    phases that do not follow each other in the list.
     """
     instructions = schedule.instructions
     memory = _Memory(schedule)
     queues = [QUEUES.index(instruction.queue) for instruction in instructions]
-    done: list[tuple[int, ...]] = []  # per instruction and queue: the latest one complete when the instruction is
+    completed: list[tuple[int, ...]] = []  # per instruction and queue: the latest one complete when the instruction is
     latest: list[tuple[int, ...]] = []  # the same, by queue, for its latest instruction
     deps: list[tuple[int, ...]] = []
     phase = ""
@@ -138,43 +138,43 @@ def derive(schedule: Schedule) -> Schedule:
         queue = queues[index]
         needed = memory.touch(instruction, index)
         clock = latest[queue]
-        kept: list[int] = []
+        waits: list[int] = []
         for earlier in sorted(needed, reverse=True):  # latest first: a later one may imply an earlier one, never back
             if clock[queues[earlier]] < earlier:
-                kept.append(earlier)
-                clock = tuple(map(max, clock, done[earlier]))
+                waits.append(earlier)
+                clock = tuple(map(max, clock, completed[earlier]))
         clock = (*clock[:queue], index, *clock[queue + 1 :])
-        done.append(clock)
+        completed.append(clock)
         latest[queue] = clock
-        deps.append(tuple(reversed(kept)))
-    ahead = _next_forward(schedule, memory, deps, latest) if schedule.run_ahead else None
-    return with_deps(schedule, deps, ahead)
+        deps.append(tuple(reversed(waits)))
+    next_step = _next_forward(schedule, memory, deps, latest) if schedule.run_ahead else None
+    return with_deps(schedule, deps, next_step)
 
 
 def _next_forward(
     schedule: Schedule, memory: _Memory, deps: list[tuple[int, ...]], latest: list[tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
-    """Per instruction, what of queue host of the step before it must come after: all other queues have drained since.
-    Of these waits too only those are kept that nothing else implies."""
+    """Returns, per instruction, which instructions of the previous step's queue host it must come after.
+
+    All other queues have drained since. Waits that others imply are left out here too."""
     host = QUEUES.index("host")
     others = [clock for queue, clock in enumerate(latest) if queue != host]
-    known = max((clock[host] for clock in others), default=-1)  # of queue host, what was complete when the others were
-    start, reached = len(schedule), [known] * len(QUEUES)
+    drained = max((clock[host] for clock in others), default=-1)  # of queue host, what was complete when the others were
+    start, reached = len(schedule), [drained] * len(QUEUES)
     reached[host] = start - 1  # in its own order
-    done: list[int] = []
-    ahead: list[tuple[int, ...]] = []
+    completed: list[int] = []
+    waits: list[tuple[int, ...]] = []
     for index, instruction in enumerate(schedule.instructions):
         if instruction.phase != PHASES[0]:
-            done.append(-1)
-            ahead.append(())
+            completed.append(-1)
+            waits.append(())
             continue
         needed = memory.touch(instruction, start + index)
-        before = [i for i in needed if 0 <= i < start and schedule.instructions[i].queue == "host"]
+        previous = (i for i in needed if 0 <= i < start and schedule.instructions[i].queue == "host")
         queue = QUEUES.index(instruction.queue)
-        clock = max((reached[queue], *(done[dep] for dep in deps[index])))
-        last = max(before, default=-1)
-        kept = (last,) if last > clock else ()
+        clock = max((reached[queue], *(completed[dep] for dep in deps[index])))
+        last = max(previous, default=-1)
+        waits.append((last,) if last > clock else ())
         reached[queue] = max(clock, last)
-        done.append(reached[queue])
-        ahead.append(kept)
-    return ahead
+        completed.append(reached[queue])
+    return waits

@@ -66,13 +66,13 @@ class Memory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """An instruction as a queue's worker meets it. ``waits``: (queue, index) pairs; ``ahead``: on queue host of the step
-    before; ``signals``: whether anyone waits."""
+    """An instruction as a queue's worker meets it. ``waits``: (queue, index) pairs; ``previous_step_deps``: indices of
+    instructions on queue host in the previous step; ``signals``: whether anyone waits for it."""
 
     index: int
     instruction: Instruction
     waits: tuple[tuple[str, int], ...]
-    ahead: tuple[int, ...]
+    previous_step_deps: tuple[int, ...]
     signals: bool
 
 
@@ -87,11 +87,12 @@ class Prepared:
 def prepare(schedule: Schedule, phase: Phase) -> Prepared:
     """Dependencies on earlier phases are met by the drain between phases."""
     listed = dict(schedule.phase(phase))
-    awaited = {dep for instruction in schedule.instructions for dep in (*instruction.deps, *instruction.ahead)}
+    awaited = {dep for instruction in schedule.instructions for dep in (*instruction.deps, *instruction.previous_step_deps)}
     lanes: dict[Queue, list[_Item]] = {}
     for index, instruction in listed.items():
         waits = tuple((listed[dep].queue, dep) for dep in instruction.deps if dep in listed)
-        lanes.setdefault(instruction.queue, []).append(_Item(index, instruction, waits, instruction.ahead, index in awaited))
+        item = _Item(index, instruction, waits, instruction.previous_step_deps, index in awaited)
+        lanes.setdefault(instruction.queue, []).append(item)
     return Prepared(phase, {queue: tuple(items) for queue, items in lanes.items()})
 
 
@@ -243,7 +244,7 @@ def execute(
                 if fence is not None:
                     fence.wait(queue, dep)
             if before is not None:
-                for dep in item.ahead:
+                for dep in item.previous_step_deps:
                     before.wait(dep)
             if progress.failure is not None:
                 return

@@ -23,26 +23,27 @@ Tier = Literal["device", "host", "disk"]
 Phase = Literal["forward", "backward"]
 Kind = Literal["home", "placed", "pooled"]
 Role = Literal["param", "grad", "state", "activation", "input", "output", "buffer", "constant", "tangent", "rng"]
+Work = Literal["", "compute", "recompute", "update", "convert", "prefetch", "offload"]
 
 QUEUES: tuple[Queue, ...] = ("compute", "h2d", "d2h", "disk_read", "disk_write", "host")
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 ALIGNMENT = 64  # bytes; what torch's CPU allocator aligns to, so that a slot gives the same vectorised bits as a tensor
 
-# Where values start in arenas and slabs: a GPU's library looks at up to so many bytes of alignment to choose a kernel, and
-# tensors of their own have them.
+# Values in arenas and slabs start at multiples of this. GPU libraries choose kernels by up to this alignment, which a
+# tensor with its own storage always has.
 PLACEMENT = 256
 
-FORMAT = "mtcompile-schedule-1"
+FORMAT = "mtcompile-schedule-2"
 
 
 def aligned(nbytes: int) -> int:
-    """``nbytes`` rounded up to the granularity both tiers account in."""
+    """Rounds ``nbytes`` up to the granularity in which both tiers account."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def placed(nbytes: int) -> int:
-    """``nbytes`` rounded up to where the next value in an arena or slab starts."""
+    """Rounds ``nbytes`` up to where the next value in an arena or slab may start."""
     return -(-nbytes // PLACEMENT) * PLACEMENT
 
 
@@ -50,12 +51,13 @@ def placed(nbytes: int) -> int:
 class Buffer:
     """Bytes in one tier that hold one version of one value.
 
-    kind ``home``: exists before and after the step (parameters, gradients at home, module buffers, the user's tensors);
-    never allocated or freed by the schedule. ``placed``: ``offset`` bytes into its tier's arena. ``pooled``: comes from
-    the device's allocator when its producer runs; ``nbytes`` is what the ledger reserves for it.
-    ``value`` names the version held (SSA): two buffers with the same value hold the same bits. ``over`` names the home whose
-    bytes this home takes, as its next version (a parameter that was updated); empty for any other.
-    ``leaves`` marks what the user receives (outputs, gradients of resident parameters): never freed by the schedule.
+    ``kind``: a ``home`` exists before and after the step (parameters, gradients at home, module buffers, the user's
+    tensors) and is never allocated or freed by the schedule. A ``placed`` buffer lies ``offset`` bytes into its tier's
+    arena. A ``pooled`` buffer comes from the device's allocator, which reserves ``nbytes`` for it.
+    ``value`` names the version held (SSA): two buffers with the same value hold the same bits.
+    ``returned``: the user receives it (outputs, gradients of resident parameters), so the schedule never frees it.
+    ``version_of``: of a home that is the next version of another one and is written over it (an updated parameter), the
+    other one's name; else empty.
     """
 
     name: str
@@ -65,12 +67,12 @@ class Buffer:
     nbytes: int
     role: Role
     offset: int | None = None
-    leaves: bool = False
-    over: str = ""
+    returned: bool = False
+    version_of: str = ""
 
     def overlaps(self, other: Buffer) -> bool:
-        """True when writing one may change the bytes of the other."""
-        if (self.over or self.name) == (other.over or other.name):
+        """Tells whether writing one of the two may change the bytes of the other."""
+        if (self.version_of or self.name) == (other.version_of or other.name):
             return True
         if self.kind != "placed" or other.kind != "placed" or self.tier != other.tier:
             return False
@@ -83,10 +85,14 @@ class Instruction:
     """One step of one queue.
 
     ``copy`` moves reads[i] to writes[i], bytes unchanged. ``run`` calls ``kernel`` with ``reads`` in order and produces
-    ``writes`` in order, using up to ``workspace`` bytes of the device besides. ``alloc`` and ``free`` name their one
-    buffer in ``writes``. ``deps`` are indices of earlier instructions on *other* queues that must have completed
-    (at most one per queue: a queue is first in, first out). ``ahead``, in a schedule that runs ahead, are those on queue
-    host of the step before. ``time_us`` is the predicted duration.
+    ``writes`` in order, using up to ``workspace`` more bytes of the device. ``alloc`` and ``free`` name their one buffer
+    in ``writes``. ``time_us`` is the predicted duration, ``label`` the call's name in the step graph.
+    ``block``: the block of the model it works for; of an ``alloc`` or ``free``, the block of the work that needs the buffer
+    first or last. ``work``: what kind of work a copy or run is (``recompute`` computes part of the forward again, alone or
+    within a backward); empty for ``alloc`` and ``free``. Nothing that is safe or unsafe depends on these two.
+    ``deps``: indices of earlier instructions on *other* queues that must have completed (at most one per queue, since a
+    queue is first in, first out). ``previous_step_deps``, in a schedule that runs ahead: indices of instructions on queue
+    host in the previous step's backward that must have completed.
     """
 
     op: Op
@@ -99,8 +105,10 @@ class Instruction:
     nbytes: int = 0
     time_us: float = 0.0
     label: str = ""
+    block: str = ""
+    work: Work = ""
     deps: tuple[int, ...] = ()
-    ahead: tuple[int, ...] = ()
+    previous_step_deps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +118,8 @@ class Schedule:
     ``arena_nbytes``: size of each tier's arena of placed slots. ``resident_nbytes``: bytes of persistent homes per tier
     (weights, gradients, optimizer state), counted against the limit at all times. ``limit_nbytes``: the budget per
     tier; a tier that is absent is unlimited. ``peak_nbytes``: the planned peak per tier, the number that is enforced.
-    ``run_ahead``: what queue host has left to do at the end of the backward goes on behind the next step's forward, which
-    waits for it where it must (``Instruction.ahead``), and at its end for all of it.
+    ``run_ahead``: queue host does not drain at the end of the backward. Its remaining instructions run during the next
+    step's forward, which waits for single ones (``Instruction.previous_step_deps``) and, at its end, for all of them.
     """
 
     instructions: tuple[Instruction, ...]
@@ -153,14 +161,14 @@ def to_dict(schedule: Schedule) -> dict[str, Any]:
 
 
 def from_json(text: str) -> Schedule:
-    """The schedule that ``to_json`` wrote. Raises ScheduleFormatError naming the field at fault."""
+    """Reads what ``to_json`` wrote. Raises ScheduleFormatError, which names the field at fault."""
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise ScheduleFormatError(f"expected a JSON object, found {error}") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise ScheduleFormatError(f"expected format {FORMAT!r}, found {found!r}")
+        name = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise ScheduleFormatError(f"expected format {FORMAT!r}, found {name!r}; write the schedule again with this version")
     try:
         buffers = [Buffer(**_typed(Buffer, row)) for row in data["buffers"]]
         instructions = tuple(Instruction(**_typed(Instruction, row)) for row in data["instructions"])
@@ -175,7 +183,7 @@ def from_json(text: str) -> Schedule:
     return schedule
 
 
-_IS_TYPE: dict[str, Callable[[Any], bool]] = {  # by annotation; the annotations that are absent are names, so strings
+_IS_TYPE: dict[str, Callable[[Any], bool]] = {  # by annotation; all other annotations are kinds of strings
     "int": lambda v: type(v) is int,
     "int | None": lambda v: v is None or type(v) is int,
     "float": lambda v: type(v) in (int, float) and isfinite(v),
@@ -186,7 +194,7 @@ _IS_TYPE: dict[str, Callable[[Any], bool]] = {  # by annotation; the annotations
 
 
 def _typed(kind: type[Buffer] | type[Instruction], row: dict[str, Any]) -> dict[str, Any]:
-    """The fields of one row, lists as tuples. Raises TypeError for a value of another type than the field's."""
+    """Returns the fields of one row, with lists as tuples. Raises TypeError where a value is not of its field's type."""
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
     for f in fields(kind):
         if f.name in values and not _IS_TYPE.get(str(f.type), lambda v: type(v) is str)(values[f.name]):
@@ -195,7 +203,7 @@ def _typed(kind: type[Buffer] | type[Instruction], row: dict[str, Any]) -> dict[
 
 
 def _check_form(schedule: Schedule, rows: int) -> None:
-    """Well-formedness only; whether the schedule is *safe* is runtime/verify's question."""
+    """Checks the form only. ``runtime/verify`` proves that a schedule is *safe*."""
 
     def need(condition: bool, message: str) -> None:
         if not condition:
@@ -214,18 +222,19 @@ def _check_form(schedule: Schedule, rows: int) -> None:
         need((buffer.offset is not None) == placed, f"buffer {buffer.name}: only placed ones have an offset")
         need(buffer.nbytes >= 0, f"buffer {buffer.name}: negative nbytes")
         need(
-            not buffer.over or buffer.over in schedule.buffers,
-            f"buffer {buffer.name}: over {buffer.over!r}, which is not there",
+            not buffer.version_of or buffer.version_of in schedule.buffers,
+            f"buffer {buffer.name}: version_of {buffer.version_of!r}, which is not in the table",
         )
     for index, instruction in enumerate(schedule.instructions):
         need(instruction.op in ("alloc", "free", "copy", "run"), f"#{index}: unknown op {instruction.op!r}")
         need(instruction.queue in QUEUES, f"#{index}: unknown queue {instruction.queue!r}")
         need(instruction.phase in PHASES, f"#{index}: unknown phase {instruction.phase!r}")
+        need(instruction.work in get_args(Work), f"#{index}: unknown work {instruction.work!r}")
         for name in (*instruction.reads, *instruction.writes):
             need(name in schedule.buffers, f"#{index}: names buffer {name!r}, which is not in the table")
         need(all(0 <= d < index for d in instruction.deps), f"#{index}: a dependency must be an earlier instruction")
-        known = all(0 <= d < len(schedule) for d in instruction.ahead)
-        need(known, f"#{index}: waits for an instruction of the step before that is not there")
+        known = all(0 <= d < len(schedule) for d in instruction.previous_step_deps)
+        need(known, f"#{index}: waits for an instruction of the previous step that is not in the list")
         reads, writes = len(instruction.reads), len(instruction.writes)
         if instruction.op in ("alloc", "free"):
             need((reads, writes) == (0, 1), f"#{index}: {instruction.op} names one buffer, in writes")
@@ -234,7 +243,7 @@ def _check_form(schedule: Schedule, rows: int) -> None:
 
 
 def gib(nbytes: int) -> str:
-    """Bytes for people: GiB, or the unit below where that would read 0.00."""
+    """Formats bytes for people: in GiB, or in the largest smaller unit that does not read 0.00."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(nbytes) >= size:
             return f"{nbytes / size:.2f} {unit}"
@@ -242,7 +251,7 @@ def gib(nbytes: int) -> str:
 
 
 def to_text(schedule: Schedule) -> str:
-    """The listing: one line per instruction, with what it waits for."""
+    """Returns the listing: one line per instruction, with what it waits for."""
     lines = [f"# {FORMAT}: {len(schedule)} instructions, {len(schedule.buffers)} buffers"]
     for tier in TIERS:
         if any(tier in table for table in (schedule.arena_nbytes, schedule.resident_nbytes, schedule.peak_nbytes)):
@@ -258,7 +267,7 @@ def to_text(schedule: Schedule) -> str:
 
 
 def instruction_text(instruction: Instruction, buffers: Mapping[str, Buffer]) -> str:
-    """One line: phase, queue, op, operands with tier and place, waits."""
+    """Returns one line: phase, queue, op, operands with tier and place, waits."""
     if instruction.op in ("alloc", "free"):
         what = buffer_text(buffers[instruction.writes[0]])
     elif instruction.op == "copy":
@@ -269,19 +278,22 @@ def instruction_text(instruction: Instruction, buffers: Mapping[str, Buffer]) ->
         if instruction.workspace:
             what += f"  [workspace {gib(instruction.workspace)}]"
     waits = f"  waits {' '.join(f'#{d}' for d in instruction.deps)}" if instruction.deps else ""
-    waits += f"  waits {' '.join(f'#{d}' for d in instruction.ahead)} of the step before" if instruction.ahead else ""
+    if instruction.previous_step_deps:
+        waits += f"  waits {' '.join(f'#{d}' for d in instruction.previous_step_deps)} of the previous step"
     label = f"  ; {instruction.label}" if instruction.label else ""
     return f"{instruction.phase[:3]} {instruction.queue:7s} {instruction.op:5s} {what}{waits}{label}"
 
 
 def buffer_text(buffer: Buffer) -> str:
     place = f"{buffer.tier}+{buffer.offset}" if buffer.kind == "placed" else f"{buffer.tier} {buffer.kind}"
-    place += f" over {buffer.over}" if buffer.over else ""
+    place += f", next version of {buffer.version_of}" if buffer.version_of else ""
     return f"{buffer.name}  [{gib(buffer.nbytes)} {place}, {buffer.role}]"
 
 
-def with_deps(schedule: Schedule, deps: Iterable[tuple[int, ...]], ahead: Iterable[tuple[int, ...]] | None = None) -> Schedule:
-    """The same schedule with the given dependencies, one tuple per instruction; ``ahead``: on the step before."""
-    before = ((),) * len(schedule) if ahead is None else ahead
-    rows = tuple(replace(i, deps=d, ahead=a) for i, d, a in zip(schedule.instructions, deps, before, strict=True))
-    return replace(schedule, instructions=rows)
+def with_deps(
+    schedule: Schedule, deps: Iterable[tuple[int, ...]], previous_step_deps: Iterable[tuple[int, ...]] | None = None
+) -> Schedule:
+    """Returns the schedule with the given dependencies, one tuple per instruction."""
+    previous = ((),) * len(schedule) if previous_step_deps is None else previous_step_deps
+    triples = zip(schedule.instructions, deps, previous, strict=True)
+    return replace(schedule, instructions=tuple(replace(i, deps=d, previous_step_deps=p) for i, d, p in triples))

@@ -6,17 +6,17 @@ from mtcompile.runtime.schedule import PHASES, Queue, Schedule
 from mtcompile.runtime.trace import Record, Trace
 
 
-def simulate(schedule: Schedule, before: Trace | None = None) -> Trace:
-    """When every instruction starts and ends if each runs as soon as it may, taking its ``time_us``.
+def simulate(schedule: Schedule, previous: Trace | None = None) -> Trace:
+    """Predicts when every instruction starts and ends if each runs as soon as it may and takes its ``time_us``.
 
     An instruction starts when its queue is free, everything it waits for has ended, and the earlier phases have ended.
-    ``before``: of the step before, for a schedule that runs ahead; this one starts when all but queue host is drained there.
-    Raises ValueError where it would wait for something that never ends, or where a duration is negative.
+    ``previous``: the previous step's trace, for a schedule that runs ahead. This step starts when all queues but host have
+    drained there. Raises ValueError where an instruction would wait for ever, or where a duration is negative.
     """
     late: dict[int, float] = {}
-    if before is not None and schedule.run_ahead:
-        ready = _drained_us(schedule, before)
-        late = {r.index: r.end_us - ready for r in before.records if _may_be_late(schedule, r.index)}
+    if previous is not None and schedule.run_ahead:
+        ready = _drained_us(schedule, previous)
+        late = {r.index: r.end_us - ready for r in previous.records if _may_be_late(schedule, r.index)}
     ends: list[float] = []
     free_at: dict[Queue, float] = {"host": max(late.values(), default=0.0)}
     records: list[Record] = []
@@ -29,7 +29,7 @@ def simulate(schedule: Schedule, before: Trace | None = None) -> Trace:
             phase = instruction.phase
         if any(not 0 <= dep < index for dep in instruction.deps):
             raise ValueError(f"#{index}: expected waits for earlier instructions, found {instruction.deps}; derive deps again")
-        waits = (*(ends[dep] for dep in instruction.deps), *(late.get(dep, 0.0) for dep in instruction.ahead))
+        waits = (*(ends[dep] for dep in instruction.deps), *(late.get(dep, 0.0) for dep in instruction.previous_step_deps))
         start = max((barrier, free_at.get(instruction.queue, 0.0), *waits))
         end = start + instruction.time_us
         ends.append(end)
@@ -39,8 +39,8 @@ def simulate(schedule: Schedule, before: Trace | None = None) -> Trace:
 
 
 def period_us(schedule: Schedule) -> float:
-    """From one step's start to the next one's, when many follow each other. What one step leaves to the next is drained in
-    that one's forward, so the second step is as all later ones."""
+    """Predicts the µs from one step's start to the next one's, in a long sequence of steps. The next step's forward drains
+    what a step leaves to it, so all steps from the second one on take the same time."""
     first = simulate(schedule)
     if not schedule.run_ahead:
         return max((record.end_us for record in first.records), default=0.0)
@@ -48,7 +48,7 @@ def period_us(schedule: Schedule) -> float:
 
 
 def _drained_us(schedule: Schedule, trace: Trace) -> float:
-    """When the next step may start."""
+    """Returns when, in µs, the next step may start."""
     return max((r.end_us for r in trace.records if not _may_be_late(schedule, r.index)), default=0.0)
 
 

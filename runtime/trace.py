@@ -1,4 +1,4 @@
-"""What ran when: one type for what the ``sim`` device predicts and what the other devices measure. Times are in µs."""
+"""Traces say what ran when: one type for what the ``sim`` device predicts and other devices measure. Times are in µs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One record per instruction that ran. ``source`` says whether a clock or a model made the times."""
+    """One record per instruction that ran. ``source`` says whether a model or a clock gave the times."""
 
     records: tuple[Record, ...]
     source: Literal["predicted", "measured"]
@@ -39,26 +39,26 @@ class Trace:
 
 
 def span_us(trace: Trace) -> float:
-    """From the first start to the last end; 0 for an empty trace."""
+    """Returns the µs from the first start to the last end; 0 for an empty trace."""
     if not trace.records:
         return 0.0
     return max(record.end_us for record in trace.records) - min(record.start_us for record in trace.records)
 
 
 def busy_us(trace: Trace) -> dict[Queue, float]:
-    """How long each queue that ran something was busy. Records that overlap in time count once."""
+    """Returns for how many µs each queue that ran something was busy. Records that overlap in time count once."""
     used = {record.queue for record in trace.records}
     return {queue: _length(_intervals(trace, queue)) for queue in QUEUES if queue in used}
 
 
 def exposed_us(trace: Trace, queue: Queue) -> float:
-    """How long ``queue`` was busy while compute was idle: what its work adds to the step."""
+    """Returns for how many µs ``queue`` was busy while compute was idle, which is what its work adds to the step."""
     compute, other = _intervals(trace, "compute"), _intervals(trace, queue)
     return _length(_union([*compute, *other])) - _length(compute)
 
 
 def shifted(records: Iterable[Record], by_us: float) -> list[Record]:
-    """The same records, later: how a phase's own clock is put behind the phase before it."""
+    """Returns the records ``by_us`` later. This puts a phase, with a clock of its own, after the phase before it."""
     return [Record(r.index, r.queue, r.start_us + by_us, r.end_us + by_us) for r in records]
 
 
@@ -67,7 +67,7 @@ def _intervals(trace: Trace, queue: Queue) -> list[Interval]:
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same stretches of time, in order and disjoint."""
+    """Merges stretches of time into disjoint ones, in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:

@@ -5,39 +5,40 @@ listed first; or ``b`` waits for ``a``; or ``a`` belongs to an earlier phase; or
 proves, and ``ScheduleError.invariant`` names:
 
 - **I0 well formed**: known ops, queues, phases and buffers; the phases one after the other; waits only for earlier
-  instructions; ``alloc`` and ``free`` name one buffer, ``copy`` pairs. So ≺ agrees with list order: no deadlock. A buffer
-  that lies ``over`` another is a home as that is, of its size and in its tier, and the only one over it.
+  instructions; ``alloc`` and ``free`` name one buffer, ``copy`` pairs. So ≺ agrees with list order: no deadlock. The next
+  version of a home (``version_of``) is itself a home, of the same size, in the same tier, and the only next version.
 - **I1 present**: every buffer that is not a home is allocated once and written once, every home written at most once.
   For every operand read: its producer ≺ the read; for every operand: its alloc ≺ the use ≺ its free. A home that
   nothing writes is valid from the start (a tangent from the start of backward), one that is written only from then on, and
-  one that another lies over until that is written: no read of it comes later.
+  one with a next version until that is written: no read of it comes later.
   Copies join the tiers their queue serves, with equal value and size; kernels use the tier they run on.
 - **I2 race-free**: two instructions that touch common bytes (one buffer, or placed buffers of one tier that overlap),
   one of them writing (``alloc`` and ``free`` write), are ≺-ordered.
 - **I3 fits**: of two placed buffers that overlap, the free of one ≺ the alloc of the other; slots are aligned and
   inside their arena; per tier ``peak(schedule) <= peak_nbytes <= limit_nbytes``.
-- **I4 closed**: every alloc has one free, or its buffer leaves; no device slot outlives its phase (arenas are lent in
-  between); every gradient and every new version of a module buffer leaves, is written to one home, or is read by one
-  kernel that writes over homes (an update) or makes another gradient of it on the host, once; every home of either, and
-  every home over another, is written. Checked over two steps in a row: a step ends in the state it began in.
+- **I4 closed**: every alloc has one free, or its buffer is returned; no device slot outlives its phase (arenas are lent in
+  between); every gradient and every new version of a module buffer is returned, is written to one home, or is read by one
+  kernel that writes next versions of homes (an update) or makes another gradient of it on the host, once; every home of
+  either, and every next version, is written. Checked over two steps in a row: a step ends in the state it began in.
 
-A schedule that runs ahead has what is left of queue host at the end of backward running beside the next forward: I1 and I2
-are proven for these too, by the waits that the forward's instructions have on the step before.
+In a schedule that runs ahead, what queue host has not finished at the end of backward runs beside the next forward. I1 and
+I2 are proven for the two together, from the waits of the forward's instructions on the previous step.
 
-The first failure is raised, in the order of the invariants. Time grows with instructions x operands x overlaps.
+The first failure is raised, in the order of the invariants. I0 to I2 are proven here, I3 and I4 in ``verify_memory``. Labels,
+blocks and kinds of work are not used. Time grows with instructions x operands x overlaps.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 
 from mtcompile.runtime.happens_before import Order
-from mtcompile.runtime.schedule import ALIGNMENT, PHASES, QUEUES, TIERS, Buffer, Instruction, Schedule, gib, instruction_text
+from mtcompile.runtime.schedule import PHASES, QUEUES, TIERS, Buffer, Schedule
+from mtcompile.runtime.verify_facts import INVARIANTS, Facts, ScheduleError, error, segments
+from mtcompile.runtime.verify_memory import closed, fits, peaks_reached
 
-INVARIANTS = {"I0": "well formed", "I1": "present", "I2": "race-free", "I3": "fits", "I4": "closed"}
+__all__ = ["INVARIANTS", "ScheduleError", "peak", "verify"]
 
 # what each queue can copy: tier read -> tier written
 COPIES: dict[str, tuple[tuple[str, str], ...]] = {
@@ -49,104 +50,28 @@ COPIES: dict[str, tuple[tuple[str, str], ...]] = {
     "host": (("host", "host"),),
 }
 RUNS = {"compute": "device", "host": "host"}  # the tier whose bytes kernels on a queue may touch
-CONTEXT_LINES = 10
-
-
-class ScheduleError(ValueError):
-    """An unsafe schedule: ``invariant`` ("I0" … "I4") fails at instruction ``index`` (None: in the tables)."""
-
-    def __init__(self, message: str, invariant: str, index: int | None) -> None:
-        super().__init__(message, invariant, index)
-        self.invariant = invariant
-        self.index = index
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 def verify(schedule: Schedule) -> None:
-    """Returns if every property in the module's docstring holds, else raises ScheduleError for the first that fails."""
+    """Proves every property in the module's docstring, or raises ScheduleError for the first that fails."""
     _well_formed(schedule)
-    facts = _Facts(schedule)
+    facts = Facts(schedule)
     _present(facts)
     _race_free(facts)
-    _slots_fit(facts)
-    _tiers_fit(facts)
-    _closed(facts)
-    _consumed_once(facts)
+    fits(facts)
+    closed(facts)
     _runs_ahead(schedule)
 
 
 def peak(schedule: Schedule) -> dict[str, int]:
-    """Bytes held at the worst moment, per tier in use: resident + arena + pooled values + workspace + tangents."""
-    return {tier: nbytes for tier, (nbytes, _) in _peaks(schedule).items()}
-
-
-def _peaks(schedule: Schedule) -> dict[str, tuple[int, int | None]]:
-    """Per tier in use, the peak in bytes and the first instruction that reaches it.
-
-    Pooled values are allocated and freed on queue compute alone, so list order is the order they come and go in.
-    """
-    live = {tier: schedule.resident_nbytes.get(tier, 0) + schedule.arena_nbytes.get(tier, 0) for tier in TIERS}
-    most: dict[str, tuple[int, int | None]] = {tier: (nbytes, None) for tier, nbytes in live.items()}
-    tangents = sum(b.nbytes for b in schedule.buffers.values() if b.role == "tangent" and b.tier == "device")
-    for index, instruction in enumerate(schedule.instructions):
-        buffer = schedule.buffers[instruction.writes[0]] if instruction.op in ("alloc", "free") else None
-        if buffer and buffer.kind == "pooled" and instruction.op == "alloc":
-            live[buffer.tier] += buffer.nbytes
-        for tier in TIERS:
-            besides = instruction.workspace + (tangents if instruction.phase == "backward" else 0)
-            held = live[tier] + (besides if tier == "device" else 0)
-            if held > most[tier][0]:
-                most[tier] = held, index
-        if buffer and buffer.kind == "pooled" and instruction.op == "free":
-            live[buffer.tier] -= buffer.nbytes
-    used = {b.tier for b in schedule.buffers.values()} | schedule.arena_nbytes.keys() | schedule.resident_nbytes.keys()
-    return {tier: most[tier] for tier in TIERS if tier in used}
-
-
-class _Facts:
-    """What the checks ask: ≺, and which instructions allocate, free, write and read each buffer, in list order."""
-
-    __slots__ = ("allocs", "before", "frees", "readers", "schedule", "writers")
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        tables: list[dict[str, list[int]]] = [{name: [] for name in schedule.buffers} for _ in range(4)]
-        self.allocs, self.frees, self.writers, self.readers = tables
-        self.before = Order(schedule).before  # before(a, b): a ≺ b
-        for index, instruction in enumerate(schedule.instructions):
-            table = {"alloc": self.allocs, "free": self.frees}.get(instruction.op, self.writers)
-            for name in instruction.writes:
-                table[name].append(index)
-            for name in instruction.reads:
-                self.readers[name].append(index)
-
-    def buffers(self, names: tuple[str, ...]) -> Iterator[Buffer]:
-        return (self.schedule.buffers[name] for name in names)
-
-    def error(self, invariant: str, index: int | None, message: str) -> ScheduleError:
-        return _error(self.schedule, invariant, index, message)
-
-
-def _error(schedule: Schedule, invariant: str, index: int | None, message: str) -> ScheduleError:
-    where = "in the tables" if index is None else f"at #{index}"
-    lines = [f"{invariant} {INVARIANTS[invariant]}, {where}: {message}"]
-    if index is not None:
-        first = max(0, min(index - CONTEXT_LINES // 2, len(schedule) - CONTEXT_LINES))
-        for i, instruction in enumerate(schedule.instructions[first : first + CONTEXT_LINES], first):
-            try:
-                text = instruction_text(instruction, schedule.buffers)
-            except (KeyError, IndexError, ValueError):  # not well formed, which is what the message says
-                text = repr(instruction)
-            lines.append(f"{'>' if i == index else ' '} {i:5d} {text}")
-    return ScheduleError("\n".join(lines), invariant, index)
+    """Returns the bytes held at the worst moment, per tier in use: resident + arena + pooled + workspace + tangents."""
+    return {tier: nbytes for tier, (nbytes, _) in peaks_reached(schedule).items()}
 
 
 def _well_formed(schedule: Schedule) -> None:
     def need(condition: bool, index: int | None, message: str) -> None:
         if not condition:
-            raise _error(schedule, "I0", index, message)
+            raise error(schedule, "I0", index, message)
 
     for table in (schedule.arena_nbytes, schedule.resident_nbytes, schedule.limit_nbytes, schedule.peak_nbytes):
         for tier, nbytes in table.items():
@@ -158,14 +83,16 @@ def _well_formed(schedule: Schedule) -> None:
         need(buffer.nbytes >= 0, None, f"expected 0 bytes or more for {name}, found {buffer.nbytes}")
         placed = buffer.kind == "placed"
         need((buffer.offset is not None) == placed, None, f"{name}: placed buffers have an offset, others have none")
-    covered: set[str] = set()
-    for name, buffer in ((name, buffer) for name, buffer in schedule.buffers.items() if buffer.over):
-        need(buffer.over in schedule.buffers, None, f"expected {name} over a buffer of the table, found {buffer.over!r}")
-        below = schedule.buffers[buffer.over]
-        alike = (below.kind, below.tier, below.nbytes) == (buffer.kind, buffer.tier, buffer.nbytes)
-        need(alike and buffer.kind == "home", None, f"expected {name} over a home as it is one, found {below.name}")
-        need(not below.over and below.name not in covered, None, f"expected one buffer over {below.name}, found {name} too")
-        covered.add(below.name)
+    replaced: set[str] = set()
+    for name, buffer in ((name, buffer) for name, buffer in schedule.buffers.items() if buffer.version_of):
+        need(buffer.version_of in schedule.buffers, None, f"{name}: version_of {buffer.version_of!r} is not in the table")
+        old = schedule.buffers[buffer.version_of]
+        alike = (old.kind, old.tier, old.nbytes) == (buffer.kind, buffer.tier, buffer.nbytes)
+        need(alike and buffer.kind == "home", None, f"expected {name} to be a home alike its old version, found {old.name}")
+        need(
+            not old.version_of and old.name not in replaced, None, f"expected one next version of {old.name}, found {name} too"
+        )
+        replaced.add(old.name)
     reached = 0
     for index, instruction in enumerate(schedule.instructions):
         op, reads, writes = instruction.op, instruction.reads, instruction.writes
@@ -179,10 +106,10 @@ def _well_formed(schedule: Schedule) -> None:
             need(name in schedule.buffers, index, f"expected operands from the buffer table, found {name!r}")
         for dep in instruction.deps:
             need(0 <= dep < index, index, f"expected waits for earlier instructions, found #{dep}: it would deadlock")
-        for dep in instruction.ahead:
+        for dep in instruction.previous_step_deps:
             right = schedule.run_ahead and instruction.phase == PHASES[0] and 0 <= dep < len(schedule)
             right = right and (schedule.instructions[dep].queue, schedule.instructions[dep].phase) == ("host", PHASES[1])
-            need(right, index, f"expected a forward to wait for queue host of the backward before it, found #{dep}")
+            need(right, index, f"expected waits of a forward for queue host of the previous backward, found #{dep}")
         need(instruction.workspace >= 0, index, f"expected 0 bytes of workspace or more, found {instruction.workspace}")
         if op in ("alloc", "free"):
             need(len(writes) == 1 and not reads, index, f"expected {op} of one buffer, named in writes")
@@ -190,7 +117,7 @@ def _well_formed(schedule: Schedule) -> None:
             need(0 < len(reads) == len(writes), index, f"expected pairs, found {len(reads)} -> {len(writes)} operands")
 
 
-def _present(facts: _Facts) -> None:
+def _present(facts: Facts) -> None:
     schedule = facts.schedule
     for name, buffer in schedule.buffers.items():
         writers, allocs = facts.writers[name], facts.allocs[name]
@@ -214,8 +141,8 @@ def _present(facts: _Facts) -> None:
                 raise facts.error("I1", index, f"expected kernels on queues {tuple(RUNS)}, found {instruction.queue}")
             for buffer in facts.buffers((*instruction.reads, *instruction.writes)):
                 if buffer.tier != tier:
-                    found = f"{buffer.name} is on tier {buffer.tier}; copy it first"
-                    raise facts.error("I1", index, f"expected operands on tier {tier}, found {found}")
+                    what = f"expected operands on tier {tier}, found {buffer.name} on tier {buffer.tier}"
+                    raise facts.error("I1", index, f"{what}; copy it first")
         for buffer in facts.buffers(instruction.reads):
             _readable(facts, index, buffer)
     _not_overtaken(facts)
@@ -225,22 +152,22 @@ def _present(facts: _Facts) -> None:
                 _allocated(facts, index, buffer)
 
 
-def _copy_operands(facts: _Facts, index: int) -> None:
+def _copy_operands(facts: Facts, index: int) -> None:
     instruction = facts.schedule.instructions[index]
     serves = COPIES[instruction.queue]
     for source, target in zip(facts.buffers(instruction.reads), facts.buffers(instruction.writes)):
         pair = f"{source.name} -> {target.name}"
         if (source.tier, target.tier) not in serves:
             expected = " or ".join(f"{a} -> {b}" for a, b in serves)
-            found = f"{source.tier} -> {target.tier} ({pair}); use the queue that serves it"
-            raise facts.error("I1", index, f"expected {expected} on {instruction.queue}, found {found}")
+            what = f"expected {expected} on {instruction.queue}, found {source.tier} -> {target.tier} ({pair})"
+            raise facts.error("I1", index, f"{what}; use the queue that serves it")
         if source.value != target.value:
             raise facts.error("I1", index, f"expected equal values, found {source.value} -> {target.value} ({pair})")
         if source.nbytes != target.nbytes:
             raise facts.error("I1", index, f"expected equal sizes, found {source.nbytes} -> {target.nbytes} B ({pair})")
 
 
-def _readable(facts: _Facts, index: int, buffer: Buffer) -> None:
+def _readable(facts: Facts, index: int, buffer: Buffer) -> None:
     writers = facts.writers[buffer.name]
     if writers:
         if not facts.before(writers[0], index):
@@ -250,18 +177,17 @@ def _readable(facts: _Facts, index: int, buffer: Buffer) -> None:
         raise facts.error("I1", index, f"tangent {buffer.name} is read in forward, but it arrives with backward")
 
 
-def _not_overtaken(facts: _Facts) -> None:
-    """No home is read once another lies over it."""
+def _not_overtaken(facts: Facts) -> None:
+    """Checks that no home is read once its next version has been written over it."""
     for name, buffer in facts.schedule.buffers.items():
-        for writer in facts.writers[name] if buffer.over else ():
-            late = [reader for reader in facts.readers[buffer.over] if reader > writer]
+        for writer in facts.writers[name] if buffer.version_of else ():
+            late = [reader for reader in facts.readers[buffer.version_of] if reader > writer]
             if late:
-                raise facts.error(
-                    "I1", late[0], f"{buffer.over} is read, but #{writer} has written {name} over it; read before"
-                )
+                what = f"{buffer.version_of} is read, but #{writer} has written {name} over it"
+                raise facts.error("I1", late[0], f"{what}; read it before")
 
 
-def _allocated(facts: _Facts, index: int, buffer: Buffer) -> None:
+def _allocated(facts: Facts, index: int, buffer: Buffer) -> None:
     if buffer.kind == "home":
         return
     alloc = facts.allocs[buffer.name][0]
@@ -272,27 +198,9 @@ def _allocated(facts: _Facts, index: int, buffer: Buffer) -> None:
             raise facts.error("I1", index, f"{buffer.name} is used, but #{free} may have freed it; free it later")
 
 
-def _segments(schedule: Schedule) -> dict[str, list[tuple[str, int]]]:
-    """Each buffer's bytes as pieces such that two buffers overlap exactly when they share a piece.
-
-    A piece is a stretch of an arena between two neighbouring slot ends, or a whole buffer under its own name.
-    """
-    ends: dict[str, list[int]] = {}
-    placed = [(b, b.offset) for b in schedule.buffers.values() if b.offset is not None]
-    for tier in TIERS:
-        ends[tier] = sorted({end for b, offset in placed if b.tier == tier for end in (offset, offset + b.nbytes)})
-    pieces = {name: [(b.over or name, -1)] for name, b in schedule.buffers.items()}
-    for b, offset in placed:
-        tier_ends = ends[b.tier]
-        first, last = bisect_left(tier_ends, offset), bisect_left(tier_ends, offset + b.nbytes)
-        if last > first:
-            pieces[b.name] = [(b.tier, tier_ends[k]) for k in range(first, last)]
-    return pieces
-
-
-def _race_free(facts: _Facts, where: str = "") -> None:
-    """≺ agrees with list order and is transitive, so comparing each access with the latest ones covers all pairs."""
-    pieces = _segments(facts.schedule)
+def _race_free(facts: Facts, where: str = "") -> None:
+    """Proves I2. As ≺ agrees with list order and is transitive, comparing each access with the latest ones covers all."""
+    pieces = segments(facts.schedule)
     wrote: dict[tuple[str, int], int] = {}
     reading: dict[tuple[str, int], dict[str, int]] = {}  # since the last write; the latest of each queue stands for all
     for index, instruction in enumerate(facts.schedule.instructions):
@@ -315,7 +223,7 @@ def _race_free(facts: _Facts, where: str = "") -> None:
 
 
 def _common(schedule: Schedule, a: int, b: int) -> Iterator[str]:
-    """The operands through which two instructions meet, for the message."""
+    """Yields the operands through which two instructions meet, for the message."""
     first, second = schedule.instructions[a], schedule.instructions[b]
     for left in dict.fromkeys((*first.reads, *first.writes)):
         for right in dict.fromkeys((*second.reads, *second.writes)):
@@ -324,143 +232,21 @@ def _common(schedule: Schedule, a: int, b: int) -> Iterator[str]:
                 yield left if left == right else f"the bytes of {left} and {right}"
 
 
-def _slots_fit(facts: _Facts) -> None:
-    schedule = facts.schedule
-    lives: dict[tuple[str, int], list[str]] = {}
-    pieces = _segments(schedule)
-    for name in sorted((n for n in facts.allocs if facts.allocs[n]), key=lambda n: facts.allocs[n][0]):
-        buffer, index = schedule.buffers[name], facts.allocs[name][0]
-        if buffer.offset is None:
-            continue
-        arena = schedule.arena_nbytes.get(buffer.tier, 0)
-        if buffer.offset % ALIGNMENT:
-            raise facts.error("I3", index, f"expected offsets in steps of {ALIGNMENT}, found {name} at {buffer.offset}")
-        if buffer.offset < 0 or buffer.offset + buffer.nbytes > arena:
-            found = f"{name} at {buffer.offset} .. {buffer.offset + buffer.nbytes}"
-            raise facts.error("I3", index, f"expected slots within the {buffer.tier} arena of {arena} B, found {found}")
-        for piece in pieces[name]:
-            lives.setdefault(piece, []).append(name)
-    for names in lives.values():
-        for earlier, later in pairwise(names):
-            index = facts.allocs[later][0]
-            if not any(facts.before(free, index) for free in facts.frees[earlier]):
-                what = f"{later} overlaps {earlier} in bytes while that may still be live"
-                raise facts.error("I3", index, f"{what}; free {earlier} before, or place {later} elsewhere")
-
-
-def _tiers_fit(facts: _Facts) -> None:
-    schedule = facts.schedule
-    for index, instruction in enumerate(schedule.instructions):
-        if instruction.workspace and instruction.queue != "compute":
-            raise facts.error("I3", index, "expected workspace on queue compute only: elsewhere the peak is not exact")
-        if instruction.op not in ("alloc", "free") or schedule.buffers[instruction.writes[0]].kind != "pooled":
-            continue
-        buffer = schedule.buffers[instruction.writes[0]]
-        if instruction.queue != "compute":
-            what = f"expected {instruction.op} of pooled {buffer.name} on queue compute, found {instruction.queue}"
-            raise facts.error("I3", index, f"{what}: the sum of pooled bytes is exact only in one queue's order")
-        if buffer.nbytes % ALIGNMENT:
-            what = f"expected pooled sizes in steps of {ALIGNMENT} bytes, found {buffer.name} of {buffer.nbytes}"
-            raise facts.error("I3", index, f"{what}; use schedule.aligned")
-    for tier, (nbytes, at) in _peaks(schedule).items():
-        planned = schedule.peak_nbytes.get(tier)
-        if nbytes > (planned or 0):
-            found = "none" if planned is None else f"{planned} B ({gib(planned)})"
-            what = f"expected a planned {tier} peak of at least {nbytes} B ({gib(nbytes)}), found {found}"
-            raise facts.error("I3", at, f"{what}; plan what verify.peak gives, or hold less here")
-    for tier, planned in schedule.peak_nbytes.items():
-        limit = schedule.limit_nbytes.get(tier)
-        if limit is not None and planned > limit:
-            what = f"expected a {tier} peak within the limit of {limit} B ({gib(limit)}), found {planned} B"
-            raise facts.error("I3", None, f"{what} ({gib(planned)}); plan for less, or raise the limit")
-
-
-def _closed(facts: _Facts) -> None:
-    schedule = facts.schedule
-    live: dict[str, int] = {}  # buffer -> its alloc
-    for step in ("step", "second step"):
-        for index, instruction in enumerate(schedule.instructions):
-            if index and instruction.phase != schedule.instructions[index - 1].phase:
-                for name, alloc in live.items():
-                    if schedule.buffers[name].kind == "placed" and schedule.buffers[name].tier == "device":
-                        what = f"device slot {name} lives across the phases, but arenas are lent in between"
-                        raise facts.error("I4", alloc, f"{what}; free it in the same phase")
-            if instruction.op not in ("alloc", "free"):
-                continue
-            buffer = schedule.buffers[instruction.writes[0]]
-            if buffer.kind == "home":
-                what = f"home {buffer.name} exists before and after the step; drop this {instruction.op}"
-                raise facts.error("I4", index, what)
-            if instruction.op == "alloc":
-                if buffer.name in live:
-                    raise facts.error("I4", index, f"{buffer.name} is never freed: the {step} finds it allocated")
-                live[buffer.name] = index
-            elif buffer.leaves:
-                raise facts.error("I4", index, f"{buffer.name} leaves with the user, but is freed here; drop the free")
-            elif live.pop(buffer.name, None) is None:
-                raise facts.error("I4", index, f"{buffer.name} is freed, but not allocated at this point")
-        for name in [name for name in live if schedule.buffers[name].leaves]:
-            if schedule.buffers[name].kind == "placed":
-                raise facts.error("I4", live[name], f"{name} leaves, but a slot is reused; make it pooled")
-            del live[name]  # the user's from here on
-
-
-def _converted(instruction: Instruction, written: Buffer) -> bool:
-    """Whether it is a gradient that a kernel of the host makes: of another one, as nothing else is there."""
-    return instruction.queue == "host" and instruction.op == "run" and written.role == "grad"
-
-
-def _consumed_once(facts: _Facts) -> None:
-    schedule = facts.schedule
-    rows = [(name, b) for name, b in schedule.buffers.items() if b.role in ("grad", "buffer")]
-    made: dict[tuple[str, str], int] = {}  # (value, role) -> the kernel that first makes it; copies make nothing new
-    taken: dict[tuple[str, str], list[int]] = {}
-    for name, buffer in rows:
-        key, writers = (buffer.value, buffer.role), facts.writers[name]
-        if writers and schedule.instructions[writers[0]].op == "run":
-            made[key] = min(made.get(key, writers[0]), writers[0])
-        if buffer.kind == "home" or buffer.leaves:
-            taken.setdefault(key, []).extend(writers)
-    for name, buffer in rows:
-        at = made.get((buffer.value, buffer.role))
-        expected = buffer.role == "grad" or at is not None
-        if buffer.kind == "home" and not facts.writers[name] and expected:
-            what = f"expected one write of home {name}, found none: it would end the step without {buffer.value}"
-            raise facts.error("I4", at, what)
-    for name, buffer in facts.schedule.buffers.items():
-        if buffer.over and not facts.writers[name]:
-            raise facts.error("I4", None, f"expected one write of {name} over {buffer.over}, found none")
-    updates = [
-        (index, {schedule.buffers[name].value for name in instruction.reads if schedule.buffers[name].role == "grad"})
-        for index, instruction in enumerate(schedule.instructions)
-        if any(schedule.buffers[name].over or _converted(instruction, schedule.buffers[name]) for name in instruction.writes)
-    ]
-    for index, values in updates:
-        for value in values:
-            taken.setdefault((value, "grad"), []).append(index)
-    for (value, role), index in made.items():
-        homes = sorted(taken.get((value, role), ()))
-        if len(homes) != 1:
-            found = ", ".join(f"#{i}" for i in homes) or "none"
-            what = f"expected {role} {value} to leave, to be written to one home, or to update a parameter, once; found {found}"
-            raise facts.error("I4", homes[1] if homes else index, what)
-
-
 def _runs_ahead(schedule: Schedule) -> None:
-    """I1 and I2 between what a backward leaves on queue host and the next forward: the two as one phase, in which the
-    forward's waits on the step before are waits like others."""
+    """Proves I1 and I2 between what a backward leaves on queue host and the next forward: the two as one phase, in which
+    the forward's waits on the previous step are waits like any others."""
     if not schedule.run_ahead:
         return
     before = Order(schedule).before
     last = {each.queue: i for i, each in schedule.phase(PHASES[1]) if each.queue != "host"}
-    mine = (i for i, each in schedule.phase(PHASES[1]) if each.queue == "host")
-    behind = [i for i in mine if not any(before(i, other) for other in last.values())]  # the others have drained
-    place = {index: position for position, index in enumerate(behind)}
-    rows = [replace(schedule.instructions[index], phase=PHASES[0], deps=(), ahead=()) for index in behind]
-    left = len(rows)
-    following = {index: left + position for position, (index, _) in enumerate(schedule.phase(PHASES[0]))}
+    on_host = (i for i, each in schedule.phase(PHASES[1]) if each.queue == "host")
+    unfinished = [i for i in on_host if not any(before(i, other) for other in last.values())]  # the others have drained
+    place = {index: position for position, index in enumerate(unfinished)}
+    rows = [replace(schedule.instructions[index], phase=PHASES[0], deps=(), previous_step_deps=()) for index in unfinished]
+    following = {index: len(unfinished) + position for position, (index, _) in enumerate(schedule.phase(PHASES[0]))}
     for _, instruction in schedule.phase(PHASES[0]):
-        waits = (*(place[dep] for dep in instruction.ahead if dep in place), *(following[dep] for dep in instruction.deps))
-        rows.append(replace(instruction, deps=tuple(sorted(waits)), ahead=()))
-    facts = _Facts(replace(schedule, instructions=tuple(rows), run_ahead=False))
-    _race_free(facts, f"with the step before, whose queue host comes first (#0 to #{left - 1})")
+        waits = [place[dep] for dep in instruction.previous_step_deps if dep in place]
+        waits += [following[dep] for dep in instruction.deps]
+        rows.append(replace(instruction, deps=tuple(sorted(waits)), previous_step_deps=()))
+    facts = Facts(replace(schedule, instructions=tuple(rows), run_ahead=False))
+    _race_free(facts, f"with the previous step, whose queue host comes first (#0 to #{len(unfinished) - 1})")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from mtcompile.cli.common import Accumulate, Batch, Host, Machine, Memory, Seq, planned
-from mtcompile.runtime.schedule import FORMAT, Schedule, from_json
+from mtcompile.runtime.schedule import Schedule, from_json
 
 
 class Format(str, Enum):
@@ -75,7 +75,7 @@ def dumped(path: str) -> Schedule | None:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"expected a schedule or a configuration in {path}, found no JSON: {error}") from None
-    return from_json(text) if isinstance(data, dict) and data.get("format") == FORMAT else None
+    return from_json(text) if isinstance(data, dict) and str(data.get("format")).startswith("mtcompile-schedule-") else None
 
 
 def _planned(model: str, options: dict[str, Any]) -> tuple[Schedule, dict[str, Any]]:

@@ -22,7 +22,7 @@ from mtcompile.passes.analysis.cost import Machine, Measured, formula_us, kernel
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import Instruction, Phase
 from mtcompile.runtime.sim import simulate
-from mtcompile.runtime.trace import Record, Trace, shifted, span_us
+from mtcompile.runtime.trace import Record, Trace, span_us
 
 KEPT_PHASES = 16  # of the last steps, a forward or a backward each
 _LATENCY_US = 50.0  # a copy that is shorter by formula says what starting one costs, nothing of the rate
@@ -125,14 +125,6 @@ class Calibrator:
             remembered,
         )
 
-    def last_step(self, compiled: CompiledStep) -> Trace | None:
-        """The last step of a program, forward and backward, whose times can be told; None before there is one."""
-        phases = {phase: records for other, phase, records in self.phases if other is compiled}
-        if "backward" not in phases or "forward" not in phases:
-            return None
-        forward_us = max((record.end_us for record in phases["forward"]), default=0.0)
-        return Trace((*phases["forward"], *shifted(phases["backward"], forward_us)), "measured")
-
 
 def _key(device: Device, options: Options) -> str:
     return cache.times_key(speeds(device, options).name, device.where.type, options.kernels)
@@ -145,7 +137,7 @@ def _medians(timed: Iterable[TimedPhase], speeds: Machine) -> Times:
     for compiled, _, records in timed:
         for record in records:
             instruction = compiled.schedule.instructions[record.index]
-            if instruction.op == "run" and not _calls_region(compiled, instruction):
+            if instruction.work in ("update", "convert"):
                 continue
             subject = _subject(compiled, instruction)
             took.setdefault(record.queue, {}).setdefault(subject, []).append(record.end_us - record.start_us)
@@ -156,11 +148,6 @@ def _medians(timed: Iterable[TimedPhase], speeds: Machine) -> Times:
         queue: {subject: (statistics.median(us), formula[queue][subject]) for subject, us in subjects.items()}
         for queue, subjects in took.items()
     }
-
-
-def _calls_region(compiled: CompiledStep, instruction: Instruction) -> bool:
-    """Of an instruction that runs something; else it is an update."""
-    return hasattr(compiled.step, instruction.kernel)
 
 
 def _subject(compiled: CompiledStep, instruction: Instruction) -> str:
@@ -180,7 +167,7 @@ def _predicted_us(compiled: CompiledStep, machine: Machine) -> float:
     """What the planner would say of the same schedule on that machine."""
     instructions = []
     for i in compiled.schedule.instructions:
-        if i.op == "run" and _calls_region(compiled, i):
+        if i.work in ("compute", "recompute"):
             kernel = compiled.step.get_submodule(i.kernel)
             i = replace(i, time_us=kernel_us(kernel, machine))  # type: ignore[arg-type]
         elif i.op == "copy":

@@ -106,7 +106,7 @@ class Frame:
         """Frees what the forward saved; the backward will run the forward again."""
         self.memory.tensors.clear()
         buffers = self.compiled.schedule.buffers.values()
-        self.memory.live = sum(b.nbytes for b in buffers if b.leaves and b.role == "output")  # still the caller's
+        self.memory.live = sum(b.nbytes for b in buffers if b.returned and b.role == "output")  # still the caller's
         self.evicted = True
 
     def abandon(self) -> None:

@@ -1,4 +1,4 @@
-"""What else a plan could have done with some values, and what that would cost: the plan with one decision made otherwise."""
+"""Finds what else a plan could have done with some values, and what that would cost, by changing one decision of it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _WHY = "asked for"
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """The plan with ``what`` instead. ``more_bytes`` (device), ``more_us``: than the plan as it is, evaluated alike.
-    ``fits``: within the plan's budgets."""
+    """The plan with ``what`` changed. ``more_bytes`` (device), ``more_us``: the difference to the plan itself, evaluated in the
+    same way. ``fits``: within the plan's budgets."""
 
     kind: str
     what: str
@@ -31,63 +31,67 @@ class Alternative:
 
 
 def alternatives(
-    planned: Planned, source: PlanningProblem, decisions: Iterable[Decision], values: Sequence[str]
+    planned: Planned, problem: PlanningProblem, decisions: Iterable[Decision], values: Sequence[str]
 ) -> tuple[bool, tuple[Alternative, ...]]:
-    """At most eight, each made for all of the blocks and values at once; and whether evaluating the plan itself again gives
-    the peaks and the time that it has."""
-    candidates = Candidates(source)
-    now = candidates.evaluate(planned.plan)
-    found = []
-    for kind, what, plan in _others(planned.plan, source, list(decisions), values):
-        made = candidates.evaluate(plan)
-        peaks, time_us = dict(made.schedule.peak_nbytes), made.plan.total_us
+    """Returns whether evaluating the plan itself again gives the peaks and the time that it has, and at most eight
+    alternatives, each of which changes all the blocks and values at once."""
+    candidates = Candidates(problem)
+    current = candidates.evaluate(planned.plan)
+    rows = []
+    for kind, what, plan in _others(planned.plan, problem, list(decisions), values):
+        changed = candidates.evaluate(plan)
+        peaks, time_us = dict(changed.schedule.peak_nbytes), changed.plan.total_us
         fits = all(n is None or peaks[tier] <= n for tier, n in planned.plan.budget_bytes.items())
-        more = peaks["device"] - now.schedule.peak_nbytes["device"]
-        found.append(Alternative(kind, what, peaks, time_us, more, time_us - now.plan.total_us, fits))
-    same = now.schedule.peak_nbytes == planned.schedule.peak_nbytes and now.plan.total_us == planned.plan.total_us
-    return same, tuple(found)
+        more = peaks["device"] - current.schedule.peak_nbytes["device"]
+        rows.append(Alternative(kind, what, peaks, time_us, more, time_us - current.plan.total_us, fits))
+    same = current.schedule.peak_nbytes == planned.schedule.peak_nbytes and current.plan.total_us == planned.plan.total_us
+    return same, tuple(rows)
 
 
 def _others(
-    plan: Plan, source: PlanningProblem, decisions: list[Decision], values: Sequence[str]
+    plan: Plan, problem: PlanningProblem, decisions: list[Decision], values: Sequence[str]
 ) -> Iterator[tuple[str, str, Plan]]:
     blocks = {kind: dict.fromkeys(d.subject for d in decisions if d.kind == kind) for kind in ("params", "variant")}
-    tiers: tuple[Choice, ...] = ("device", "host") if source.budgets.host_activations else ("device",)
+    tiers: tuple[Choice, ...] = ("device", "host") if problem.budgets.host_activations else ("device",)
     sizes = {d.subject: d.nbytes for d in decisions}
     homes: tuple[Choice, ...] = ("device", "host")
     for tier in homes:
         if any(plan.params(block) != tier for block in blocks["params"]):
-            made = (Decision("params", block, tier, sizes[block], _WHY) for block in blocks["params"])
+            homes_there = (Decision("params", block, tier, sizes[block], _WHY) for block in blocks["params"])
             yield (
                 "params",
                 f"parameters, gradients and optimizer state of {_list(blocks['params'])} on the {tier}",
-                _with(plan, made),
+                _with(plan, homes_there),
             )
-    names = source.step.meta["blocks"]
-    forward = [r for r in regions(source.step) if r.meta["phase"] == "forward"]
+    names = problem.step.meta["blocks"]
+    forward = [r for r in regions(problem.step) if r.meta["phase"] == "forward"]
     ours = [(names[r.meta["block"]], saved_values(r)) for r in forward if names[r.meta["block"]] in blocks["variant"]]
     for tier in tiers:
         if any(not plan.keeps(block, v.name) for block, saved in ours for v in saved):
             new = [v for block, saved in ours for v in saved if not plan.keeps(block, v.name)]
-            made = (_variant(block, "save", saved) for block, saved in ours)
+            save_all = (_variant(block, "save", saved) for block, saved in ours)
             yield (
                 "variant",
                 f"nothing of {_list(blocks['variant'])} recomputed, saved on the {tier}",
-                _waiting(_with(plan, made), new, tier),
+                _waiting(_with(plan, save_all), new, tier),
             )
     if any(plan.keeps(block, v.name) for block, saved in ours for v in saved):
-        made = (_variant(block, "recompute", saved) for block, saved in ours)
-        yield "variant", f"all of {_list(blocks['variant'])} recomputed", _with(plan, made)
+        recompute_all = (_variant(block, "recompute", saved) for block, saved in ours)
+        yield "variant", f"all of {_list(blocks['variant'])} recomputed", _with(plan, recompute_all)
     waiting = {d.subject for d in decisions if d.kind == "activation"}
-    wanted = [v for r in regions(source.step) for v in results(r) if v.name in values and v.meta["role"] == "activation"]
-    kept = [v for v in wanted if v.name in waiting or "*" in waiting]
-    kept = [v for v in kept if v not in {s for _, saved in ours for s in saved} or _keeps(plan, ours, v)]
+    wanted = [v for r in regions(problem.step) for v in results(r) if v.name in values and v.meta["role"] == "activation"]
+    waiting_values = [v for v in wanted if v.name in waiting or "*" in waiting]
+    waiting_values = [v for v in waiting_values if v not in {s for _, saved in ours for s in saved} or _keeps(plan, ours, v)]
     for tier in tiers:
-        if any(plan.activation(v.name) != tier for v in kept):
-            yield "activation", f"{_list([v.name for v in kept])} waiting on the {tier}", _waiting(plan, kept, tier)
-    between = [v for r in forward for v in crossing_values(r) if v in kept and plan.activation(v.name) != "recompute"]
+        if any(plan.activation(v.name) != tier for v in waiting_values):
+            yield (
+                "activation",
+                f"{_list([v.name for v in waiting_values])} waiting on the {tier}",
+                _waiting(plan, waiting_values, tier),
+            )
+    between = [v for r in forward for v in crossing_values(r) if v in waiting_values and plan.activation(v.name) != "recompute"]
     if between:
-        what = f"{_list([v.name for v in between])} made again by running their regions once more"
+        what = f"{_list([v.name for v in between])} recomputed by running their regions once more"
         yield "activation", what, _waiting(plan, between, "recompute")
 
 

@@ -8,12 +8,14 @@ they show in the counters. The format: "Trace Event Format", by the authors of c
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mtcompile.runtime.schedule import QUEUES, Instruction, Schedule, Tier
 from mtcompile.runtime.trace import Trace, span_us
+from mtcompile.runtime.usage import over_time
 
 PID = 1
 THREADS = {queue: number for number, queue in enumerate(QUEUES, 1)}
@@ -23,12 +25,12 @@ Event = dict[str, Any]
 
 
 def write(path: str | Path, schedule: Schedule, trace: Trace, name: str = "a training step") -> None:
-    """To a file. ``trace``: of ``runtime/sim.simulate(schedule)``, or a model's ``last_trace``."""
+    """Writes the trace file. ``trace``: from ``runtime/sim.simulate(schedule)``, or a model's ``last_trace``."""
     Path(path).write_text(json.dumps(trace_events(schedule, trace, name)) + "\n")
 
 
 def trace_events(schedule: Schedule, trace: Trace, name: str = "a training step") -> dict[str, Any]:
-    """The JSON object: metadata first, then all events by time, in µs."""
+    """Returns the JSON object: metadata first, then all events by time, in µs."""
     when = moments(schedule, trace)
     ran = [i for i in when if takes_time(schedule.instructions[i])]
     events = [*_pieces(schedule, when, ran), *_arrows(schedule, when, ran), *_counters(schedule, when)]
@@ -43,23 +45,23 @@ def takes_time(instruction: Instruction) -> bool:
 
 
 def moments(schedule: Schedule, trace: Trace) -> Moments:
-    """Index -> (start, end) in µs, of every instruction of the phases that ran. What a clock did not record (allocations and
-    frees) is where the queue's order and the dependencies put it."""
+    """Returns index -> (start, end) in µs for every instruction of the phases that ran. Allocations and frees, which no clock
+    records, are placed by the order of their queue and by their dependencies."""
     recorded = {record.index: (record.start_us, record.end_us) for record in trace.records}
     phases = {schedule.instructions[index].phase for index in recorded}
-    found: Moments = {}
+    when: Moments = {}
     free_at: dict[str, float] = {}
     barrier, phase = 0.0, ""
     for index, instruction in enumerate(schedule.instructions):
         if instruction.phase not in phases or (takes_time(instruction) and index not in recorded):
             continue
         if instruction.phase != phase:
-            barrier, phase = max((end for _, end in found.values()), default=0.0), instruction.phase
-        ends = (found[dep][1] for dep in instruction.deps if dep in found)
-        now = max((barrier, free_at.get(instruction.queue, 0.0), *ends))
-        found[index] = recorded.get(index, (now, now))
-        free_at[instruction.queue] = max(found[index][1], free_at.get(instruction.queue, 0.0))
-    return found
+            barrier, phase = max((end for _, end in when.values()), default=0.0), instruction.phase
+        ends = (when[dep][1] for dep in instruction.deps if dep in when)
+        ready = max((barrier, free_at.get(instruction.queue, 0.0), *ends))
+        when[index] = recorded.get(index, (ready, ready))
+        free_at[instruction.queue] = max(when[index][1], free_at.get(instruction.queue, 0.0))
+    return when
 
 
 # --------------------------------------------------------------------------------------------------------------- events
@@ -80,6 +82,8 @@ def _pieces(schedule: Schedule, when: Moments, ran: list[int]) -> Iterator[Event
         about = {
             "index": index,
             "phase": instruction.phase,
+            "block": instruction.block,
+            "work": instruction.work,
             "kernel": instruction.kernel,
             "reads": list(instruction.reads),
             "writes": list(instruction.writes),
@@ -92,8 +96,8 @@ def _pieces(schedule: Schedule, when: Moments, ran: list[int]) -> Iterator[Event
 
 
 def _arrows(schedule: Schedule, when: Moments, ran: list[int]) -> Iterator[Event]:
-    """From what was waited for to what waited. A dependency of an allocation or on a free is drawn from the piece of work
-    before it in its queue to the next one: those are what it holds apart."""
+    """Yields an arrow from what was waited for to what waited. A dependency of an allocation or on a free is drawn between
+    the pieces of work next to it in their queues, which are what it keeps apart."""
     before, after = _neighbours(schedule, when, ran)
     drawn: dict[tuple[int, int], None] = {}
     for index in when:
@@ -111,18 +115,18 @@ def _arrows(schedule: Schedule, when: Moments, ran: list[int]) -> Iterator[Event
 
 
 def _neighbours(schedule: Schedule, when: Moments, ran: list[int]) -> tuple[dict[int, int], dict[int, int]]:
-    """Of each instruction, the last piece of work of its queue up to it, and the first one from it on."""
+    """Returns, for each instruction, the last piece of work of its queue up to it, and the first one from it on."""
     timed = set(ran)
     before: dict[int, int] = {}
     after: dict[int, int] = {}
-    for order, found in ((list(when), before), (list(when)[::-1], after)):
+    for order, neighbour in ((list(when), before), (list(when)[::-1], after)):
         last: dict[str, int] = {}
         for index in order:
             queue = schedule.instructions[index].queue
             if index in timed:
                 last[queue] = index
             if queue in last:
-                found[index] = last[queue]
+                neighbour[index] = last[queue]
     return before, after
 
 
@@ -152,35 +156,21 @@ def _counter(name: str, ts: float, values: Mapping[str, Any]) -> Event:
 
 
 def memory(schedule: Schedule, when: Moments, tier: Tier) -> Iterator[tuple[float, dict[str, int]]]:
-    """(µs, role -> bytes) at the start and whenever it changes, as the planned peak is counted: the training state and the
-    arena at all times, pooled values and workspace while they are live, tangents throughout the backward."""
-    arena = schedule.arena_nbytes.get(tier, 0)
-    held = {STATE: schedule.resident_nbytes.get(tier, 0)}
-    pooled: dict[str, int] = {b.role: 0 for b in schedule.buffers.values() if b.tier == tier and b.kind != "home"}
-    slots = dict.fromkeys(pooled, 0)
-    tangents = sum(b.nbytes for b in schedule.buffers.values() if b.role == "tangent" and b.tier == tier == "device")
+    """Yields (µs, role -> bytes) at the start and after every change, as the planned peak is counted: the training state and
+    the arena at all times, pooled values and workspace while they are live, tangents throughout the backward."""
+    state, arena = schedule.resident_nbytes.get(tier, 0), schedule.arena_nbytes.get(tier, 0)
+    nbytes: dict[str, int] = {b.role: 0 for b in schedule.buffers.values() if b.tier == tier and b.kind != "home"}
+    places: Counter[str] = Counter()
 
-    def now(workspace: int = 0) -> dict[str, int]:
-        parts = {role: pooled[role] + slots[role] for role in pooled}
-        parts |= {UNUSED: arena - sum(slots.values())} if arena else {}
-        parts |= {WORKSPACE: workspace} if tier == "device" else {}
-        return {**held, **parts}
+    def parts() -> dict[str, int]:
+        unused = {UNUSED: arena - places["slot"]} if arena else {}
+        workspace = {WORKSPACE: places["workspace"]} if tier == "device" else {}
+        return {STATE: state, **nbytes, **unused, **workspace}
 
-    yield 0.0, now()
-    changes = sorted(
-        (when[i][last], i, last) for i in when for last in (0, 1) if last == 0 or takes_time(schedule.instructions[i])
-    )
-    for ts, index, last in changes:
-        instruction = schedule.instructions[index]
-        if instruction.phase == "backward" and tangents and "tangent" not in held:
-            held["tangent"] = tangents
-            yield ts, now()
-        if takes_time(instruction):
-            if instruction.workspace and tier == "device":
-                yield ts, now(0 if last else instruction.workspace)
-            continue
-        buffer = schedule.buffers[instruction.writes[0]]
-        if buffer.tier == tier:
-            part = pooled if buffer.kind == "pooled" else slots
-            part[buffer.role] += buffer.nbytes if instruction.op == "alloc" else -buffer.nbytes
-            yield ts, now()
+    yield 0.0, parts()
+    for ts, change in over_time(schedule, when):
+        if change.tier == tier:
+            places[change.place] += change.nbytes
+            if change.role:
+                nbytes[change.role] = nbytes.get(change.role, 0) + change.nbytes
+            yield ts, parts()

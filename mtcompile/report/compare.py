@@ -1,20 +1,18 @@
-"""A step as it was predicted beside the same step as it ran: what took longer, and what that cost."""
+"""Compares a step as predicted with the same step as it ran: what took longer, and what that cost."""
 
 from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
 
-from torch import fx
-
-from mtcompile.passes.step_graph import calls, is_convert, is_region, recomputes
 from mtcompile.runtime.schedule import Instruction, Schedule
 from mtcompile.runtime.trace import Trace, busy_us, exposed_us, span_us
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Instructions of one kind on one queue: microseconds summed. ``worst``: the one that was off most, by ``worst_us``."""
+    """Instructions of one kind on one queue: their microseconds summed. ``worst``: the one that was off most, by
+    ``worst_us``."""
 
     queue: str
     kind: str
@@ -27,8 +25,8 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """How long a queue worked; ``cost_us``: how much longer than predicted it did so while compute was idle (of compute: how
-    much longer it worked), which is what being slower cost the step."""
+    """The microseconds that a queue worked. ``cost_us``: what being slower cost the step, which is how much longer than
+    predicted the queue worked while compute was idle (for compute: how much longer it worked)."""
 
     queue: str
     predicted_us: float
@@ -38,8 +36,8 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Of forward and backward. ``predicted_us``, ``measured_us``: how long they took; of some instructions alone, how long
-    these took together, whose queues are left out. ``kinds``: those that were off most first."""
+    """Forward and backward compared. ``predicted_us``, ``measured_us``: how long they took; for a selection of instructions,
+    how long these took together, without ``queues``. ``kinds``: those that were off most first."""
 
     predicted_us: float
     measured_us: float
@@ -47,20 +45,17 @@ class Compared:
     queues: tuple[Queue, ...]
 
 
-def compare(
-    step: fx.GraphModule, schedule: Schedule, predicted: Trace, measured: Trace, only: Set[int] | None = None
-) -> Compared:
-    """``step``: rewritten, whose schedule this is; ``only``: the instructions to look at, by index."""
+def compare(schedule: Schedule, predicted: Trace, measured: Trace, only: Set[int] | None = None) -> Compared:
+    """Compares two traces of a step's schedule. ``only``: the instructions to look at, by index."""
     ran = {record.index for record in measured.records}
     ran = ran if only is None else ran & only
     one = Trace(tuple(r for r in predicted.records if r.index in ran), "predicted")
     other = Trace(tuple(r for r in measured.records if r.index in ran), "measured")
-    nodes = {call.name: call for call in calls(step)}
     times = {r.index: r.end_us - r.start_us for r in one.records}
     groups: dict[tuple[str, str], list[tuple[int, float, float]]] = {}
     for record in other.records:
         instruction = schedule.instructions[record.index]
-        key = instruction.queue, kind_of(instruction, nodes.get(instruction.label), schedule)
+        key = instruction.queue, kind_of(instruction, schedule)
         groups.setdefault(key, []).append((record.index, times[record.index], record.end_us - record.start_us))
     kinds = []
     for (queue, kind), rows in groups.items():
@@ -74,23 +69,22 @@ def compare(
     return Compared(span_us(one), span_us(other), tuple(kinds), tuple(_queues(one, other)))
 
 
-def kind_of(instruction: Instruction, call: fx.Node | None, schedule: Schedule) -> str:
-    """In words: what is copied, or in which phase what runs."""
+def kind_of(instruction: Instruction, schedule: Schedule) -> str:
+    """Describes a copy or run in words: the role of what is copied, or what runs in which phase."""
     if instruction.op == "copy":
         return f"copy {schedule.buffers[instruction.writes[0]].role}"
-    if call is not None and is_convert(call):
+    if instruction.work == "convert":
         return "cast"
-    if call is not None and not is_region(call):
+    if instruction.work == "update":
         return "update"
-    again = call is not None and bool(recomputes(call))
-    return f"{instruction.phase} with recomputation" if again else instruction.phase
+    return f"{instruction.phase} with recomputation" if instruction.work == "recompute" else instruction.phase
 
 
 def _queues(one: Trace, other: Trace) -> list[Queue]:
     predicted = busy_us(one)
-    found = []
+    queues = []
     for queue, measured_us in busy_us(other).items():
-        was = predicted.get(queue, 0.0)
-        cost = measured_us - was if queue == "compute" else exposed_us(other, queue) - exposed_us(one, queue)
-        found.append(Queue(queue, was, measured_us, cost))
-    return found
+        predicted_us = predicted.get(queue, 0.0)
+        cost = measured_us - predicted_us if queue == "compute" else exposed_us(other, queue) - exposed_us(one, queue)
+        queues.append(Queue(queue, predicted_us, measured_us, cost))
+    return queues

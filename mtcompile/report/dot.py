@@ -15,22 +15,13 @@ from typing import Any
 
 from torch import fx
 
-from mtcompile.passes.step_graph import (
-    calls,
-    is_convert,
-    is_region,
-    is_update,
-    placeholders,
-    prefetch,
-    recomputes,
-    results,
-    step_outputs,
-)
+from mtcompile.passes.lower import work_of
+from mtcompile.passes.step_graph import calls, is_region, placeholders, results, step_outputs
 from mtcompile.runtime.schedule import gib
 
-# kind -> (shape, fill colour, what it is)
+# kind of work, home or result -> (shape, fill colour, what it is)
 LOOKS: Mapping[str, tuple[str, str, str]] = {
-    "region": ("box", "#FFFFFF", "region"),
+    "compute": ("box", "#FFFFFF", "region"),
     "recompute": ("hexagon", "#E69F00", "region that computes something again"),
     "prefetch": ("invhouse", "#56B4E9", "to the device"),
     "offload": ("house", "#009E73", "to the host"),
@@ -43,7 +34,7 @@ LOOKS: Mapping[str, tuple[str, str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """A node: where it stands (phase and block; none for homes and results) and what it says."""
+    """A node: its place (phase and block; None for homes and results) and its text."""
 
     kind: str
     lines: tuple[str, ...]
@@ -60,18 +51,9 @@ class _Drawing:
         self.edges[one, other] = self.edges.get((one, other), 0) + nbytes
 
 
-def kind_of(call: fx.Node) -> str:
-    """Of a call of the step graph: a key of ``LOOKS``."""
-    if is_region(call):
-        return "recompute" if recomputes(call) else "region"
-    if is_convert(call) or is_update(call):
-        return "convert" if is_convert(call) else "update"
-    return "prefetch" if call.target is prefetch else "offload"
-
-
 def dot(step: fx.GraphModule, fold: bool = False) -> str:
-    """The graph in the DOT language. ``fold``: of neighbouring blocks in which the same happens to the same bytes, one is
-    drawn, and says how many there are."""
+    """Returns the graph in the DOT language. ``fold``: draws only the first of neighbouring blocks in which the same happens to
+    the same bytes, and says how many there are."""
     drawing = _drawing(step)
     if fold:
         drawing = _folded(drawing, step)
@@ -95,7 +77,7 @@ def dot(step: fx.GraphModule, fold: bool = False) -> str:
 
 
 def render(text: str, path: str | Path) -> None:
-    """Write DOT text to a .dot or .svg file. Raises ValueError for another one, and for SVG without graphviz."""
+    """Writes DOT text to a .dot or .svg file. Raises ValueError for any other file, and for SVG without graphviz."""
     path = Path(path)
     if path.suffix == ".dot":
         path.write_text(text)
@@ -105,9 +87,9 @@ def render(text: str, path: str | Path) -> None:
     program = shutil.which("dot")
     if program is None:
         raise ValueError("an .svg file needs graphviz's dot on the path, found none; write a .dot file, or install graphviz")
-    made = subprocess.run([program, "-Tsvg", "-o", str(path)], input=text, text=True, capture_output=True)
-    if made.returncode:
-        raise ValueError(f"expected dot to draw the graph, found: {made.stderr.strip()[:300]}")
+    process = subprocess.run([program, "-Tsvg", "-o", str(path)], input=text, text=True, capture_output=True)
+    if process.returncode:
+        raise ValueError(f"expected dot to draw the graph, found: {process.stderr.strip()[:300]}")
 
 
 # --------------------------------------------------------------------------------------------------------------- drawing
@@ -115,19 +97,19 @@ def render(text: str, path: str | Path) -> None:
 
 def _drawing(step: fx.GraphModule) -> _Drawing:
     drawing = _Drawing()
-    homes, made = _homes(step, drawing), {}
+    homes, producer = _homes(step, drawing), {}
     for call in calls(step):
         drawing.nodes[call.name] = _drawn(call)
         place = call.meta["phase"], call.meta["block"]
         drawing.labels[place] = f"{step.meta['blocks'][place[1]]}, {place[0]}"
-        made.update(dict.fromkeys(results(call), call.name))
+        producer.update(dict.fromkeys(results(call), call.name))
         operands: Any = call.args
         for value in operands:
-            drawing.flow(made.get(value) or homes[value], call.name, value.meta["nbytes"])
+            drawing.flow(producer.get(value) or homes[value], call.name, value.meta["nbytes"])
     for spec, value in zip(step.meta["outputs"], step_outputs(step), strict=True):
         name = f"{spec.kind}s"
         drawing.nodes.setdefault(name, _Drawn("result", (_RESULTS[spec.kind],)))
-        drawing.flow(made.get(value) or homes[value], name, value.meta["nbytes"])
+        drawing.flow(producer.get(value) or homes[value], name, value.meta["nbytes"])
     return drawing
 
 
@@ -135,26 +117,26 @@ _RESULTS = {"output": "outputs", "grad": "gradients", "mutation": "new buffers",
 
 
 def _homes(step: fx.GraphModule, drawing: _Drawing) -> dict[fx.Node, str]:
-    """One node per block's parameters in a tier, and one per role of all else that exists before the step."""
+    """Draws one node per block's parameters in a tier, and one per role of all else that exists before the step."""
     groups: dict[tuple[str, str, str], list[fx.Node]] = {}
     for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
         block = step.meta["homes"].get(spec.name, "") if spec.role == "param" else ""
         if node.users:
             groups.setdefault((spec.role, block, node.meta["tier"]), []).append(node)
-    found = {}
+    names: dict[fx.Node, str] = {}
     for (role, block, tier), nodes in groups.items():
         name = f"home {role} {block} {tier}"
         what = f"{block} parameters" if block else f"{role}s"
         total = sum(node.meta["nbytes"] for node in nodes)
         drawing.nodes[name] = _Drawn("home", (what, f"{gib(total)} on the {tier}"))
-        found.update(dict.fromkeys(nodes, name))
-    return found
+        names.update(dict.fromkeys(nodes, name))
+    return names
 
 
 def _drawn(call: fx.Node) -> _Drawn:
-    kind = kind_of(call)
-    made = sum(item.meta["nbytes"] for item in results(call))
-    lines = [call.name, str(call.target) if is_region(call) else LOOKS[kind][2], gib(made)]
+    kind = work_of(call)
+    nbytes = sum(item.meta["nbytes"] for item in results(call))
+    lines = [call.name, str(call.target) if is_region(call) else LOOKS[kind][2], gib(nbytes)]
     return _Drawn(kind, tuple(lines), (call.meta["phase"], call.meta["block"]))
 
 
@@ -177,14 +159,14 @@ def _quoted(text: str) -> str:
 
 
 def _folded(drawing: _Drawing, step: fx.GraphModule) -> _Drawing:
-    """With the first of each run of alike blocks alone; edges of the others go to and from it, each counted once."""
+    """Keeps only the first of each run of alike blocks. Edges of the others go to and from it, each counted once."""
     alike: dict[int, list[tuple[object, ...]]] = {}
     members: dict[int, list[str]] = {}
     for call in calls(step):
         operands: Any = call.args
         sizes = tuple(value.meta["nbytes"] for value in (*operands, *results(call)))
         target = str(call.target) if is_region(call) else ""
-        alike.setdefault(call.meta["block"], []).append((call.meta["phase"], kind_of(call), target, sizes))
+        alike.setdefault(call.meta["block"], []).append((call.meta["phase"], work_of(call), target, sizes))
         members.setdefault(call.meta["block"], []).append(call.name)
     for name, node in drawing.nodes.items():  # homes of alike blocks come with them
         for block in members:

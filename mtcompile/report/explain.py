@@ -1,146 +1,126 @@
-"""Why a part of a model lives where it does: ``model.explain("layers.3.mlp")`` and ``mtcompile explain``.
+"""Explains why a part of a model lives where it does: ``model.explain("layers.3.mlp")`` and ``mtcompile explain``.
 
-Nothing is planned anew. What is said comes from the plan's decisions, the rewritten step graph and the schedule; what else
-could have been done is the same plan with one decision made otherwise, lowered and simulated.
+Nothing is planned again. The explanation comes from the plan's decisions, the rewritten step graph and the schedule; each
+alternative is the same plan with one decision changed, lowered and simulated.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from typing import Protocol
 
 from torch import fx
 
+from mtcompile.errors import StepError
 from mtcompile.passes.analysis.saved import saved_values
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
 from mtcompile.passes.step_graph import calls, placeholders, recomputes, regions, results, step_outputs
-from mtcompile.report.alternatives import Alternative, alternatives
+from mtcompile.report.alternatives import alternatives
 from mtcompile.report.chrome_trace import moments, takes_time
-from mtcompile.report.compare import Compared, compare
-from mtcompile.report.explain_text import text_of
-from mtcompile.runtime.schedule import Buffer, Schedule
+from mtcompile.report.compare import compare
+from mtcompile.report.explanation import Explanation, Life, Value
+from mtcompile.runtime.schedule import Buffer, Phase, Schedule
 from mtcompile.runtime.sim import simulate
-from mtcompile.runtime.trace import Trace, span_us
+from mtcompile.runtime.trace import Record, Trace, shifted, span_us
 
 FLOOR = "nothing else was decided: what needs least device memory"
 
 
-@dataclass(frozen=True, slots=True)
-class Life:
-    """One copy of a value in one tier. ``kind``: as a buffer's. From ``start_us`` to ``end_us`` of the predicted step, for
-    homes all of it. ``began``, ``ended``: the instructions that made and freed it, as the schedule numbers and labels them."""
+class Program(Protocol):
+    """A program that has been compiled and run, as far as it can be explained."""
 
-    buffer: str
-    tier: str
-    kind: str
-    nbytes: int
-    start_us: float
-    end_us: float
-    phases: tuple[str, ...] = ()
-    began: str = ""
-    ended: str = ""
+    @property
+    def plan(self) -> Plan: ...
 
+    @property
+    def step(self) -> fx.GraphModule: ...
 
-@dataclass(frozen=True, slots=True)
-class Value:
-    """One value of the step. ``name``: a parameter's path, or the name in the graph (``value``); ``block``: whose decisions
-    count for it; ``home``: the tier it is at home in, empty for what exists within a step only. ``made_again``: the regions of
-    the backward that compute it again inside. ``why``: the plan's decisions about it."""
+    @property
+    def schedule(self) -> Schedule: ...
 
-    name: str
-    value: str
-    role: str
-    nbytes: int
-    block: str
-    module: str
-    home: str
-    lives: tuple[Life, ...]
-    made_again: tuple[str, ...]
-    why: tuple[Decision, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """What was asked for, the values it names, and what the plan could have done otherwise. ``step_time_us`` (update included)
-    and ``peak_bytes``: the plan's. ``exact``: lowering the plan again gives its own figures, so that those of the
-    ``alternatives`` compare (compiled and recorded kernels need other workspace). ``compared``: predicted and measured times
-    of the last step, of all its instructions and of those that touch these values; ``unmeasured``: why there are none."""
-
-    asked: str
-    step_time_us: float
-    peak_bytes: Mapping[str, int]
-    budget_bytes: Mapping[str, int | None]
-    values: tuple[Value, ...]
-    alternatives: tuple[Alternative, ...]
-    exact: bool
-    compared: Compared | None = None
-    compared_here: Compared | None = None
-    unmeasured: str = ""
-
-    def to_json(self, indent: int | None = None) -> str:
-        return json.dumps(asdict(self), indent=indent)
-
-    def __str__(self) -> str:
-        return text_of(self)
+    @property
+    def problem(self) -> PlanningProblem: ...
 
 
 def explain(
-    planned: Planned, source: PlanningProblem, name: str, measured: Trace | None = None, unmeasured: str = ""
+    planned: Planned, problem: PlanningProblem, name: str, measured: Trace | None = None, unmeasured: str = ""
 ) -> Explanation:
-    """What a plan does with the values that ``name`` names: a parameter, a module, a block, or a value of the graph.
+    """Explains what a plan does with the values that ``name`` names: a parameter, a module, a block, or a value of the graph.
 
-    ``measured``: a step as it ran. Raises ValueError, with names that come close, where there is none.
+    ``measured``: a step as it ran; ``unmeasured``: why there is none. Raises ValueError, with the names that come close, if
+    nothing has this name.
     """
-    described = _described(planned, source)
-    found = [value for value in described if _names(name, value)]
-    if not found:
-        raise ValueError(_unknown(name, described, source.step.meta["blocks"]))
+    described = _described(planned, problem)
+    values = tuple(value for value in described if _names(name, value))
+    if not values:
+        raise ValueError(_unknown(name, described, problem.step.meta["blocks"]))
     schedule, plan = planned.schedule, planned.plan
-    buffers = {life.buffer for value in found for life in value.lives}
+    buffers = {life.buffer for value in values for life in value.lives}
     here = frozenset(i for i, ins in enumerate(schedule.instructions) if buffers & {*ins.reads, *ins.writes})
-    exact, others = alternatives(planned, source, [d for value in found for d in value.why], [v.value for v in found])
+    exact, others = alternatives(planned, problem, [d for value in values for d in value.why], [v.value for v in values])
     predicted = simulate(schedule)
     return Explanation(
         name,
         plan.total_us,
         dict(schedule.peak_nbytes),
         dict(plan.budget_bytes),
-        tuple(found),
+        values,
         others,
         exact,
-        compare(planned.step, schedule, predicted, measured) if measured else None,
-        compare(planned.step, schedule, predicted, measured, here) if measured else None,
+        compare(schedule, predicted, measured) if measured else None,
+        compare(schedule, predicted, measured, here) if measured else None,
         "" if measured else unmeasured,
     )
+
+
+def explain_program(program: Program | None, timed: Iterable[tuple[object, Phase, list[Record]]], name: str) -> Explanation:
+    """Explains part of the program that last trained. ``timed``: (program, phase, records) of phases that have run, oldest
+    first. Raises StepError when ``program`` is None, before the first call."""
+    if program is None:
+        raise StepError("expected a model that has run, found one that has not; call it once, then explain")
+    unmeasured = (
+        "nothing measured: times are those of the second step and later ones, not those under MT_CHECK=1, and on a GPU those "
+        "under MT_TRACE=1"
+    )
+    planned = Planned(program.plan, program.step, program.schedule)
+    return explain(planned, program.problem, name, last_step(program, timed), unmeasured)
+
+
+def last_step(program: Program, timed: Iterable[tuple[object, Phase, list[Record]]]) -> Trace | None:
+    """Returns the program's last step, forward and backward, among the timed phases; None if one of the two is missing."""
+    phases = {phase: records for other, phase, records in timed if other is program}
+    if "backward" not in phases or "forward" not in phases:
+        return None
+    forward = phases["forward"]
+    return Trace((*forward, *shifted(phases["backward"], max((r.end_us for r in forward), default=0.0))), "measured")
 
 
 # --------------------------------------------------------------------------------------------------------------- values
 
 
-def _described(planned: Planned, source: PlanningProblem) -> list[Value]:
-    """Every value of the step as captured, in order: what exists before it, then what its regions make."""
-    step, plan = source.step, planned.plan
+def _described(planned: Planned, problem: PlanningProblem) -> list[Value]:
+    """Describes every value of the captured step, in order: what exists before it, then what its regions make."""
+    step, plan = problem.step, planned.plan
     blocks, homes = step.meta["blocks"], step.meta["homes"]
     lives = _lives(planned)
-    again: dict[int, list[str]] = {}
+    recomputing: dict[int, list[str]] = {}  # forward block -> the calls that compute something of it again
     for call in calls(planned.step):
         for index in recomputes(call):
-            again.setdefault(index, []).append(call.name)
+            recomputing.setdefault(index, []).append(call.name)
     gradients = {
         value: spec.name
         for spec, value in zip(step.meta["outputs"], step_outputs(step), strict=True)
         if spec.kind in ("grad", "update")
     }
-    found = []
+    values: list[Value] = []
 
     def add(node: fx.Node, name: str, block: str, why: tuple[Decision, ...], made_again: Iterable[str] = ()) -> None:
         meta, here = node.meta, tuple(lives.get(node.name, ()))
         home = next((life.tier for life in here if life.kind == "home"), "")
         module = name.rpartition(".")[0] if meta["role"] == "param" else meta.get("module_path", "")
-        found.append(Value(name, node.name, meta["role"], meta["nbytes"], block, module, home, here, tuple(made_again), why))
+        values.append(Value(name, node.name, meta["role"], meta["nbytes"], block, module, home, here, tuple(made_again), why))
 
     for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
         home = homes.get(spec.name, "") if spec.role == "param" else ""
@@ -153,12 +133,11 @@ def _described(planned: Planned, source: PlanningProblem) -> list[Value]:
                 decided = (_params(plan, home, item.meta["nbytes"]),) if home else ()
                 add(item, f"{gradients[item]}.grad", home or block, decided)
             else:
-                kept = item not in saved or plan.keeps(block, item.name)
-                why = _of_result(plan, block, item, item in saved)
-                chained = not kept or plan.activation(item.name) == "recompute"
-                inside = again.get(region.meta["block"], ()) if chained and item.meta["role"] == "activation" else ()
-                add(item, item.name, block, why, inside)
-    return found
+                dropped = item in saved and not plan.keeps(block, item.name)
+                recomputed = dropped or plan.activation(item.name) == "recompute"
+                inside = recomputing.get(region.meta["block"], ()) if recomputed and item.meta["role"] == "activation" else ()
+                add(item, item.name, block, _of_result(plan, block, item, item in saved), inside)
+    return values
 
 
 def _params(plan: Plan, block: str, nbytes: int) -> Decision:
@@ -168,45 +147,49 @@ def _params(plan: Plan, block: str, nbytes: int) -> Decision:
 def _of_result(plan: Plan, block: str, item: fx.Node, saved: bool) -> tuple[Decision, ...]:
     if item.meta["role"] != "activation":
         return ()
-    found = []
+    decisions, nbytes = [], item.meta["nbytes"]
     if saved:
-        nbytes = item.meta["nbytes"]
-        found.append(plan.find("variant", block) or Decision("variant", block, "recompute", nbytes, FLOOR))
+        decisions.append(plan.find("variant", block) or Decision("variant", block, "recompute", nbytes, FLOOR))
     if not saved or plan.keeps(block, item.name):
         waits = plan.find("activation", item.name) or plan.find("activation", "*")
-        found.append(waits or Decision("activation", item.name, plan.activation(item.name), item.meta["nbytes"], FLOOR))
-    return tuple(found)
+        decisions.append(waits or Decision("activation", item.name, plan.activation(item.name), nbytes, FLOOR))
+    return tuple(decisions)
 
 
 def _lives(planned: Planned) -> dict[str, list[Life]]:
-    """Value as captured -> its copies, by when they begin in the predicted step."""
+    """Returns captured value -> its copies, in the order in which they begin in the predicted step."""
     schedule = planned.schedule
     predicted = simulate(schedule)
     when, end = moments(schedule, predicted), span_us(predicted)
-    made: dict[str, int] = {}
-    freed: dict[str, int] = {}
+    writer: dict[str, int] = {}
+    free: dict[str, int] = {}
     for index, instruction in enumerate(schedule.instructions):
         for name in instruction.writes:
             if takes_time(instruction):
-                made.setdefault(name, index)
+                writer.setdefault(name, index)
             elif instruction.op == "free":
-                freed[name] = index
-    found: dict[str, list[Life]] = {}
+                free[name] = index
+    lives: dict[str, list[Life]] = {}
     for node in planned.step.graph.nodes:
         if node.name in schedule.buffers and "origin" in node.meta:
-            life = _life(schedule, schedule.buffers[node.name], made.get(node.name), freed.get(node.name), when, end)
-            found.setdefault(node.meta["origin"], []).append(life)
-    return {origin: sorted(lives, key=lambda life: (life.start_us, life.kind != "home")) for origin, lives in found.items()}
+            life = _life(schedule, schedule.buffers[node.name], writer.get(node.name), free.get(node.name), when, end)
+            lives.setdefault(node.meta["origin"], []).append(life)
+    return {origin: sorted(copies, key=lambda life: (life.start_us, life.kind != "home")) for origin, copies in lives.items()}
 
 
 def _life(
-    schedule: Schedule, buffer: Buffer, made: int | None, freed: int | None, when: Mapping[int, tuple[float, float]], end: float
+    schedule: Schedule,
+    buffer: Buffer,
+    writer: int | None,
+    free: int | None,
+    when: Mapping[int, tuple[float, float]],
+    end: float,
 ) -> Life:
-    began = "" if made is None else f"#{made} {schedule.instructions[made].label}"
-    ended = "" if freed is None else f"#{freed}"
-    start_us = 0.0 if made is None else when[made][0]
-    end_us = end if freed is None else when[freed][1]
-    indices = [i for i in (made, freed) if i is not None]
+    began = "" if writer is None else f"#{writer} {schedule.instructions[writer].label}"
+    ended = "" if free is None else f"#{free}"
+    start_us = 0.0 if writer is None else when[writer][0]
+    end_us = end if free is None else when[free][1]
+    indices = [i for i in (writer, free) if i is not None]
     phases = tuple(dict.fromkeys(schedule.instructions[i].phase for i in indices))
     about = buffer.name, buffer.tier, buffer.kind, buffer.nbytes
     return Life(*about, start_us, end_us, phases, began, ended)
@@ -216,7 +199,7 @@ def _life(
 
 
 def _names(asked: str, value: Value) -> bool:
-    """Whether its block, its module or its own name is what is asked for: parts of a path between dots, next to each other."""
+    """Tells whether the path of the value, its module or its block contains ``asked``, as neighbouring parts between dots."""
     wanted = asked.split(".")
     paths = [path.split(".") for path in (value.name, value.module, value.block, value.value) if path]
     return any(path[i : i + len(wanted)] == wanted for path in paths for i in range(len(path) - len(wanted) + 1))

@@ -1,4 +1,4 @@
-"""The doors to pages of running models: ``model.schedule.show()``, ``compile(..., viz=path)`` and ``MT_VIZ``."""
+"""Timelines of running models: ``model.schedule.show()``, ``compile(..., viz=path)`` and ``MT_VIZ``."""
 
 from __future__ import annotations
 
@@ -26,55 +26,8 @@ _numbers = itertools.count()  # of the pages that this process writes by itself
 _OF_SCHEDULE = tuple(f.name for f in fields(Schedule))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Viewable(Schedule):
-    """A schedule that can be looked at; equal to the same schedule without that."""
-
-    measured: Trace | None = field(default=None, repr=False)
-    plan: Plan | None = field(default=None, repr=False)
-    title: str = field(default="", repr=False)
-    names: Mapping[str, str] = field(default_factory=dict, repr=False)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Schedule):
-            return NotImplemented
-        return all(getattr(self, name) == getattr(other, name) for name in _OF_SCHEDULE)
-
-    __hash__ = Schedule.__hash__
-
-    def show(self, path: str | Path | None = None, open: bool = True) -> Path:
-        """Write it as an HTML timeline, by default to a new file among the temporary ones, show that in a browser if there is
-        one, and return its path. Raises OSError when the file cannot be written."""
-        if path is None:
-            handle, path = tempfile.mkstemp(prefix="mtcompile-", suffix=".html")
-            os.close(handle)
-        made = write(self, path, measured=self.measured, plan=self.plan, title=self.title, names=self.names).resolve()
-        if open:
-            webbrowser.open(made.as_uri())
-        return made
-
-
-def viewable(
-    schedule: Schedule, step: fx.GraphModule, plan: Plan | None = None, measured: Trace | None = None, title: str = ""
-) -> Viewable:
-    """``step``: the step graph it was lowered from, which knows what the user calls its inputs."""
-    parts = {name: getattr(schedule, name) for name in _OF_SCHEDULE}
-    return Viewable(**parts, measured=measured, plan=plan, title=title, names=names_of(schedule, step))
-
-
-def names_of(schedule: Schedule, step: fx.GraphModule) -> dict[str, str]:
-    """value -> what the user calls it: parameters, buffers and inputs, gradients and new versions of them."""
-    inputs = dict(zip((node.name for node in placeholders(step.graph)), step.meta["inputs"], strict=True))
-    names = {name: spec.name for name, spec in inputs.items()}
-    words = {"grad": "gradient of ", "mutation": "new ", "update": "updated ", "output": "output "}
-    for spec, node in zip(step.meta["outputs"], step_outputs(step), strict=True):
-        if node.name in schedule.buffers:
-            names.setdefault(schedule.buffers[node.name].value, f"{words[spec.kind]}{spec.name}")
-    return names
-
-
-class RanStep(Protocol):
-    """What a page shows of a compiled step that has run."""
+class Program(Protocol):
+    """A compiled program, as far as a timeline shows it."""
 
     @property
     def schedule(self) -> Schedule: ...
@@ -89,52 +42,100 @@ class RanStep(Protocol):
     def problem(self) -> PlanningProblem: ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Viewable(Schedule):
+    """A schedule that can be shown as a timeline. It equals the plain schedule."""
+
+    measured: Trace | None = field(default=None, repr=False)
+    plan: Plan | None = field(default=None, repr=False)
+    title: str = field(default="", repr=False)
+    names: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in _OF_SCHEDULE)
+
+    __hash__ = Schedule.__hash__
+
+    def show(self, path: str | Path | None = None, open: bool = True) -> Path:
+        """Write the schedule as an HTML timeline (by default to a new temporary file), open that in a browser if there is
+        one, and return its path. Raises OSError when the file cannot be written."""
+        if path is None:
+            handle, path = tempfile.mkstemp(prefix="mtcompile-", suffix=".html")
+            os.close(handle)
+        page = write(self, path, measured=self.measured, plan=self.plan, title=self.title, names=self.names).resolve()
+        if open:
+            webbrowser.open(page.as_uri())
+        return page
+
+
+def viewable(
+    schedule: Schedule, step: fx.GraphModule, plan: Plan | None = None, measured: Trace | None = None, title: str = ""
+) -> Viewable:
+    """Returns a schedule that can be shown. ``step``: the step graph it was lowered from, which has the user's names."""
+    parts = {name: getattr(schedule, name) for name in _OF_SCHEDULE}
+    return Viewable(**parts, measured=measured, plan=plan, title=title, names=names_of(schedule, step))
+
+
+def view(program: Program, measured: Trace | None, title: str) -> Viewable:
+    """Returns a program's schedule, to be shown under the model's title and the machine's name. ``measured``: its last step."""
+    heading = " on ".join(filter(None, (title, program.problem.machine.name)))
+    return viewable(program.schedule, program.step, program.plan, measured, heading)
+
+
+def names_of(schedule: Schedule, step: fx.GraphModule) -> dict[str, str]:
+    """Returns value -> the user's name for it: parameters, buffers and inputs, and gradients and new versions of them."""
+    inputs = dict(zip((node.name for node in placeholders(step.graph)), step.meta["inputs"], strict=True))
+    names = {name: spec.name for name, spec in inputs.items()}
+    words = {"grad": "gradient of ", "mutation": "new ", "update": "updated ", "output": "output "}
+    for spec, node in zip(step.meta["outputs"], step_outputs(step), strict=True):
+        if node.name in schedule.buffers:
+            names.setdefault(schedule.buffers[node.name].value, f"{words[spec.kind]}{spec.name}")
+    return names
+
+
 class Pages:
-    """The page of each program that trains, written after its first step as predicted and after its second with what was
-    measured. ``path``: of the first program's; None: numbered ones in ``folder``. ``title``: of the model."""
+    """Listens to a model's steps, and writes a page for each program that trains: after its first step as predicted, and after
+    its second with what was measured. ``path``: the first program's page; None: numbered pages in ``folder``."""
 
     def __init__(self, path: Path | None, folder: Path, title: str = "") -> None:
         self.path, self.folder, self.title = path, folder, title
-        self._known: dict[int, tuple[Schedule, Path]] = {}  # by id; held, so that no other schedule takes it
-        self._done: set[int] = set()
+        self._begun: dict[int, tuple[Schedule, Path]] = {}  # by id; the schedule is held, so that no other takes its id
+        self._finished: set[int] = set()
 
     def wants_device_times(self, schedule: Schedule) -> bool:
-        """Whether the next step of a schedule will be written."""
-        return id(schedule) not in self._done
+        """Tells whether the next step of this schedule will be written."""
+        return id(schedule) not in self._finished
 
-    def step_ran(self, compiled: RanStep, measured: Trace | None) -> None:
-        """Writes the page after a whole step. A page that cannot be written is a warning: the step is worth more."""
-        schedule = compiled.schedule
+    def step_ran(self, program: Program, measured: Trace | None) -> None:
+        """Write the page after a step. Only warns when it cannot: the step is worth more."""
+        schedule, shown = program.schedule, view(program, measured, self.title)
         if not self.wants_device_times(schedule):
             return
-        title = titled(self.title, compiled.problem.machine.name)
-        shown = viewable(schedule, compiled.step, compiled.plan, measured, title)
-        if id(schedule) in self._known:
-            self._done.add(id(schedule))
+        if id(schedule) in self._begun:
+            self._finished.add(id(schedule))
         else:
-            self._known[id(schedule)] = schedule, self._next()
+            self._begun[id(schedule)] = schedule, self._next()
             shown = replace(shown, measured=None)
-        target = self._known[id(schedule)][1]
+        target = self._begun[id(schedule)][1]
         try:
             shown.show(target, open=False)
         except OSError as error:
-            self._done.add(id(schedule))
+            self._finished.add(id(schedule))
             warnings.warn(f"expected to write the timeline to {target}, found {error}; pass another viz=", stacklevel=2)
 
     def _next(self) -> Path:
         if self.path is None:
             return self.folder / f"mtcompile-{os.getpid()}-{next(_numbers)}.html"
-        number = len(self._known) + 1
+        number = len(self._begun) + 1
         return self.path if number == 1 else self.path.with_name(f"{self.path.stem}-{number}{self.path.suffix}")
 
 
 def timelines(path: str | Path | None, title: str) -> list[Pages]:
-    """The pages asked for by ``viz=`` or, where that is None, by MT_VIZ: one listener, or none. ``title``: of the model."""
+    """Returns the pages asked for by ``viz=`` or, where that is None, by MT_VIZ, as listeners: one or none. ``title``: the
+    model's."""
     folder = knobs.viz()
     if path is None and not folder:
         return []
     return [Pages(None if path is None else Path(path), Path(folder), title)]
-
-
-def titled(title: str, machine: str) -> str:
-    return " on ".join(filter(None, (title, machine)))

@@ -14,25 +14,26 @@ STAGES = ("joint graph", "step graph", "rewritten step graph", "schedule")
 
 
 def print_readable(model: Any, data: Any = None, **options: Any) -> str:
-    """Every stage of a model's step under its heading. ``model``, ``data`` and ``options``: as ``mtcompile.plan`` takes them,
-    or a Forecast alone. Raises ValueError where nothing fits (``force=True`` shows the leanest plan) and what ``plan``
-    raises."""
-    made = model if isinstance(model, Forecast) else plan(model, data, **options)
-    return "\n\n".join(f"# {stage}\n{text}" for stage, text in stages(made).items())
+    """Returns every stage of a model's step under its heading. ``model``, ``data`` and ``options``: as ``mtcompile.plan``
+    takes them, or a Forecast alone. Raises ValueError where nothing fits (``force=True`` shows the leanest plan) and what
+    ``plan`` raises."""
+    forecast = model if isinstance(model, Forecast) else plan(model, data, **options)
+    return "\n\n".join(f"# {stage}\n{text}" for stage, text in stages(forecast).items())
 
 
-def stages(made: Forecast) -> dict[str, str]:
-    """Stage -> its text."""
-    if made.planned is None or made.joint is None or made.problem is None:
+def stages(forecast: Forecast) -> dict[str, str]:
+    """Returns stage -> its text."""
+    joint, problem, planned = forecast.joint, forecast.problem, forecast.planned
+    if planned is None or joint is None or problem is None:
         raise ValueError(
-            f"expected a step that fits, found one {made.short_bytes} bytes short; give more memory, or force=True"
+            f"expected a step that fits, found one {forecast.short_bytes} bytes short; give more memory, or force=True"
         )
-    texts = (joint_listing(made.joint), listing(made.problem.step), listing(made.planned.step), str(made.planned.schedule))
+    texts = (joint_listing(joint), listing(problem.step), listing(planned.step), str(planned.schedule))
     return dict(zip(STAGES, texts, strict=True))
 
 
 def joint_listing(joint: fx.GraphModule) -> str:
-    """A line per operation: phase, result, operation, operands, and the module that it is of."""
+    """Returns a line per operation: phase, result, operation, operands, and the module that it belongs to."""
     lines = []
     for node in joint.graph.nodes:
         if node.op == "placeholder":
@@ -42,9 +43,9 @@ def joint_listing(joint: fx.GraphModule) -> str:
         else:
             target = getattr(node.target, "__name__", None) if not hasattr(node.target, "_schema") else str(node.target)
             operands = ", ".join([*map(str, node.args), *(f"{key}={value}" for key, value in node.kwargs.items())])
-            made = describe(node.meta.get("val"))
+            described = describe(node.meta.get("val"))
             path = node.meta.get("module_path", "")
-            name = f"{node.name}: {made}" if made else node.name
+            name = f"{node.name}: {described}" if described else node.name
             lines.append(
                 f"{str(node.meta.get('phase', ''))[:3]} {name} = {target}({operands})" + (f"  ; {path}" if path else "")
             )

@@ -11,30 +11,30 @@ from mtcompile.forecast.result import time_of
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.runtime.schedule import Schedule, gib
 
-_WIDE = 40  # of a full bar
-_SHOWN = 3  # subjects of a group
+_BAR_CHARACTERS = 40  # of a full bar
+_SUBJECTS_SHOWN = 3  # of a group
 
 
 def plan_tables(plan: Plan, schedule: Schedule) -> Group:
-    """What ``rich.print`` takes."""
-    return Group(_tiers(schedule), _decisions(plan), _rest(plan))
+    """Returns the tables of a plan, for ``rich.print``."""
+    return Group(_tiers(schedule), _decisions(plan), _summary(plan))
 
 
 def parts(schedule: Schedule) -> dict[str, dict[str, int]]:
-    """tier -> part -> bytes at its peak; the parts of a tier add up to it."""
-    found = {}
+    """Returns tier -> part -> bytes at the tier's peak; the parts of a tier add up to it."""
+    shares = {}
     for tier, peak in schedule.peak_nbytes.items():
         state, slots = schedule.resident_nbytes.get(tier, 0), schedule.arena_nbytes.get(tier, 0)
-        found[tier] = {"training state": state, "slots of copies": slots, "values and workspace": peak - state - slots}
-    return found
+        shares[tier] = {"training state": state, "slots of copies": slots, "values and workspace": peak - state - slots}
+    return shares
 
 
 def groups(plan: Plan) -> Iterator[tuple[str, str, str, list[Decision]]]:
-    """(kind, choice, reason, the decisions alike in them)."""
-    found: dict[tuple[str, str, str], list[Decision]] = {}
+    """Yields (kind, choice, reason, the decisions alike in these)."""
+    alike: dict[tuple[str, str, str], list[Decision]] = {}
     for decision in plan.decisions:
-        found.setdefault((decision.kind, decision.choice, decision.reason), []).append(decision)
-    yield from ((*key, alike) for key, alike in found.items())
+        alike.setdefault((decision.kind, decision.choice, decision.reason), []).append(decision)
+    yield from ((*key, decisions) for key, decisions in alike.items())
 
 
 def _tiers(schedule: Schedule) -> Table:
@@ -52,20 +52,20 @@ def _tiers(schedule: Schedule) -> Table:
 
 def _bar(nbytes: int, whole: int) -> str:
     share = nbytes / whole if whole else 0.0
-    full = round(min(1.0, share) * _WIDE)
-    return "█" * full + "░" * (_WIDE - full) + f" {share:.0%}"
+    full = round(min(1.0, share) * _BAR_CHARACTERS)
+    return "█" * full + "░" * (_BAR_CHARACTERS - full) + f" {share:.0%}"
 
 
 def _decisions(plan: Plan) -> Table:
     table = Table("kind", "choice", "of", "bytes", "because", title="decisions")
     for kind, choice, reason, alike in groups(plan):
-        shown = ", ".join(d.subject for d in alike[:_SHOWN])
-        more = f" and {len(alike) - _SHOWN} more" if len(alike) > _SHOWN else ""
+        shown = ", ".join(d.subject for d in alike[:_SUBJECTS_SHOWN])
+        more = f" and {len(alike) - _SUBJECTS_SHOWN} more" if len(alike) > _SUBJECTS_SHOWN else ""
         table.add_row(kind, choice, shown + more, gib(sum(d.nbytes for d in alike)), reason)
     return table
 
 
-def _rest(plan: Plan) -> str:
+def _summary(plan: Plan) -> str:
     update = f", {time_of(plan.update_us)} of it the update" if plan.update_us else ""
     return (
         f"step {time_of(plan.total_us)} predicted on {plan.machine}{update}, limited by {plan.limiting_resource}; parameters "

@@ -68,7 +68,7 @@ const ROLES = ["param", "grad", "state", "activation", "buffer", "constant", "in
 // colour, colour of text on it, words
 const PAINTS = {
   forward: ["sky", "#000", "forward kernel"], backward: ["orange", "#000", "backward kernel"],
-  recompute: ["orange", "#000", "recomputes too", true], update: ["pink", "#000", "kernel on the host"],
+  recompute: ["orange", "#000", "recomputes too", true], update: ["pink", "#000", "update, or cast on the host"],
   param: ["blue", "#fff", "parameters"], grad: ["red", "#fff", "gradients"], state: ["pink", "#000", "optimizer state"],
   activation: ["green", "#fff", "activations"], workspace: ["yellow", "#000", "workspace"], resident: ["held", "", "resident"],
   unused: ["unused", "", "arena, unused"], other: ["grey", "#000", "inputs, outputs, other"],

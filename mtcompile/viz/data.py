@@ -1,4 +1,4 @@
-"""What a timeline shows, as plain lists and dictionaries: computed here from the schedule, drawn by the page.
+"""Computes from a schedule what a timeline shows, as plain lists and dictionaries. The page draws it.
 
 The picture's columns have one entry per instruction, in the schedule's order; values and buffers are positions in their
 tables. Times are in µs from the step's start, sizes in bytes.
@@ -6,25 +6,24 @@ tables. Times are in µs from the step's start, sizes in bytes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mtcompile.runtime.schedule import PHASES, QUEUES, TIERS, Instruction, Queue, Schedule
+from mtcompile.runtime.schedule import QUEUES, TIERS, Instruction, Queue, Schedule
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import Trace, busy_us, exposed_us, span_us
+from mtcompile.runtime.usage import over_time
 
 FORMAT = "mtcompile-picture-1"
 VERBS: dict[Queue, str] = {"h2d": "fetch", "d2h": "store", "disk_read": "read", "disk_write": "write"}
-_REGION = re.compile(r"(.+?)_(forward|backward)((?:_r|_again|_micro\d+|_\d+)*)")
 
 Times = Sequence[tuple[float, float]]  # start and end of every instruction
 
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """What happens to one value: indices of the instructions that make, move, use and free it (in any of its buffers)."""
+    """The indices of the instructions that make, move, use and free one value, in any of its buffers."""
 
     made: tuple[int, ...] = ()
     moved: tuple[int, ...] = ()
@@ -45,14 +44,14 @@ class Memory:
     arena: int
 
     def peak_nbytes(self) -> int:
-        """The most that is held at once: resident, arena, and what is outside both."""
-        now = [0] * len(self.series)
+        """Return the most bytes held at once: resident, arena, and what is outside both."""
+        live = [0] * len(self.series)
         outside = most = 0
         for which, nbytes in zip(self.which, self.nbytes, strict=True):
             if self.series[which][0] != "slot":
-                outside += nbytes - now[which]
+                outside += nbytes - live[which]
                 most = max(most, outside)
-            now[which] = nbytes
+            live[which] = nbytes
         return self.resident + self.arena + most
 
 
@@ -65,8 +64,10 @@ def picture(
     title: str = "",
     names: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """All a page shows of a schedule. ``predicted``: default what the simulator says (of a schedule that runs ahead, a step
-    that follows another one). ``names``: value -> what the user calls it. ``plan`` is shown as it prints."""
+    """Returns all that a page shows of a schedule.
+
+    ``predicted``: by default what the simulator says (for a schedule that runs ahead, of a step that follows another one).
+    ``names``: value -> the user's name for it. ``plan`` is shown as it prints."""
     if predicted is None:
         predicted = simulate(schedule)
         if schedule.run_ahead:
@@ -75,7 +76,7 @@ def picture(
     place = {buffer.name: position for position, buffer in enumerate(buffers)}
     values = list(dict.fromkeys(buffer.value for buffer in buffers))
     which = {value: position for position, value in enumerate(values)}
-    every, blocks = lives(schedule), blocks_of(schedule)
+    every = lives(schedule)
     return {
         "format": FORMAT,
         "title": title,
@@ -88,15 +89,15 @@ def picture(
             "phase": [i.phase for i in instructions],
             "kernel": [i.kernel for i in instructions],
             "label": [i.label for i in instructions],
-            "block": blocks,
-            "text": [_text(schedule, i, block) for i, block in zip(instructions, blocks, strict=True)],
+            "block": [i.block for i in instructions],
+            "text": [_text(schedule, i) for i in instructions],
             "paint": [_paint(schedule, i) for i in instructions],
             "nbytes": [i.nbytes for i in instructions],
             "workspace": [i.workspace for i in instructions],
             "reads": [[place[name] for name in i.reads] for i in instructions],
             "writes": [[place[name] for name in i.writes] for i in instructions],
             "deps": [list(i.deps) for i in instructions],
-            "ahead": [list(i.ahead) for i in instructions],
+            "previous_step_deps": [list(i.previous_step_deps) for i in instructions],
         },
         "buffers": {
             "name": [b.name for b in buffers],
@@ -157,9 +158,9 @@ def _trace(schedule: Schedule, trace: Trace) -> dict[str, Any]:
 
 
 def timed(schedule: Schedule, trace: Trace) -> list[tuple[float, float]]:
-    """Start and end of every instruction. One without a record (allocs and frees are not measured) takes no time and stands
-    where it may start: after its queue, its waits and the earlier phases."""
-    known = {record.index: (record.start_us, record.end_us) for record in trace.records}
+    """Returns start and end of every instruction. One without a record (allocs and frees are not measured) takes no time and
+    is placed where it may start: after its queue, its waits and the earlier phases."""
+    recorded = {record.index: (record.start_us, record.end_us) for record in trace.records}
     times: list[tuple[float, float]] = []
     free_at: dict[str, float] = {}
     barrier, latest, phase = 0.0, 0.0, ""
@@ -167,32 +168,32 @@ def timed(schedule: Schedule, trace: Trace) -> list[tuple[float, float]]:
         if instruction.phase != phase:
             barrier, phase = latest, instruction.phase
         ready = max((barrier, free_at.get(instruction.queue, 0.0), *(times[dep][1] for dep in instruction.deps)))
-        times.append(known.get(index, (ready, ready)))
+        times.append(recorded.get(index, (ready, ready)))
         latest = max(latest, times[-1][1])
         free_at[instruction.queue] = times[-1][1]
     return times
 
 
 def critical_path(schedule: Schedule, times: Times, trace: Trace) -> list[tuple[int, str]]:
-    """From the step's start to what ends last: (instruction, what it started after): ``queue`` the one before it there, ``dep``
-    one it waits for, ``phase`` the end of the earlier phase, ``ahead`` the step before, ``start`` nothing."""
-    before: list[list[tuple[int, str]]] = []  # of each instruction, what it could have been waiting for
+    """Returns the chain of instructions that leads to the last end, each as (instruction, what it started after): ``queue``
+    the one before it on its queue, ``dep`` one it waits for, ``phase`` the end of the earlier phase, ``ahead`` the previous
+    step, ``start`` nothing."""
+    causes: list[list[tuple[int, str]]] = []  # of each instruction, what it could have been waiting for
     newest: dict[str, int] = {}
     last = drained = None
     for index, instruction in enumerate(schedule.instructions):
         if index and instruction.phase != schedule.instructions[index - 1].phase:
             drained = last
-        found = [(newest[instruction.queue], "queue")] if instruction.queue in newest else []
-        found += [(dep, "dep") for dep in instruction.deps]
-        before.append(found + ([(drained, "phase")] if drained is not None else []))
+        candidates = [(newest[instruction.queue], "queue")] if instruction.queue in newest else []
+        candidates += [(dep, "dep") for dep in instruction.deps]
+        causes.append(candidates + ([(drained, "phase")] if drained is not None else []))
         newest[instruction.queue] = index
         if last is None or times[index][1] > times[last][1]:
             last = index
     path: list[tuple[int, str]] = []
     while last is not None:
-        candidates = before[last]
-        cause, why = max(candidates, key=lambda pair: times[pair[0]][1], default=(None, "start"))
-        if trace.source == "predicted" and schedule.instructions[last].ahead:
+        cause, why = max(causes[last], key=lambda pair: times[pair[0]][1], default=(None, "start"))
+        if trace.source == "predicted" and schedule.instructions[last].previous_step_deps:
             if cause is None or times[last][0] > times[cause][1]:
                 cause, why = None, "ahead"
         path.append((last, why))
@@ -201,37 +202,23 @@ def critical_path(schedule: Schedule, times: Times, trace: Trace) -> list[tuple[
 
 
 def memory(schedule: Schedule, times: Times, tier: str) -> Memory:
-    """What a tier holds at each moment. Events are in the order in which the peak is counted: by time, then as listed."""
+    """Returns what a tier holds at each moment."""
+    changes = [(at, change) for at, change in over_time(schedule, dict(enumerate(times))) if change.tier == tier]
+    places = [("pooled" if change.place == "tangent" else change.place, change.role) for _, change in changes]
+    series = tuple(dict.fromkeys(places))
+    number = {place: position for position, place in enumerate(series)}
+    live, nbytes = [0] * len(series), []
+    for place, (_, change) in zip(places, changes, strict=True):
+        live[number[place]] += change.nbytes
+        nbytes.append(live[number[place]])
     resident, arena = schedule.resident_nbytes.get(tier, 0), schedule.arena_nbytes.get(tier, 0)
-    tangents = sum(b.nbytes for b in schedule.buffers.values() if b.role == "tangent" and b.tier == "device")
-    events: list[tuple[float, int, tuple[str, str], int]] = []
-    for index, (instruction, (start, end)) in enumerate(zip(schedule.instructions, times, strict=True)):
-        if tier == "device" and tangents and instruction.phase == PHASES[1]:
-            events.append((start, index, ("pooled", "tangent"), tangents))
-            tangents = 0
-        if instruction.op in ("alloc", "free"):
-            buffer = schedule.buffers[instruction.writes[0]]
-            if buffer.tier == tier:
-                place = "slot" if buffer.kind == "placed" else "pooled"
-                change = buffer.nbytes if instruction.op == "alloc" else -buffer.nbytes
-                events.append((start, index, (place, buffer.role), change))
-        elif tier == "device" and instruction.workspace:
-            events.append((start, index, ("workspace", ""), instruction.workspace))
-            events.append((end, index, ("workspace", ""), -instruction.workspace))
-    events.sort(key=lambda event: event[:2])  # stable: what an instruction takes comes before what it gives back
-    series = tuple(dict.fromkeys(which for *_, which, _ in events))
-    number = {which: position for position, which in enumerate(series)}
-    now, nbytes = [0] * len(series), []
-    for *_, which, change in events:
-        now[number[which]] += change
-        nbytes.append(now[number[which]])
-    at, shown = tuple(event[0] for event in events), tuple(number[event[2]] for event in events)
-    return Memory(series, at, shown, tuple(nbytes), resident, arena)
+    which = tuple(number[place] for place in places)
+    return Memory(series, tuple(at for at, _ in changes), which, tuple(nbytes), resident, arena)
 
 
 def lives(schedule: Schedule) -> dict[str, Life]:
-    """value -> its life. What is there before the step (a home that nothing writes) is made by nothing."""
-    found: dict[str, dict[str, list[int]]] = {
+    """Returns value -> its life. No instruction makes what exists before the step (a home that nothing writes)."""
+    parts: dict[str, dict[str, list[int]]] = {
         buffer.value: {part: [] for part in Life.__slots__} for buffer in schedule.buffers.values()
     }
     for index, instruction in enumerate(schedule.instructions):
@@ -239,81 +226,39 @@ def lives(schedule: Schedule) -> dict[str, Life]:
         writes = dict.fromkeys(schedule.buffers[name].value for name in instruction.writes)
         if instruction.op == "run":
             for value in reads:
-                found[value]["used"].append(index)
+                parts[value]["used"].append(index)
         for value in writes if instruction.op != "alloc" else ():
-            found[value][{"run": "made", "copy": "moved", "free": "freed"}[instruction.op]].append(index)
-    return {value: Life(**{part: tuple(rows) for part, rows in parts.items()}) for value, parts in found.items()}
-
-
-def blocks_of(schedule: Schedule) -> list[str]:
-    """Of each instruction the block it works for, as far as labels tell: what a kernel's says, and of anything else that of
-    the kernel which uses (what comes in) or made (what goes out) its first operand."""
-    maker: dict[str, str] = {}  # value -> block
-    blocks = [""] * len(schedule)
-    for index, instruction in enumerate(schedule.instructions):
-        if (instruction.op, instruction.queue) == ("run", "compute"):
-            match = _REGION.fullmatch(instruction.label)
-            if match:
-                blocks[index] = re.sub(r"_(\d+)\b", r".\1", match[1])
-                for name in instruction.writes:
-                    maker.setdefault(schedule.buffers[name].value, blocks[index])
-    user: dict[str, str] = {}  # buffer -> the block that uses it next
-    for index in range(len(schedule) - 1, -1, -1):
-        instruction = schedule.instructions[index]
-        if instruction.op == "run" and blocks[index]:
-            user.update(dict.fromkeys((*instruction.reads, *instruction.writes), blocks[index]))
-        elif instruction.op != "run" and instruction.queue in ("compute", "h2d"):
-            blocks[index] = next((user[name] for name in instruction.writes if name in user), "")
-    for index, instruction in enumerate(schedule.instructions):
-        operands = (*instruction.reads, *instruction.writes)
-        if not blocks[index]:
-            made = (maker[v] for v in (schedule.buffers[name].value for name in operands) if v in maker)
-            blocks[index] = next(made, user.get(operands[0], "") if operands else "")
-    return blocks
+            parts[value][{"run": "made", "copy": "moved", "free": "freed"}[instruction.op]].append(index)
+    return {value: Life(**{part: tuple(rows) for part, rows in life.items()}) for value, life in parts.items()}
 
 
 def _roles(schedule: Schedule, instruction: Instruction) -> list[str]:
-    """Of what it writes, the role with the most bytes first."""
-    held: dict[str, int] = {}
+    """Returns the roles of what it writes, the one with the most bytes first."""
+    nbytes: dict[str, int] = {}
     for name in instruction.writes:
         buffer = schedule.buffers[name]
-        held[buffer.role] = held.get(buffer.role, 0) + buffer.nbytes
-    return sorted(held, key=lambda role: -held[role])
+        nbytes[buffer.role] = nbytes.get(buffer.role, 0) + buffer.nbytes
+    return sorted(nbytes, key=lambda role: -nbytes[role])
 
 
-def _text(schedule: Schedule, instruction: Instruction, block: str) -> str:
-    """A few words for a reader: what it does, for which block."""
+def _text(schedule: Schedule, instruction: Instruction) -> str:
+    """Describes an instruction in a few words: what it does, for which block."""
     if instruction.op in ("alloc", "free"):
         return instruction.op
     if instruction.op == "copy":
         moved = "+".join(_roles(schedule, instruction)[:2])
-        return " ".join(filter(None, (VERBS.get(instruction.queue, "copy"), block, moved)))
-    if instruction.queue == "host" and block:
-        return f"{'update' if _updates(schedule, instruction) else 'host'} {block}"
-    match = _REGION.fullmatch(instruction.label)
-    if match is None:
+        return " ".join(filter(None, (VERBS.get(instruction.queue, "copy"), instruction.block, moved)))
+    if not instruction.block:
         return instruction.label or instruction.kernel
-    again = " again" if _again(instruction) and match[2] == "forward" else ""
-    return f"{block} {match[2]}{again}"
+    if instruction.work in ("update", "convert"):
+        return f"{instruction.work} {instruction.block}"
+    return f"{instruction.block} {instruction.phase}" + (" (recompute)" if instruction.work == "recompute" else "")
 
 
 def _paint(schedule: Schedule, instruction: Instruction) -> str:
-    """What decides a box's colour: what a kernel is for, or the role of what a copy moves."""
-    if instruction.op == "run":
-        if instruction.queue == "host":
-            return "update"
-        return "recompute" if _again(instruction) else instruction.phase
-    return next(iter(_roles(schedule, instruction)), "")
-
-
-def _updates(schedule: Schedule, instruction: Instruction) -> bool:
-    return any(schedule.buffers[name].over for name in instruction.writes)
-
-
-def _again(instruction: Instruction) -> bool:
-    """Whether it computes something of the forward a second time."""
-    match = _REGION.fullmatch(instruction.label)
-    if match is None:
-        return False
-    forward_late = (match[2], instruction.phase) == ("forward", "backward")
-    return forward_late or any(mark in match[3].split("_") for mark in ("r", "again"))
+    """Says what decides a box's colour: what a kernel is for, or the role of what a copy moves."""
+    if instruction.op != "run":
+        return next(iter(_roles(schedule, instruction)), "")
+    if instruction.work == "update" or instruction.queue == "host":
+        return "update"
+    return "recompute" if instruction.work == "recompute" else instruction.phase

@@ -18,7 +18,7 @@ _PART = re.compile(r"\{\{([a-z.]+)\}\}")
 
 
 def html(shown: Mapping[str, Any]) -> str:
-    """The page of a picture (``viz.data.picture``)."""
+    """Returns the page of a picture (``viz.data.picture``)."""
     folder = files("mtcompile.viz")
     data = json.dumps(packed(shown), separators=(",", ":")).replace("<", "\\u003c")  # nothing in it can end the script
     title = escape.escape(shown["title"] or "schedule")
@@ -41,7 +41,7 @@ def write(
     title: str = "",
     names: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write the page of a schedule; folders on the way are made. Returns its path. Raises OSError."""
+    """Writes the page of a schedule, creates missing folders, and returns the page's path. Raises OSError."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     text = html(picture(schedule, measured=measured, plan=plan, title=title, names=names))
@@ -50,7 +50,7 @@ def write(
 
 
 def packed(shown: Mapping[str, Any]) -> dict[str, Any]:
-    """The same picture in fewer bytes: repeated strings as positions in a table, times in whole nanoseconds."""
+    """Returns the picture in fewer bytes: repeated strings as positions in a table, times in whole nanoseconds."""
     data = dict(shown)
     for table in ("instructions", "buffers"):
         data[table] = {name: _strings(column) for name, column in shown[table].items()}
@@ -69,7 +69,7 @@ def _strings(column: list[Any]) -> Any:
 
 
 def _trace(trace: Mapping[str, Any]) -> dict[str, Any]:
-    """Times as differences, which are short: from one start to the next of the list, and from start to end."""
+    """Packs times as differences, which are short: from one start to the next of the list, and from start to end."""
     data = {name: value for name, value in trace.items() if name not in ("start_us", "end_us")}
     starts, ends = ([round(us * 1000) for us in trace[name]] for name in ("start_us", "end_us"))
     data["after_ns"] = _differences(starts)

@@ -69,7 +69,7 @@ function showInstruction(i) {
   panel(textOf(i), `#${i} · ${I.op[i]} on ${I.queue[i]} · ${I.phase[i]}`, true,
     facts([["block", I.block[i]], ["label", I.label[i]], ["kernel", I.kernel[i]], ...times, ["moves", I.nbytes[i] ? bytesText(I.nbytes[i]) : ""],
       ["workspace", I.workspace[i] ? bytesText(I.workspace[i]) : ""], ["critical", why ? `yes; it starts ${WHY[why]}` : "no"]]),
-    list("Waits for", I.deps[i], rowOf), list("Waits for, of the step before", I.ahead[i], rowOf),
+    list("Waits for", I.deps[i], rowOf), list("Waits for, of the previous step", I.previous_step_deps[i], rowOf),
     list("Waited for by", NEEDED[i], rowOf),
     list("Reads", reads, valueRow), list(isWork(i) ? "Writes" : "Of", writes, valueRow));
 }

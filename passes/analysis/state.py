@@ -80,6 +80,5 @@ def times_us(
 
 
 def _of_update(schedule: Schedule, instruction: Instruction) -> bool:
-    """Whether it makes a new version of a parameter, or what an update is scaled by."""
-    written = (schedule.buffers[name] for name in instruction.writes)
-    return any(buffer.over or buffer.role == "state" for buffer in written)
+    """Tells whether it updates parameters, or makes or moves what scales their updates."""
+    return instruction.work == "update" or any(schedule.buffers[name].role == "state" for name in instruction.writes)

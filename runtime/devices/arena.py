@@ -12,7 +12,7 @@ from mtcompile.runtime.schedule import ALIGNMENT
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a value's elements lie in its bytes."""
+    """The dtype, size and strides that place a value's elements in its bytes."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -24,23 +24,23 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 
 
 def same_strides(size: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether they place every element alike: the stride of a dimension of one element says nothing, and torch's kernels
-    and its shape propagation do not always agree on it."""
+    """Tells whether two strides place every element of ``size`` alike. The stride of a dimension of one element does not
+    count: torch's kernels and its shape propagation do not always agree on it."""
     return all(n == 1 or a == b for n, a, b in zip(size, one, other, strict=True))
 
 
 def arena(nbytes: int, device: torch.device | None = None) -> torch.Tensor:
-    """``nbytes`` of memory, aligned to ALIGNMENT (torch's allocators give no less); without ``device``, of the host."""
-    made = torch.empty(nbytes, dtype=torch.uint8, device=device or "cpu")
-    if nbytes and made.data_ptr() % ALIGNMENT:
-        made = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=made.device)
-        skip = -made.data_ptr() % ALIGNMENT
-        made = made[skip : skip + nbytes]
-    return made
+    """Allocates ``nbytes``, aligned to ALIGNMENT as torch's own tensors are; on the host unless ``device`` is given."""
+    memory = torch.empty(nbytes, dtype=torch.uint8, device=device or "cpu")
+    if nbytes and memory.data_ptr() % ALIGNMENT:
+        memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=memory.device)
+        skip = -memory.data_ptr() % ALIGNMENT
+        memory = memory[skip : skip + nbytes]
+    return memory
 
 
 def view(memory: torch.Tensor, offset: int, layout: Layout) -> torch.Tensor:
-    """The tensor of that layout, ``offset`` bytes into ``memory``."""
+    """Returns the tensor of that layout, ``offset`` bytes into ``memory``."""
     start = memory.storage_offset() + offset
     return torch.empty(0, dtype=layout.dtype, device=memory.device).set_(
         memory.untyped_storage(), start // layout.dtype.itemsize, layout.size, layout.stride
@@ -48,14 +48,14 @@ def view(memory: torch.Tensor, offset: int, layout: Layout) -> torch.Tensor:
 
 
 def part(memory: torch.Tensor, offset: int, layout: Layout) -> torch.Tensor:
-    """As ``view``, of host memory, with a storage of those bytes alone: what saves a tensor saves its storage."""
+    """Returns what ``view`` does, of host memory, in a storage of only those bytes: saving a tensor saves its storage."""
     like = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device="meta")
     own = torch.from_numpy(memory[offset : offset + span_nbytes(like)].numpy())  # holds the memory
     return view(own, 0, layout)
 
 
 def span_nbytes(tensor: torch.Tensor) -> int:
-    """Bytes from the first to the last element."""
+    """Returns the bytes from the first to the last element."""
     if tensor.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

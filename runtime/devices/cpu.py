@@ -16,7 +16,7 @@ POISON = 0xFF  # every float type reads NaN, every index far out of range
 
 
 class LimitError(RuntimeError):
-    """An instruction would exceed the tier's limit: the plan was wrong about this kernel."""
+    """Raised when an instruction would exceed the tier's limit, because the plan was wrong about its kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,12 @@ class Arenas:
 
 
 class CpuMemory:
-    """The bytes of one step. ``tensors``: what each live buffer is bound to; homes are bound by the caller.
+    """The bytes of one step. ``tensors``: what each live buffer is bound to; the caller binds homes.
 
     Every result is compared with what the schedule declared, since a wrong size would break the limit and a wrong
-    layout the numbers; ``trusted`` leaves that out, for a program whose kernels have passed it once. ``check``: it is
-    never left out, and freed bytes are overwritten, so that a use after free shows as NaN. ``views``: the tensors of
-    placed slots, kept from step to step by a caller whose arenas stay.
+    layout the numbers. ``trusted`` skips that, for a program whose kernels have passed it once. ``check`` never skips it,
+    and overwrites freed bytes, so that a use after free shows as NaN. ``views``: the tensors of placed slots, which a
+    caller whose arenas stay keeps from step to step.
     """
 
     def __init__(
@@ -49,16 +49,16 @@ class CpuMemory:
         self.trusted = trusted and not check
         self.views = {} if views is None else views
         self.tensors: dict[str, torch.Tensor] = {}
-        self.live = 0  # pooled bytes reserved now
+        self.live = 0  # pooled bytes that are reserved
         limit = schedule.peak_nbytes.get("device", 0)
         self.free_nbytes = limit - schedule.arena_nbytes.get("device", 0) - schedule.resident_nbytes.get("device", 0)
 
     def leave_device(self) -> None:
-        """Hold nothing of the device's arena, in which nothing is live between phases."""
+        """Let go of the device's arena, in which nothing is live between phases."""
         self.take_device(self.arenas.device.new_empty(0))
 
     def take_device(self, memory: torch.Tensor) -> None:
-        """Placed slots of the device are in ``memory`` from now on."""
+        """Place the device's slots in ``memory`` from now on."""
         self.arenas = Arenas(memory, self.arenas.host)
         self.views = {}
 
@@ -71,12 +71,12 @@ class CpuMemory:
             self._reserve(buffer.nbytes, name)
             self.live += buffer.nbytes
             return
-        known = self.views.get(name)
-        if known is None:
+        slot = self.views.get(name)
+        if slot is None:
             memory = self.arenas.device if buffer.tier == "device" else self.arenas.host
             assert buffer.offset is not None
-            known = self.views[name] = view(memory, buffer.offset, self.layouts[name])
-        self.tensors[name] = known
+            slot = self.views[name] = view(memory, buffer.offset, self.layouts[name])
+        self.tensors[name] = slot
 
     def free(self, name: str) -> None:
         buffer = self.schedule.buffers[name]
@@ -87,7 +87,7 @@ class CpuMemory:
             self._poison(tensor, buffer.tier, whole=buffer.kind == "pooled")
 
     def _poison(self, tensor: torch.Tensor, tier: Tier, whole: bool) -> None:
-        """Overwrite its bytes; ``whole``: all of its storage, which is nobody else's."""
+        """Overwrite a tensor's bytes; ``whole``: all of its storage, which no other value uses."""
         storage = tensor.untyped_storage()
         pointer, nbytes = (storage.data_ptr(), storage.nbytes()) if whole else (tensor.data_ptr(), span_nbytes(tensor))
         ctypes.memset(pointer, POISON, nbytes)
@@ -97,7 +97,7 @@ class CpuMemory:
             ctypes.memmove(target.data_ptr(), source.data_ptr(), span_nbytes(source))
 
     def _pairs(self, reads: Sequence[str], writes: Sequence[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(target, source) of a copy. Raises RuntimeError where their bytes would not mean the same."""
+        """Return the (target, source) pairs of a copy. Raises RuntimeError where their layouts differ."""
         pairs = [(self.tensors[write], self.tensors[read]) for read, write in zip(reads, writes, strict=True)]
         for read, write, (target, source) in () if self.trusted else zip(reads, writes, pairs, strict=True):
             if not same_strides(source.shape, source.stride(), target.stride()) or source.dtype != target.dtype:
@@ -108,11 +108,11 @@ class CpuMemory:
 
     def run(self, kernel: Callable[..., Any], reads: Sequence[str], writes: Sequence[str], workspace: int) -> None:
         self._reserve(workspace, "workspace")
-        made = kernel(*[self.tensors[name] for name in reads])
-        for name, tensor in zip(writes, made, strict=True):
+        outputs = kernel(*[self.tensors[name] for name in reads])
+        for name, tensor in zip(writes, outputs, strict=True):
             buffer = self.schedule.buffers[name]
-            if buffer.over:  # it was written where it lies
-                self.tensors[name] = self.tensors[buffer.over]
+            if buffer.version_of:  # the kernel has written it in place
+                self.tensors[name] = self.tensors[buffer.version_of]
             elif buffer.kind != "pooled":
                 self.tensors[name].copy_(tensor)
             else:
@@ -161,7 +161,7 @@ class CpuDevice:
         return CpuMemory(schedule, layouts, arenas, check, trusted, views)
 
     def fence(self, visible: Iterable[Queue], timed: bool) -> None:
-        """None is needed: what a thread has done here is done."""
+        """Return None: what a thread has run here is complete."""
 
     def synchronize(self) -> None:
-        """Nothing runs behind the threads."""
+        """Return at once: nothing runs behind the threads."""

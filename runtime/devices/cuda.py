@@ -5,20 +5,21 @@ has a thread and a stream of its own. No thread waits for the device; at the end
 the copying ones, and the host only for bytes that it may touch next (``Fence.end``).
 
 *Not yet measured*: this file is tested through a recording of the calls it makes (tests/helpers/fake_cuda.py), which runs the
-streams in every order that their events allow.
+streams in every order that their events permit.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from mtcompile.runtime.devices.arena import Layout, arena, span_nbytes
 from mtcompile.runtime.devices.cpu import POISON, Arenas, CpuMemory
-from mtcompile.runtime.devices.pinned import NotPinned, Staging, pinned
+from mtcompile.runtime.devices.cuda_driver import Api, Torch
+from mtcompile.runtime.devices.pinned import NotPinned, Staging
 from mtcompile.runtime.schedule import PLACEMENT, Queue, Schedule, Tier
 from mtcompile.runtime.trace import Record
 
@@ -26,104 +27,8 @@ _COPYING: tuple[Queue, ...] = ("h2d", "d2h")
 _CHUNKS, _CHUNK_NBYTES = 3, 32 * 2**20  # of a staging ring, per direction
 
 
-class Api(Protocol):
-    """What is used of CUDA. Streams and events are the implementation's own."""
-
-    def current_stream(self) -> Any: ...
-
-    def new_stream(self) -> Any: ...
-
-    def use(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """Make ``stream`` this thread's current one."""
-
-    def new_event(self, timed: bool = False) -> Any: ...
-
-    def record(self, event: Any, stream: Any) -> None: ...
-
-    def wait(self, stream: Any, event: Any) -> None:
-        """What ``stream`` is given from now on starts after ``event``."""
-
-    def block(self, event: Any) -> None:
-        """The calling thread waits for ``event``."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Of bytes, on the current stream, without waiting."""
-
-    def fill(self, target: torch.Tensor, value: int) -> None:
-        """Of bytes, on the current stream, without waiting."""
-
-    def elapsed_us(self, start: Any, end: Any) -> float:
-        """Between two timed events; waits for the later one."""
-
-    def push(self, name: str) -> None:
-        """Begin an NVTX range of this thread."""
-
-    def pop(self) -> None:
-        """End the one begun last."""
-
-    def synchronize(self) -> None: ...
-
-    def pin(self, nbytes: int) -> torch.Tensor:
-        """Page-locked host memory. Raises NotPinned."""
-
-
-class Torch:
-    """``Api`` by torch's module for the device (``torch.cuda``)."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.module = device, torch.get_device_module(device)
-
-    def current_stream(self) -> Any:
-        return self.module.current_stream(self.device)
-
-    def new_stream(self) -> Any:
-        return self.module.Stream(self.device)
-
-    def use(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        return self.module.stream(stream)  # type: ignore[no-any-return]
-
-    def new_event(self, timed: bool = False) -> Any:
-        return self.module.Event(enable_timing=timed)
-
-    def record(self, event: Any, stream: Any) -> None:
-        event.record(stream)
-
-    def wait(self, stream: Any, event: Any) -> None:
-        stream.wait_event(event)
-
-    def block(self, event: Any) -> None:
-        event.synchronize()
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source, non_blocking=True)
-
-    def fill(self, target: torch.Tensor, value: int) -> None:
-        target.fill_(value)
-
-    def elapsed_us(self, start: Any, end: Any) -> float:
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1e3
-
-    def push(self, name: str) -> None:
-        self.module.nvtx.range_push(name)
-
-    def pop(self) -> None:
-        self.module.nvtx.range_pop()
-
-    def synchronize(self) -> None:
-        self.module.synchronize(self.device)
-
-    def pin(self, nbytes: int) -> torch.Tensor:
-        try:
-            return pinned(nbytes, self.module.cudart(), self.synchronize)
-        except NotPinned:
-            with contextlib.suppress(RuntimeError):  # the refusal stays the thread's last error until a launch reports it
-                torch.empty(1, device=self.device).fill_(0)
-            raise
-
-
 class Streams:
-    """The copying queues' streams, kept for the life of a model; ``last``: the stream that computed most recently."""
+    """The streams of the copying queues, which live as long as the model. ``last``: the stream that computed most recently."""
 
     def __init__(self, api: Api) -> None:
         self.api = api
@@ -132,9 +37,9 @@ class Streams:
 
 
 class Fence:
-    """The order of one phase on the device. ``wait`` and ``signal`` are called by the thread that issues the queue, and a
-    wait only after its signal: an event that nothing has recorded would hold nothing back. ``visible``: the queues whose
-    bytes at home the caller may read (gradients) or change (weights) as soon as the phase returns."""
+    """Keeps one phase in order on the device. The thread that issues a queue calls ``wait`` and ``signal``, and waits only
+    after the signal, since an event that nothing has recorded holds nothing back. ``visible``: the queues whose bytes at
+    home the caller may read (gradients) or change (weights) as soon as the phase returns."""
 
     def __init__(self, streams: Streams, visible: Iterable[Queue] = _COPYING, timed: bool = False) -> None:
         self.api, self.visible, self.timed = streams.api, frozenset(visible), timed
@@ -146,7 +51,7 @@ class Fence:
         self.moved = None if before is None or before == current else before  # the caller's stream of the phase before
 
     def begin(self, queues: Iterable[Queue]) -> None:
-        """Copies come after everything the caller has put on its stream: they write where earlier phases have read."""
+        """Start copies after all that the caller has put on its stream: they write where earlier phases have read."""
         if self.moved is not None:  # the arenas go from one stream to the other
             event = self.api.new_event()
             self.api.record(event, self.moved)
@@ -162,7 +67,7 @@ class Fence:
         return self.api.use(self.streams[queue]) if queue in _COPYING else contextlib.nullcontext()
 
     def wait(self, queue: Queue, index: int) -> None:
-        """Queue host is a thread: it waits for events itself, and what waits for it does so when it has run."""
+        """Make ``queue`` wait for an event. Queue host is a thread and blocks; what waits for it is issued once it has run."""
         event = self.events[index]
         if event is not None and queue == "host":
             self.api.block(event)
@@ -173,8 +78,8 @@ class Fence:
         self.events[index] = self._mark(queue) if queue != "host" else None
 
     def end(self, queues: Iterable[Queue], failed: bool) -> None:
-        """All queues drain into the compute stream; the host waits for those that are visible, or for all after an error,
-        which may have come before a copy's memory was needed no more."""
+        """Drain all queues into the compute stream. The host waits for the visible ones, or for all after an error, since a
+        copy may still need its memory then."""
         for queue in queues:
             if queue in _COPYING:
                 last = self._mark(queue)
@@ -187,11 +92,11 @@ class Fence:
 
     def records(self) -> list[Record]:
         (_, _, start), *stamps = self.stamps
-        found: dict[int, list[float]] = {}
+        times: dict[int, list[float]] = {}
         for index, _, event in stamps:
-            found.setdefault(index, []).append(self.api.elapsed_us(start, event))
+            times.setdefault(index, []).append(self.api.elapsed_us(start, event))
         queues = {index: queue for index, queue, _ in stamps}
-        records = [Record(index, queues[index], *times) for index, times in found.items() if len(times) == 2]
+        records = [Record(index, queues[index], *pair) for index, pair in times.items() if len(pair) == 2]
         return sorted(records, key=lambda record: (record.start_us, record.index))
 
     def _mark(self, queue: Queue, timed: bool = False) -> Any:
@@ -202,7 +107,7 @@ class Fence:
 
 class CudaMemory(CpuMemory):
     """The bytes of one step on a CUDA device: placed slots in arenas, pooled values from torch's caching allocator. Pooled
-    values are freed on the compute queue alone, so the allocator's own order is enough for them."""
+    values are freed on the compute queue alone, so the allocator's own order suffices for them."""
 
     def __init__(self, *args: Any, api: Api, staging: Mapping[Queue, Staging] | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -229,7 +134,7 @@ class CudaMemory(CpuMemory):
 
 
 class NamedMemory(CudaMemory):
-    """Issues every copy and kernel within an NVTX range of its name, so that a profiler says what a schedule calls it."""
+    """Issues every copy and kernel within an NVTX range of its name, so that a profiler shows the schedule's names."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -253,14 +158,16 @@ class NamedMemory(CudaMemory):
 
 
 def bytes_of(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
-    """``nbytes`` bytes of a tensor's storage, ``start`` bytes after its first element."""
+    """Returns ``nbytes`` bytes of a tensor's storage, from ``start`` bytes after its first element on."""
     at = tensor.storage_offset() * tensor.element_size() + start
     return tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), at, (nbytes,), (1,))
 
 
 def runs_of_bytes(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(target, source) tensors as the fewest (target, source) copies of bytes: neighbours that lie at the same distance in
-    both are one, with the padding between them, so that one copy moves all parameters of a region."""
+    """Joins (target, source) tensors into the fewest (target, source) copies of bytes.
+
+    Neighbours at the same distance in both are joined, with the padding between them, so that one copy moves all parameters
+    of a region."""
     run: tuple[torch.Tensor, torch.Tensor, int] | None = None  # the first pair, and the bytes so far
     for target, source in pairs:
         nbytes = span_nbytes(source)
@@ -290,8 +197,8 @@ def _same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
 class CudaDevice:
     """One GPU (or what torch drives alike): its streams, its arenas, and the host memory that its copies reach.
 
-    ``staging``: the rings that copies go through, once the driver has refused to pin host memory; None before. ``ranges``:
-    whether NVTX ranges are wanted.
+    ``staging``: the rings that copies go through once the driver has refused to pin host memory; None before. ``ranges``:
+    whether to issue NVTX ranges.
     """
 
     def __init__(self, where: torch.device, api: Api | None = None, ranges: bool = False) -> None:
@@ -301,7 +208,7 @@ class CudaDevice:
         self.staging: dict[Queue, Staging] | None = None
 
     def arena(self, tier: Tier, nbytes: int) -> torch.Tensor:
-        """``nbytes`` of a tier's memory."""
+        """Return ``nbytes`` of a tier's memory."""
         if tier == "device":
             return arena(nbytes, self.where)
         try:
@@ -314,7 +221,7 @@ class CudaDevice:
     def _chunks(self) -> list[torch.Tensor]:
         try:
             return [self.api.pin(_CHUNK_NBYTES) for _ in range(_CHUNKS)]
-        except NotPinned:  # not even that much: right all the same, and slower still
+        except NotPinned:  # not even that much: correct all the same, only slower
             return [arena(_CHUNK_NBYTES) for _ in range(_CHUNKS)]
 
     def memory(

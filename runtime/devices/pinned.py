@@ -1,4 +1,4 @@
-"""Host memory as a device's copies want it: page-locked at exactly the size asked for, or, where that is refused, ordinary
+"""Host memory for a device's copies: page-locked at exactly the size asked for or, where the driver refuses that, ordinary
 memory and a small ring of page-locked chunks."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 
 
 class Staging:
-    """A ring of pinned chunks through which one queue's copies go where the memory at home is not pinned. The issuing thread
-    then waits for the device as it goes round; no other does."""
+    """A ring of pinned chunks for the copies of one queue, where the memory at home is not pinned. The issuing thread waits
+    for the device when it comes round to a chunk in use; no other thread does."""
 
     def __init__(self, api: Any, chunks: Sequence[torch.Tensor]) -> None:
         self.api, self.chunks = api, chunks
@@ -30,7 +30,7 @@ class Staging:
             self.used[slot] = self._now()
 
     def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Returns when all bytes are there. Each chunk is read while the next is on its way."""
+        """Copy to the host, and return when all bytes have arrived. Each chunk is read while the next one is in flight."""
         flying: deque[tuple[int, torch.Tensor, Any]] = deque()
 
         def land() -> None:
@@ -47,7 +47,7 @@ class Staging:
             land()
 
     def _pieces(self, nbytes: int) -> Iterator[tuple[int, torch.Tensor, int]]:
-        """(start, the chunk's part, its slot) of each piece."""
+        """Yield (start, the chunk's part, its slot) of each piece."""
         start = 0
         while start < nbytes:
             slot, self.next = self.next, (self.next + 1) % len(self.chunks)
@@ -62,13 +62,14 @@ class Staging:
 
 
 class NotPinned(RuntimeError):
-    """The driver refuses to pin so many bytes (a container's limit on locked memory, or WSL's on pinned memory)."""
+    """Raised when the driver refuses to pin so many bytes (a container's limit on locked memory, or WSL's on pinned)."""
 
 
 def pinned(nbytes: int, runtime: Any, synchronize: Callable[[], None]) -> torch.Tensor:
-    """``nbytes`` of page-locked host memory at exactly that size, rounded up to pages (torch's own rounds to powers of
-    two). ``runtime``: torch.cuda.cudart(). ``synchronize``: waits for the device, whose copies may still be in flight when
-    the last tensor goes. Raises NotPinned; nothing is held then."""
+    """Returns ``nbytes`` of page-locked host memory, rounded up to pages only (torch's own rounds up to powers of two).
+
+    ``runtime``: torch.cuda.cudart(). ``synchronize``: waits for the device, whose copies may still be in flight when the
+    last tensor is freed. Raises NotPinned, and then holds nothing."""
     memory = mmap.mmap(-1, max(nbytes, 1))
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     code = int(runtime.cudaHostRegister(tensor.data_ptr(), len(memory), 0))

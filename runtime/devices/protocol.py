@@ -1,4 +1,4 @@
-"""What a device is to the rest: where its kernels run, memory in its tiers, and the order of a phase on it."""
+"""The protocol of a device: where its kernels run, memory in its tiers, and the order of a phase on it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from mtcompile.runtime.schedule import Queue, Schedule, Tier
 
 
 class Device(Protocol):
-    """``where``: the ``torch.device`` of everything in the device tier. ``staging``: not None once the driver has refused
-    to pin host memory, so that copies are slower than planned."""
+    """A device. ``where``: the ``torch.device`` of everything in the device tier. ``staging``: not None once the driver has
+    refused to pin host memory, so that copies are slower than planned."""
 
     @property
     def where(self) -> Any: ...
@@ -20,7 +20,7 @@ class Device(Protocol):
     def staging(self) -> Any: ...
 
     def arena(self, tier: Tier, nbytes: int) -> Any:
-        """``nbytes`` of a tier's memory, as a tensor of bytes."""
+        """Return ``nbytes`` of a tier's memory, as a tensor of bytes."""
 
     def memory(
         self,
@@ -31,10 +31,10 @@ class Device(Protocol):
         trusted: bool,
         views: dict[str, Any] | None,
     ) -> Any:
-        """The bytes of one step (``runtime/cpu.CpuMemory``)."""
+        """Return the bytes of one step (a ``devices.cpu.CpuMemory``)."""
 
     def fence(self, visible: Iterable[Queue], timed: bool) -> Fence | None:
-        """For one phase. ``visible``: the queues that the host waits for at its end."""
+        """Return what keeps one phase in order. ``visible``: the queues that the host waits for at its end."""
 
     def synchronize(self) -> None:
         """Wait for everything that was issued."""

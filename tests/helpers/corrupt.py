@@ -216,10 +216,10 @@ def double_free(s: Schedule, rng: Random) -> Iterator[Site]:
         yield partial(_insert, s, i + 1, replace(ins, deps=()))
 
 
-def free_what_leaves(s: Schedule, rng: Random) -> Iterator[Site]:
+def free_what_is_returned(s: Schedule, rng: Random) -> Iterator[Site]:
     for b in s.buffers.values():
         users = _users(s, b.name)
-        if users and (b.leaves or b.kind == "home"):
+        if users and (b.returned or b.kind == "home"):
             last = s.instructions[users[-1]]
             free = Instruction("free", last.queue, last.phase, writes=(b.name,))
             yield partial(_insert, s, users[-1] + 1, free)
@@ -343,7 +343,7 @@ _FUNCTIONS: tuple[Callable[[Schedule, Random], Iterator[Site]], ...] = (
     alloc_on_another_queue,
     work_on_another_queue,
     double_free,
-    free_what_leaves,
+    free_what_is_returned,
     duplicate_a_gradient,
     copy_another_source,
     copy_to_another_home,

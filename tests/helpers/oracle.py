@@ -80,12 +80,12 @@ class _Search:
                 inside = [k for k, mark in enumerate(marks) if offset <= mark < offset + b.nbytes]
                 self.cells[b.name] = [(base + k, marks[k] - offset) for k in inside]
         for b in self.schedule.buffers.values():
-            if b.kind != "placed" and not b.over:
+            if b.kind != "placed" and not b.version_of:
                 self.cells[b.name] = [(len(self.width), 0)]
                 self.width.append(b.nbytes)
         for b in self.schedule.buffers.values():
-            if b.over:
-                self.cells[b.name] = self.cells[b.over]
+            if b.version_of:
+                self.cells[b.name] = self.cells[b.version_of]
 
     def _holds(self, memory: Memory, buffer: Buffer) -> bool:
         return all(memory[cell] == (buffer.value, at) for cell, at in self.cells[buffer.name])
@@ -223,7 +223,7 @@ class _Search:
         if buffer.kind == "home":
             raise Unsafe(f"#{i} manages a home")
         if instruction.op == "free":
-            if buffer.name not in allocated or buffer.leaves:
+            if buffer.name not in allocated or buffer.returned:
                 raise Unsafe(f"#{i} frees {buffer.name}, which is not its to free")
             return allocated - {buffer.name}
         if buffer.name in allocated:
@@ -275,10 +275,10 @@ class _Search:
         if done != (1 << len(self.instructions)) - 1:
             raise Unsafe("deadlock")
         for b in self.schedule.buffers.values():
-            if b.kind != "home" and not b.leaves and b.name in allocated:
+            if b.kind != "home" and not b.returned and b.name in allocated:
                 raise Unsafe(f"the next step begins with {b.name} allocated")
-            if b.kind != "home" and b.leaves and b.name not in allocated:
-                raise Unsafe(f"{b.name} leaves, but was never allocated")
-            result = b.leaves or (b.kind == "home" and self._written_in_step(b))
+            if b.kind != "home" and b.returned and b.name not in allocated:
+                raise Unsafe(f"{b.name} is returned, but was never allocated")
+            result = b.returned or (b.kind == "home" and self._written_in_step(b))
             if result and not self._holds(memory, b):
                 raise Unsafe(f"the step ends and {b.name} does not hold {b.value}")

@@ -43,8 +43,8 @@ class Builder:
         self._add("alloc", queue, writes=(name,))
         return name
 
-    def pooled(self, name: str, role: Role, value: str = "", leaves: bool = False) -> str:
-        self.buffer(name, value or name, "device", "pooled", role, leaves=leaves)
+    def pooled(self, name: str, role: Role, value: str = "", returned: bool = False) -> str:
+        self.buffer(name, value or name, "device", "pooled", role, returned=returned)
         self._add("alloc", "compute", writes=(name,))
         return name
 
@@ -75,13 +75,13 @@ class Builder:
 
 
 def inference(layers: int = 4) -> Schedule:
-    """Parameters stream through two slots; activations are pooled; the last one leaves."""
+    """Parameters stream through two slots; activations are pooled; the last one is returned."""
     b = Builder()
     x = b.home("x", "input", "device")
     for k in range(layers):
         w = b.slot(f"w{k}", f"p{k}", k % 2 * UNIT, "param", "h2d")
         b.copy("h2d", b.home(f"p{k}", "param"), w)
-        y = b.pooled(f"y{k}", "output" if k == layers - 1 else "activation", leaves=k == layers - 1)
+        y = b.pooled(f"y{k}", "output" if k == layers - 1 else "activation", returned=k == layers - 1)
         b.run("layer", (w, x), (y,), workspace=64)
         b.free(w)
         if k:
@@ -97,7 +97,7 @@ def training() -> Schedule:
     for k in range(2):
         w = b.slot(f"w{k}", f"p{k}", k * UNIT, "param", "h2d")
         b.copy("h2d", b.home(f"p{k}", "param"), w)
-        activations.append(b.pooled(f"a{k}", "output" if k else "activation", leaves=bool(k)))
+        activations.append(b.pooled(f"a{k}", "output" if k else "activation", returned=bool(k)))
         b.run("layer", (w, activations[k]), (activations[k + 1],))
         b.free(w)
     b.phase = "backward"
@@ -137,7 +137,7 @@ def offload() -> Schedule:
         y = b.slot(f"z{k}", f"y{k}", 0, "activation", "h2d")
         b.copy("h2d", f"s{k}", y)
         b.free(f"s{k}", "h2d")
-        new = b.pooled(f"d{k}", "activation") if k else b.pooled("dw", "grad", leaves=True)
+        new = b.pooled(f"d{k}", "activation") if k else b.pooled("dw", "grad", returned=True)
         b.run("layer_backward", (w, y, delta), (new,))
         b.free(y)
         if not k:
@@ -152,7 +152,7 @@ def recompute() -> Schedule:
     w, x = b.home("w", "param", "device"), b.home("x", "input", "device")
     y = b.pooled("y", "activation")
     b.run("layer", (w, x), (y,), workspace=64)
-    loss = b.pooled("loss", "output", leaves=True)
+    loss = b.pooled("loss", "output", returned=True)
     b.run("head", (y,), (loss,))
     b.free(y)
     b.phase = "backward"
@@ -202,7 +202,7 @@ def module_buffers() -> Schedule:
     for k in range(2):
         u = b.slot(f"u{k}", f"q{k}", (2 * k) * UNIT, "param", "h2d", nbytes=(2 - k) * UNIT)
         b.copy("h2d", b.home(f"q{k}", "param", nbytes=(2 - k) * UNIT), u)
-    out = b.pooled("out", "output", leaves=True)
+    out = b.pooled("out", "output", returned=True)
     b.run("head", ("u0", "u1", y), (out,))
     b.free("u0")
     b.free("u1")
@@ -246,7 +246,7 @@ def streamed(layers: int) -> Schedule:
         b.copy("h2d", b.home(f"p{k}", "param", nbytes=nbytes), w)
         live[w] = (offset, offset + nbytes)
         offset += nbytes
-        y = b.pooled(f"y{k}", "output" if k == layers - 1 else "activation", leaves=k == layers - 1)
+        y = b.pooled(f"y{k}", "output" if k == layers - 1 else "activation", returned=k == layers - 1)
         b.run("layer", (w, x), (y,))
         if k:
             b.free(x)
@@ -285,3 +285,16 @@ def measured(schedule: Schedule, seed: int = 0) -> Trace:
     rows = tuple(replace(i, time_us=i.time_us * choose.uniform(0.7, 1.6)) for i in schedule.instructions)
     ran = [r for r in simulate(replace(schedule, instructions=rows)).records if rows[r.index].op in ("copy", "run")]
     return Trace(tuple(ran), "measured")
+
+
+def of_layers(schedule: Schedule) -> Schedule:
+    """``training`` as it would be lowered: every instruction with its block, the last layer's backward recomputing."""
+    blocks = iter([0, 0, 1, 1, 1, 1, 1, 0, 0, 0])  # of each copy and run
+    kinds = {"h2d": "prefetch", "d2h": "offload", "compute": "compute"}
+    rows: list[Any] = []
+    for i in schedule.instructions:
+        block = f"layers.{next(blocks)}" if i.op in ("copy", "run") else ""
+        rows.append(replace(i, block=block, work=kinds[i.queue] if block else ""))
+    late = next(k for k, i in enumerate(rows) if i.kernel == "layer_backward")
+    rows[late] = replace(rows[late], work="recompute")
+    return replace(schedule, instructions=tuple(rows))

@@ -434,13 +434,15 @@ def test_a_forward_waits_for_its_own_updates_and_the_proof_wants_each_wait() -> 
 
     schedule = schedule_that_runs_ahead()
     verify(schedule)
-    waiting = [i for i, instruction in enumerate(schedule.instructions) if instruction.ahead]
+    waiting = [i for i, instruction in enumerate(schedule.instructions) if instruction.previous_step_deps]
     first, last = schedule.instructions[waiting[0]], schedule.instructions[waiting[-1]]
-    assert len(waiting) > 3 and first.ahead < last.ahead, "prefetches wait each for its own region's update"
+    assert len(waiting) > 3 and first.previous_step_deps < last.previous_step_deps, (
+        "prefetches wait each for its own region's update"
+    )
     caught = 0
     for index in waiting:
         rows = list(schedule.instructions)
-        rows[index] = replace(rows[index], ahead=())
+        rows[index] = replace(rows[index], previous_step_deps=())
         with pytest.raises(ScheduleError) as error:
             verify(replace(schedule, instructions=tuple(rows)))
         caught += error.value.invariant == "I2" and "step before" in str(error.value)
@@ -467,16 +469,16 @@ def test_an_update_is_proven_to_come_after_every_read() -> None:
     model, _ = compiled()
     model(**batch(0)).backward()
     schedule = model.schedule
-    index = next(i for i, each in enumerate(schedule.instructions) if any(schedule.buffers[w].over for w in each.writes))
-    below = schedule.buffers[schedule.instructions[index].writes[0]].over
+    index = next(i for i, each in enumerate(schedule.instructions) if any(schedule.buffers[w].version_of for w in each.writes))
+    below = schedule.buffers[schedule.instructions[index].writes[0]].version_of
     reader = next(i for i, each in enumerate(schedule.instructions) if below in each.reads and each.phase == "backward")
     rows = list(schedule.instructions)
     rows.insert(index + 1, replace(rows[reader], deps=(index,), writes=rows[reader].writes))
     with pytest.raises(ScheduleError, match=r"I1|I2"):
         verify(replace(schedule, instructions=tuple(rows)))
     buffers = dict(schedule.buffers)
-    taken = [name for name, buffer in buffers.items() if buffer.over][:2]
-    buffers[taken[0]] = replace(buffers[taken[0]], over=buffers[taken[1]].over)
+    taken = [name for name, buffer in buffers.items() if buffer.version_of][:2]
+    buffers[taken[0]] = replace(buffers[taken[0]], version_of=buffers[taken[1]].version_of)
     with pytest.raises(ScheduleError, match="I0"):
         verify(replace(schedule, buffers=buffers))
     rows = [

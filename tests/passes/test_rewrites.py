@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -127,6 +128,13 @@ def test_a_changed_computation_is_noticed() -> None:
     other = rewrite(traced.step, Plan(lookahead=1))
     with pytest.raises(SameComputationError, match="I5"):
         check_schedule(other, schedule)
+    check_schedule(step, schedule)
+    rows = schedule.instructions
+    for index, changes in ((0, {"block": "head"}), (-1, {"work": "update"})):
+        where = [i for i, row in enumerate(rows) if row.op != "alloc" and row.op != "free"][index]
+        wrong = replace(schedule, instructions=(*rows[:where], replace(rows[where], **changes), *rows[where + 1 :]))
+        with pytest.raises(SameComputationError, match=" to be"):
+            check_schedule(step, wrong)
 
 
 def test_plans_are_deterministic_round_trip_and_explain_themselves() -> None:

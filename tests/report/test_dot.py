@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from torch import fx
 
+from mtcompile.passes.lower import work_of
 from mtcompile.passes.step_graph import calls, is_move, is_region, is_update, recomputes, results
-from mtcompile.report.dot import LOOKS, dot, kind_of, render
+from mtcompile.report.dot import LOOKS, dot, render
 from mtcompile.report.stages import STAGES, print_readable, stages
 from mtcompile.runtime.schedule import gib
 from tests.helpers.stacks import BLOCKS, KINDS, by_policy, forecast, planned
@@ -44,7 +45,7 @@ def test_every_call_and_every_byte_is_drawn(kind: str) -> None:
     text = dot(step)
     shapes = nodes(text)
     for call in calls(step):
-        assert shapes.pop(call.name) == LOOKS[kind_of(call)][0]
+        assert shapes.pop(call.name) == LOOKS[work_of(call)][0]
     assert set(shapes.values()) <= {LOOKS["home"][0], LOOKS["result"][0]}
     drawn = {(one, other): nbytes for one, other, nbytes in EDGE.findall(text)}
     for ends, total in flows(step).items():
@@ -57,13 +58,13 @@ def test_kinds_are_those_of_the_step_graph() -> None:
     everywhere = [call for kind in KINDS for call in calls(planned(kind).step)]
     found = defaultdict(list)
     for call in everywhere:
-        found[kind_of(call)].append(call)
+        found[work_of(call)].append(call)
     assert all(is_region(call) and recomputes(call) for call in found["recompute"]) and found["recompute"]
     assert all(is_region(call) and not recomputes(call) for call in found["region"])
     assert all(is_move(call) for call in found["prefetch"] + found["offload"])
     assert all(is_update(call) for call in found["update"]) and found["update"]
     assert all(call.meta["phase"] == "backward" for call in found["recompute"])
-    assert not any(kind_of(call) == "recompute" for call in calls(by_policy("resident").step))
+    assert not any(work_of(call) == "recompute" for call in calls(by_policy("resident").step))
     looks = [(shape, colour) for shape, colour, _ in LOOKS.values()]
     assert len({shape for shape, _ in looks}) == len(looks)
 

@@ -19,7 +19,8 @@ from mtcompile.passes.analysis.saved import saved_values
 from mtcompile.passes.plan import Decision
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.step_graph import calls, placeholders, recomputes, regions, results
-from mtcompile.report.explain import FLOOR, Explanation, explain
+from mtcompile.report.explain import FLOOR, explain
+from mtcompile.report.explanation import Explanation
 from mtcompile.report.tables import groups, parts, plan_tables
 from mtcompile.runtime.schedule import gib
 from mtcompile.runtime.sim import simulate

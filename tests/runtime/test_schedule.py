@@ -41,10 +41,21 @@ def test_json_round_trip(name: str, indent: int | None) -> None:
 def test_json_defaults_may_be_left_out() -> None:
     data = to_dict(training())
     for row in data["buffers"]:
-        for key in [key for key, default in (("offset", None), ("leaves", False)) if row[key] == default]:
+        for key in [key for key, default in (("offset", None), ("returned", False), ("version_of", "")) if row[key] == default]:
             del row[key]
     for row in data["instructions"]:
-        for key in ("reads", "deps", "kernel", "workspace", "nbytes", "time_us", "label"):
+        for key in (
+            "reads",
+            "deps",
+            "kernel",
+            "workspace",
+            "nbytes",
+            "time_us",
+            "label",
+            "block",
+            "work",
+            "previous_step_deps",
+        ):
             if not row[key]:
                 del row[key]
     assert from_json(json.dumps(data)) == training()
@@ -101,6 +112,11 @@ MALFORMED: dict[str, tuple[Callable[[Any], None], str]] = {
     "op": (put("instructions", 0, "op", value="wait"), "#0: unknown op 'wait'"),
     "queue": (put("instructions", 0, "queue", value="nic"), "#0: unknown queue 'nic'"),
     "phase": (put("instructions", 0, "phase", value="update"), "#0: unknown phase 'update'"),
+    "work": (put("instructions", 0, "work", value="sort"), "#0: unknown work 'sort'"),
+    "the format before": (
+        put("format", value="mtcompile-schedule-1"),
+        f"expected format '{FORMAT}', found 'mtcompile-schedule-1'",
+    ),
     "operand": (put("instructions", 3, "reads", value=["nobody"]), "#3: names buffer 'nobody'"),
     "alloc of nothing": (put("instructions", 0, "writes", value=[]), "#0: alloc names one buffer"),
     "copy to nothing": (put("instructions", 1, "writes", value=[]), "#1: copy pairs reads with writes, found 1 and 0"),
@@ -182,7 +198,13 @@ def test_the_format_page_names_every_field() -> None:
     data = to_dict(training())
     for key in (FORMAT, *data, *data["buffers"][0], *data["instructions"][0]):
         assert f"`{key}`" in page or f'"{key}"' in page, key
-    for word in (*module.QUEUES, *module.TIERS, *module.PHASES, *module.get_args(module.Role)):
+    for word in (
+        *module.QUEUES,
+        *module.TIERS,
+        *module.PHASES,
+        *module.get_args(module.Role),
+        *filter(None, module.get_args(module.Work)),
+    ):
         assert f"`{word}`" in page, word
 
 

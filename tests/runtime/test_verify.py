@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mtcompile.runtime import happens_before
+from mtcompile.runtime import happens_before, verify_facts, verify_memory
 from mtcompile.runtime import verify as module
 from mtcompile.runtime.deps import derive
 from mtcompile.runtime.schedule import Instruction, Schedule, with_deps
@@ -194,7 +194,7 @@ CASES: dict[str, tuple[str, int | None, str, Callable[[], Schedule]]] = {
     "never used": ("I1", None, "expected one alloc of w9", lambda: _with_buffer("w9")),
     "not written": ("I1", 0, "expected one instruction that writes w0", lambda: without(T, "copy", "w0")),
     "kernel on a copy queue": ("I1", RUN_A0, "expected kernels on queues", lambda: edit(T, RUN_A0, queue="h2d")),
-    "kernel on another tier": ("I1", RUN_A0, "p0 is on tier host", lambda: edit(T, RUN_A0, reads=("p0", "x"))),
+    "kernel on another tier": ("I1", RUN_A0, "p0 on tier host", lambda: edit(T, RUN_A0, reads=("p0", "x"))),
     "copy the wrong way": ("I1", COPY_W0, "found host -> device", lambda: edit(T, COPY_W0, queue="d2h")),
     "copy another value": ("I1", COPY_W0, "found p1 -> p0", lambda: edit(T, COPY_W0, reads=("p1",))),
     "copy another size": ("I1", COPY_W0, "found 64 -> 128 B", lambda: edit_buffer(T, "p0", nbytes=64)),
@@ -232,16 +232,16 @@ CASES: dict[str, tuple[str, int | None, str, Callable[[], Schedule]]] = {
     "home allocated": ("I4", LAST + 1, "home x exists", lambda: appended(T, _manage("free", "x"))),
     "freed twice": ("I4", LAST + 1, "not allocated at this point", lambda: appended(T, _manage("free", "d"))),
     "never freed": ("I4", find(T, "alloc", "d"), "never freed", lambda: without(T, "free", "d")),
-    "leaves and is freed": ("I4", LAST + 1, "a1 leaves", lambda: appended(T, _manage("free", "a1"))),
-    "a slot leaves": (
+    "returned and freed": ("I4", LAST + 1, "a1 is returned", lambda: appended(T, _manage("free", "a1"))),
+    "a slot is returned": (
         "I4",
         find(T, "alloc", "g0"),
         "make it pooled",
-        lambda: without(edit_buffer(T, "g0", leaves=True), "free", "g0"),
+        lambda: without(edit_buffer(T, "g0", returned=True), "free", "g0"),
     ),
     "a slot in both phases": ("I4", find(T, "alloc", "w1"), "arenas are lent in between", lambda: _across_phases()),
     "home gradient unwritten": ("I4", None, "one write of home home.g1", lambda: without(T, "copy", "home.g1")),
-    "gradient lost": ("I4", 14, "grad dp1 to leave", lambda: _forget_home("home.g1")),
+    "gradient lost": ("I4", 14, "grad dp1 to be returned", lambda: _forget_home("home.g1")),
     "gradient twice": ("I4", 17, "found #16, #17", lambda: _second_home()),
     "version lost": ("I4", None, "without mean.1", lambda: without(module_buffers(), "copy", "home.mean.1")),
 }
@@ -325,7 +325,7 @@ def test_peak_counts_everything_held() -> None:
     b = Builder()
     x = b.home("x", "input", "device")
     for k in range(2):
-        b.run("f", (x,), (b.pooled(f"y{k}", "output", leaves=True),), workspace=64 * (2 - k))
+        b.run("f", (x,), (b.pooled(f"y{k}", "output", returned=True),), workspace=64 * (2 - k))
     schedule = b.build()
     assert peak(schedule) == {"device": 2 * UNIT + 64}  # 128 + 128 first, then 256 + 64
     assert peak(replace(schedule, resident_nbytes={"device": 640, "disk": 64})) == {"device": 960, "disk": 64}
@@ -345,14 +345,15 @@ def test_happens_before() -> None:
 
 
 def test_the_proof_uses_nothing_that_derives() -> None:
-    for file in (module.__file__, happens_before.__file__):
+    for file in (module.__file__, verify_facts.__file__, verify_memory.__file__, happens_before.__file__):
         assert file is not None
         with open(file, encoding="utf-8") as source:
             tree = ast.parse(source.read())
         imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
         own = {name for name in imported if name and name.startswith("mtcompile")}
-        assert own <= {"mtcompile.runtime.schedule", "mtcompile.runtime.happens_before"}
+        parts = ("schedule", "happens_before", "verify_facts", "verify_memory")
+        assert own <= {f"mtcompile.runtime.{part}" for part in parts}
 
 
 def test_work_grows_with_the_instructions() -> None:

@@ -17,12 +17,21 @@ from typer.testing import CliRunner
 import mtcompile
 from mtcompile.cli.app import app
 from mtcompile.report.live_timeline import Viewable, viewable
-from mtcompile.runtime.schedule import to_dict
+from mtcompile.runtime.schedule import Instruction, Schedule, to_dict
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import Record, Trace, busy_us
 from mtcompile.runtime.verify import peak
 from mtcompile.viz import data, page
-from tests.helpers.schedules import inference, measured, offload, recompute, small_schedules, streamed, training
+from tests.helpers.schedules import (
+    inference,
+    measured,
+    of_layers,
+    offload,
+    recompute,
+    small_schedules,
+    streamed,
+    training,
+)
 
 LARGEST = 3_000_000  # bytes of a page
 
@@ -71,7 +80,7 @@ def test_series_of_memory_begin_and_end_with_what_is_there_all_the_time() -> Non
         now[held.series[which]] = nbytes
     assert list(held.time_us) == sorted(held.time_us) and min(held.nbytes) == 0
     tangent = next(b.nbytes for b in schedule.buffers.values() if b.role == "tangent")
-    left = sum(b.nbytes for b in schedule.buffers.values() if b.leaves)
+    left = sum(b.nbytes for b in schedule.buffers.values() if b.returned)
     assert {series: n for series, n in now.items() if n} == {("pooled", "tangent"): tangent, ("pooled", "output"): left}
     assert ("slot", "param") in now and ("workspace", "") in now
 
@@ -143,18 +152,27 @@ def test_a_phase_waits_for_all_of_the_phase_before_it() -> None:
     assert timed.instructions[first].phase == "backward" and timed.instructions[first - 1].phase == "forward"
 
 
-def test_blocks_are_read_from_labels_and_follow_the_bytes() -> None:
-    schedule = training()
-    labels = iter(["blocks_0_forward", "blocks_1_forward", "blocks_1_backward_r", "blocks_0_backward"])
-    rows = tuple(replace(i, label=next(labels)) if i.op == "run" else i for i in schedule.instructions)
-    rows = tuple(replace(i, label="fetch_blocks_7") if i.queue == "h2d" and i.op == "copy" else i for i in rows)
-    made = data.picture(replace(schedule, instructions=rows))["instructions"]
+def test_texts_and_colours_are_of_the_block_and_the_work_that_instructions_name() -> None:
+    schedule = of_layers(training())
+    made = data.picture(schedule)["instructions"]
     said = [text for op, text in zip(made["op"], made["text"], strict=True) if op in ("copy", "run")]
-    expected = ["fetch blocks.0 param", "blocks.0 forward", "fetch blocks.1 param", "blocks.1 forward"]
-    expected += ["fetch blocks.1 param", "blocks.1 backward", "store blocks.1 grad"]
-    assert said == [*expected, "fetch blocks.0 param", "blocks.0 backward", "store blocks.0 grad"]
+    expected = ["fetch layers.0 param", "layers.0 forward", "fetch layers.1 param", "layers.1 forward"]
+    expected += ["fetch layers.1 param", "layers.1 backward (recompute)", "store layers.1 grad"]
+    assert said == [*expected, "fetch layers.0 param", "layers.0 backward", "store layers.0 grad"]
     paints = [paint for op, paint in zip(made["op"], made["paint"], strict=True) if op == "run"]
     assert paints == ["forward", "forward", "recompute", "backward"]
+    assert made["block"] == [i.block for i in schedule.instructions]
+    unnamed = data.picture(replace(schedule, instructions=tuple(replace(i, block="") for i in schedule.instructions)))
+    assert next(text for text in unnamed["instructions"]["text"] if "layer" in text) == "layer"  # the kernel
+
+
+@pytest.mark.parametrize("work", ["update", "convert"])
+@pytest.mark.parametrize("queue", ["host", "compute"])
+def test_updates_and_casts_are_named_so(work: Any, queue: Any) -> None:
+    if (work, queue) != ("convert", "compute"):  # casts run on the host
+        run = Instruction("run", queue, "backward", kernel="k", label="update_layers_3", block="layers.3", work=work)
+        made = data.picture(Schedule((run,), {}, {}, {}, {}))["instructions"]
+        assert (made["text"], made["paint"]) == ([f"{work} layers.3"], ["update"])
 
 
 def test_a_page_is_one_file_that_fetches_nothing_and_runs_nothing_of_its_data() -> None:
@@ -188,7 +206,7 @@ def test_a_viewable_schedule_is_the_schedule() -> None:
     model = mtcompile.compile(net, memory="1MiB", device="cpu", optimizer=torch.optim.SGD(net.parameters()))
     assert model.schedule is None
     steps(model, 1)
-    last = model._mt_engine.last
+    last = model._mt_model.session.last
     assert last is not None and isinstance(model.schedule, Viewable)
     assert model.schedule == last.schedule and last.schedule == model.schedule
     assert model.schedule != replace(last.schedule, run_ahead=True)
@@ -255,7 +273,7 @@ def test_mt_viz_numbers_pages_in_a_folder(tmp_path: Path, monkeypatch: pytest.Mo
     numbers = sorted(int(re.fullmatch(rf"mtcompile-{os.getpid()}-(\d+)\.html", name)[1]) for name in found)  # type: ignore[index]
     assert len(numbers) == 2 and numbers[1] == numbers[0] + 1
     monkeypatch.setenv("MT_VIZ", "0")
-    assert mtcompile.compile(Net(), memory="1MiB", device="cpu")._mt_engine.pages is None
+    assert mtcompile.compile(Net(), memory="1MiB", device="cpu")._mt_model.session.listeners == []
 
 
 def command(*arguments: object) -> Any:
@@ -297,7 +315,7 @@ def test_names_are_found_for_gradients_and_new_versions() -> None:
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
     model = mtcompile.compile(net, memory="1MiB", device="cpu", optimizer=opt, update="backward")
     steps(model, 1)
-    last = model._mt_engine.last
+    last = model._mt_model.session.last
     assert last is not None
     names = viewable(last.schedule, last.step).names
     assert {"layers.0.weight", "updated layers.0.weight"} <= set(names.values())

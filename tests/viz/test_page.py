@@ -6,15 +6,13 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mtcompile.runtime.schedule import Schedule
 from mtcompile.viz.page import write
 from tests.helpers.browser import Page, browser, chromium
-from tests.helpers.schedules import measured, streamed, training
+from tests.helpers.schedules import measured, of_layers, streamed, training
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium here: install the package chromium")
 LARGE = 3340  # layers of a schedule of 20,000 instructions
@@ -29,7 +27,7 @@ def page() -> Iterator[Page]:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
-    small, large = named(training()), streamed(LARGE)
+    small, large = of_layers(training()), streamed(LARGE)
     return {
         "small": write(small, folder / "small.html", title="small", names={"p1": "layers.1.weight"}),
         "both": write(small, folder / "both.html", title="both", measured=measured(small)),
@@ -45,12 +43,6 @@ def quiet(page: Page) -> Iterator[None]:
     yield
     assert page.errors == []
     assert [url for url in page.requests if not url.startswith(("file:", "data:"))] == []
-
-
-def named(schedule: Schedule) -> Schedule:
-    labels = iter(["layers_0_forward", "layers_1_forward", "layers_1_backward_r", "layers_0_backward"])
-    rows = tuple(replace(i, label=next(labels)) if i.op == "run" else i for i in schedule.instructions)
-    return replace(schedule, instructions=rows)
 
 
 # What is on the canvas, as pixels to read.
@@ -158,7 +150,7 @@ def test_clicking_shows_an_instruction_and_its_dependencies(page: Page, files: d
     assert "layers.1 backward" in panel and f"#{run}" in panel and "WAITS FOR" in panel.upper()
     waits = [f"#{dep}" for dep in training().instructions[run].deps]
     assert waits and all(wait in panel for wait in waits)
-    assert page.value("document.getElementById('live').textContent").startswith("layers.1 backward, compute")
+    assert page.value("document.getElementById('live').textContent").startswith("layers.1 backward (recompute), compute")
     page.key("Escape")
     assert page.value("mt.selected") is None
 

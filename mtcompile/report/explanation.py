@@ -1,20 +1,82 @@
-"""An explanation for a reader."""
+"""An explanation of a part of a plan, and its text for a reader."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 
 from mtcompile.forecast.result import time_of
+from mtcompile.passes.plan import Decision
+from mtcompile.report.alternatives import Alternative
+from mtcompile.report.compare import Compared
 from mtcompile.runtime.schedule import gib
-
-if TYPE_CHECKING:
-    from mtcompile.report.compare import Compared
-    from mtcompile.report.explain import Explanation, Life, Value
 
 _MOST = 40  # values that are written out
 
 
-def text_of(e: Explanation) -> str:
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One copy of a value in one tier. ``kind``: the buffer's. It exists from ``start_us`` to ``end_us`` of the predicted
+    step, a home all the time. ``began``, ``ended``: the instructions that make and free it, by number and label."""
+
+    buffer: str
+    tier: str
+    kind: str
+    nbytes: int
+    start_us: float
+    end_us: float
+    phases: tuple[str, ...] = ()
+    began: str = ""
+    ended: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One value of the step. ``name``: a parameter's path, or else the name in the graph (``value``). ``block``: the block
+    whose decisions apply to it. ``home``: the tier where it is at home; empty if it exists only within a step.
+    ``made_again``: the regions of the backward that recompute it. ``why``: the plan's decisions about it."""
+
+    name: str
+    value: str
+    role: str
+    nbytes: int
+    block: str
+    module: str
+    home: str
+    lives: tuple[Life, ...]
+    made_again: tuple[str, ...]
+    why: tuple[Decision, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The values that ``asked`` names, why the plan treats them as it does, and what else it could have done.
+
+    ``step_time_us`` (update included) and ``peak_bytes`` are the plan's. ``exact``: lowering the plan again gives its own
+    figures, so that the ``alternatives`` compare with it (compiled and recorded kernels need other workspace). ``compared``
+    and ``compared_here``: predicted and measured times of the last step, of all instructions and of those that touch these
+    values. ``unmeasured``: why there are none."""
+
+    asked: str
+    step_time_us: float
+    peak_bytes: Mapping[str, int]
+    budget_bytes: Mapping[str, int | None]
+    values: tuple[Value, ...]
+    alternatives: tuple[Alternative, ...]
+    exact: bool
+    compared: Compared | None = None
+    compared_here: Compared | None = None
+    unmeasured: str = ""
+
+    def to_json(self, indent: int | None = None) -> str:
+        return json.dumps(asdict(self), indent=indent)
+
+    def __str__(self) -> str:
+        return _text(self)
+
+
+def _text(e: Explanation) -> str:
     total = sum(value.nbytes for value in e.values)
     lines = [f"{e.asked}: {len(e.values)} value(s), {gib(total)}, in a step of {time_of(e.step_time_us)}"]
     for tier, peak in e.peak_bytes.items():
@@ -33,7 +95,7 @@ def text_of(e: Explanation) -> str:
     for (kind, subject, choice, reason), names in reasons.items():
         lines.append(f"  {kind} {subject}: {choice}, for {_list(names)}: {reason}")
     if not reasons:
-        lines.append("  nothing was to be decided: it is made and used within its regions, or the caller's own")
+        lines.append("  there was nothing to decide: it is made and used within its regions, or belongs to the caller")
     lines += _alternatives(e)
     if e.compared is None or e.compared_here is None:
         lines += [f"  {e.unmeasured}"] if e.unmeasured else []
@@ -51,7 +113,7 @@ def _value(value: Value) -> list[str]:
     if value.made_again:
         lines.append(f"    computed again inside {_list(value.made_again)}")
     elif not value.lives:
-        lines.append("    of no use to the plan: what needs it computes it within")
+        lines.append("    not in the plan: the regions that need it compute it themselves")
     return lines
 
 
