@@ -314,10 +314,10 @@ class Engine:
                 return Source(whole, self.machine, budgets, self.eager.workspace), resident
         try:
             key = cache.plan_key(step, self.machine, budgets, fixed, numerics, self.policy)
-            store = cache.points(step, budgets, self.machine, fixed, numerics)
+            store = cache.searched_plans(step, budgets, self.machine, fixed, numerics)
             source = Source(step, self.machine, budgets, self.eager.workspace)
             within = (step, self.machine, budgets, self.eager.workspace, fixed, numerics)
-            return source, cache.planned(key, lambda known: make_plan(*within, known, self.policy, store))
+            return source, cache.through_cache(key, lambda known: make_plan(*within, known, self.policy, store))
         except DoesNotFit as error:
             if self.relax(error):
                 return self._plan(joint, reserved, numerics)

@@ -76,7 +76,7 @@ def chunked(question: Question, traced: Traced, tokens: int, chunks: int, like: 
         numerics += f"; the loss head's sums over tokens in {chunks} chunks"
     if question.accumulate > 1:
         numerics += f"; {question.accumulate} micro-batches, their gradients added up in their order"
-    store = cache.points(step, question.budgets, "by shapes", question.machine, numerics)
+    store = cache.searched_plans(step, question.budgets, "by shapes", question.machine, numerics)
     candidates = Candidates(step, question.machine, question.budgets, numerics=numerics, tell=question.tell, store=store)
     return Sized(candidates, traced, joint, step, tokens, MOST_CHUNKS if whole and chunks > 1 else chunks)
 

@@ -227,7 +227,7 @@ def _best(candidates: Candidates, device: int | None, host: int | None) -> Plann
     """The fastest plan within these bytes, which is remembered between runs. Raises DoesNotFit."""
     constraints = replace(candidates.budgets, device=device, host=host), candidates.base.numerics
     key = cache.plan_key(candidates.step, "by shapes", candidates.machine, *constraints)
-    return cache.planned(key, lambda known: candidates.best(device, host, known))
+    return cache.through_cache(key, lambda known: candidates.best(device, host, known))
 
 
 def _parameters(step: fx.GraphModule) -> list[torch.Tensor]:
