@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.run import about
 from mtcompile.forecast.solve import Forecast, plan
-from mtcompile.models.decoders import SHAPES, counted
+from mtcompile.models.decoders import SHAPES, parameter_counts
 
 SEQ, BATCHES = 4096, (16, 8, 4, 2, 1)
 MODELS = ("qwen3-4b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b", "llama-70b")
@@ -51,7 +51,7 @@ class Cell:
 
 def fitting(model: str, machine: str) -> Cell:
     """Plans the largest batch that fits, or says what is short at batch 1."""
-    ram_gb, parameters = RAM_GB[machine], counted(SHAPES[model])[0]
+    ram_gb, parameters = RAM_GB[machine], parameter_counts(SHAPES[model])[0]
     state_fits = STATE_BYTES * parameters <= host_bytes(ram_gb)
     for batch in BATCHES if state_fits else BATCHES[-1:]:
         forecast = planned(model, machine, batch)

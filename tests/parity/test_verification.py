@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import mtcompile
 from mtcompile.cli.app import app
 from mtcompile.models.decoders import Decoder, Shape
-from mtcompile.parity.verification import Difference, _beyond, difference_of
+from mtcompile.parity.verification import Difference, _beyond_rounding, difference_of
 
 SHAPE = Shape(32, 64, 1, 2, 1, 256, head_dim=16, dtype=torch.float32)
 
@@ -111,9 +111,9 @@ def test_rounding_is_no_difference_with_inductor() -> None:
     for relative, more in ((1e-6, (False, False)), (1e-3, (True, False)), (0.1, (True, True))):
         for step, kind in ((1, "loss"), (2, "loss"), (1, "gradient")):
             found = Difference(kind, "", step, 1, 1, relative, relative)
-            assert (_beyond(found, model), _beyond(found, half)) == more
-        assert not _beyond(Difference("weight", "", 1, 1, 1, relative, relative), model)  # AdamW's step of a sign
-    assert _beyond(Difference("weight", "", 1, 1, 1), model)  # not finite
+            assert (_beyond_rounding(found, model), _beyond_rounding(found, half)) == more
+        assert not _beyond_rounding(Difference("weight", "", 1, 1, 1, relative, relative), model)  # AdamW's step of a sign
+    assert _beyond_rounding(Difference("weight", "", 1, 1, 1), model)  # not finite
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from benchmarks import fits, host_update, predictions, run, training
 from benchmarks.decoder import build, text
 from benchmarks.models import Case, make
 from mtcompile.forecast.solve import Forecast
-from mtcompile.models.decoders import SHAPES, Decoder, counted, model_flops
+from mtcompile.models.decoders import SHAPES, Decoder, model_flops, parameter_counts
 from mtcompile.passes.analysis.cost import Machine
 
 
@@ -24,15 +24,15 @@ from mtcompile.passes.analysis.cost import Machine
 def test_parameters_are_counted_as_they_are(name: str) -> None:
     with torch.device("meta"):
         model = Decoder(SHAPES[name])
-    assert counted(SHAPES[name])[0] == sum(p.numel() for p in model.parameters())
-    assert model_flops(SHAPES[name], 2, 8) > 6 * 16 * counted(SHAPES[name])[1]
+    assert parameter_counts(SHAPES[name])[0] == sum(p.numel() for p in model.parameters())
+    assert model_flops(SHAPES[name], 2, 8) > 6 * 16 * parameter_counts(SHAPES[name])[1]
 
 
 def test_tied_weights_are_built_tied() -> None:
     shape = replace(SHAPES["gpt-11m"], tied=True, layers=1)
     model = build(shape, torch.device("cpu"))
     assert model.head.weight is model.embed.weight
-    assert counted(shape)[0] == sum(p.numel() for p in model.parameters())
+    assert parameter_counts(shape)[0] == sum(p.numel() for p in model.parameters())
 
 
 def test_every_case_names_a_shape_and_peers_that_exist() -> None:
