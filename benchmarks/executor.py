@@ -109,7 +109,7 @@ def main() -> None:
         state = 4 * sum(p.nbytes for p in model.parameters())
         compiled: Any = mtcompile.compile(model, memory=int(state * share) if share else "1GiB")
         compiled(tokens, targets).backward()
-        program = compiled._mt_engine.last
+        program = compiled._mt_model.session.last
         count = len(program.schedule)
         each = issue_us(program.schedule, program.layouts) / count
         budget = f"{share:.0%} of the training state" if share else "everything resident"

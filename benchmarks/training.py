@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import mtcompile
 from benchmarks.decoder import Checkpointed, build, text
 from mtcompile.machine.device import allocator_peak
-from mtcompile.models.decoders import SHAPES, counted, model_flops
+from mtcompile.models.decoders import SHAPES, model_flops, parameter_counts
 
 WARMUPS, STEPS = 3, 5
 _SLOW_S, _FEW = 30.0, (1, 3)  # where a step takes longer, so many warm-ups and steps instead
@@ -150,7 +150,7 @@ def measure(name: str, peer: str, memory: int | None) -> dict[str, Any]:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    process, parameters = psutil.Process(), counted(shape)[0]
+    process, parameters = psutil.Process(), parameter_counts(shape)[0]
     without = process.memory_info().rss - sum(p.nbytes for p in model.parameters())
     batch = tuple(t.to(device) for t in text(case.batch, case.seq))
     row: dict[str, Any] = {"case": name, "peer": peer, "parameters": parameters, "budget_bytes": memory}
@@ -224,7 +224,7 @@ def _own(model: Any, call: Loss, optimizer: Any, batch: Any, step_s: float) -> d
     with _environment("MT_TRACE", "1"):
         call(*batch).backward()
     optimizer.zero_grad()
-    trace, compiled = model.last_trace, model._mt_engine.last
+    trace, compiled = model.last_trace, model._mt_model.session.last
     bodies = dict(compiled.step.named_children())
     flops = sum(kernel_cost(bodies[i.kernel]).flops for i in compiled.schedule.instructions if i.op == "run")
     busy, span = busy_us(trace), span_us(trace)

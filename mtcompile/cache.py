@@ -1,9 +1,9 @@
-"""What is remembered between runs, on disk: joint graphs, so that nothing is traced; plans, and the candidates they were
-chosen from, so that nothing is searched, whatever the budget; this machine's speeds and times of its kernels, so that nothing
-is measured.
+"""The cache on disk between runs: joint graphs, so that nothing is traced again; plans and the candidates they were chosen
+from, so that nothing is searched again, whatever the budget; this machine's speeds and the times of its kernels, so that
+nothing is measured again.
 
-What comes from here is text, never code. A plan is decisions: it is rewritten, lowered, measured against the budgets and
-proven as a new one is, and dropped where it no longer fits.
+The cache holds text, never code. A plan is a list of decisions: a plan from the cache is rewritten, lowered, measured against
+the budgets and proven like a new one, and dropped if it no longer fits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from mtcompile import knobs, passes
+from mtcompile import knobs
 from mtcompile.passes.graph_json import GraphFormatError, graph_from_json, graph_to_json
 from mtcompile.passes.plan import Plan, plan_from_json
 from mtcompile.passes.step_graph import kernel_of, listing, regions
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from mtcompile.passes.analysis.state import Budgets
     from mtcompile.passes.planning.problem import Planned
 
-Times = Mapping[str, Mapping[str, tuple[float, float]]]  # queue -> what ran there -> microseconds: measured, by formula
+Times = Mapping[str, Mapping[str, tuple[float, float]]]  # queue -> operation -> microseconds: (measured, by formula)
 
 
 def read_joint(key: str | None) -> fx.GraphModule | None:
-    """A normalized joint graph; ``key`` is capture.joint_key's."""
+    """Reads a normalized joint graph; ``key`` comes from capture.joint_key. None if there is none or it cannot be read."""
     text = _read("joints", key and _digest(key))
     try:
         return graph_from_json(text) if text else None
@@ -45,28 +45,30 @@ def read_joint(key: str | None) -> fx.GraphModule | None:
 
 
 def write_joint(key: str | None, joint: fx.GraphModule) -> None:
-    if key is None or joint.meta["constants"]:  # a tensor's content is not written
+    """Writes a joint graph, unless it holds constant tensors or something that JSON cannot say."""
+    if key is None or joint.meta["constants"]:
         return
     with contextlib.suppress(GraphFormatError):
         _write("joints", _digest(key), graph_to_json(joint))
 
 
 def plan_key(step: fx.GraphModule, *constraints: Any) -> str:
-    """By the step graph with its kernels' bodies, and what the plan must keep to."""
+    """Hashes the step graph, the bodies of its kernels and the constraints on the plan."""
     kernels = sorted({str(kernel_of(step, region).meta["key"]) for region in regions(step)})  # not those of rewritten copies
     return _digest("\n".join([listing(step), *kernels, *map(repr, [step.meta["homes"], *constraints])]))
 
 
-def planned(key: str, find: Callable[[Plan | None], Planned]) -> Planned:
-    """What ``find`` makes of the plan that was found for all of this before, if any; its plan is remembered."""
-    known = read_plan(key)
-    found = find(known)
-    if known is None or found.plan.decisions != known.decisions:
-        write_plan(key, found.plan)
-    return found
+def through_cache(key: str, make_plan: Callable[[Plan | None], Planned]) -> Planned:
+    """Calls ``make_plan`` with the cached plan of this key (None if there is none), and caches the plan it returns."""
+    cached = read_plan(key)
+    planned = make_plan(cached)
+    if cached is None or planned.plan.decisions != cached.decisions:
+        write_plan(key, planned.plan)
+    return planned
 
 
 def read_plan(key: str) -> Plan | None:
+    """Reads a plan; None if there is none or it cannot be read."""
     text = _read("plans", key)
     try:
         return plan_from_json(text) if text else None
@@ -79,8 +81,8 @@ def write_plan(key: str, plan: Plan) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Points:
-    """Where the search of one step keeps the plans it looked at; ``key``: a plan_key of all but the bytes it may take."""
+class SearchedPlans:
+    """Stores the plans that the search of one step has looked at; ``key``: a plan_key of everything but the byte limits."""
 
     key: str
 
@@ -91,12 +93,12 @@ class Points:
         _write("points", self.key, text)
 
 
-def points(step: fx.GraphModule, budgets: Budgets, *constraints: Any) -> Points:
-    return Points(plan_key(step, replace(budgets, device=None, host=None), *constraints))
+def searched_plans(step: fx.GraphModule, budgets: Budgets, *constraints: Any) -> SearchedPlans:
+    return SearchedPlans(plan_key(step, replace(budgets, device=None, host=None), *constraints))
 
 
 def machine_path(identity: str) -> Path | None:
-    """The machine file of what ``identity`` names; it does not depend on these sources. None: nothing is remembered."""
+    """Returns the machine file for an ``identity``, which does not depend on these sources; None if the cache is off."""
     return _path("machines", hashlib.sha256(identity.encode()).hexdigest()[:16])
 
 
@@ -106,16 +108,16 @@ def write_machine(identity: str, text: str) -> None:
 
 
 def times_key(machine: str, device: str, kernels: str) -> str:
-    """``device``: the kind of it, so that an emulated machine is not taken for a real one; ``kernels``: eager or Inductor's."""
+    """Hashes a machine's name, the device's type (so that emulated and real machines differ) and "eager" or "inductor"."""
     return _digest(f"times {machine} on {device}, {kernels}")
 
 
 def read_times(key: str) -> Times | None:
-    """None where nothing was measured, or where what is there makes no sense."""
+    """Reads measured times; None if there are none, or if they are not all finite and at least 0."""
     text = _read("times", key)
     try:
         data = json.loads(text) if text else {}
-        times = {q: {what: (float(us), float(formula)) for what, (us, formula) in rows.items()} for q, rows in data.items()}
+        times = {q: {name: (float(us), float(formula)) for name, (us, formula) in rows.items()} for q, rows in data.items()}
     except (ValueError, TypeError, AttributeError):
         return None
     sound = all(0 <= us < inf for rows in times.values() for pair in rows.values() for us in pair)
@@ -123,15 +125,15 @@ def read_times(key: str) -> Times | None:
 
 
 def write_times(key: str, times: Times) -> bool:
-    """Whether they are there now."""
+    """Writes measured times. Returns whether they can be read back."""
     _write("times", key, json.dumps(times, indent=1))
     return read_times(key) == times
 
 
 def _digest(text: str) -> str:
-    """With what else it depends on: threads, torch, and these sources, so that another version starts anew."""
-    about = f"{torch.__version__} {torch.get_num_threads()} {_sources()}"
-    return hashlib.sha256(f"{about}\n{text}".encode()).hexdigest()
+    """Hashes ``text`` with torch's version, the number of threads and these sources, so that a new version starts afresh."""
+    versions = f"{torch.__version__} {torch.get_num_threads()} {_own_sources()}"
+    return hashlib.sha256(f"{versions}\n{text}".encode()).hexdigest()
 
 
 def _path(kind: str, key: str) -> Path | None:
@@ -147,7 +149,7 @@ def _read(kind: str, key: str | None) -> str | None:
 
 
 def _write(kind: str, key: str, text: str) -> None:
-    """Whole or not at all; a disk that refuses costs the next run its time."""
+    """Writes the whole file or nothing. If the disk refuses, the next run has to do the work again."""
     path = _path(kind, key)
     if path is None:
         return
@@ -159,9 +161,20 @@ def _write(kind: str, key: str, text: str) -> None:
 
 
 @cache
-def _sources() -> str:
-    digest = hashlib.sha256()
-    for file in (__file__, passes.__file__):
-        for path in sorted(Path(str(file)).parent.glob("*.py")):
-            digest.update(path.read_bytes())
+def _own_sources() -> str:
+    return source_digest(Path(__file__).parent)
+
+
+def source_digest(package: Path) -> str:
+    """Hashes the path and content of every file below a package's folder, its C source and built library included. Links are
+    followed and each folder is read once: passes and runtime are links in a checkout and folders in an installed wheel."""
+    digest, visited = hashlib.sha256(), set()
+    for folder, subfolders, names in os.walk(package, followlinks=True):
+        if (real := os.path.realpath(folder)) in visited:
+            subfolders.clear()
+            continue
+        visited.add(real)
+        subfolders[:] = sorted(name for name in subfolders if name != "__pycache__")
+        for path in (Path(folder, name) for name in sorted(names) if not name.startswith(".")):  # an editor's lock file
+            digest.update(f"{path.relative_to(package)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
     return digest.hexdigest()

@@ -222,12 +222,12 @@ def _searched(problem: PlanningProblem, policy: str) -> Planned:
 
 def recalled(problem: PlanningProblem, policy: str, find: Callable[[Plan | None], Planned]) -> Planned:
     """The plan for a problem, remembered between runs: what ``find`` makes of the plan that was found before, if any."""
-    return cache.planned(cache.plan_key(problem.step, problem.budgets, policy, *_constraints(problem)), find)
+    return cache.through_cache(cache.plan_key(problem.step, problem.budgets, policy, *_constraints(problem)), find)
 
 
-def search_store(problem: PlanningProblem) -> cache.Points:
+def search_store(problem: PlanningProblem) -> cache.SearchedPlans:
     """Where a search of this problem keeps the plans it looked at, whatever the device's and the host's budget."""
-    return cache.points(problem.step, problem.budgets, *_constraints(problem))
+    return cache.searched_plans(problem.step, problem.budgets, *_constraints(problem))
 
 
 def _constraints(problem: PlanningProblem) -> tuple[object, ...]:

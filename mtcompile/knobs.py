@@ -1,4 +1,4 @@
-"""Every environment variable mtcompile reads, typed, in one place."""
+"""Every environment variable that mtcompile reads, typed, in one place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def check() -> bool:
 
 
 def check_seed() -> int:
-    """MT_CHECK_SEED: seed of those delays (default 0)."""
+    """MT_CHECK_SEED: seed of the random delays of MT_CHECK (default 0)."""
     return int(os.environ.get("MT_CHECK_SEED", "0"))
 
 
@@ -22,7 +22,7 @@ def debug() -> int:
 
 
 def trace() -> bool:
-    """MT_TRACE=1: on a GPU, ask its clock when each instruction ran (``last_trace`` otherwise says when it was issued)."""
+    """MT_TRACE=1: on a GPU, trace when each instruction ran by its clock (else ``last_trace`` says when it was issued)."""
     return os.environ.get("MT_TRACE", "0") not in ("", "0")
 
 
@@ -32,7 +32,7 @@ def nvtx() -> bool:
 
 
 def cuda_graphs() -> bool:
-    """MT_CUDA_GRAPHS=1: on a GPU, kernels that gain by it (measured) run as CUDA graphs."""
+    """MT_CUDA_GRAPHS=1: on a GPU, run kernels as CUDA graphs where that is measured to be faster."""
     return os.environ.get("MT_CUDA_GRAPHS", "0") not in ("", "0")
 
 
@@ -53,7 +53,7 @@ def viz() -> str:
 
 
 def cache() -> str:
-    """MT_CACHE=dir: where plans and speeds are remembered (default mtcompile in the user's cache folder; 0: nowhere)."""
+    """MT_CACHE=dir: where plans and speeds are cached (default: mtcompile in the user's cache folder; 0: nowhere)."""
     folder = os.environ.get("MT_CACHE", "")
     if folder == "0":
         return ""
@@ -61,18 +61,18 @@ def cache() -> str:
 
 
 def listed() -> dict[str, tuple[str | None, str]]:
-    """name -> (what it is set to, or None; what it does), of every variable above, by the first line of each docstring."""
-    found = {}
+    """Returns name -> (value or None, meaning) of every variable above, from the first line of each docstring."""
+    variables = {}
     for read in list(globals().values()):
         about, _, meaning = (getattr(read, "__doc__", None) or "").partition(":")
         if about.startswith("MT_"):
             name = about.partition("=")[0]
-            found[name] = (os.environ.get(name), meaning.strip().rstrip("."))
-    return found
+            variables[name] = (os.environ.get(name), meaning.strip().rstrip("."))
+    return variables
 
 
 def unknown() -> dict[str, str]:
-    """name -> the variable that may have been meant, or nothing; of every MT_ variable that is set and that nobody reads."""
+    """Returns name -> the variable that may be meant, or "", of every ``MT_`` variable that is set and not known."""
     known = list(listed())
-    strange = sorted(name for name in os.environ if name.startswith("MT_") and name not in known)
-    return {name: next(iter(difflib.get_close_matches(name, known, 1)), "") for name in strange}
+    names = sorted(name for name in os.environ if name.startswith("MT_") and name not in known)
+    return {name: next(iter(difflib.get_close_matches(name, known, 1)), "") for name in names}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ import torch
 from torch.nn import functional as F
 
 import mtcompile
+from mtcompile import compiler
+from mtcompile.cache import source_digest
 from mtcompile.capture.joint import joint_graph
-from mtcompile.execution import session
 from mtcompile.passes.planning import candidates
 from tests.helpers.models import Gpt, tokens
 from tests.helpers.training import adamw, minimum_bytes, same, train
@@ -53,7 +56,7 @@ def test_the_second_run_does_not_search(searches: list[int], monkeypatch: pytest
     searches.clear()
     proofs = []
     prove = session.verify
-    monkeypatch.setattr(session, "verify", lambda schedule: (proofs.append(1), prove(schedule))[1])
+    monkeypatch.setattr(compiler, "verify", lambda schedule: (proofs.append(1), prove(schedule))[1])
     expected, first = run(model, memory)
     found, second = run(model, memory)
     assert len(searches) == 1 and len(proofs) == 2
@@ -118,7 +121,7 @@ def test_what_is_remembered_is_not_traced_again(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("MT_CACHE", str(tmp_path))
     traced: list[int] = []
     trace = joint_graph
-    monkeypatch.setattr(session, "joint_graph", lambda *args: (traced.append(1), trace(*args))[1])
+    monkeypatch.setattr(compiler, "joint_graph", lambda *args: (traced.append(1), trace(*args))[1])
 
     def loss_of(scale: float, x: torch.Tensor, autocast: bool = False) -> tuple[torch.Tensor, ...]:
         torch.compiler.reset()
@@ -148,3 +151,45 @@ def test_what_is_remembered_is_not_traced_again(monkeypatch: pytest.MonkeyPatch,
     assert len(traced) == 3
     loss_of(2.0, x, autocast=True)
     assert len(traced) == 4
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of the three source folders, linked to each other as in a checkout. Returns the package's folder."""
+    root = Path(__file__).resolve().parents[1]
+    for name in ("mtcompile", "passes", "runtime"):
+        shutil.copytree(root / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("passes", "runtime"):
+        assert os.path.samefile(tmp_path / "mtcompile" / name, tmp_path / name)
+    return tmp_path / "mtcompile"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cache.py",
+        "machine/presets.py",
+        "passes/planning/planner.py",
+        "passes/plan.py",
+        "runtime/optim/update.c",
+        "runtime/sim.py",
+    ],
+)
+def test_a_change_to_any_source_changes_the_digest(checkout: Path, name: str) -> None:
+    before = source_digest(checkout)
+    (checkout / "passes" / "__pycache__").mkdir(exist_ok=True)
+    (checkout / "passes" / "__pycache__" / "plan.pyc").write_bytes(b"compiled")
+    assert source_digest(checkout) == before
+    with (checkout / name).open("a") as file:
+        file.write("\n")
+    assert source_digest(checkout) != before
+
+
+def test_links_and_folders_give_the_same_digest_and_circles_end(checkout: Path, tmp_path: Path) -> None:
+    installed = shutil.copytree(checkout, tmp_path / "site-packages" / "mtcompile")  # links become folders, as in a wheel
+    assert source_digest(installed) == source_digest(checkout)
+    before = source_digest(checkout)
+    (checkout / "passes" / "planning" / "back").symlink_to(checkout)
+    assert source_digest(checkout) == before
+    (checkout / "passes" / "rewrites" / "added.py").write_text("")
+    assert source_digest(checkout) != before

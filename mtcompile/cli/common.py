@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, choices, and errors as sentences."""
+"""The parts that all commands share: exit codes, errors told in one sentence, a progress bar, and planning a named model."""
 
 from __future__ import annotations
 
@@ -8,48 +8,28 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from mtcompile import knobs
+from mtcompile.cli.options import StepOptions, values
 from mtcompile.errors import BudgetError, MtcompileError, StepError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from mtcompile.forecast.result import Forecast
 
 FINE = 0
 FAILED, WRONG, DOES_NOT_FIT, BAD, DIFFERENT = 1, 2, 3, 4, 5
 INTERRUPTED = 130
-WIDTH = 128  # of tables that do not go to a terminal
+_WIDTH = 128  # of tables that do not go to a terminal
 
-# Of every command that plans a step.
-Model = Annotated[str, typer.Argument(help="a built-in shape (llama-8b), a Hugging Face config.json or file.py:factory")]
-Batch = Annotated[int, typer.Option(min=1, help="sequences per step")]
-Seq = Annotated[int, typer.Option(min=1, help="tokens per sequence")]
-Memory = Annotated[str, typer.Option(help="device bytes: 16GiB, 141GB or a number (default: the machine's)")]
-Host = Annotated[str, typer.Option(help="host bytes (default: no limit)")]
-Machine = Annotated[str, typer.Option(help="a preset such as h200-sxm or rtx4090, this, or a .json file")]
-Accumulate = Annotated[int, typer.Option(min=1, help="micro-batches that the batch is run as, region by region")]
-
-
-class Precisions(str, Enum):
-    model = "model"
-    fp32 = "fp32"
-    bf16_master32 = "bf16-master32"
-    bf16 = "bf16"
-
-
-class Update(str, Enum):
-    step = "step"
-    backward = "backward"
-
-
-class Kernels(str, Enum):
-    eager = "eager"
-    inductor = "inductor"
+Model = Annotated[
+    str, typer.Argument(help="a built-in shape (gpt-11m, llama-8b, ...), a Hugging Face config.json or file.py:factory")
+]
 
 
 class Commands(TyperGroup):
@@ -65,7 +45,7 @@ class Commands(TyperGroup):
         except Exception as error:
             if isinstance(error, (typer.Abort, BrokenPipeError)) or hasattr(error, "exit_code") or knobs.debug():
                 raise
-            sentence, code = told(error)
+            sentence, code = sentence_and_code(error)
             if isinstance(error, OSError):
                 _drop_output()
             print(f"{_name(ctx)}: {sentence}", file=sys.stderr)
@@ -81,7 +61,7 @@ def _name(context: Any) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's logs of errors, tracebacks among them, that are then raised and said in a sentence."""
+    """Turns off torch's logs of errors and tracebacks, which commands tell in one sentence."""
     before = logging.root.manager.disable
     if not knobs.debug():
         logging.disable(logging.ERROR)
@@ -91,14 +71,14 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def told(error: Exception) -> tuple[str, int]:
-    """What an error says to a user, and the exit code."""
+def sentence_and_code(error: Exception) -> tuple[str, int]:
+    """Returns what an error says to a user, and the exit code."""
     if isinstance(error, BudgetError):
         return str(error), DOES_NOT_FIT
     if isinstance(error, StepError):
         return str(error), FAILED
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        where = error.filename or "what is written"
+        where = error.filename or "the output"
         return f"no space left for {where} ({error.strerror}): free some, or write elsewhere", WRONG
     if isinstance(error, OSError) and error.strerror:
         return f"expected a file that can be used, found {error.filename or 'one'}: {error.strerror}", WRONG
@@ -109,7 +89,7 @@ def told(error: Exception) -> tuple[str, int]:
 
 
 def _drop_output() -> None:
-    """What is still buffered for a full disk would fail once more when Python ends, with another exit code."""
+    """Drops output that is still buffered for a full disk: it would fail again when Python ends, with another exit code."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -117,32 +97,37 @@ def _drop_output() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def console() -> Console:
+    """Returns a console on stdout, of a fixed width if that is not a terminal."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+
+
 @contextlib.contextmanager
-def progress(what: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr while somebody looks; gone afterwards."""
+def progress_bar(title: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Shows a bar on stderr while that is a terminal, and removes it at the end. Yields a function of (text, done, total)."""
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda what, done, of: bar.update(task, description=what, completed=done, total=of or None)
+        task = bar.add_task(title, total=None)
+        yield lambda text, done, of: bar.update(task, description=text, completed=done, total=of or None)
 
 
-def asked(model: str, **options: Any) -> Forecast:
-    """What ``mtcompile.plan`` says of a model named on the command line; an empty option is none."""
+def forecast_of(model: str, options: StepOptions, **more: Any) -> Forecast:
+    """Plans a step of a model named on the command line; ``more``: further options of ``mtcompile.plan``."""
     from mtcompile.forecast.solve import plan
     from mtcompile.models.loading import model_named
 
-    options = {key: None if value == "" else value for key, value in options.items()}
-    with progress("planning") as tell:
-        return plan(model_named(model), progress=tell, **options)
+    with progress_bar("planning") as progress:
+        return plan(model_named(model), progress=progress, **values(options), **more)
 
 
-def planned(model: str, force: bool = False, hint: str = "", **options: Any) -> Forecast:
-    """The same, of a step that fits. Ends the command where nothing does, with a ``hint``; with ``force`` there is the leanest
-    plan then."""
-    found = asked(model, force=force, **options)
-    if not (found.feasible or force):
-        print(f"{found}\n{hint}".rstrip(), file=sys.stderr)
+def fitting_forecast(model: str, options: StepOptions, force: bool = False, hint: str = "") -> Forecast:
+    """Plans a step, and ends the command with ``hint`` if it does not fit, unless ``force`` asks for the leanest plan."""
+    forecast = forecast_of(model, options, force=force)
+    if not (forecast.feasible or force):
+        print(f"{forecast}\n{hint}".rstrip(), file=sys.stderr)
         raise typer.Exit(DOES_NOT_FIT)
-    return found
+    return forecast

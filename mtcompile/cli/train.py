@@ -1,4 +1,4 @@
-"""``mtcompile train``."""
+"""``mtcompile train``: a training within a device-memory budget, its rows as they come, and a summary."""
 
 from __future__ import annotations
 
@@ -8,44 +8,21 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtcompile.cli.common import FINE, INTERRUPTED, Precisions, Update
+from mtcompile.cli.common import FINE, INTERRUPTED
+from mtcompile.cli.options import Json, RecipeOptions, values
 
 if TYPE_CHECKING:
-    from mtcompile.trainer.trainer import Evaluated, Recipe, Row, Summary
+    from mtcompile.trainer.trainer import Evaluation, Recipe, Row, Summary
 
 
 def train(
-    model: Annotated[str, typer.Argument(help="a built-in shape (gpt-11m) or a Hugging Face config.json, of random weights")],
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(help="text, a folder of it, or .bin/.npy tokens; may be repeated (default: Python's own sources)"),
-    ] = None,
-    vocab: Annotated[int | None, typer.Option(min=1, help="size of the vocabulary of .bin and .npy files")] = None,
-    memory: Annotated[str, typer.Option(help="device bytes: 16GiB, 141GB or a number (default: what is free)")] = "",
-    host: Annotated[str, typer.Option(help="host bytes (default: no limit)")] = "",
-    batch: Annotated[int, typer.Option(min=1, help="sequences per step")] = 8,
-    seq: Annotated[int, typer.Option(min=1, help="tokens per sequence")] = 128,
-    steps: Annotated[int, typer.Option(min=1, help="in all, those before --resume too")] = 100,
-    lr: Annotated[float, typer.Option(min=0, help="the highest learning rate")] = 1e-3,
-    warmup: Annotated[int, typer.Option(min=0, help="steps until then; a cosine down to a tenth follows")] = 20,
-    weight_decay: Annotated[float, typer.Option(min=0, help="of matrices")] = 0.1,
-    clip: Annotated[float, typer.Option(min=0, help="the gradients' norm at most; 0: not clipped")] = 1.0,
-    accumulate: Annotated[int, typer.Option(min=1, help="micro-batches that the batch is run as, region by region")] = 1,
-    precision: Annotated[Precisions, typer.Option(help="of weights and optimizer state; model: as it says")] = Precisions.model,
-    update: Annotated[Update, typer.Option(help="after the backward, or as gradients arrive")] = Update.step,
-    run_ahead: Annotated[bool, typer.Option(help="with --update backward: updates go on behind the next forward")] = False,
-    evaluate_every: Annotated[int, typer.Option(min=0, help="steps between evaluations of a held-out part; 0: never")] = 50,
-    seed: Annotated[int, typer.Option(min=0, help="of weights and the order of the data")] = 0,
-    device: Annotated[str, typer.Option(help="cuda:1, cpu, ... (default: the GPU if there is one)")] = "",
-    metrics: Annotated[Path | None, typer.Option(help="a file: one JSON object a step")] = None,
-    save: Annotated[Path | None, typer.Option(help="a folder for the checkpoint at the end")] = None,
-    resume: Annotated[Path | None, typer.Option(help="a folder that --save wrote, to go on from")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object at the end")] = False,
+    model: Annotated[str, typer.Argument(help="a built-in shape (gpt-11m) or a Hugging Face config.json; random weights")],
+    options: RecipeOptions,
+    as_json: Json = False,
 ) -> None:
     """Train a language model within a device-memory budget: on text as bytes, or on tokens.
 
@@ -56,49 +33,26 @@ def train(
       mtcompile train gpt-11m --memory 64MiB --steps 50 --save run
       mtcompile train config.json --data notes/ --update backward --metrics run.jsonl
 
-    Exit code 0: trained; 130: interrupted; 2: something asked for is wrong; 3: it does not fit; 1: a step failed.
+    Exit code 0: trained; 130: interrupted; 2: invalid argument or file; 3: it does not fit; 1: a step failed.
     """
     from mtcompile.trainer.trainer import Recipe
-    from mtcompile.trainer.trainer import train as trained
+    from mtcompile.trainer.trainer import train as run
 
-    recipe = Recipe(
-        model=model,
-        data=tuple(data or ()),
-        vocab=vocab,
-        batch=batch,
-        seq=seq,
-        steps=steps,
-        lr=lr,
-        warmup=warmup,
-        weight_decay=weight_decay,
-        clip=clip,
-        accumulate=accumulate,
-        precision=precision.value,
-        update=update.value,
-        run_ahead=run_ahead,
-        memory=memory or None,
-        host=host or None,
-        device=device or None,
-        evaluate_every=evaluate_every,
-        seed=seed,
-        metrics=metrics,
-        save=save,
-        resume=resume,
-    )
-    with _stopping() as stop, _shown(recipe, as_json) as tell:
-        made = trained(recipe, tell, stop)
-    print(json.dumps(asdict(made), indent=1) if as_json else _told(made))
-    raise typer.Exit(INTERRUPTED if made.interrupted else FINE)
+    recipe = Recipe(model, **{**values(options), "data": tuple(options.data or ())})
+    with _stopping() as stop, _reporting(recipe, as_json) as report:
+        summary = run(recipe, report, stop)
+    print(json.dumps(asdict(summary), indent=1) if as_json else _lines(summary))
+    raise typer.Exit(INTERRUPTED if summary.interrupted else FINE)
 
 
 @contextlib.contextmanager
 def _stopping() -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C is answered after the current step, the second at once."""
-    asked = False
+    """Lets the first Ctrl-C end the training after the current step, the second at once. Yields whether there was a first."""
+    interrupted = False
 
-    def ask(*_: Any) -> None:
-        nonlocal asked
-        asked = True
+    def interrupt(*_: Any) -> None:
+        nonlocal interrupted
+        interrupted = True
         signal.signal(signal.SIGINT, before)
         print(
             "\nmtcompile train: stopping after this step; Ctrl-C again stops now, and saves nothing",
@@ -106,16 +60,16 @@ def _stopping() -> Iterator[Callable[[], bool]]:
             flush=True,
         )
 
-    before = signal.signal(signal.SIGINT, ask)
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
-        yield lambda: asked
+        yield lambda: interrupted
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager
-def _shown(recipe: Recipe, as_json: bool) -> Iterator[Callable[[Row | Evaluated, Any], None]]:
-    """A bar where somebody looks, else a line now and then; with --json on stderr."""
+def _reporting(recipe: Recipe, as_json: bool) -> Iterator[Callable[[Row | Evaluation, Any], None]]:
+    """Shows a bar on a terminal, else prints about twenty lines; on stderr with --json. Yields a function of (row, model)."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -123,24 +77,25 @@ def _shown(recipe: Recipe, as_json: bool) -> Iterator[Callable[[Row | Evaluated,
 
     out = sys.stderr if as_json else sys.stdout
     console = Console(file=out)
-    columns = (BarColumn(8), MofNCompleteColumn(), TextColumn("{task.fields[now]}"), TimeRemainingColumn(compact=True))
+    columns = (BarColumn(8), MofNCompleteColumn(), TextColumn("{task.fields[row]}"), TimeRemainingColumn(compact=True))
     every = max(1, recipe.steps // 20)
     with Progress(*columns, console=console, disable=not out.isatty()) as bar:
-        task = bar.add_task("training", total=recipe.steps, now="capturing and planning the first step")
+        task = bar.add_task("training", total=recipe.steps, row="capturing and planning the first step")
 
-        def tell(row: Row | Evaluated, model: Any) -> None:
+        def report(row: Row | Evaluation, model: Any) -> None:
             if isinstance(row, Row):
-                bar.update(task, completed=row.step, now=_line(row, model))
+                bar.update(task, completed=row.step, row=_line(row, model))
                 if out.isatty() or not (row.step == 1 or row.step % every == 0 or row.step == recipe.steps):
                     return
-                said = f"step {row.step}/{recipe.steps}  {_line(row, model)}"
+                line = f"step {row.step}/{recipe.steps}  {_line(row, model)}"
             else:
-                said = f"step {row.step}/{recipe.steps}  held out: loss {row.eval_loss:.4f} over {row.eval_tokens:,} tokens"
-            bar.print(said, markup=False, highlight=False, soft_wrap=True) if out.isatty() else print(
-                said, file=out, flush=True
-            )
+                line = f"step {row.step}/{recipe.steps}  held out: loss {row.eval_loss:.4f} over {row.eval_tokens:,} tokens"
+            if out.isatty():
+                bar.print(line, markup=False, highlight=False, soft_wrap=True)
+            else:
+                print(line, file=out, flush=True)
 
-        yield tell
+        yield report
 
 
 def _line(row: Row, model: Any) -> str:
@@ -151,18 +106,19 @@ def _line(row: Row, model: Any) -> str:
     return f"loss {row.loss:.4f}  {row.tokens_per_s:,.0f} tokens/s  {peaks}{limited}"
 
 
-def _told(made: Summary) -> str:
+def _lines(summary: Summary) -> str:
     from mtcompile.runtime.schedule import gib
 
-    speed = f", {made.tokens_per_s:,.0f} tokens/s" if made.tokens_per_s else ""
-    lines = [f"{'interrupted after' if made.interrupted else 'trained'} {made.steps} of {made.of_steps} steps{speed}"]
-    lines.append(f"  loss {made.first_loss:.4f} at first, {made.last_loss:.4f} at last" if made.last_loss is not None else "")
-    if made.eval_loss is not None:
-        lines.append(f"  held out: loss {made.eval_loss:.4f}")
-    lines.append(
-        f"  device memory: peak {gib(made.peak_device_bytes)} of {gib(made.budget_device_bytes)}, for a training state of "
-        f"{gib(made.state_bytes)}; host peak {gib(made.peak_host_bytes)}"
-    )
-    if made.saved:
-        lines.append(f"  saved: {made.saved}")
-    return "\n".join(filter(None, lines))
+    speed = f", {summary.tokens_per_s:,.0f} tokens/s" if summary.tokens_per_s else ""
+    ended = "interrupted after" if summary.interrupted else "trained"
+    lines = [f"{ended} {summary.steps} of {summary.of_steps} steps{speed}"]
+    if summary.last_loss is not None:
+        lines.append(f"  loss {summary.first_loss:.4f} at first, {summary.last_loss:.4f} at last")
+    if summary.eval_loss is not None:
+        lines.append(f"  held out: loss {summary.eval_loss:.4f}")
+    device = f"peak {gib(summary.peak_device_bytes)} of {gib(summary.budget_device_bytes)}"
+    state = f"a training state of {gib(summary.state_bytes)}"
+    lines.append(f"  device memory: {device}, for {state}; host peak {gib(summary.peak_host_bytes)}")
+    if summary.saved:
+        lines.append(f"  saved: {summary.saved}")
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The device a model computes on: which, how much memory it has, and what a piece of work took of it."""
+"""The device that a model computes on: choosing it, its memory, and the peak of a piece of work."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mtcompile.runtime.devices.cuda import CudaDevice
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.torch_private import AllocatorPeak
 
-_LEFT_FREE = 0.1  # of what is free on an accelerator when no budget is given: what its allocator rounds up and libraries take
+_LEFT_FREE = 0.1  # share of an accelerator's free memory left out of a default budget, for rounding and libraries
 
 
 def choose(device: str | torch.device | None) -> Device:
-    """None: the GPU if there is one, else the emulated device. Raises ValueError where there is no such device."""
+    """Returns the device of that name; for None, the GPU if there is one, else the emulated device. Raises ValueError."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -35,25 +35,25 @@ def choose(device: str | torch.device | None) -> Device:
 
 
 def free_nbytes(device: Device) -> int:
-    """What a budget is by default: half of the free memory of the host, nine tenths of that of an accelerator."""
+    """Returns the default budget: half of the host's free memory, or nine tenths of an accelerator's."""
     if device.where.type == "cpu":
         return int(psutil.virtual_memory().available) // 2
     module = torch.get_device_module(device.where)
     free, _ = module.mem_get_info(device.where)
-    cached = module.memory_reserved(device.where) - module.memory_allocated(device.where)  # which torch gives again
+    cached = module.memory_reserved(device.where) - module.memory_allocated(device.where)  # torch can reuse these
     return int((free + cached) * (1 - _LEFT_FREE))
 
 
 def total_nbytes(device: Device) -> int | None:
-    """All the memory of an accelerator; None for the emulated device, which has what it is given."""
+    """Returns all the memory of an accelerator; None for the emulated device, which has what it is given."""
     if device.where.type == "cpu":
         return None
     return int(torch.get_device_module(device.where).mem_get_info(device.where)[1])
 
 
 class AcceleratorPeak:
-    """Largest sum of bytes asked of an accelerator's allocator since entry, over what was held at entry: ``nbytes`` after
-    exit; ``kept``: what is still held then."""
+    """Measures the peak of bytes requested from an accelerator's allocator, beyond those at entry. After exit, ``nbytes`` is
+    the peak and ``kept`` is what is still allocated."""
 
     def __init__(self, where: torch.device) -> None:
         self.nbytes: int | None = None
@@ -61,7 +61,7 @@ class AcceleratorPeak:
         self._where, self._module, self._before = where, torch.get_device_module(where), 0
 
     def __enter__(self) -> AcceleratorPeak:
-        # Libraries take their workspace on the first product of each thread, and keep it: it is no part of what is measured.
+        # Libraries allocate a lasting workspace at the first product of each thread, which should not be measured.
         one = torch.zeros(8, 8, device=self._where)
         torch.addmm(one[0], one @ one, one)
         del one
@@ -73,10 +73,10 @@ class AcceleratorPeak:
         self.nbytes = self._read("peak") - self._before
         self.kept = self._read("current") - self._before
 
-    def _read(self, what: str) -> int:
-        return int(self._module.memory_stats(self._where).get(f"requested_bytes.all.{what}", 0))
+    def _read(self, statistic: str) -> int:
+        return int(self._module.memory_stats(self._where).get(f"requested_bytes.all.{statistic}", 0))
 
 
 def allocator_peak(where: torch.device) -> AllocatorPeak | AcceleratorPeak:
-    """A context that measures what is allocated on a device while it lasts."""
+    """Returns a context that measures what is allocated on a device while it lasts."""
     return AllocatorPeak() if where.type == "cpu" else AcceleratorPeak(where)

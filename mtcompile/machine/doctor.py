@@ -21,8 +21,9 @@ from rich.text import Text
 import mtcompile
 from mtcompile import knobs
 from mtcompile.machine.limits import Limit, limits
-from mtcompile.machine.measure import FULL, QUICK, Measurement, measure, name_of
-from mtcompile.machine.presets import remember, scratch, to_json
+from mtcompile.machine.measure import measure, name_of
+from mtcompile.machine.presets import remember, scratch_folder, to_json
+from mtcompile.machine.timing import FULL, QUICK, Measurement
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.optim.host_kernels import library, which
@@ -32,7 +33,7 @@ _COLORS = {"ok": "green", "watch": "yellow", "bad": "red"}
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Something that need not be there: its version or place, empty where it is missing, and what it brings."""
+    """An optional part. ``found``: its version or path, empty if it is missing; ``brings``: what it is good for."""
 
     name: str
     found: str
@@ -41,8 +42,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """``machine``: None where measuring failed, which is then one of the limits. ``file``: the machine file that
-    ``machine="this"`` reads. ``knobs``: name -> (value or None, meaning) of every variable that is read."""
+    """The doctor's findings. ``machine``: None if measuring failed, which is then one of the limits. ``file``: the machine file
+    that ``machine="this"`` reads. ``knobs``: name -> (value or None, meaning) of every variable that mtcompile reads."""
 
     machine: Machine | None
     measurements: tuple[Measurement, ...]
@@ -58,40 +59,47 @@ class Report:
         return any(limit.level == "bad" for limit in self.limits)
 
     def to_json(self, indent: int | None = None) -> str:
-        """One object with every field, and ``bad``."""
-        knobs = {name: {"value": value, "meaning": meaning} for name, (value, meaning) in self.knobs.items()}
-        return json.dumps(asdict(self) | {"knobs": knobs, "bad": self.bad}, indent=indent)
+        """Returns one object with every field, and ``bad``."""
+        variables = {name: {"value": value, "meaning": meaning} for name, (value, meaning) in self.knobs.items()}
+        return json.dumps(asdict(self) | {"knobs": variables, "bad": self.bad}, indent=indent)
 
 
-def examine(device: Device, quick: bool = False, tell: Callable[[str], object] = lambda text: None) -> Report:
-    """Look at the limits, measure, and remember the machine. ``tell``: is told what takes time."""
-    found = limits(device) + misspelt()
+def examine(device: Device, quick: bool = False, progress: Callable[[str], object] = lambda text: None) -> Report:
+    """Looks at the limits, measures the machine and remembers it. ``progress`` is called with what takes time."""
+    rows = limits(device) + unknown_variables()
     effort = QUICK if quick or psutil.virtual_memory().available < 4 * FULL.nbytes else FULL
-    tell(f"measuring {name_of(device.where)}, some seconds ...")
+    progress(f"measuring {name_of(device.where)}, some seconds ...")
     try:
-        measured = measure(device, effort, scratch())
-    except (RuntimeError, MemoryError) as error:  # torch's own error when memory is short is a RuntimeError
+        measured = measure(device, effort, scratch_folder())
+    except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError if memory is short
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         step = "free memory on host and device, then mtcompile doctor --quick"
-        found += (Limit("measuring", "failed", None, "bad", reason, step),)
-        return Report(None, (), (), found, versions(), parts(device), knobs.listed(), "")
+        rows += (Limit("measuring", "failed", None, "bad", reason, step),)
+        return Report(None, (), (), rows, versions(), parts(device), knobs.listed(), "")
     file = remember(device.where, measured)
-    machine, rows = measured.machine, measured.measurements
-    return Report(machine, rows, hints_of(machine), found, versions(), parts(device), knobs.listed(), str(file or ""))
+    machine, hints = measured.machine, hints_of(measured.machine)
+    return Report(machine, measured.measurements, hints, rows, versions(), parts(device), knobs.listed(), str(file or ""))
 
 
-def misspelt() -> tuple[Limit, ...]:
-    """Of environment variables that look like ours and that nobody reads."""
+def unknown_variables() -> tuple[Limit, ...]:
+    """Returns a row for each ``MT_`` variable that is set and that mtcompile does not know."""
     known = ", ".join(knobs.listed())
     return tuple(
-        Limit(name, "is set", None, "watch", "mtcompile reads no such variable", f"set {meant}" if meant else f"one of {known}")
+        Limit(
+            name,
+            "is set",
+            None,
+            "watch",
+            "mtcompile does not know this variable",
+            f"set {meant}" if meant else f"one of {known}",
+        )
         for name, meant in knobs.unknown().items()
     )
 
 
 def hints_of(machine: Machine) -> tuple[str, ...]:
-    """What the machine's ratios say, for weights of 2 bytes and everything recomputed (8 FLOP per weight and token): weights
-    cross twice a step, 4 bytes each; the host's AdamW moves 28 bytes each."""
+    """Returns what the machine's ratios mean for training, with weights of 2 bytes and everything recomputed (8 FLOP per weight
+    and token): each weight crosses twice a step, 4 bytes in all, and the host's AdamW moves 28 bytes for it."""
     streaming = ceil(machine.flops / (2 * machine.h2d_gbps * 1e9))
     update = ceil(3.5 * machine.flops / (machine.host_gbps * 1e9))
     return (
@@ -101,18 +109,18 @@ def hints_of(machine: Machine) -> tuple[str, ...]:
 
 
 def versions(root: Path = Path("/")) -> dict[str, str]:
-    """Name -> version of what is here."""
-    found = {"mtcompile": mtcompile.__version__, "python": platform.python_version(), "torch": str(torch.__version__)}
-    found |= {name: version for name in ("triton", "transformers") if (version := _installed(name))}
+    """Returns name -> version of the software on this machine."""
+    software = {"mtcompile": mtcompile.__version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+    software |= {name: version for name in ("triton", "transformers") if (version := _installed(name))}
     if torch.version.cuda:
-        found["CUDA runtime"] = torch.version.cuda
+        software["CUDA runtime"] = torch.version.cuda
     if driver := driver_version(root):
-        found["NVIDIA driver"] = driver
-    return found
+        software["NVIDIA driver"] = driver
+    return software
 
 
 def driver_version(root: Path) -> str:
-    """Of the NVIDIA driver that is loaded; empty without one."""
+    """Returns the version of the loaded NVIDIA driver; empty without one."""
     try:
         text = (root / "proc/driver/nvidia/version").read_text()
     except OSError:
@@ -134,7 +142,11 @@ def parts(device: Device) -> tuple[Part, ...]:
     return (
         Part("accelerator", accelerator, "real device memory; without one it is emulated in the host's"),
         Part("triton", _installed("triton"), 'kernels="inductor" on a GPU: pip install "mtcompile[triton]"'),
-        Part("C update kernels", which() if library() else "", "fast optimizer updates on the host: install gcc, then again"),
+        Part(
+            "C update kernels",
+            which() if library() else "",
+            "fast optimizer updates on the host: install gcc, then mtcompile again",
+        ),
         Part("C++ compiler", compiler, 'kernels="inductor" on the CPU: install g++'),
         Part("transformers", _installed("transformers"), "mtcompile plan config.json: pip install transformers"),
     )
@@ -144,6 +156,7 @@ def parts(device: Device) -> tuple[Part, ...]:
 
 
 def show(report: Report, console: Console) -> None:
+    """Prints the report as tables."""
     about = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     console.print(Text(f"{report.machine.name if report.machine else 'this machine'}: {about}"))
     if report.measurements:
@@ -177,14 +190,14 @@ def _table(*headers: str) -> Table:
 
 
 def _values(row: Measurement) -> str:
-    """One line per size or kind."""
+    """Formats a row's values, one line per size or kind."""
     return "\n".join(f"{name}: {value:.3g} {row.unit}" for name, value in row.values.items())
 
 
 def save(report: Report, path: Path) -> None:
-    """Write the machine file that ``--machine`` takes. Raises ValueError."""
+    """Writes the machine file that ``--machine`` takes. Raises ValueError."""
     if report.machine is None:
-        raise ValueError("expected a machine that could be measured to be saved, found none: see the limits")
+        raise ValueError("expected a measured machine to save, found none: see the limits")
     try:
         path.write_text(to_json(report.machine))
     except OSError as error:

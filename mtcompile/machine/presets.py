@@ -1,5 +1,5 @@
-"""How fast a device is, as plans assume it: published figures of the machines we know, by the name torch gives them, and
-this machine's as they were measured."""
+"""Speeds of machines, as plans assume them: presets of known machines, by the name torch gives them, and this machine's as
+measured."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from mtcompile import cache, knobs
-from mtcompile.machine import device
-from mtcompile.machine.measure import QUICK, Findings, identity, measure
+from mtcompile.machine.device import choose
+from mtcompile.machine.measure import MeasuredMachine, identity, measure
+from mtcompile.machine.timing import QUICK
 from mtcompile.passes.analysis.cost import Machine
 
 
@@ -36,7 +37,7 @@ PRESETS = {  # sustained bf16 FLOP/s, GB/s of device memory, link to and from th
         _preset("rtx5090", 1.6e14, 1600.0, 50.0, 50.0, 70.0, 32),
     )
 }
-_NAMED = (  # part of torch's name -> preset; the first that fits
+_PRESET_OF = (  # part of torch's name -> preset; the first match counts
     ("GH200", "gh200"),
     ("H200", "h200-sxm"),
     ("H100", "h100-sxm"),
@@ -47,12 +48,13 @@ _NAMED = (  # part of torch's name -> preset; the first that fits
     ("RTX 4090", "rtx4090"),
     ("RTX 5090", "rtx5090"),
 )
-_FLOPS_PER_UNIT = 1.5e12  # of a device nobody has named: a multiprocessor's, as of the A100
-_STAGED_GBPS = 6.0  # through pageable memory: one thread's copy into the ring, an estimate
+_FLOPS_PER_UNIT = 1.5e12  # of a multiprocessor of an unknown device, as on the A100
+_STAGED_GBPS = 6.0  # of copies through pageable memory: one thread copies into the ring; an estimate
 
 
 def machine_of(where: torch.device, fuses: bool, staged: bool) -> Machine:
-    """``staged``: copies go through a ring of pinned chunks, since host memory could not be pinned."""
+    """Returns the machine that plans for a device assume. ``fuses``: kernels are Inductor's; ``staged``: host memory could not
+    be pinned, so copies go through a ring of pinned chunks."""
     machine = Machine() if where.type == "cpu" else _accelerator(where)
     if staged:
         machine = replace(
@@ -67,7 +69,7 @@ def machine_of(where: torch.device, fuses: bool, staged: bool) -> Machine:
 def _accelerator(where: torch.device) -> Machine:
     properties: Any = torch.get_device_module(where).get_device_properties(where)
     name = str(properties.name)
-    for part, preset in _NAMED:
+    for part, preset in _PRESET_OF:
         if part in name:
             return PRESETS[preset]
     units = int(getattr(properties, "multi_processor_count", 1))
@@ -75,8 +77,8 @@ def _accelerator(where: torch.device) -> Machine:
 
 
 def named(machine: str | Machine) -> Machine:
-    """A preset by name, ``"this"``, or a JSON file with Machine's fields (those left out as on the emulated device). Raises
-    ValueError."""
+    """Returns a preset by name, this machine for ``"this"``, or the machine in a JSON file with Machine's fields, whose missing
+    fields are those of the emulated device. Raises ValueError."""
     if isinstance(machine, Machine):
         return machine
     if machine in PRESETS:
@@ -90,32 +92,32 @@ def named(machine: str | Machine) -> Machine:
 
 
 def this() -> Machine:
-    """This machine as it was measured last, or measured now, which takes seconds."""
-    where = device.choose(None)
-    path = cache.machine_path(identity(where.where))
+    """Returns this machine as measured last, or else measures it, which takes seconds."""
+    device = choose(None)
+    path = cache.machine_path(identity(device.where))
     with suppress(ValueError):
         if path is not None and path.exists():
             return _from_file(path)
-    measured = measure(where, QUICK, scratch())
-    remember(where.where, measured)
+    measured = measure(device, QUICK, scratch_folder())
+    remember(device.where, measured)
     return measured.machine
 
 
-def remember(where: torch.device, measured: Findings) -> Path | None:
-    """Write what ``this`` reads. Returns the file; None where nothing could be written."""
+def remember(where: torch.device, measured: MeasuredMachine) -> Path | None:
+    """Writes the file that ``this`` reads. Returns its path, or None if nothing could be written."""
     cache.write_machine(identity(where), to_json(measured.machine))
     path = cache.machine_path(identity(where))
     return path if path is not None and path.exists() else None
 
 
-def scratch() -> Path:
-    """Where the disk is measured: the cache folder where there is one, else the current one."""
+def scratch_folder() -> Path:
+    """Returns the folder in which the disk is measured: the cache folder if there is one, else the current folder."""
     folder = Path(knobs.cache() or ".")
     return folder if folder.is_dir() else Path.cwd()
 
 
 def to_json(machine: Machine) -> str:
-    """The text of a machine file."""
+    """Returns the text of a machine file."""
     data = asdict(replace(machine, measured=None))
     del data["measured"]
     return json.dumps(data, indent=1) + "\n"
@@ -128,9 +130,9 @@ def _from_file(path: Path) -> Machine:
         if not isinstance(data, dict) or set(data) - set(kinds):
             raise ValueError(f"expected an object with fields among {', '.join(kinds)}")
         for name, value in data.items():
-            found = float if kinds[name] is float and type(value) is int else type(value)
-            if found is not kinds[name] or (found is float and not 0 < value < inf) or (found is int and value < 0):
-                raise ValueError(f"{name}: expected a {kinds[name].__name__}{' above 0' * (found is float)}, found {value!r}")
+            kind = float if kinds[name] is float and type(value) is int else type(value)
+            if kind is not kinds[name] or (kind is float and not 0 < value < inf) or (kind is int and value < 0):
+                raise ValueError(f"{name}: expected a {kinds[name].__name__}{' above 0' * (kind is float)}, found {value!r}")
         return Machine(**{"name": path.stem, **data})
     except (OSError, ValueError) as error:
         raise ValueError(f"machine file {path}: {error}") from None

@@ -1,4 +1,4 @@
-"""Decoders of the shapes that are trained today, by name: for plans before there is a model, and for benchmarks.
+"""Decoders of the sizes that are trained today, by name: for plans before there is a model, and for benchmarks.
 
 Plain PyTorch: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, cross-entropy of the next token.
 """
@@ -62,12 +62,12 @@ class Block(nn.Module):
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.shape.heads != self.shape.kv_heads)
         x = x + self.o(attended.transpose(1, 2).reshape(batch, seq, -1))
         h = self.between(x)
-        made: Tensor = x + self.down(F.silu(self.gate(h)) * self.up(h))
-        return made
+        out: Tensor = x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return out
 
 
 class Decoder(nn.Module):
-    """(batch, seq) tokens and the tokens that follow them -> the mean loss."""
+    """Maps tokens and the tokens that follow them, both of shape (batch, seq), to the mean loss."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -81,24 +81,24 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embed(tokens)
-        place = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.float32)
+        position = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.float32)
         even = torch.arange(0, self.shape.head_dim, 2, device=tokens.device, dtype=torch.float32)
-        angle = torch.cat([torch.outer(place, 1e6 ** (-even / self.shape.head_dim))] * 2, -1)
+        angle = torch.cat([torch.outer(position, 1e6 ** (-even / self.shape.head_dim))] * 2, -1)
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         for block in self.blocks:
             x = self.run_block(block, x, cos, sin)
         return self.loss(self.norm(x).flatten(0, 1), targets.flatten())
 
     def run_block(self, block: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        made: Tensor = block(x, cos, sin)
-        return made
+        out: Tensor = block(x, cos, sin)
+        return out
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(self.head(x).float(), targets)
 
 
 def fake(shape: Shape) -> Decoder:
-    """In the shape's dtype; without memory for its weights under a FakeTensorMode."""
+    """Builds a decoder in the shape's dtype. Under a FakeTensorMode its weights take no memory."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(shape.dtype)
     try:
@@ -107,8 +107,8 @@ def fake(shape: Shape) -> Decoder:
         torch.set_default_dtype(before)
 
 
-def counted(shape: Shape) -> tuple[int, int]:
-    """Parameters, and those of them that are in matrix products (all but the embedding's, unless the head uses it)."""
+def parameter_counts(shape: Shape) -> tuple[int, int]:
+    """Returns the number of parameters, and of those in matrix products: all but the embedding's, unless the head uses it."""
     wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     block = shape.hidden * (2 * wide + 2 * narrow + 3 * shape.intermediate + 2)
     table = shape.vocabulary * shape.hidden
@@ -120,6 +120,6 @@ FORMULA = "6 N T + 6 L T S (heads x head size): N parameters in matrix products,
 
 
 def model_flops(shape: Shape, batch: int, seq: int) -> int:
-    """By FORMULA, per step, whatever is recomputed."""
+    """Returns the FLOPs of a step by FORMULA; recomputation does not count."""
     tokens = batch * seq
-    return 6 * counted(shape)[1] * tokens + 6 * shape.layers * tokens * seq * shape.heads * shape.head_dim
+    return 6 * parameter_counts(shape)[1] * tokens + 6 * shape.layers * tokens * seq * shape.heads * shape.head_dim

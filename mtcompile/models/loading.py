@@ -1,4 +1,4 @@
-"""Where a model comes from that is named on the command line: a built-in shape, a Hugging Face config.json, file.py:factory."""
+"""Models named on the command line: a built-in shape, a Hugging Face config.json or file.py:factory."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from torch.nn import functional as F
 
 from mtcompile.models.decoders import SHAPES, fake
 
-Made = tuple[nn.Module, Mapping[str, Any]]
+ModelAndData = tuple[nn.Module, Mapping[str, Any]]  # and the keyword arguments of its call
 
 
-def model_named(text: str) -> str | Callable[[int, int], Made]:
-    """A built-in shape's name, or what makes (module, arguments) of a batch and sequence. Raises ValueError, then or later."""
+def model_named(text: str) -> str | Callable[[int, int], ModelAndData]:
+    """Returns a built-in shape's name, or a factory of (batch, seq). Raises ValueError, here or when the factory is called."""
     path, _, factory = text.rpartition(":")
     if text.endswith(".py"):
-        raise ValueError(f"expected file.py:factory, found {text}: which function of it makes (module, keyword arguments)?")
+        raise ValueError(f"expected file.py:factory, found {text}: which function of it returns (module, keyword arguments)?")
     if not path.endswith(".py") and not text.endswith(".json"):
         return text
 
-    def make(batch: int, seq: int) -> Made:
+    def factory_of(batch: int, seq: int) -> ModelAndData:
         return _from_factory(path, factory, batch, seq) if path.endswith(".py") else _from_config(text, batch, seq)
 
-    make.__name__ = text
-    return make
+    factory_of.__name__ = text
+    return factory_of
 
 
-def made(model: str | Callable[[int, int], Any], batch: int, seq: int) -> Made:
-    """The module itself with random weights, and random tokens for it. Raises ValueError."""
+def build_model(model: str | Callable[[int, int], Any], batch: int, seq: int) -> ModelAndData:
+    """Builds a module with random weights, and random tokens for it. Raises ValueError."""
     if not isinstance(model, str):
-        found = model(batch, seq)
-        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
-            raise ValueError(f"expected a factory to return (module, keyword arguments), found {type(found).__name__}")
-        return found[0], found[1]
+        built = model(batch, seq)
+        if not (isinstance(built, tuple) and len(built) == 2 and isinstance(built[1], Mapping)):
+            raise ValueError(f"expected a factory to return (module, keyword arguments), found {type(built).__name__}")
+        return built[0], built[1]
     tokens, targets = torch.randint(_shape(model).vocabulary, (2, batch, seq))
     return fake(_shape(model)), {"tokens": tokens, "targets": targets}
 
 
 def language_model(text: str) -> tuple[nn.Module, int]:
-    """A module that takes (tokens, targets) and returns the mean loss, and the size of its vocabulary; of a built-in shape or
-    of a Hugging Face configuration. Raises ValueError."""
+    """Builds a built-in shape, or a model of a Hugging Face configuration, as a module that takes (tokens, targets) and returns
+    the mean loss. Returns it and the size of its vocabulary. Raises ValueError."""
     if not text.endswith(".json"):
         return fake(_shape(text)), _shape(text).vocabulary
-    model = _causal(text)
+    model = _causal_model(text)
     return LanguageModel(model), int(model.config.vocab_size)
 
 
 class LanguageModel(nn.Module):
-    """A model of Transformers that gives logits, with the cross-entropy of the tokens that follow."""
+    """A Transformers model that returns logits, with the cross-entropy of the tokens that follow."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -71,22 +71,22 @@ def _shape(name: str) -> Any:
     return SHAPES[name]
 
 
-def _from_factory(path: str, name: str, batch: int, seq: int) -> Made:
-    factory = _loaded(path, name)
+def _from_factory(path: str, name: str, batch: int, seq: int) -> ModelAndData:
+    factory = _load_function(path, name)
+    call = f"{path}:{name}({batch}, {seq})"
     try:
-        found = factory(batch, seq)
+        built = factory(batch, seq)
     except Exception as error:
-        what = f"{path}:{name}({batch}, {seq})"
         raise ValueError(
-            f"expected {what} to return (module, keyword arguments), found that it raised {type(error).__name__}: {error}"
+            f"expected {call} to return (module, keyword arguments), found that it raised {type(error).__name__}: {error}"
         ) from error
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], nn.Module) and isinstance(found[1], Mapping)):
-        kinds = ", ".join(type(part).__name__ for part in found) if isinstance(found, tuple) else type(found).__name__
-        raise ValueError(f"expected {path}:{name}({batch}, {seq}) to return (module, keyword arguments), found {kinds}")
-    return found
+    if not (isinstance(built, tuple) and len(built) == 2 and isinstance(built[0], nn.Module) and isinstance(built[1], Mapping)):
+        kinds = ", ".join(type(part).__name__ for part in built) if isinstance(built, tuple) else type(built).__name__
+        raise ValueError(f"expected {call} to return (module, keyword arguments), found {kinds}")
+    return built
 
 
-def _loaded(path: str, name: str) -> Callable[[int, int], Any]:
+def _load_function(path: str, name: str) -> Callable[[int, int], Any]:
     spec = importlib.util.spec_from_file_location(Path(path).stem, path) if path.endswith(".py") else None
     if spec is None or spec.loader is None or not Path(path).exists():
         raise ValueError(f"expected file.py:factory, found no such file: {path}")
@@ -96,21 +96,20 @@ def _loaded(path: str, name: str) -> Callable[[int, int], Any]:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ValueError(f"expected {path} to be imported, found {type(error).__name__}: {error}") from error
-    factory = getattr(module, name, None)
+    factory: Callable[[int, int], Any] | None = getattr(module, name, None)
     if not callable(factory):
         raise ValueError(f"expected a function {name!r} in {path}, found none")
-    made: Callable[[int, int], Any] = factory
-    return made
+    return factory
 
 
-def _from_config(path: str, batch: int, seq: int) -> Made:
-    model = _causal(path)
+def _from_config(path: str, batch: int, seq: int) -> ModelAndData:
+    model = _causal_model(path)
     tokens = torch.randint(int(model.config.vocab_size), (batch, seq))
     return model, {"input_ids": tokens, "labels": tokens}
 
 
-def _causal(path: str) -> Any:
-    """A causal language model of a Hugging Face configuration, with random weights: nothing is fetched."""
+def _causal_model(path: str) -> Any:
+    """Builds a causal language model of a Hugging Face configuration with random weights; nothing is fetched."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:

@@ -1,4 +1,4 @@
-"""``mtcompile.verify``: the same training steps in plain PyTorch and compiled, on this machine, compared bit for bit."""
+"""``mtcompile.verify``: the same training steps in plain PyTorch and compiled, on this machine, compared bit by bit."""
 
 from __future__ import annotations
 
@@ -12,24 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mtcompile.machine.device import choose
-from mtcompile.optim.precision import precision_named
-from mtcompile.options import parse_bytes
-from mtcompile.parity.reference import Asked, Compiled, Plain, subject
+from mtcompile.parity.reference import CompiledSide, PlainSide
+from mtcompile.parity.workload import TrainingSetup, prepare_workload, setup_of
 from mtcompile.passes.generators import generator_state, set_generator_state
 from mtcompile.passes.planning.problem import Progress, no_progress
 from mtcompile.runtime.schedule import gib
 
-# With kernels="inductor", of the largest element: some roundings of the weights' dtype, or what sums of many terms in another
-# order make of fp32. Of losses, and of the first step's gradients only: AdamW makes a whole step of a gradient's sign.
+# Tolerances with kernels="inductor", relative to the largest element: some roundings of the weights' dtype, or the error of
+# fp32 sums in another order. They judge losses and the first step's gradients only: AdamW makes a whole step of a sign.
 _ROUNDINGS, _SUMS = 8, 256 * torch.finfo(torch.float32).eps
 _KINDS = ("loss", "gradient", "generator", "buffer", "weight", "master")
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """``kind``: loss, gradient, generator, buffer, weight or master. ``elements`` of ``of`` differ, the most by ``largest``
-    (None where that is no finite number); ``relative``: to the largest element; ``why``: in words."""
+    """A tensor that differs. ``kind``: loss, gradient, generator, buffer, weight or master. ``elements`` out of ``of`` differ,
+    by at most ``largest`` (None if not finite); ``relative``: that over the largest element; ``why``: in words."""
 
     kind: str
     name: str
@@ -47,9 +45,10 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """``compared``: tensors by kind; ``differences``: all of the first step that has any. With kernels="inductor", ``equal`` is
-    within rounding, and ``largest_relative`` is by kind. Bytes: ``memory_bytes`` the budget, ``resident_bytes`` what the plan
-    says the step takes without one (None where memory was given), ``peak_device_bytes`` measured."""
+    """The result of ``verify``. ``compared``: number of tensors by kind; ``differences``: those of the first step with any.
+    With kernels="inductor", ``equal`` means within rounding; ``largest_relative`` is by kind. ``memory_bytes``: the budget;
+    ``resident_bytes``: what the plan says the step takes without a budget (None if memory was given);
+    ``peak_device_bytes``: measured."""
 
     equal: bool
     kernels: str
@@ -71,15 +70,15 @@ class Verification:
         return json.dumps(asdict(self), indent=indent)
 
     def __str__(self) -> str:
-        what = ", ".join(f"{kind} {count:,}" for kind, count in self.compared.items() if count)
+        counts = ", ".join(f"{kind} {count:,}" for kind, count in self.compared.items() if count)
         budget = f"device memory {gib(self.memory_bytes)}, measured peak {gib(self.peak_device_bytes)}"
         if self.resident_bytes:
             budget += f", everything resident {gib(self.resident_bytes)}"
-        lines = [f"compared tensors of {self.steps} steps: {what}", f"  {budget}", f"  reference: {self.reference}"]
+        lines = [f"compared tensors of {self.steps} steps: {counts}", f"  {budget}", f"  reference: {self.reference}"]
         lines += [f"  note: {note}" for note in self.notes]
         if self.kernels == "inductor":
-            told = ", ".join(f"{kind} {value:.2g}" for kind, value in self.largest_relative.items())
-            lines.append(f"  largest relative differences: {told}")
+            largest = ", ".join(f"{kind} {value:.2g}" for kind, value in self.largest_relative.items())
+            lines.append(f"  largest relative differences: {largest}")
         if self.equal:
             lines.append("equal within rounding" if self.kernels == "inductor" else "equal: every bit")
         else:
@@ -103,85 +102,87 @@ def verify(
     kernels: str = "eager",
     device: str | torch.device | None = None,
     seed: int = 0,
-    tell: Progress = no_progress,
+    progress: Progress = no_progress,
 ) -> Verification:
-    """Train copies of a model plainly and compiled for a few steps, and compare what they make.
+    """Train copies of a model plainly and compiled for a few steps, and compare every bit.
 
-    model      a module (which stays as it is), a factory of (batch, seq) that returns (module, keyword arguments), or a
+    model      a module (which is left unchanged), a factory of (batch, seq) that returns (module, keyword arguments), or a
                built-in shape; its call returns the loss, or something with a ``loss``
     data       the keyword arguments of a module
-    memory     device bytes for the compiled one; default half of what the plan says the step takes with everything resident,
-               or the least that works where that is more
-    update     ``"backward"``: there are no gradients to compare, the weights say it
+    memory     device bytes for the compiled model; default half of what the plan says the step takes with everything
+               resident, or the least that works if that is more
+    update     with ``"backward"`` there are no gradients to compare; the weights show any difference
 
-    The other options are ``compile``'s. Both are stepped by AdamW on the same data, with the same seed and threads, one after
-    the other within each step, so that nothing but two models is held. Compared are loss, gradients, the generator's state,
-    buffers, stepped weights and masters. Raises ValueError, and what ``compile`` raises.
+    The other options are those of ``compile``. AdamW steps both on the same data, with the same seed and threads, in turn, so
+    that only two models are held. Loss, gradients, the generator's state, buffers, stepped weights and masters are compared.
+    Raises ValueError, and what ``compile`` raises.
     """
     if steps < 1:
         raise ValueError(f"expected steps of 1 or more, found {steps}")
-    options = (parse_bytes(memory), batch, seq, update, max_grad_norm, accumulate, kernels, seed)
-    asked = Asked(choose(device), precision_named(precision), *options)
-    where = asked.device.where
-    state, before = torch.get_rng_state(), generator_state(str(where))
+    sizes = {"batch": batch, "seq": seq, "accumulate": accumulate, "seed": seed}
+    setup = setup_of(device, precision, memory, update=update, max_grad_norm=max_grad_norm, kernels=kernels, **sizes)
+    where = setup.device.where
+    state, device_state = torch.get_rng_state(), generator_state(str(where))
     try:
         with deterministic(where):
-            return _verified(asked, model, data, steps, tell)
+            return _compare_steps(setup, model, data, steps, progress)
     finally:
         torch.set_rng_state(state)
-        set_generator_state(str(where), before)
+        set_generator_state(str(where), device_state)
 
 
-def _verified(asked: Asked, model: Any, data: Mapping[str, Any] | None, steps: int, tell: Progress) -> Verification:
-    what, where = subject(asked, model, data, tell), str(asked.device.where)
-    compiled, plain, seen = Compiled(asked, what), None, Seen()
-    torch.manual_seed(asked.seed)
+def _compare_steps(
+    setup: TrainingSetup, model: Any, data: Mapping[str, Any] | None, steps: int, progress: Progress
+) -> Verification:
+    workload, where = prepare_workload(setup, model, data, progress), str(setup.device.where)
+    compiled, plain, comparison = CompiledSide(setup, workload), None, Comparison()
+    torch.manual_seed(setup.seed)
     state = generator_state(where)
     for step in range(1, steps + 1):
-        tell("compiled step", 2 * step - 2, 2 * steps)
-        found: Values = {"loss": {"": compiled.forward_backward()}, "gradient": compiled.gradients()}
-        found["generator"] = {"state": generator_state(where)}
-        if plain is None:  # now it is known where parameters are at home
-            plain = Plain(asked, what, [parameter.device for parameter in compiled.model.parameters()])
-        tell("plain step", 2 * step - 1, 2 * steps)
+        progress("compiled step", 2 * step - 2, 2 * steps)
+        actual: Values = {"loss": {"": compiled.forward_backward()}, "gradient": compiled.gradients()}
+        actual["generator"] = {"state": generator_state(where)}
+        if plain is None:  # only now is it known where parameters are at home
+            plain = PlainSide(setup, workload, [parameter.device for parameter in compiled.model.parameters()])
+        progress("plain step", 2 * step - 1, 2 * steps)
         set_generator_state(where, state)
-        wanted: Values = {"loss": {"": plain.forward_backward()}, "gradient": plain.gradients()}
-        if asked.accumulate > 1 and not torch.equal(generator_state(where), state):
+        expected: Values = {"loss": {"": plain.forward_backward()}, "gradient": plain.gradients()}
+        if setup.accumulate > 1 and not torch.equal(generator_state(where), state):
             raise ValueError(
-                f"accumulate={asked.accumulate}: the model draws random numbers, which are drawn region by region then and not "
-                "micro-batch by micro-batch; set its dropout to 0 to verify it, or leave accumulate out"
+                f"accumulate={setup.accumulate}: the model draws random numbers, and compiled it draws them region by region "
+                "instead of micro-batch by micro-batch; set its dropout to 0 to verify it, or leave accumulate out"
             )
         state = generator_state(where)
-        wanted["generator"] = {"state": state}
-        if asked.update == "backward":  # the compiled run keeps none
-            del wanted["gradient"]
-        differences = seen.differing(wanted, found, step)
+        expected["generator"] = {"state": state}
+        if setup.update == "backward":  # the compiled run keeps no gradients
+            del expected["gradient"]
+        differences = comparison.differences(expected, actual, step)
         compiled.step()
         plain.step()
-        differences += seen.differing(plain.kept(), compiled.kept(), step)
-        if asked.kernels == "inductor":
-            differences = [difference for difference in differences if _beyond(difference, compiled.model)]
+        differences += comparison.differences(plain.state(), compiled.state(), step)
+        if setup.kernels == "inductor":
+            differences = [difference for difference in differences if _beyond_rounding(difference, compiled.model)]
         if differences:
             break
     assert plain is not None
     return Verification(
         equal=not differences,
-        kernels=asked.kernels,
+        kernels=setup.kernels,
         steps=step,
-        compared=seen.counts,
+        compared=comparison.counts,
         differences=tuple(differences),
-        largest_relative=seen.largest,
+        largest_relative=comparison.largest,
         memory_bytes=compiled.limit,
-        resident_bytes=what.resident_bytes,
+        resident_bytes=workload.resident_bytes,
         peak_device_bytes=compiled.model.memory_report()["peak_device_bytes"],
         reference=plain.about(),
-        notes=tuple(seen.notes),
+        notes=tuple(comparison.notes),
     )
 
 
 @contextlib.contextmanager
 def deterministic(where: torch.device) -> Iterator[None]:
-    """On a GPU: sums in one order, for both."""
+    """Makes a GPU sum in one order, for both sides."""
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(before or where.type != "cpu", warn_only=warned or not before)
     try:
@@ -190,60 +191,61 @@ def deterministic(where: torch.device) -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warned)
 
 
-def _beyond(found: Difference, model: nn.Module) -> bool:
-    """Whether it is more than rounding. What is no number is a difference all the same."""
-    if found.relative is None:
+def _beyond_rounding(difference: Difference, model: nn.Module) -> bool:
+    """Says whether a difference is more than rounding. Differences that are not finite always are."""
+    if difference.relative is None:
         return True
     eps = max((torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point()), default=0.0)
-    tells = found.kind == "loss" or (found.kind == "gradient" and found.step == 1)
-    return tells and found.relative > max(_ROUNDINGS * eps, _SUMS)
+    is_judged = difference.kind == "loss" or (difference.kind == "gradient" and difference.step == 1)
+    return is_judged and difference.relative > max(_ROUNDINGS * eps, _SUMS)
 
 
 Values = dict[str, dict[str, Tensor | None]]
 
 
-class Seen:
-    """What has been compared. ``counts``: tensors by kind; ``largest``: relative difference by kind; ``notes``: in order."""
+class Comparison:
+    """Compares tensors of several steps. ``counts``: tensors by kind; ``largest``: relative difference by kind; ``notes``."""
 
     def __init__(self) -> None:
         self.counts, self.largest, self.notes = dict.fromkeys(_KINDS, 0), dict[str, float](), dict[str, None]()
 
-    def differing(self, wanted: Values, found: Values, step: int) -> list[Difference]:
-        """Strides that differ are noted: they are no bits of a value."""
-        made = []
-        for kind, names in wanted.items():
-            for name, tensor in names.items():
-                other = found[kind].get(name)
+    def differences(self, expected: Values, actual: Values, step: int) -> list[Difference]:
+        """Compares every tensor in ``expected``. Strides are not part of a value: where they differ, a note is kept."""
+        differences = []
+        for kind, tensors in expected.items():
+            for name, tensor in tensors.items():
+                other = actual[kind].get(name)
                 if tensor is None and other is None:
                     continue
                 self.counts[kind] += 1
                 if tensor is None or other is None:
-                    there = "compiled" if tensor is None else "plain"
-                    made.append(Difference(kind, name, step, why=f"only the {there} run has one"))
+                    side = "compiled" if tensor is None else "plain"
+                    differences.append(Difference(kind, name, step, why=f"only the {side} run has one"))
                     continue
                 difference = difference_of(kind, name, step, tensor.detach(), other.detach())
                 if difference is not None:
-                    made.append(difference)
+                    differences.append(difference)
                     if difference.relative is not None:
                         self.largest[kind] = max(self.largest.get(kind, 0.0), difference.relative)
                 elif _strides(tensor) != _strides(other):
                     strides = f"strides {tuple(other.stride())}, and {tuple(tensor.stride())} in plain PyTorch"
                     self.notes[f"the {kind} {name} has {strides}"] = None
-        return made
+        return differences
 
 
-def difference_of(kind: str, name: str, step: int, wanted: Tensor, found: Tensor) -> Difference | None:
-    """None where dtype, shape and every bit are equal: NaNs of the same bits are equal, -0 and 0 are not."""
-    of = wanted.numel()
-    for what, one, other in (("dtype", wanted.dtype, found.dtype), ("shape", tuple(wanted.shape), tuple(found.shape))):
+def difference_of(kind: str, name: str, step: int, expected: Tensor, actual: Tensor) -> Difference | None:
+    """Returns None if dtype, shape and every bit are equal: NaNs of the same bits are equal, -0 and 0 are not."""
+    of = expected.numel()
+    shapes = (tuple(expected.shape), tuple(actual.shape))
+    for what, one, other in (("dtype", expected.dtype, actual.dtype), ("shape", *shapes)):
         if one != other:
             return Difference(kind, name, step, of=of, why=f"{what} {one} in plain PyTorch, {other} compiled")
-    found = found.to(wanted.device)
-    unlike = _bits(wanted) != _bits(found)
-    if not bool(unlike.any()):
+    actual = actual.to(expected.device)
+    unequal = _bits(expected) != _bits(actual)
+    if not bool(unequal.any()):
         return None
-    elements = min(of, int(unlike.sum()))
-    gap, size = (wanted.double() - found.double()).abs(), float(wanted.double().abs().max())
+    elements = min(of, int(unequal.sum()))
+    gap, size = (expected.double() - actual.double()).abs(), float(expected.double().abs().max())
     largest = float(gap.max())
     relative = largest / size if math.isfinite(largest) and size > 0 else None
     why = f"{elements:,} of {of:,} elements, by at most {largest:.3g}"
@@ -251,10 +253,10 @@ def difference_of(kind: str, name: str, step: int, wanted: Tensor, found: Tensor
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.view(whole[tensor.element_size()]) if tensor.is_floating_point() else tensor
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(integers[tensor.element_size()]) if tensor.is_floating_point() else tensor
 
 
 def _strides(tensor: Tensor) -> list[int]:
-    """Those that say where an element is."""
+    """Returns the strides of dimensions of more than one element: the others say nothing about where an element is."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]

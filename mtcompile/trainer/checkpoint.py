@@ -1,4 +1,4 @@
-"""Files from which a training goes on: tensors and numbers only, which ``torch.load(weights_only=True)`` reads."""
+"""Checkpoints, from which a training continues: tensors and numbers only, which ``torch.load(weights_only=True)`` reads."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ CHECKPOINT = "checkpoint.pt"
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpointed:
-    """What a file holds the state of, and ``seed``, which the order of the data follows from. ``where``: the device whose
-    random numbers are drawn."""
+class TrainingState:
+    """The objects whose state a checkpoint holds. ``where``: the device whose random numbers are drawn; ``seed``: decides the
+    order of the data."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -27,38 +27,40 @@ class Checkpointed:
     seed: int
 
 
-def save(folder: Path, what: Checkpointed, step: int) -> None:
-    """Whole, or not at all. Raises OSError."""
+def save(folder: Path, training: TrainingState, step: int) -> None:
+    """Writes a whole checkpoint or none. Raises OSError."""
     path = folder / CHECKPOINT
     new = path.with_suffix(".new")
-    state = {"model": what.model.state_dict(), "optimizer": what.optimizer.state_dict(), "step": step, "seed": what.seed}
+    state = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
+    state |= {"step": step, "seed": training.seed, "generator": generator_state(training.where)}
     try:
         with new.open("wb") as file:
-            torch.save(state | {"generator": generator_state(what.where)}, file)
+            torch.save(state, file)
         os.replace(new, path)
-    except (OSError, RuntimeError) as error:  # torch's own where a write fails
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError if a write fails
         new.unlink(missing_ok=True)
         free = shutil.disk_usage(folder).free
         reason = str(error).strip().splitlines()[0]
         raise OSError(f"expected to write {path}, with {free} bytes free there, found: {reason}") from error
 
 
-def resumed(folder: Path, what: Checkpointed, steps: int) -> int:
-    """Load it; the steps that have been done. Raises ValueError for what is no checkpoint of this training."""
+def load(folder: Path, training: TrainingState, steps: int) -> int:
+    """Loads a checkpoint into the training. Returns its step. Raises ValueError if it is no checkpoint of this training, or if
+    it has been trained for ``steps`` or more."""
     path = folder / CHECKPOINT
     if not path.exists():
         raise ValueError(f"expected a folder to resume from that --save wrote, found no {path}")
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        what.model.load_state_dict(state["model"])
-        what.optimizer.load_state_dict(state["optimizer"])
-        done, seed, generator = int(state["step"]), int(state["seed"]), state["generator"]
+        training.model.load_state_dict(state["model"])
+        training.optimizer.load_state_dict(state["optimizer"])
+        step, seed, generator = int(state["step"]), int(state["seed"]), state["generator"]
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"expected a checkpoint of this model in {path}, found what cannot be used: {reason}") from error
-    if seed != what.seed:
-        raise ValueError(f"expected seed {seed}, as {path} was trained with, found {what.seed}")
-    if done >= steps:
-        raise ValueError(f"expected more steps than the {done} that {path} has been trained for, found {steps}")
-    set_generator_state(what.where, generator)
-    return done
+    if seed != training.seed:
+        raise ValueError(f"expected seed {seed}, as {path} was trained with, found {training.seed}")
+    if step >= steps:
+        raise ValueError(f"expected more steps than the {step} that {path} has been trained for, found {steps}")
+    set_generator_state(training.where, generator)
+    return step

@@ -1,4 +1,4 @@
-"""Tokens to train on: text as bytes, or files of tokens, as one stream that is cut into windows."""
+"""Training data: text as bytes, or files of tokens, read as one stream and cut into windows."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 BYTES = 256  # the vocabulary of text
-_STDLIB_BYTES = 16 * 2**20  # of the default text
-_HELD_OUT = 0.05  # of the windows, at the stream's end
+_STDLIB_BYTES = 16 * 2**20  # length of the default text
+_HELD_OUT = 0.05  # share of the windows, at the end of the stream
 
 
-def tokens(paths: Sequence[Path], vocabulary: int | None) -> tuple[Any, int]:
-    """One stream of tokens, an array of whole numbers, and the size of their vocabulary. Without paths: the sources of Python's
-    standard library. ``vocabulary``: of .bin and .npy files. Raises ValueError, and OSError."""
+def read_tokens(paths: Sequence[Path], vocabulary: int | None) -> tuple[Any, int]:
+    """Reads files and folders into one array of tokens; without paths, the sources of Python's standard library. Returns it and
+    the size of its vocabulary, which must be given for .bin and .npy files. Raises ValueError and OSError."""
     if not paths:
         return _standard_library(), BYTES
     files = [file for path in paths for file in _files(path)]
@@ -43,14 +43,14 @@ def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     inside = (file for file in path.rglob("*") if file.is_file())
-    found = sorted(file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts))
-    if not found:
+    files = sorted(file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    if not files:
         raise ValueError(f"expected files in the folder {path}, found none")
-    return found
+    return files
 
 
 def _text(file: Path, strict: bool) -> bytes:
-    """What is no text in a folder is left out."""
+    """Reads a text file. Returns nothing for a file that is not text, unless ``strict``: then raises ValueError."""
     data = file.read_bytes()
     try:
         data.decode()
@@ -62,7 +62,7 @@ def _text(file: Path, strict: bool) -> bytes:
 
 
 def _numbers(file: Path, vocabulary: int) -> Any:
-    """A .bin file holds 16-bit numbers, or 32-bit ones where the vocabulary needs them."""
+    """Maps a file of tokens. A .bin file holds 16-bit numbers, or 32-bit ones if the vocabulary needs them."""
     if file.suffix == ".bin":
         dtype = np.dtype(np.uint16 if vocabulary <= 2**16 else np.uint32)
         if file.stat().st_size % dtype.itemsize or not file.stat().st_size:
@@ -94,8 +94,8 @@ def _standard_library() -> Any:
 
 @dataclass(slots=True)
 class Windows:
-    """A stream cut into windows of ``seq`` tokens and the one that follows, so that every token but the first is a target
-    once. The last of them are held out. ``order``: of the epoch that was asked for last."""
+    """A stream cut into windows of ``seq`` tokens and the token that follows: each token but the first is a target once. The
+    first ``trained`` windows are trained on, the other ``held_out`` are not. ``order``: the last epoch and its order."""
 
     stream: Any
     seq: int
@@ -105,7 +105,7 @@ class Windows:
 
     @staticmethod
     def cut(stream: Any, seq: int, batch: int) -> Windows:
-        """Raises ValueError where there are too few."""
+        """Cuts a stream. Raises ValueError if there are too few tokens."""
         count = max(0, len(stream) - 1) // seq
         held_out = max(1, int(count * _HELD_OUT))
         if count - held_out < batch:
@@ -116,26 +116,26 @@ class Windows:
         return Windows(stream, seq, count - held_out, held_out)
 
     def batch(self, step: int, batch: int, seed: int) -> tuple[Tensor, Tensor]:
-        """(tokens, the tokens that follow) of a step, counted from 1: each epoch all windows, in an order of its own."""
+        """Returns (tokens, the tokens that follow) of a step, counted from 1. Each epoch has an order of its own."""
         first = (step - 1) * batch
         chosen = []
         for sample in range(first, first + batch):
-            epoch, place = divmod(sample, self.trained)
+            epoch, index = divmod(sample, self.trained)
             if self.order is None or self.order[0] != epoch:
                 generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
                 self.order = epoch, torch.randperm(self.trained, generator=generator)
-            chosen.append(int(self.order[1][place]))
-        return self._taken(chosen)
+            chosen.append(int(self.order[1][index]))
+        return self._stacked(chosen)
 
     def evaluation(self, batch: int, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """At most so many batches of what is held out, in its order."""
+        """Yields at most ``most`` batches of held-out windows, in order."""
         for start in range(0, self.held_out - batch + 1 if self.held_out >= batch else 1, batch):
             if start // batch == most:
                 return
             stop = min(start + batch, self.held_out)
-            yield self._taken([self.trained + place for place in range(start, stop)])
+            yield self._stacked([self.trained + index for index in range(start, stop)])
 
-    def _taken(self, windows: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def _stacked(self, windows: Sequence[int]) -> tuple[Tensor, Tensor]:
         rows = [self.stream[n * self.seq : n * self.seq + self.seq + 1].astype(np.int64) for n in windows]
-        taken = torch.from_numpy(np.stack(rows))
-        return taken[:, :-1].contiguous(), taken[:, 1:].contiguous()
+        tokens = torch.from_numpy(np.stack(rows))
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

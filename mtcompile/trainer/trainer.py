@@ -1,4 +1,4 @@
-"""A small trainer: ``mtcompile train``. All but ``compile`` is an ordinary PyTorch loop, and its losses are that loop's."""
+"""The trainer behind ``mtcompile train``: an ordinary PyTorch loop but for ``compile``, with the losses of that loop."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from mtcompile.api import compile
 from mtcompile.errors import StepError
 from mtcompile.machine.device import choose
 from mtcompile.models.loading import language_model
-from mtcompile.trainer.checkpoint import CHECKPOINT, Checkpointed, resumed, save
-from mtcompile.trainer.text_data import Windows, tokens
+from mtcompile.trainer.checkpoint import CHECKPOINT, TrainingState, load, save
+from mtcompile.trainer.text_data import Windows, read_tokens
 
-_EVALUATED = 8  # batches, at most
-_FINAL = 0.1  # of the learning rate, at the end of the cosine
+_MOST_EVALUATED = 8  # batches per evaluation
+_FINAL_RATE = 0.1  # share of the highest learning rate at the end of the cosine
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What to train, on what, and how. ``model``: a built-in shape or a Hugging Face config.json; ``data``: files and folders,
-    none: the standard library's sources; ``memory``, ``host``: bytes as text; ``clip``: 0 for none; ``evaluate_every``: steps,
-    0 for never; ``resume``, ``save``: folders; ``metrics``: a file of JSON lines. The others are ``compile``'s and AdamW's."""
+    """The settings of a training. ``model``: a built-in shape or a Hugging Face config.json; ``data``: files and folders (none:
+    the standard library's sources); ``memory``, ``host``: bytes as text; ``clip``: 0 for no clipping; ``evaluate_every``: in
+    steps, 0 for never; ``resume``, ``save``: folders; ``metrics``: a file of JSON lines. The others are ``compile``'s and
+    AdamW's."""
 
     model: str
     data: tuple[Path, ...] = ()
@@ -56,8 +57,8 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One step. ``grad_norm``: before clipping; None with ``update="backward"`` where nothing is clipped or updates run ahead,
-    and nobody waits for it."""
+    """The figures of one step. ``grad_norm``: before clipping; None with ``update="backward"`` if nothing is clipped or updates
+    run ahead, because then nothing waits for it."""
 
     step: int
     loss: float
@@ -69,8 +70,8 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
-    """The mean loss of what is held out, after a step."""
+class Evaluation:
+    """The mean loss on held-out data after a step."""
 
     step: int
     eval_loss: float
@@ -79,7 +80,7 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """``first_loss``, ``last_loss``: of this run; ``steps``: done in all, those before a resumption too."""
+    """The figures of a training. ``first_loss``, ``last_loss``: of this run; ``steps``: including those before --resume."""
 
     steps: int
     of_steps: int
@@ -97,40 +98,40 @@ class Summary:
     saved: str | None
 
 
-Tell = Callable[[Row | Evaluated, Any], object]
+Report = Callable[[Row | Evaluation, Any], object]
 
 
-def train(recipe: Recipe, tell: Tell = lambda row, model: None, stop: Callable[[], bool] = lambda: False) -> Summary:
-    """``tell``: is given each row and the compiled model; ``stop``: asked after each step. Raises ValueError, OSError, and what
-    ``compile`` raises."""
-    checked(recipe)
-    stream, used = tokens(recipe.data, recipe.vocab)
+def train(recipe: Recipe, report: Report = lambda row, model: None, stop: Callable[[], bool] = lambda: False) -> Summary:
+    """Trains as the recipe says. ``report`` is called with each row and the compiled model; ``stop`` is asked after each step.
+    Raises ValueError, OSError, and what ``compile`` raises."""
+    check(recipe)
+    stream, vocabulary = read_tokens(recipe.data, recipe.vocab)
     windows = Windows.cut(stream, recipe.seq, recipe.batch)
     torch.manual_seed(recipe.seed)
-    model, optimizer, where = prepared(recipe, used)
-    trained = Checkpointed(model, optimizer, where, recipe.seed)
-    step = 0 if recipe.resume is None else resumed(recipe.resume, trained, recipe.steps)
+    model, optimizer, where = compiled_model(recipe, vocabulary)
+    state = TrainingState(model, optimizer, where, recipe.seed)
+    step = 0 if recipe.resume is None else load(recipe.resume, state, recipe.steps)
     rows: list[Row] = []
-    evaluated: Evaluated | None = None
+    evaluation: Evaluation | None = None
     interrupted = False
-    with saving(recipe, trained, rows), written(recipe) as write:
+    with saving(recipe, state, rows), metrics_file(recipe) as write:
         while step < recipe.steps and not interrupted:
             step += 1
             rows.append(one_step(recipe, model, optimizer, windows, step))
             write(rows[-1])
-            tell(rows[-1], model)
+            report(rows[-1], model)
             if recipe.evaluate_every and (step % recipe.evaluate_every == 0 or step == recipe.steps):
-                evaluated = evaluation(recipe, model, windows, step)
-                write(evaluated)
-                tell(evaluated, model)
+                evaluation = evaluate(recipe, model, windows, step)
+                write(evaluation)
+                report(evaluation, model)
             interrupted = step < recipe.steps and stop()
-    return summary(recipe, model, step, rows, evaluated, interrupted)
+    return summary(recipe, model, step, rows, evaluation, interrupted)
 
 
-def checked(recipe: Recipe) -> None:
-    """Raises ValueError, or OSError for what cannot be written, before anything takes time."""
+def check(recipe: Recipe) -> None:
+    """Raises ValueError, or OSError for a folder that cannot be made, before anything takes time."""
     if recipe.batch % recipe.accumulate:
-        raise ValueError(f"expected a batch of a multiple of accumulate={recipe.accumulate}, found {recipe.batch}")
+        raise ValueError(f"expected a batch that is a multiple of accumulate={recipe.accumulate}, found {recipe.batch}")
     if recipe.run_ahead and recipe.update != "backward":
         raise ValueError("expected --run-ahead with --update backward only")
     if recipe.clip < 0:
@@ -139,18 +140,18 @@ def checked(recipe: Recipe) -> None:
         recipe.save.mkdir(parents=True, exist_ok=True)
 
 
-def prepared(recipe: Recipe, vocabulary: int) -> tuple[Any, torch.optim.Optimizer, str]:
-    """The compiled model, its optimizer and where it computes. Weight decay is for matrices."""
-    module, known = language_model(recipe.model)
-    if vocabulary > known:
-        raise ValueError(f"expected a model with a vocabulary of {vocabulary} or more for this data, found {known}")
+def compiled_model(recipe: Recipe, vocabulary: int) -> tuple[Any, torch.optim.Optimizer, str]:
+    """Returns the compiled model, its optimizer and its device. Only matrices have weight decay."""
+    module, model_vocabulary = language_model(recipe.model)
+    if vocabulary > model_vocabulary:
+        raise ValueError(f"expected a model with a vocabulary of {vocabulary} or more for this data, found {model_vocabulary}")
     matrices = [p for p in module.parameters() if p.dim() >= 2]
     others = [p for p in module.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=recipe.lr, betas=(0.9, 0.95))
     where = choose(recipe.device).where
     backward = recipe.update == "backward"
-    made: Any = compile(
+    model: Any = compile(
         module.train(),
         memory=recipe.memory,
         host=recipe.host,
@@ -162,15 +163,15 @@ def prepared(recipe: Recipe, vocabulary: int) -> tuple[Any, torch.optim.Optimize
         max_grad_norm=recipe.clip or None if backward else None,
         run_ahead=recipe.run_ahead,
     )
-    return made, optimizer, str(where)
+    return model, optimizer, str(where)
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Linear warm-up, then a cosine down to a tenth."""
+    """Returns the rate of a step: a linear warm-up, then a cosine down to a tenth of the highest rate."""
     if step <= recipe.warmup:
         return recipe.lr * step / recipe.warmup
     share = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
-    return recipe.lr * (_FINAL + (1 - _FINAL) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
+    return recipe.lr * (_FINAL_RATE + (1 - _FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
 
 
 def one_step(recipe: Recipe, model: Any, optimizer: torch.optim.Optimizer, windows: Windows, step: int) -> Row:
@@ -184,7 +185,7 @@ def one_step(recipe: Recipe, model: Any, optimizer: torch.optim.Optimizer, windo
     if not math.isfinite(value):
         raise StepError(f"the loss of step {step} is {value}; nothing was changed. Lower --lr, or give a longer --warmup")
     loss.backward()
-    norm = clipped(recipe, model)
+    norm = clip(recipe, model)
     optimizer.step()
     optimizer.zero_grad()
     seconds = time.perf_counter() - started
@@ -193,56 +194,58 @@ def one_step(recipe: Recipe, model: Any, optimizer: torch.optim.Optimizer, windo
     return Row(step, value, rate, norm, inputs.numel() / seconds, *peaks)
 
 
-def clipped(recipe: Recipe, model: Any) -> float | None:
-    """The gradients' norm; they are scaled by it unless the compiled backward has done so."""
+def clip(recipe: Recipe, model: Any) -> float | None:
+    """Clips the gradients, unless the compiled backward has done so. Returns their norm, or None if it is not known yet."""
     if recipe.update == "backward":
         norm: float | None = None if recipe.run_ahead else model.grad_norm
         return norm
     return float(torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip or math.inf))
 
 
-def evaluation(recipe: Recipe, model: Any, windows: Windows, step: int) -> Evaluated:
-    """In batches of one micro-batch, which is what fits."""
+def evaluate(recipe: Recipe, model: Any, windows: Windows, step: int) -> Evaluation:
+    """Evaluates held-out data in batches of one micro-batch, which is what fits."""
     total, count = 0.0, 0
     model.eval()
     with torch.no_grad():
-        for inputs, targets in windows.evaluation(recipe.batch // recipe.accumulate, _EVALUATED * recipe.accumulate):
+        for inputs, targets in windows.evaluation(recipe.batch // recipe.accumulate, _MOST_EVALUATED * recipe.accumulate):
             total += float(model(inputs, targets)) * targets.numel()
             count += targets.numel()
     model.train()
-    return Evaluated(step, total / count, count)
+    return Evaluation(step, total / count, count)
 
 
 @contextlib.contextmanager
-def saving(recipe: Recipe, trained: Checkpointed, rows: list[Row]) -> Iterator[None]:
-    """At the end, and where a full disk or a closed pipe stops it, which is between two steps."""
+def saving(recipe: Recipe, state: TrainingState, rows: list[Row]) -> Iterator[None]:
+    """Saves a checkpoint at the end, and if a full disk or a closed pipe ends the training between two steps."""
     try:
         yield
     except OSError:
         if recipe.save is not None and rows:
-            save(recipe.save, trained, rows[-1].step)
+            save(recipe.save, state, rows[-1].step)
         raise
     if recipe.save is not None and rows:
-        save(recipe.save, trained, rows[-1].step)
+        save(recipe.save, state, rows[-1].step)
 
 
 @contextlib.contextmanager
-def written(recipe: Recipe) -> Iterator[Callable[[Row | Evaluated], None]]:
-    """One JSON object a line, there as soon as its step is done."""
+def metrics_file(recipe: Recipe) -> Iterator[Callable[[Row | Evaluation], None]]:
+    """Opens the metrics file. Yields a function that writes one row as a line of JSON and flushes it."""
     if recipe.metrics is None:
         yield lambda row: None
         return
     with recipe.metrics.open("a" if recipe.resume else "w", encoding="utf-8") as file:
 
-        def write(row: Row | Evaluated) -> None:
+        def write(row: Row | Evaluation) -> None:
             file.write(json.dumps(asdict(row)) + "\n")
             file.flush()
 
         yield write
 
 
-def summary(recipe: Recipe, model: Any, step: int, rows: list[Row], evaluated: Evaluated | None, interrupted: bool) -> Summary:
-    report, settled = model.memory_report(), sorted(row.tokens_per_s for row in rows[2:])
+def summary(
+    recipe: Recipe, model: Any, step: int, rows: list[Row], evaluation: Evaluation | None, interrupted: bool
+) -> Summary:
+    report, speeds = model.memory_report(), sorted(row.tokens_per_s for row in rows[2:])
     return Summary(
         steps=step,
         of_steps=recipe.steps,
@@ -250,8 +253,8 @@ def summary(recipe: Recipe, model: Any, step: int, rows: list[Row], evaluated: E
         parameters=sum(p.numel() for p in model.parameters()),
         first_loss=rows[0].loss if rows else None,
         last_loss=rows[-1].loss if rows else None,
-        eval_loss=evaluated.eval_loss if evaluated else None,
-        tokens_per_s=settled[len(settled) // 2] if settled else None,
+        eval_loss=evaluation.eval_loss if evaluation else None,
+        tokens_per_s=speeds[len(speeds) // 2] if speeds else None,
         budget_device_bytes=report["budget_device_bytes"],
         peak_device_bytes=report["peak_device_bytes"],
         peak_host_bytes=report["peak_host_bytes"],

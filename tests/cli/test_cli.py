@@ -188,15 +188,15 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
     assert made.returncode == 1 and "Traceback" not in made.stderr
 
 
-def test_variables_that_nobody_reads_are_told_with_what_was_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_variables_are_listed_with_what_was_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("MT_")]:
         monkeypatch.delenv(name)
-    assert knobs.unknown() == {} and doctor.misspelt() == ()
+    assert knobs.unknown() == {} and doctor.unknown_variables() == ()
     monkeypatch.setenv("MT_CHEK", "1")
     monkeypatch.setenv("MT_ZZZZZZ", "1")
     monkeypatch.setenv("MT_TRACE", "1")
     assert knobs.unknown() == {"MT_CHEK": "MT_CHECK", "MT_ZZZZZZ": ""}
-    first, second = doctor.misspelt()
+    first, second = doctor.unknown_variables()
     assert first.level == "watch" and first.what == "MT_CHEK" and "MT_CHECK" in first.step
     assert all(name in second.step for name in knobs.listed())
 

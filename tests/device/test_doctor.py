@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtcompile.machine import doctor, measure
+from mtcompile.machine import doctor
 from mtcompile.machine.device import choose
+from mtcompile.machine.timing import Effort
 from mtcompile.runtime.devices.pinned import NotPinned
 
 MIB = 2**20
-TINY = measure.Effort((MIB // 4, MIB), MIB, 8 * MIB, MIB // 4, 64, 64, 0.0)
+TINY = Effort((MIB // 4, MIB), MIB, 8 * MIB, MIB // 4, 64, 64, 0.0)
 
 
 @pytest.fixture(autouse=True)

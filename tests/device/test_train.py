@@ -233,10 +233,12 @@ def test_an_evaluation_between_forward_and_backward_leaves_one_arena(device: tor
     data = on(device, data)
     half = {name: value[:1] for name, value in data.items()}
     loss, expected = compiled(**data), plain(**data)
-    (frame,) = compiled._mt_engine.alive()
+    (frame,) = compiled._mt_model.session.frames.waiting()
     with torch.no_grad():
         assert torch.equal(compiled(**half), plain(**half))
-    held = {t.data_ptr() for t in (frame.memory.arenas.device, compiled._mt_engine._arenas["device"]) if t.numel()}
+    held = {
+        t.data_ptr() for t in (frame.memory.arenas.device, compiled._mt_model.session.arenas._arenas["device"]) if t.numel()
+    }
     assert len(held) == 1
     loss.backward()
     expected.backward()
@@ -306,7 +308,7 @@ def test_where_pinning_is_refused_copies_are_staged_and_the_plan_says_so(
     def refuse(self: Any, nbytes: int) -> torch.Tensor:
         raise NotPinned("as told")
 
-    monkeypatch.setattr(type(compiled._mt_engine.device.api), "pin", refuse)
+    monkeypatch.setattr(type(compiled._mt_model.device.api), "pin", refuse)
     with pytest.warns(UserWarning, match="could not be pinned"):
         loss_of(compiled(**on(device, data))).backward()
     optimizer.zero_grad()

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 import mtcompile
-from mtcompile.cli.bench import measured
-from mtcompile.machine.device import choose
-from mtcompile.optim.precision import precision_named
-from mtcompile.parity.reference import Asked
+from mtcompile.parity.benchmark import benchmark
+from mtcompile.parity.workload import setup_of
 from tests.device.models import make
 
 
@@ -29,7 +27,7 @@ def test_plain_and_compiled_are_equal(memory: str | None, options: dict[str, Any
 
 
 def test_both_are_measured(device: torch.device) -> None:
-    asked = Asked(choose(device), precision_named("model"), memory=64 * 2**20, batch=1, seq=16)
-    found = measured("gpt-11m", asked, 1, lambda text, done, of: None)
+    setup = setup_of(device, "model", 64 * 2**20, batch=1, seq=16)
+    found = benchmark("gpt-11m", setup, 1, lambda text, done, of: None)
     assert found.plain is not None and found.time_ratio is not None and found.device == str(device)
     assert 0 < found.compiled.peak_device_bytes <= 64 * 2**20  # type: ignore[operator]

@@ -14,7 +14,7 @@ import torch
 
 import mtcompile
 from mtcompile import api, cache
-from mtcompile.execution import session
+from mtcompile.execution import calibration
 from mtcompile.execution.calibration import as_measured
 from mtcompile.machine.presets import machine_of, named
 from mtcompile.passes.analysis.cost import Machine, Measured, formula_us, kernel_digest, kernel_us
@@ -61,15 +61,15 @@ def fake_us(instruction: Instruction) -> float:
 
 def inject(compiled: Any) -> float:
     """Steps that took ``fake_us``, in place of those that ran; how long each took."""
-    last = compiled._mt_engine.last
+    last = compiled._mt_model.session.last
     rows = tuple(replace(i, time_us=fake_us(i)) for i in last.schedule.instructions)
     records = simulate(replace(last.schedule, instructions=rows)).records
-    compiled._mt_engine.timed.clear()
+    compiled._mt_model.session.calibrator.phases.clear()
     span = 0.0
     for phase in PHASES:
         own: list[Record] = [records[i] for i, row in last.schedule.phase(phase) if row.op in ("run", "copy")]
         span += span_us(Trace(tuple(own), "measured"))
-        compiled._mt_engine.timed.extend([(last, phase, own)] * 3)
+        compiled._mt_model.session.calibrator.phases.extend([(last, phase, own)] * 3)
     return span
 
 
@@ -112,7 +112,7 @@ def test_predictions_are_close_after_calibration() -> None:
     _, first = run(gpt(), 2, **options)
     measured_us = inject(first)
     found = first.calibrate()
-    assert found.kept and found.kernels > 3 and found.copies > 3
+    assert found.remembered and found.kernels > 3 and found.copies > 3
     assert found.scale["compute"] == pytest.approx(5)
     assert found.predicted_us == first.plan.step_time_us and found.measured_us == pytest.approx(measured_us)
     assert found.predicted_us < 0.3 * found.measured_us
@@ -158,7 +158,7 @@ def test_times_are_of_one_machine_and_one_kind_of_kernels(monkeypatch: pytest.Mo
         return replace(machine_of(where, fuses, staged), name="another")
 
     with monkeypatch.context() as patched:
-        patched.setattr(session, "machine_of", other)
+        patched.setattr(calibration, "machine_of", other)
         _, second = run(gpt(), **options)
     assert second.plan.machine == "another" and second.plan.step_time_us == first.plan.step_time_us
     keys = {cache.times_key(*which) for which in (("a", "cpu", "eager"), ("a", "cuda", "eager"), ("a", "cpu", "inductor"))}
@@ -178,7 +178,7 @@ def test_calibrating_needs_steps_and_says_where_nothing_is_kept(monkeypatch: pyt
     monkeypatch.setenv("MT_CACHE", "0")
     compiled(**DATA).backward()
     found = compiled.calibrate()
-    assert not found.kept and "kept nowhere" in str(found) and found.measured_us > 0
+    assert not found.remembered and "kept nowhere" in str(found) and found.measured_us > 0
     assert not list(folder.glob("times/*"))
 
 

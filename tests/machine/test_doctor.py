@@ -19,12 +19,14 @@ from mtcompile import cache, knobs
 from mtcompile.cli.app import app
 from mtcompile.machine import doctor, limits, measure
 from mtcompile.machine.device import choose
+from mtcompile.machine.disk import disk
 from mtcompile.machine.presets import named, this
+from mtcompile.machine.timing import Effort
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.runtime.devices.pinned import NotPinned
 
 KB, MIB, GIB = 1024, 2**20, 2**30
-TINY = measure.Effort((MIB // 4, MIB), MIB, 8 * MIB, MIB // 4, 64, 64, 0.0)  # enough to see that it runs
+TINY = Effort((MIB // 4, MIB), MIB, 8 * MIB, MIB // 4, 64, 64, 0.0)  # enough to see that it runs
 PROCESS_LIMITS = """Limit                     Soft Limit           Hard Limit           Units
 Max cpu time              unlimited            unlimited            seconds
 Max stack size            8388608              unlimited            bytes
@@ -58,7 +60,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr("mtcompile.machine.doctor.FULL", TINY)
     monkeypatch.setattr("mtcompile.machine.doctor.QUICK", TINY)
     monkeypatch.setattr("mtcompile.machine.presets.QUICK", TINY)
-    monkeypatch.setattr("mtcompile.machine.measure._ISSUED", 10)
+    monkeypatch.setattr("mtcompile.machine.compute._ISSUED", 10)
     monkeypatch.setenv("MT_CACHE", str(tmp_path / "cache"))
     return tmp_path
 
@@ -224,11 +226,11 @@ def test_every_figure_is_measured(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_disk_behind_it_is_said(tmp_path: Path) -> None:
-    (row,) = measure._disk(tmp_path / "nothing", TINY)
+    row = disk(tmp_path / "nothing", TINY)
     assert not row.values and "not measured" in row.meaning
     there = Path("/dev/shm")
     if there.is_dir():  # with O_DIRECT or without, as the kernel has it
-        (row,) = measure._disk(there, TINY)
+        row = disk(there, TINY)
         assert row.values["write"] > 0 and row.values["read"] > 0
 
 
@@ -242,7 +244,7 @@ def test_this_machine_is_measured_once_and_then_read(quickly: Path, monkeypatch:
     assert named(str(file)) == first
     assert file == cache.machine_path(measure.identity(torch.device("cpu")))
     file.write_text("{")  # not a machine: measured again
-    monkeypatch.setattr("mtcompile.machine.presets.measure", lambda *_: measure.Findings(Machine("again"), ()))
+    monkeypatch.setattr("mtcompile.machine.presets.measure", lambda *_: measure.MeasuredMachine(Machine("again"), ()))
     assert named("this").name == "again"
     assert mtcompile.plan("gpt-11m", batch=1, seq=16, machine="this").machine == "again"
 

@@ -379,18 +379,18 @@ def test_updates_run_behind_the_next_forward_and_nobody_sees_them_under_way() ->
     """On a host so slow that most updates are left when the backward returns."""
     losses, wanted = plain(steps=2)
     model, optimizer = compiled(run_ahead=True, throttle=SLOW_HOST)
-    engine = model._mt_engine
+    runner = model._mt_model.session.runner
     loss = model(**batch(0))
     loss.backward()
     optimizer.step()
-    assert engine.left is not None
+    assert runner.pending is not None
     second = model(**batch(1))
-    assert engine.left is None  # the forward has drained it
+    assert runner.pending is None  # the forward has drained it
     assert torch.equal(loss, losses[0]) and torch.equal(second, losses[1])
     second.backward()
-    assert engine.left is not None
+    assert runner.pending is not None
     seen = model.state_dict()
-    assert engine.left is None and all(torch.equal(seen[name], wanted[name]) for name in seen)
+    assert runner.pending is None and all(torch.equal(seen[name], wanted[name]) for name in seen)
     optimizer.step()
     for look in (
         lambda: list(model.parameters()),
@@ -400,9 +400,9 @@ def test_updates_run_behind_the_next_forward_and_nobody_sees_them_under_way() ->
         lambda: model(**{name: rows[:1] for name, rows in batch(0).items()}),
     ):
         model(**batch(0)).backward()
-        assert engine.left is not None
+        assert runner.pending is not None
         look()
-        assert engine.left is None
+        assert runner.pending is None
         optimizer.step()
 
 
@@ -414,10 +414,10 @@ def evaluated(model: Any) -> Tensor:
 def test_an_ordinary_loop_waits_for_nothing_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = compiled(run_ahead=True)
     train(model, optimizer, 2)
-    engine, drained = model._mt_engine, []
-    monkeypatch.setattr(engine, "drain", lambda: drained.append(engine.left))
+    runner, drained = model._mt_model.session.runner, []
+    monkeypatch.setattr(runner, "drain", lambda: drained.append(runner.pending))
     train(model, optimizer, 2)
-    assert not any(drained) and engine.left is not None
+    assert not any(drained) and runner.pending is not None
     monkeypatch.undo()
     model.synchronize()
 

@@ -175,7 +175,7 @@ def test_an_interrupt_while_updates_run_behind_leaves_a_whole_step(while_in: str
 
     monkeypatch.setattr(torch.optim.SGD, "step", slow)
     model(rows(2), rows(3)).backward()
-    assert model._mt_engine.left is not None
+    assert model._mt_model.session.runner.pending is not None
     main = threading.main_thread().ident
     assert main is not None
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs tests may ignore it

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import mtcompile
 from mtcompile.cli.app import app
 from mtcompile.models.decoders import Decoder, Shape
-from mtcompile.parity.verification import Difference, _beyond, difference_of
+from mtcompile.parity.verification import Difference, _beyond_rounding, difference_of
 
 SHAPE = Shape(32, 64, 1, 2, 1, 256, head_dim=16, dtype=torch.float32)
 
@@ -63,7 +63,9 @@ def test_buffers_dropout_and_the_generator_are_equal_at_half_of_what_all_residen
     module = Normed()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     told: list[str] = []
-    found = mtcompile.verify(module, {"x": torch.randn(8, 32)}, device="cpu", tell=lambda text, done, of: told.append(text))
+    found = mtcompile.verify(
+        module, {"x": torch.randn(8, 32)}, device="cpu", progress=lambda text, done, total: told.append(text)
+    )
     assert found.equal and found.first is None and found.notes == () and found.resident_bytes is not None
     assert found.memory_bytes >= found.resident_bytes // 2 and found.peak_device_bytes <= found.memory_bytes
     assert found.compared == {"loss": 3, "gradient": 18, "generator": 3, "buffer": 9, "weight": 18, "master": 0}
@@ -111,9 +113,9 @@ def test_rounding_is_no_difference_with_inductor() -> None:
     for relative, more in ((1e-6, (False, False)), (1e-3, (True, False)), (0.1, (True, True))):
         for step, kind in ((1, "loss"), (2, "loss"), (1, "gradient")):
             found = Difference(kind, "", step, 1, 1, relative, relative)
-            assert (_beyond(found, model), _beyond(found, half)) == more
-        assert not _beyond(Difference("weight", "", 1, 1, 1, relative, relative), model)  # AdamW's step of a sign
-    assert _beyond(Difference("weight", "", 1, 1, 1), model)  # not finite
+            assert (_beyond_rounding(found, model), _beyond_rounding(found, half)) == more
+        assert not _beyond_rounding(Difference("weight", "", 1, 1, 1, relative, relative), model)  # AdamW's step of a sign
+    assert _beyond_rounding(Difference("weight", "", 1, 1, 1), model)  # not finite
 
 
 @pytest.mark.slow

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import host_update, predictions, run, training
+from benchmarks import fits, host_update, predictions, run, training
 from benchmarks.decoder import build, text
 from benchmarks.models import Case, make
-from mtcompile.models.decoders import SHAPES, Decoder, counted, model_flops
+from mtcompile.forecast.solve import Forecast
+from mtcompile.models.decoders import SHAPES, Decoder, model_flops, parameter_counts
 from mtcompile.passes.analysis.cost import Machine
 
 
@@ -23,15 +24,15 @@ from mtcompile.passes.analysis.cost import Machine
 def test_parameters_are_counted_as_they_are(name: str) -> None:
     with torch.device("meta"):
         model = Decoder(SHAPES[name])
-    assert counted(SHAPES[name])[0] == sum(p.numel() for p in model.parameters())
-    assert model_flops(SHAPES[name], 2, 8) > 6 * 16 * counted(SHAPES[name])[1]
+    assert parameter_counts(SHAPES[name])[0] == sum(p.numel() for p in model.parameters())
+    assert model_flops(SHAPES[name], 2, 8) > 6 * 16 * parameter_counts(SHAPES[name])[1]
 
 
 def test_tied_weights_are_built_tied() -> None:
     shape = replace(SHAPES["gpt-11m"], tied=True, layers=1)
     model = build(shape, torch.device("cpu"))
     assert model.head.weight is model.embed.weight
-    assert counted(shape)[0] == sum(p.numel() for p in model.parameters())
+    assert parameter_counts(shape)[0] == sum(p.numel() for p in model.parameters())
 
 
 def test_every_case_names_a_shape_and_peers_that_exist() -> None:
@@ -119,3 +120,20 @@ def test_updates_are_judged_by_the_faster_copy_and_by_torchs_per_parameter() -> 
     assert rows["c, fp32"]["of_copy"] == 28 / 16 and rows["c, fp32"]["of_fused"] == 2 and "of_fused" not in rows[slower]
     assert rows["c, fp32"]["ns_per_parameter"] == 1.0 and rows[copy]["of_copy"] == 1
     assert "| 1000 million | c, fp32 | 1000.00 | 28.0 | 1.75 | 2.00 |" in host_update.table(list(rows.values()))
+
+
+def test_what_fits_says_a_speed_or_what_is_short() -> None:
+    figures = {"parameters": 7 * 10**9, "tokens": 8192, "state_bytes": 1, "budget_bytes": {}, "minimum_device_bytes": 0}
+    peaks = {"device": 10**9, "host": 90 * 10**9}
+    forecast = Forecast("qwen2.5-7b", "h100", True, peak_bytes=peaks, tokens_per_s=1234.5, **figures)
+    fitting = fits.cell(forecast, "qwen2.5-7b", "h100-sxm", batch=2)
+    assert str(fitting) == "1,234 tokens/s, batch 2" and fitting.ram_bytes == 94 * 10**9
+    short = replace(forecast, feasible=False, short_bytes=30 * 10**9 + 1)
+    more_ram = fits.cell(short, "qwen2.5-7b", "rtx4090", batch=1)
+    assert more_ram.batch == 0 and str(more_ram) == "needs 95 GB of RAM"
+    leanest = fits.cell(replace(short, minimum_device_bytes=25 * 10**9), "qwen2.5-7b", "rtx4090", batch=1)
+    assert str(leanest) == "needs 25 GB of device memory"
+    text = fits.table([fitting, replace(more_ram, machine="rtx4090")], "0123456789abcdef")
+    assert "Predicted, not measured" in text and "Commit 012345678." in text
+    assert "| qwen2.5-7b, 7.0B | 1,234 tokens/s, batch 2 | needs 95 GB of RAM |" in text
+    assert set(fits.MODELS) <= set(SHAPES)

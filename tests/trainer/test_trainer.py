@@ -22,11 +22,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 from mtcompile.cli.app import app
-from mtcompile.cli.common import told
+from mtcompile.cli.common import sentence_and_code
 from mtcompile.models.loading import language_model
-from mtcompile.trainer.checkpoint import CHECKPOINT, Checkpointed, resumed, save
-from mtcompile.trainer.text_data import Windows, tokens
-from mtcompile.trainer.trainer import Evaluated, Recipe, Row, learning_rate, train
+from mtcompile.trainer.checkpoint import CHECKPOINT, TrainingState, load, save
+from mtcompile.trainer.text_data import Windows, read_tokens
+from mtcompile.trainer.trainer import Evaluation, Recipe, Row, learning_rate, train
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
@@ -54,7 +54,7 @@ def losses(wanted: Recipe) -> list[float]:
 
 def plain_losses(wanted: Recipe) -> list[float]:
     """An ordinary loop over the same batches, micro-batches with one backward each."""
-    stream, _ = tokens(wanted.data, None)
+    stream, _ = read_tokens(wanted.data, None)
     windows = Windows.cut(stream, wanted.seq, wanted.batch)
     torch.manual_seed(wanted.seed)
     model, _ = language_model(wanted.model)
@@ -91,13 +91,13 @@ def plain_losses(wanted: Recipe) -> list[float]:
 )
 def test_losses_are_those_of_a_plain_loop(tmp_path: Path, options: dict[str, Any]) -> None:
     wanted = recipe(tmp_path, **options)
-    rows: list[Row | Evaluated] = []
+    rows: list[Row | Evaluation] = []
     made = train(wanted, lambda row, model: rows.append(row))
     assert 0 < made.peak_device_bytes <= made.budget_device_bytes
     assert "hidden" not in options or (1e6 < made.parameters < 2e6 and 16 * made.parameters > 2 * made.budget_device_bytes)
     steps = [row for row in rows if isinstance(row, Row)]
     assert [row.loss for row in steps] == plain_losses(wanted)
-    evaluated = [row for row in rows if isinstance(row, Evaluated)]
+    evaluated = [row for row in rows if isinstance(row, Evaluation)]
     assert [row.step for row in evaluated] == ([2, 4] if wanted.evaluate_every else [])
     assert all(row.eval_loss < math.log(256) + 1 and row.eval_tokens > 0 for row in evaluated)
     assert all(row.grad_norm is None if wanted.run_ahead else (row.grad_norm or 0) > 0 for row in steps)
@@ -117,7 +117,7 @@ def test_twenty_million_parameters_in_a_quarter_of_their_state(tmp_path: Path, o
 def test_a_resumed_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     wanted = recipe(tmp_path, precision="bf16-master32", update="backward", save=tmp_path / "run")
     whole = losses(replace(wanted, save=None))
-    rows: list[Row | Evaluated] = []
+    rows: list[Row | Evaluation] = []
     made = train(wanted, lambda row, model: rows.append(row), stop=lambda: len(rows) == 2)
     assert made.interrupted and made.steps == 2 and made.saved == str(tmp_path / "run" / CHECKPOINT)
     assert losses(replace(wanted, resume=tmp_path / "run")) == whole[2:]
@@ -133,19 +133,19 @@ def test_a_resumed_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     model = nn.Linear(100, 100)
-    what = Checkpointed(model, torch.optim.AdamW(model.parameters()), "cpu", 0)
-    save(tmp_path, what, 3)
+    state = TrainingState(model, torch.optim.AdamW(model.parameters()), "cpu", 0)
+    save(tmp_path, state, 3)
     before = (tmp_path / CHECKPOINT).read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         with pytest.raises(OSError, match="bytes free there") as caught:
-            save(tmp_path, what, 4)
+            save(tmp_path, state, 4)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert told(caught.value)[1] == 2
+    assert sentence_and_code(caught.value)[1] == 2
     assert [file.name for file in tmp_path.iterdir()] == [CHECKPOINT] and (tmp_path / CHECKPOINT).read_bytes() == before
-    assert resumed(tmp_path, what, 4) == 3
+    assert load(tmp_path, state, 4) == 3
 
 
 @pytest.fixture
@@ -220,11 +220,11 @@ def test_text_and_tokens_are_one_stream(tmp_path: Path) -> None:
     (folder / "b.txt").write_text("é")
     (folder / "a.txt").write_text("one ")
     (folder / "image.png").write_bytes(b"\x89PNG\xff")
-    stream, vocabulary = tokens([folder], None)
+    stream, vocabulary = read_tokens([folder], None)
     assert bytes(stream) == "one é".encode() and vocabulary == 256
     np.save(tmp_path / "more.npy", np.array([3, 70000], np.int64))
     np.array([1, 2], np.uint32).tofile(tmp_path / "some.bin")
-    stream, vocabulary = tokens([tmp_path / "some.bin", tmp_path / "more.npy"], 70001)
+    stream, vocabulary = read_tokens([tmp_path / "some.bin", tmp_path / "more.npy"], 70001)
     assert list(stream) == [1, 2, 3, 70000] and vocabulary == 70001
     np.save(tmp_path / "square.npy", np.zeros((2, 2), np.int64))
     np.save(tmp_path / "objects.npy", np.array([{"code": 1}], object), allow_pickle=True)
@@ -243,8 +243,8 @@ def test_text_and_tokens_are_one_stream(tmp_path: Path) -> None:
         (["notes/image.png"], None, "expected UTF-8 text"),
     ):
         with pytest.raises(ValueError, match=said):
-            tokens([tmp_path / path for path in paths], size)
-    stream, vocabulary = tokens((), None)
+            read_tokens([tmp_path / path for path in paths], size)
+    stream, vocabulary = read_tokens((), None)
     assert len(stream) > 2**20 and vocabulary == 256
 
 

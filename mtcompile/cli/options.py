@@ -1,0 +1,155 @@
+"""Options that several commands share: each group is one dataclass, which ``flattened`` turns into options of a command."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+
+class Precision(str, Enum):
+    model = "model"
+    fp32 = "fp32"
+    bf16_master32 = "bf16-master32"
+    bf16 = "bf16"
+
+
+class Optimizer(str, Enum):
+    adamw = "adamw"
+    adam = "adam"
+    sgd_momentum = "sgd-momentum"
+    sgd = "sgd"
+
+
+class Update(str, Enum):
+    step = "step"
+    backward = "backward"
+
+
+class Kernels(str, Enum):
+    eager = "eager"
+    inductor = "inductor"
+
+
+# Options that the groups below have in common, and --json, which commands take by themselves.
+Batch = Annotated[int, typer.Option(min=1, help="sequences per step")]
+Seq = Annotated[int, typer.Option(min=1, help="tokens per sequence")]
+Host = Annotated[str, typer.Option(help="bytes of host memory (default: no limit)")]
+PrecisionOption = Annotated[
+    Precision, typer.Option("--precision", help="dtypes of weights and optimizer state; model: those of the model")
+]
+UpdateOption = Annotated[
+    Update, typer.Option("--update", help="update parameters after the backward (step) or as gradients arrive (backward)")
+]
+RunAhead = Annotated[bool, typer.Option(help="with --update backward: let updates run on into the next forward")]
+Accumulate = Annotated[int, typer.Option(min=1, help="micro-batches that each batch is run as, region by region")]
+Device = Annotated[str, typer.Option(help="cuda:1, cpu, ... (default: the GPU if there is one)")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """The step that ``plan``, ``explain``, ``trace``, ``graph`` and ``viz`` plan: options of ``mtcompile.plan``."""
+
+    batch: Batch = 1
+    seq: Seq = 2048
+    memory: Annotated[str, typer.Option(help="bytes of device memory: 16GiB, 141GB or a number (default: the machine's)")] = ""
+    host: Host = ""
+    machine: Annotated[str, typer.Option(help="a preset such as h200-sxm or rtx4090, this, or a .json file")] = "h200-sxm"
+    precision: PrecisionOption = Precision.model
+    optimizer: Annotated[Optimizer, typer.Option(help="the optimizer whose state is planned for")] = Optimizer.adamw
+    update: UpdateOption = Update.step
+    max_grad_norm: Annotated[
+        float | None,
+        typer.Option(help="with --update backward: clip gradients to this norm, so that updates wait for all gradients"),
+    ] = None
+    run_ahead: RunAhead = False
+    accumulate: Accumulate = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOptions:
+    """How ``train``, ``verify`` and ``bench`` train on this machine."""
+
+    memory: Annotated[str, typer.Option(help="bytes of device memory: 16GiB, 141GB or a number (default: what is free)")] = ""
+    batch: Batch = 8
+    seq: Seq = 128
+    precision: PrecisionOption = Precision.model
+    update: UpdateOption = Update.step
+    accumulate: Accumulate = 1
+    device: Device = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonOptions(TrainingOptions):
+    """How ``verify`` and ``bench`` train a model plainly and compiled."""
+
+    memory: Annotated[
+        str,
+        typer.Option(help="bytes of device memory for the compiled model: 16GiB (default: half of the fully resident size)"),
+    ] = ""
+    batch: Batch = 2
+    max_grad_norm: Annotated[float | None, typer.Option(help="clip the gradients of both to this norm")] = None
+    kernels: Annotated[Kernels, typer.Option(help="inductor: compiled kernels, equal within rounding")] = Kernels.eager
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeOptions(TrainingOptions):
+    """The fields of a ``trainer.Recipe`` but for the model."""
+
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(help="text, a folder of text, or .bin/.npy tokens; may be repeated (default: Python's own sources)"),
+    ] = None
+    vocab: Annotated[int | None, typer.Option(min=1, help="size of the vocabulary of .bin and .npy files")] = None
+    host: Host = ""
+    steps: Annotated[int, typer.Option(min=1, help="steps in all, including those before --resume")] = 100
+    lr: Annotated[float, typer.Option(min=0, help="the highest learning rate")] = 1e-3
+    warmup: Annotated[int, typer.Option(min=0, help="steps up to the highest rate; a cosine down to a tenth follows")] = 20
+    weight_decay: Annotated[float, typer.Option(min=0, help="weight decay of matrices")] = 0.1
+    clip: Annotated[float, typer.Option(min=0, help="clip the gradients to this norm; 0: no clipping")] = 1.0
+    run_ahead: RunAhead = False
+    evaluate_every: Annotated[int, typer.Option(min=0, help="steps between evaluations on held-out data; 0: never")] = 50
+    seed: Annotated[int, typer.Option(min=0, help="seed of the weights and of the order of the data")] = 0
+    metrics: Annotated[Path | None, typer.Option(help="a file for one JSON object per step")] = None
+    save: Annotated[Path | None, typer.Option(help="a folder for the checkpoint at the end")] = None
+    resume: Annotated[Path | None, typer.Option(help="a folder that --save wrote, to continue from")] = None
+
+
+def values(options: Any) -> dict[str, Any]:
+    """Returns the fields of an options dataclass as Python callers write them: enums as text, empty text as None."""
+    named = {field.name: getattr(options, field.name) for field in fields(options)}
+    plain = {name: value.value if isinstance(value, Enum) else value for name, value in named.items()}
+    return {name: None if value == "" else value for name, value in plain.items()}
+
+
+def flattened(command: Callable[..., None]) -> Callable[..., None]:
+    """Replaces the parameter of a command that is a dataclass by one keyword parameter per field, with the field's default and
+    annotation, so that typer lists each field as an option. The command is called with the dataclass."""
+    own = inspect.signature(command, eval_str=True)
+    (options,) = (p for p in own.parameters.values() if is_dataclass(p.annotation))
+    group: Any = options.annotation
+    hints = get_type_hints(group, include_extras=True)
+    names = [field.name for field in fields(group)]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    shared = [
+        inspect.Parameter(field.name, keyword, default=field.default, annotation=hints[field.name]) for field in fields(group)
+    ]
+    parameters: list[inspect.Parameter] = []
+    for parameter in own.parameters.values():
+        parameters += shared if parameter is options else [parameter.replace(kind=keyword)]
+
+    @functools.wraps(command)
+    def flat(**arguments: Any) -> None:
+        grouped = group(**{name: arguments.pop(name) for name in names})
+        command(**arguments, **{options.name: grouped})
+
+    flat.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return flat

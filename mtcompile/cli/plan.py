@@ -1,0 +1,43 @@
+"""``mtcompile plan``: what a training step needs and how long it takes, before anything is allocated."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+from mtcompile.cli.common import DOES_NOT_FIT, FINE, Model, forecast_of
+from mtcompile.cli.options import Json, StepOptions
+
+
+class Solve(str, Enum):
+    batch = "batch"
+    seq = "seq"
+    memory = "memory"
+
+
+def plan(
+    model: Model,
+    options: StepOptions,
+    policy: Annotated[list[str] | None, typer.Option(help="also show a fixed strategy, or all; may be repeated")] = None,
+    solve: Annotated[Solve | None, typer.Option(help="plan the largest size that fits; memory: the least that works")] = None,
+    force: Annotated[bool, typer.Option(help="show the leanest plan even if it does not fit")] = False,
+    as_json: Json = False,
+) -> None:
+    """Say what a training step will need and take, without allocating anything.
+
+    A factory takes (batch, seq) and returns (module, keyword arguments); it is called where tensors take no memory.
+
+    \b
+    Example:
+      mtcompile plan llama-8b --batch 4 --seq 4096 --machine rtx4090
+
+    Exit code 0: it fits; 3: it does not; 2: invalid argument or file.
+    """
+    from mtcompile.passes.planning.policies import POLICIES
+
+    policies = tuple(POLICIES) if "all" in (policy or ()) else tuple(policy or ())
+    forecast = forecast_of(model, options, policies=policies, solve=solve.value if solve else None, force=force)
+    print(forecast.to_json(indent=1) if as_json else forecast)
+    raise typer.Exit(FINE if forecast.feasible else DOES_NOT_FIT)

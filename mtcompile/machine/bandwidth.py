@@ -1,0 +1,157 @@
+"""Bandwidths in GB/s (1e9 bytes): copies to and from the device, memories, and AdamW on the host.
+
+Copies go through the code that a training step uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from mtcompile.machine.timing import MIB, PARAMETERS, WEIGHTS_GB, Effort, Measurement, median_s, waiter
+from mtcompile.runtime.devices.cuda import CudaDevice
+from mtcompile.runtime.devices.protocol import Device
+from mtcompile.runtime.schedule import Queue
+
+_ADAMW_NBYTES = 28  # per fp32 parameter: weight, gradient and two moments read, weight and moments written (Machine.update_us)
+
+
+def usable_cpus() -> int:
+    """Returns the number of processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def copies(device: Device, effort: Effort) -> tuple[dict[Queue, float], list[Measurement]]:
+    """Measures each direction alone, and each while the other works too. Returns GB/s per direction at the largest size, and
+    the rows. Each direction has a thread of its own, as in a step. Small copies walk through all of the memory, so that they do
+    not come from a cache."""
+    largest = effort.copies[-1]
+    ends: dict[Queue, tuple[torch.Tensor, torch.Tensor]] = {  # (target, source) of each direction
+        "h2d": (device.arena("device", largest), device.arena("host", largest)),
+        "d2h": (device.arena("host", largest), device.arena("device", largest)),
+    }
+    for pair in ends.values():
+        for tensor in pair:
+            tensor.fill_(1)  # memory has no pages until it is written
+    movers = {queue: _mover(device, queue) for queue in ends}
+
+    def copy_all(queue: Queue, size: int) -> None:
+        target, source = ends[queue]
+        for start in range(0, largest, size):
+            movers[queue](target[start : start + size], source[start : start + size])
+
+    alone: dict[Queue, dict[str, float]] = {"h2d": {}, "d2h": {}}
+    both: dict[str, float] = {}
+    with ThreadPoolExecutor(2) as threads:
+
+        def run(size: int, queues: Sequence[Queue]) -> float:
+            def work() -> None:
+                for future in [threads.submit(copy_all, queue, size) for queue in queues]:
+                    future.result()
+
+            return largest / median_s(work, effort.seconds, device.synchronize) / 1e9
+
+        for size in effort.copies:
+            for queue in ends:
+                alone[queue][_size(size)] = run(size, (queue,))
+            both[_size(size)] = run(size, tuple(ends))
+    fastest = {queue: rates[_size(largest)] for queue, rates in alone.items()}
+    share = both[_size(largest)] / min(fastest.values())
+    pinned = "; host memory is not pinned here, so copies go through a small ring" if device.staging else ""
+    to_device = f"one direction{pinned}; weights of a 7B model (14 GB) cross in {WEIGHTS_GB / fastest['h2d']:.1f} s"
+    to_host = f"one direction; a 7B model's gradients (14 GB) come home in {WEIGHTS_GB / fastest['d2h']:.1f} s"
+    how = "weights in and gradients out overlap" if share > 0.7 else "the two directions share one path"
+    together = f"each keeps {min(share, 1):.0%} of its speed while the other works: {how}"
+    return fastest, [
+        Measurement("copy to the device", "GB/s", alone["h2d"], to_device),
+        Measurement("copy to the host", "GB/s", alone["d2h"], to_host),
+        Measurement("copies both ways at once, each", "GB/s", both, together),
+    ]
+
+
+def _mover(device: Device, queue: Queue) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Returns a function of (target, source) that copies as the runtime's queue does."""
+    if not isinstance(device, CudaDevice):
+        return _copy_host
+    api, stream = device.api, device.streams.copying[queue]
+    ring = device.staging[queue] if device.staging else None
+    copy = api.copy if ring is None else ring.to_device if queue == "h2d" else ring.to_host
+
+    def move(target: torch.Tensor, source: torch.Tensor) -> None:
+        with api.use(stream):
+            copy(target, source)
+
+    return move
+
+
+def _copy_host(target: torch.Tensor, source: torch.Tensor) -> None:
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes // MIB} MiB"
+
+
+@contextlib.contextmanager
+def _thread_count(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _stream_gbps(where: torch.device, effort: Effort, repeat: int = 1) -> float:
+    """Measures c = a + b in fp32, which moves three arrays, in GB/s."""
+    a, b, c = (torch.ones(effort.stream // 4, device=where) for _ in range(3))
+
+    def work() -> None:
+        for _ in range(repeat):
+            torch.add(a, b, out=c)
+
+    return 3 * effort.stream * repeat / median_s(work, effort.seconds, waiter(where)) / 1e9
+
+
+def host_memory(effort: Effort) -> tuple[float, Measurement]:
+    """Measures by number of threads. Returns GB/s with the threads that torch uses, and the row."""
+    cpus, used = usable_cpus(), torch.get_num_threads()
+    counts = sorted({1, *(2**i for i in range(1, cpus.bit_length()) if 2**i < cpus), cpus, used})
+    values: dict[int, float] = {}
+    for count in counts:
+        with _thread_count(count):
+            values[count] = _stream_gbps(torch.device("cpu"), effort)
+    best = max(values.values())
+    enough = min(count for count, rate in values.items() if rate > 0.9 * best)
+    meaning = f"reached with {enough} of {cpus} threads; an update on the host is bound by this, not by their number"
+    row = Measurement("host memory, by threads", "GB/s", {str(count): rate for count, rate in values.items()}, meaning)
+    return values[used], row
+
+
+def device_memory(where: torch.device, effort: Effort) -> tuple[float, Measurement]:
+    """Measures an accelerator's own memory. Returns GB/s, and the row."""
+    rate = _stream_gbps(where, effort, repeat=10)
+    meaning = f"AdamW on the device steps 7 billion fp32 parameters in {_ADAMW_NBYTES * PARAMETERS / rate / 1e9:.2f} s"
+    return rate, Measurement("device memory", "GB/s", {"a + b": rate}, meaning)
+
+
+def host_adamw(effort: Effort) -> tuple[float, Measurement]:
+    """Measures torch's AdamW on fp32 by the bytes it has to move. Returns the fused one's GB/s, and the row."""
+
+    def rate(fused: bool) -> float:
+        weights = [torch.rand(effort.parameters // 4, requires_grad=True) for _ in range(4)]
+        for weight in weights:
+            weight.grad = torch.rand_like(weight)
+        step = torch.optim.AdamW(weights, fused=fused).step
+        return _ADAMW_NBYTES * effort.parameters / median_s(step, effort.seconds) / 1e9
+
+    values = {"fused=True": rate(True), "fused=False": rate(False)}
+    fused, default = values.values()
+    seconds = _ADAMW_NBYTES * PARAMETERS / fused / 1e9
+    meaning = f"7 billion fp32 parameters step in {seconds:.1f} s; fused=True is {fused / default:.1f} times as fast as without"
+    return fused, Measurement("host AdamW", "GB/s", values, meaning)

@@ -1,0 +1,57 @@
+"""Rates of computing: products and attention in TFLOP/s, and the microseconds it takes to issue an operation."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from mtcompile.machine.timing import PARAMETERS, Effort, Measurement, median_s, waiter
+
+_ISSUED = 1000  # tiny operations per measurement
+
+
+def matmul(where: torch.device, effort: Effort) -> tuple[float, Measurement]:
+    """Measures a square product in the dtypes that training uses there. Returns FLOP/s of the first dtype, and the row."""
+    host = where.type == "cpu"
+    side, repeat = (effort.host_side, 1) if host else (effort.accelerator_side, 10)
+    rates: dict[str, float] = {}
+    for dtype in (torch.float32, torch.bfloat16) if host else (torch.bfloat16,):
+        a, b = (torch.randn(side, side, device=where).to(dtype) for _ in range(2))
+        out = torch.empty_like(a)
+
+        def work(a: torch.Tensor = a, b: torch.Tensor = b, out: torch.Tensor = out) -> None:
+            for _ in range(repeat):
+                torch.mm(a, b, out=out)
+
+        rates[str(dtype).removeprefix("torch.")] = 2 * side**3 * repeat / median_s(work, effort.seconds, waiter(where))
+    first = next(iter(rates.values()))
+    meaning = f"a 7B model (6 FLOP per weight and token) trains at {first / 6 / PARAMETERS:.3g} tokens/s at most"
+    return first, Measurement(f"product of {side} x {side}", "TFLOP/s", {k: v / 1e12 for k, v in rates.items()}, meaning)
+
+
+def attention(where: torch.device, effort: Effort, flops: float) -> Measurement:
+    """Measures causal attention, forward: half of all pairs count, with 4 FLOP per pair and element."""
+    host = where.type == "cpu"
+    heads, tokens, width = (4, effort.host_side, 64) if host else (32, effort.accelerator_side // 2, 128)
+    dtype = torch.float32 if host else torch.bfloat16
+    q, k, v = (torch.randn(1, heads, tokens, width, device=where).to(dtype) for _ in range(3))
+    with torch.no_grad():
+        seconds = median_s(lambda: scaled_dot_product_attention(q, k, v, is_causal=True), effort.seconds, waiter(where))
+    rate = 2 * heads * tokens**2 * width / seconds
+    meaning = f"{rate / flops:.0%} of the product's rate: what long sequences run at, forward"
+    what = f"causal attention, {tokens} tokens"
+    return Measurement(what, "TFLOP/s", {str(dtype).removeprefix("torch."): rate / 1e12}, meaning)
+
+
+def issue(where: torch.device, effort: Effort) -> tuple[float, Measurement]:
+    """Measures operations on one element. Returns microseconds per operation, and the row."""
+    one = torch.ones(1, device=where)
+    out = torch.empty_like(one)
+
+    def work() -> None:
+        for _ in range(_ISSUED):
+            torch.add(one, one, out=out)
+
+    us = median_s(work, effort.seconds, waiter(where)) / _ISSUED * 1e6
+    meaning = f"a step of 10,000 operations takes {us * 10:.0f} ms or more, however small they are"
+    return us, Measurement("a tiny operation", "us", {"add": us}, meaning)
