@@ -55,7 +55,7 @@ def test_the_second_run_does_not_search(searches: list[int], monkeypatch: pytest
     monkeypatch.setenv("MT_CACHE", str(tmp_path))
     searches.clear()
     proofs = []
-    prove = session.verify
+    prove = compiler.verify
     monkeypatch.setattr(compiler, "verify", lambda schedule: (proofs.append(1), prove(schedule))[1])
     expected, first = run(model, memory)
     found, second = run(model, memory)
