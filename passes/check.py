@@ -1,4 +1,4 @@
-"""I5: the rewritten step computes exactly the captured graph, and the schedule runs exactly the rewritten step.
+"""Checks I5: the rewritten step computes exactly the captured graph, and the schedule runs exactly the rewritten step.
 
 Both graphs are expanded to their ATen operations and numbered by value: two operations get the same number when they
 are the same operation on the same numbers, at the same place in the generator's stream. Copies, views made again and
@@ -37,7 +37,7 @@ from mtcompile.runtime.schedule import Schedule
 
 
 class SameComputationError(ValueError):
-    """I5 does not hold; the message names the output or region at fault."""
+    """Raised when I5 does not hold; the message names the output or region at fault."""
 
 
 class _Numbering:
@@ -52,19 +52,19 @@ class _Numbering:
 
 
 def same_computation(joint: fx.GraphModule, step: fx.GraphModule) -> None:
-    """Raise SameComputationError unless ``step`` gives the outputs of ``joint`` by the same operations."""
+    """Raises SameComputationError unless ``step`` gives the outputs of ``joint`` by the same operations."""
     numbering = _Numbering()
-    wanted: list[Any] = _joint_outputs(joint, numbering)
-    wanted_stream = numbering.stream
+    expected: list[Any] = _joint_outputs(joint, numbering)
+    expected_stream = numbering.stream
     numbering.stream = 0
-    found: list[Any] = _step_outputs(step, numbering)
-    if numbering.stream != wanted_stream:
+    computed: list[Any] = _step_outputs(step, numbering)
+    if numbering.stream != expected_stream:
         raise SameComputationError(
-            f"I5: expected {wanted_stream} operations to advance the generator, found {numbering.stream}"
+            f"I5: expected {expected_stream} operations to advance the generator, found {numbering.stream}"
         )
     places = {spec.index: i for i, spec in enumerate(step.meta["inputs"]) if spec.role == "param"}
-    grads = frozenset(one for spec, one in zip(step.meta["outputs"], wanted, strict=True) if spec.kind == "update")
-    for spec, one, other in zip(step.meta["outputs"], wanted, found, strict=True):
+    grads = frozenset(one for spec, one in zip(step.meta["outputs"], expected, strict=True) if spec.kind == "update")
+    for spec, one, other in zip(step.meta["outputs"], expected, computed, strict=True):
         if spec.kind == "update":
             param, updated = numbering.of(("input", places[spec.index])), other
             if updated not in (("update", param, one), ("update", param, one, ("scale", grads))):
@@ -104,12 +104,12 @@ def _step_outputs(step: fx.GraphModule, numbering: _Numbering) -> list[int]:
 
 
 def _cast(value: Any, cast: Mapping[str, Any], numbering: _Numbering) -> Any:
-    """As ``_number`` would number the operation."""
+    """The number that ``_number`` would give a captured cast of this value."""
     return numbering.of((str(torch.ops.aten._to_copy.default), repr(((_Number(value),), dict(cast))), None))
 
 
 def _updated(node: fx.Node, values: list[Any]) -> tuple[Any, ...]:
-    """What an update makes, by its operands; a scale, by the gradients whose norms it is made of."""
+    """The results of an update, named by its operands; a scale is named by the gradients whose norms it is made of."""
     if node.target is gradient_norms:
         return (frozenset(values),)
     if node.target is gradient_scale:
@@ -158,12 +158,12 @@ class _Number:
 
 
 def check_schedule(step: fx.GraphModule, schedule: Schedule) -> None:
-    """Raise SameComputationError unless the schedule runs the step's calls, in order, each with exactly the reads and
+    """Raises SameComputationError unless the schedule runs the step's calls, in order, each with exactly the reads and
     writes of its kernel, every operand holding the value the step says."""
     work = [i for i in schedule.instructions if i.op in ("copy", "run")]
-    wanted = calls(step)
-    _expect(len(work) == len(wanted), lambda: f"{len(wanted)} calls, found {len(work)}")
-    for instruction, call in zip(work, wanted, strict=True):
+    expected = calls(step)
+    _expect(len(work) == len(expected), lambda: f"{len(expected)} calls, found {len(work)}")
+    for instruction, call in zip(work, expected, strict=True):
         reads = [source(a).name for a in call.args]
         writes = [source(item).name for item in results(call)]
         _expect(_values(schedule, instruction.reads) == reads, lambda c=call: f"{c.name} to read {c.args}")
@@ -178,9 +178,9 @@ def check_schedule(step: fx.GraphModule, schedule: Schedule) -> None:
             )
         elif is_update(call) or is_convert(call):
             _expect(instruction.kernel == call.name, lambda c=call: f"{c.name} to call itself")
-            below = [schedule.buffers[name].over for name in instruction.writes]
-            wanted_below = [item.meta.get("over", "") for item in results(call)]
-            _expect(below == wanted_below, lambda c=call: f"{c.name} to write in place")
+            overwritten = [schedule.buffers[name].over for name in instruction.writes]
+            to_overwrite = [item.meta.get("over", "") for item in results(call)]
+            _expect(overwritten == to_overwrite, lambda c=call: f"{c.name} to write in place")
 
 
 def _values(schedule: Schedule, names: Iterable[str]) -> list[str]:
