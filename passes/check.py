@@ -1,4 +1,4 @@
-"""I5: the rewritten step computes exactly the captured graph, and the schedule runs exactly the rewritten step.
+"""Checks I5: the rewritten step computes exactly the captured graph, and the schedule runs exactly the rewritten step.
 
 Both graphs are expanded to their ATen operations and numbered by value: two operations get the same number when they
 are the same operation on the same numbers, at the same place in the generator's stream. Copies, views made again and

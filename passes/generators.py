@@ -1,4 +1,4 @@
-"""Random generators: their states, saved and replayed so that what is computed again draws the same numbers."""
+"""States of random generators, saved and replayed so that what is computed again draws the same numbers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ def generator_state(device: str) -> torch.Tensor:
 
 
 def set_generator_state(device: str, state: torch.Tensor) -> None:
+    """Puts a device's default generator in a state that ``generator_state`` gave."""
     if device == "cpu":
         torch.set_rng_state(state)
     else:
@@ -22,7 +23,7 @@ def set_generator_state(device: str, state: torch.Tensor) -> None:
 
 
 def generator_nbytes(device: str) -> int:
-    """Of a state, also where there is no such device."""
+    """The bytes of a device's generator state, also on a machine without that device."""
     return 16 if device.startswith("cuda") else generator_state(device).numel()
 
 
@@ -32,13 +33,10 @@ def save_rng(device: str) -> torch.Tensor:
 
 
 def replay(state: torch.Tensor, device: str, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a random operation from a saved generator state and leave the generator's stream where it was."""
-    now = generator_state(device)
-    set_generator_state(device, state)
-    try:
+    """Runs a random operation from a saved generator state and leaves the generator's stream where it was."""
+    with rng_preserved(device):
+        set_generator_state(device, state)
         return target(*args, **kwargs)
-    finally:
-        set_generator_state(device, now)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,5 @@
-"""Joint graphs, kernels' bodies and whole step graphs as JSON text, with the shapes of every value but no tensor's content.
+"""Writes and reads joint graphs, kernels' bodies and whole step graphs as JSON text, with the shapes of every value but no
+tensor's content.
 
 A graph is ``{"format", "nodes", "kernels"}``. A node is ``{"op", "name", "target", "args", "kwargs", "meta"}``; operands and
 torch's enumerations are objects of one key (``{"node": "mm_1"}``, ``{"dtype": "float32"}``), tuples ``{"tuple": [...]}``; a
@@ -34,16 +35,16 @@ _META = ("phase", "block", "role", "tier", "nbytes", "name", "key", "rng_state",
 
 
 class GraphFormatError(ValueError):
-    """Text that is not a graph of this format, or a graph that it has no words for."""
+    """Raised for text that is not a graph of this format, and for a graph that the format has no words for."""
 
 
 def graph_to_json(graph: fx.GraphModule) -> str:
-    """Of a joint graph, a kernel's body, or a step graph with its kernels. GraphFormatError where the format has no words."""
+    """A joint graph, a kernel's body, or a step graph with its kernels, as text. Raises GraphFormatError."""
     return json.dumps(_graph(graph))
 
 
 def graph_from_json(text: str) -> fx.GraphModule:
-    """What ``graph_to_json`` wrote; values are tensors without content (device ``meta``). Raises GraphFormatError."""
+    """The graph that ``graph_to_json`` wrote; values are tensors without content (device ``meta``). Raises GraphFormatError."""
     try:
         data = json.loads(text)
         if not isinstance(data, dict) or data.get("format") != FORMAT:
@@ -107,8 +108,8 @@ def _encoded(value: Any) -> Any:
 
 
 def _meta(meta: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: meta[key] for key in _META if key in meta}
-    return {**kept, "val": _value(meta["val"])} if "val" in meta else kept
+    written = {key: meta[key] for key in _META if key in meta}
+    return {**written, "val": _value(meta["val"])} if "val" in meta else written
 
 
 def _value(val: Any) -> Any:
@@ -177,10 +178,10 @@ def _decoded(value: Any, env: Mapping[str, fx.Node]) -> Any:
         return torch.device(content)
     if kind == "operator":
         return _operator(content)
-    found = getattr(torch, content)
-    if not isinstance(found, _ENUMERATIONS[kind]):
+    member = getattr(torch, content)
+    if not isinstance(member, _ENUMERATIONS[kind]):
         raise GraphFormatError(f"expected a {kind}, found {content!r}")
-    return found
+    return member
 
 
 def _tensors(value: Any) -> Any:

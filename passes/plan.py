@@ -33,10 +33,11 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """Parameters are updated in the backward. ``state_copies``, ``workspace_copies``: what an update reads and writes beside a
-    parameter and its gradient, and what it needs for itself on the device, in sizes of the parameter. ``held``: none starts
-    before all gradients are there, for their norm is needed first. ``run_ahead``: they go on behind the next forward.
-    ``behind``: those of so many regions, the last, wait until after the backward, and come in the forward's order then."""
+    """Updates of parameters in the backward. ``state_copies``, ``workspace_copies``: what an update reads and writes
+    beside a parameter and its gradient, and what it needs for itself on the device, in sizes of the parameter. ``held``: no
+    update starts before all gradients are there, because their norm is needed first. ``run_ahead``: updates go on behind the
+    next forward. ``behind``: the updates of so many regions, the last ones, wait until after the backward and then come in the
+    forward's order."""
 
     state_copies: float = 2.0
     workspace_copies: float = 0.0
@@ -52,12 +53,12 @@ class Updates:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What lives where. Missing subjects take the floor's choice: parameters on the host, activations on the host,
+    """Every decision about a step. Missing subjects take the floor's choice: parameters on the host, activations on the host,
     blocks recomputed. ``lookahead``: how many regions ahead a prefetch is issued. ``span``: how many blocks
-    in a row are recomputed at once (longer runs are halved, recursively); 0: all of them. ``peak_bytes``, ``budget_bytes``
-    per tier; ``step_time_us``: forward and backward as the simulator predicts them; ``update_us``: what the optimizer's update
-    adds to them; ``updates``: how they are made in the backward, None: by optimizer.step(); ``narrow``: casts run on the side
-    of the link where fewer bytes cross; ``numerics`` is the contract in words."""
+    in a row are recomputed at once (longer runs are halved, recursively); 0: all of them. ``peak_bytes``, ``budget_bytes``:
+    bytes per tier. ``step_time_us``: forward and backward as the simulator predicts them; ``update_us``: what the optimizer's
+    update adds to them. ``updates``: how parameters are updated in the backward; None: by optimizer.step(). ``narrow``: casts
+    run on the side of the link where fewer bytes cross. ``numerics``: the contract in words."""
 
     decisions: tuple[Decision, ...] = ()
     lookahead: int = 0
@@ -73,44 +74,47 @@ class Plan:
     numerics: str = ""
     updates: Updates | None = None
     narrow: bool = True
-    # Of the decisions, by kind and subject, once somebody asks.
+    # The decisions by kind and subject, filled in by the first ``find``.
     _index: dict[tuple[str, str], Decision] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def find(self, kind: str, subject: str) -> Decision | None:
+        """The decision of that kind about that subject, if there is one."""
         if not self._index:
             self._index.update({(d.kind, d.subject): d for d in reversed(self.decisions)})  # the first one counts
         return self._index.get((kind, subject))
 
     def keeps(self, block: str, value: str) -> bool:
-        """Whether a value that a block saves for its backward is kept (and not recomputed there)."""
+        """Says whether a value that a block saves for its backward is kept (and not recomputed there)."""
         decision = self.find("variant", block)
         return decision is not None and (decision.choice == "save" or value in decision.values)
 
     def params(self, block: str) -> Choice:
+        """The home tier of a block's parameters, their gradients and optimizer state."""
         decision = self.find("params", block)
         return decision.choice if decision else "host"
 
     def activation(self, value: str) -> Choice:
-        """Where a value waits between uses."""
+        """The tier where a value waits between uses, or ``recompute``."""
         decision = self.find("activation", value) or self.find("activation", "*")
         return decision.choice if decision else "host"
 
     @property
     def total_us(self) -> float:
-        """Of a whole step: what plans are compared by."""
+        """The microseconds of a whole step: what plans are compared by."""
         return self.step_time_us + self.update_us
 
     @property
     def all_resident(self) -> bool:
-        """Nothing moves and nothing is computed again."""
+        """True where nothing moves and nothing is computed again."""
         return all(d.choice in ("device", "save") for d in self.decisions)
 
     def with_decision(self, decision: Decision) -> Plan:
-        """The same plan with one decision made otherwise."""
+        """The same plan with this decision in place of the one about the same subject."""
         others = tuple(d for d in self.decisions if (d.kind, d.subject) != (decision.kind, decision.subject))
         return replace(self, decisions=(*others, decision))
 
     def to_json(self, indent: int | None = None) -> str:
+        """The plan as text that ``plan_from_json`` reads."""
         data = asdict(self)
         del data["_index"]
         return json.dumps({"format": FORMAT, **data}, indent=indent)
@@ -137,9 +141,9 @@ class Plan:
         for (kind, choice, reason, _), alike in groups.items():
             shown = ", ".join(d.subject for d in alike[:3])
             more = f", ... ({len(alike)} alike)" if len(alike) > 3 else ""
-            kept = f" {', '.join(alike[0].values)}" if alike[0].values else ""
+            values = f" {', '.join(alike[0].values)}" if alike[0].values else ""
             nbytes = gib(sum(d.nbytes for d in alike))
-            lines.append(f"  {kind:10s} {shown}{more}: {choice}{kept} [{nbytes}] {reason}")
+            lines.append(f"  {kind:10s} {shown}{more}: {choice}{values} [{nbytes}] {reason}")
         return "\n".join(lines)
 
 

@@ -18,7 +18,8 @@ Of every call: ``phase`` and ``block`` (the index of the forward block it belong
 ``tier`` too, where they run; conversions run on the host. ``recomputes``: of a region of the backward, the forward blocks that
 it computes again.
 ``step.meta``: ``inputs`` (InputSpec per placeholder), ``outputs`` (OutputSpec per output), ``constants`` (tensors),
-``blocks`` (their names), ``device`` (where its kernels run, as torch names it).
+``blocks`` (their names), ``device`` (where its kernels run, as torch names it), ``homes`` (parameter -> home block) and
+``updated`` (the parameters that a backward updates, if not all); ``build`` alone writes them.
 ``fx.Interpreter(step).run(*inputs)`` is the reference execution, in which an update returns the gradients it is given: what
 it makes of them is the optimizer's.
 """
@@ -33,14 +34,12 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from mtcompile.runtime.schedule import Phase, Role, Tier, aligned, gib
-
-Value = fx.Node  # a placeholder or a getitem of the step graph
+from mtcompile.runtime.schedule import Role, Tier, gib
 
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
-    """Where a placeholder's tensor comes from. ``index``: position among the program's inputs; for a tangent, the
+    """The source of a placeholder's tensor. ``index``: position among the program's inputs; for a tangent, the
     position of its output; -1 for a constant. ``name``: the user's name (a parameter's path), unique in the graph.
     ``tier``: where an input arrives."""
 
@@ -53,7 +52,7 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True)
 class OutputSpec:
-    """What one result is: the ``index``-th output, the gradient of input ``index``, or the new version of input
+    """The meaning of one result: the ``index``-th output, the gradient of input ``index``, or the new version of input
     ``index`` (a mutated buffer or input; for an update, a parameter)."""
 
     kind: Literal["output", "grad", "mutation", "update"]
@@ -62,32 +61,32 @@ class OutputSpec:
 
 
 def prefetch(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Host to device. Same dtype, strides and bytes."""
+    """Copies from host to device; dtype, strides and bytes stay the same."""
     return values
 
 
 def offload(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Device to host. Same dtype, strides and bytes."""
+    """Copies from device to host; dtype, strides and bytes stay the same."""
     return values
 
 
 def convert(*values: torch.Tensor, casts: tuple[Mapping[str, Any], ...]) -> tuple[torch.Tensor, ...]:
-    """Another dtype, on the host: the keywords are of the captured _to_copy, which may name the device."""
+    """Casts on the host, by the keywords of the captured _to_copy, which may name the device."""
     return tuple(torch.ops.aten._to_copy.default(v, dtype=cast["dtype"]) for v, cast in zip(values, casts, strict=True))
 
 
 def update(*values: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-    """An optimizer's update of ``count`` parameters."""
+    """Updates ``count`` parameters as the optimizer does; in the reference execution, returns their gradients."""
     return values[count : 2 * count]
 
 
 def gradient_norms(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """fp32 [len(values)]."""
+    """The norm of each gradient: fp32 [len(values)]."""
     return (torch.stack([torch.linalg.vector_norm(value).float() for value in values]),)
 
 
 def gradient_scale(*norms: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """fp32 []; which factor is the caller's to say, 1 here."""
+    """The factor of all gradients: fp32 []; 1 in the reference execution."""
     return (torch.ones(()),)
 
 
@@ -118,14 +117,14 @@ def is_seed(node: fx.Node) -> bool:
     declaration says, so it is passed on as it is, and neither copied nor made again."""
     if node.target is not operator.getitem:
         return False
-    made: Any = node.args[0]
+    call: Any = node.args[0]
     position: Any = node.args[1]
-    returns = getattr(getattr(made.target, "_schema", None), "returns", ())
+    returns = getattr(getattr(call.target, "_schema", None), "returns", ())
     return position < len(returns) and returns[position].name in _SEEDS
 
 
 def has_random(step: fx.GraphModule) -> bool:
-    """Whether any kernel of a step graph advances a generator."""
+    """Says whether any kernel of a step graph advances a generator."""
     return any(is_random(node) for kernel in step.children() for node in kernel.graph.nodes)
 
 
@@ -153,12 +152,21 @@ def span_nbytes(val: torch.Tensor) -> int:
     return (last + 1) * val.element_size()
 
 
+def iter_tensors(node: fx.Node) -> Iterator[torch.Tensor]:
+    """The tensors that an operation returns, as traced; none for what returns no tensor."""
+    val = node.meta.get("val")
+    if isinstance(val, torch.Tensor):
+        yield val
+    elif isinstance(val, (tuple, list)):
+        yield from (v for v in val if isinstance(v, torch.Tensor))
+
+
 def storage_nbytes(val: torch.Tensor) -> int:
     return int(val.untyped_storage().nbytes())
 
 
 def describe(val: Any) -> str:
-    """f32[2, 16] and, where they are not the contiguous ones, the strides."""
+    """A tensor's dtype and shape, as in f32[2, 16], and its strides where it is not contiguous."""
     if not isinstance(val, torch.Tensor):
         return ""
     dtype = str(val.dtype).removeprefix("torch.").replace("float", "f").replace("int", "i").replace("bool", "b8")
@@ -192,7 +200,7 @@ def recomputes(node: fx.Node) -> tuple[int, ...]:
 
 
 def calls(step: fx.GraphModule) -> list[fx.Node]:
-    """Regions, prefetches, offloads, conversions and updates in order."""
+    """The regions, prefetches, offloads, conversions and updates, in order."""
     return [n for n in step.graph.nodes if is_region(n) or is_move(n) or is_update(n) or is_convert(n)]
 
 
@@ -229,33 +237,7 @@ def source(value: fx.Node) -> fx.Node:
     return value
 
 
-# ------------------------------------------------------------------------------------------------------ writing a graph
-
-
-def add_call(graph: fx.Graph, call: fx.Node, outputs: list[tuple[str, dict[str, Any]]]) -> list[fx.Node]:
-    """Append getitems for the results of ``call`` at the insertion point; (name, meta) per result."""
-    made = []
-    for position, (name, meta) in enumerate(outputs):
-        item = graph.create_node("call_function", operator.getitem, (call, position), name=name)
-        item.meta.update(meta)
-        made.append(item)
-    return made
-
-
-def add_move(graph: fx.Graph, target: Any, values: list[fx.Node], phase: Phase, block: int, name: str) -> list[fx.Node]:
-    """Append one prefetch or offload of ``values`` and return the moved values."""
-    tier = "device" if target is prefetch else "host"
-    call = graph.create_node("call_function", target, tuple(values), name=name)
-    call.meta.update(phase=phase, block=block)
-    outputs = [(f"{value.name}_{tier}", dict(value.meta, tier=tier)) for value in values]
-    return add_call(graph, call, outputs)
-
-
-def add_restride(graph: fx.Graph, value: fx.Node, like: torch.Tensor) -> fx.Node:
-    """Append a copy of ``value`` that is strided as ``like``, at the insertion point."""
-    made = graph.call_function(restride, (value, tuple(like.shape), tuple(like.stride())))
-    made.meta["val"] = value.meta["val"].new_empty_strided(like.shape, like.stride())
-    return made
+# ------------------------------------------------------------------------------------------------------ copying a graph
 
 
 def copy_step(step: fx.GraphModule) -> fx.GraphModule:
@@ -292,31 +274,16 @@ def _no_code(self: fx.GraphModule, *inputs: Any) -> Any:
 
 
 def listing(step: fx.GraphModule) -> str:
-    """The step graph as a person reads it: a line per call, sizes and tiers of what it makes."""
+    """The step graph as text for a reader: a line per call, with sizes and tiers of what it makes."""
     lines = []
     for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
         lines.append(f"{node.name}: {describe(node.meta['val'])}  [{node.meta['tier']} {spec.role} {spec.name}]")
     for node in calls(step):
-        made = ", ".join(f"{item.name}: {describe(item.meta['val'])} {gib(item.meta['nbytes'])}" for item in results(node))
+        outputs = ", ".join(f"{item.name}: {describe(item.meta['val'])} {gib(item.meta['nbytes'])}" for item in results(node))
         operands = ", ".join(str(arg) for arg in node.args)
         name = node.name if is_region(node) else getattr(node.target, "__name__", str(node.target))
         kernel = f" = {node.target}" if is_region(node) else ""
-        lines.append(f"{node.meta['phase'][:3]} {name}{kernel}({operands}) -> {made or '()'}")
+        lines.append(f"{node.meta['phase'][:3]} {name}{kernel}({operands}) -> {outputs or '()'}")
     for spec, value in zip(step.meta["outputs"], step_outputs(step), strict=True):
         lines.append(f"return {spec.kind} {spec.name}: {value}")
     return "\n".join(lines)
-
-
-def body_listing(body: fx.GraphModule) -> str:
-    return "\n".join(str(node.format_node()) for node in body.graph.nodes)
-
-
-def iter_tensors(node: fx.Node) -> Iterator[torch.Tensor]:
-    val = node.meta.get("val")
-    if isinstance(val, torch.Tensor):
-        yield val
-    elif isinstance(val, (tuple, list)):
-        yield from (v for v in val if isinstance(v, torch.Tensor))
-
-
-__all__ = [name for name in globals() if not name.startswith("_")] + ["aligned"]

@@ -1,5 +1,5 @@
-"""What a kernel costs: FLOPs by torch's own formulas, bytes of memory traffic, time on a machine by the roofline; or as it
-was measured there."""
+"""The cost of a kernel: FLOPs by torch's own formulas, bytes of memory traffic, and time on a machine, by the roofline or as
+measured there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mtcompile.passes.generators import replay
 from mtcompile.passes.step_graph import is_view, iter_tensors, span_nbytes
 
 aten = torch.ops.aten
-# Beside pointwise operations, what is compiled together with its neighbours.
+# Beside pointwise operations, these are compiled together with their neighbours.
 _REDUCTIONS = {
     aten.native_layer_norm.default,
     aten.native_layer_norm_backward.default,
@@ -27,14 +27,14 @@ _REDUCTIONS = {
     aten.sum.dim_IntList,
     aten.mean.dim,
 }
-_FUSED = 3  # of the bytes that fusible operations move one by one, the share that is left: one in so many (an estimate)
+_FUSION_GAIN = 3  # fused, fusible operations move one in so many of the bytes that they move one by one (an estimate)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Times that a machine took, in place of formulas. ``kernels``: ``kernel_digest`` -> microseconds of one run. ``scale``:
-    queue -> what was measured there over what formulas say of the same; everything that was not measured itself is
-    multiplied by it, so that it does not look cheap only because formulas are."""
+    """Measured times, in place of formulas. ``kernels``: ``kernel_digest`` -> microseconds of one run. ``scale``: queue ->
+    measured time over the formula's for the same work; everything that was not measured itself is multiplied by it, so that
+    it does not look cheap only because formulas are."""
 
     kernels: Mapping[str, float] = field(hash=False)
     scale: Mapping[str, float] = field(hash=False)
@@ -44,8 +44,8 @@ class Measured:
 class Machine:
     """Speeds of one machine: GB/s of the device's memory, of the link per direction and of the host's memory, dense FLOP/s,
     and the microseconds one operation costs to issue. ``fuses``: its kernels are compiled. ``device_nbytes``: the memory of
-    its device, 0 where it has what it is given. ``measured``: what is known of it beside these, None for nothing. The
-    defaults are of the emulated device on a small CPU."""
+    its device, 0 where it has what it is given. ``measured``: times measured on it, None for none. The defaults are of the
+    emulated device on a small CPU."""
 
     name: str = "emulated"
     flops: float = 5e10
@@ -65,23 +65,24 @@ class Machine:
         return self.scale(queue) * (nbytes / (self.d2h_gbps if queue == "d2h" else self.h2d_gbps) / 1e3)
 
     def update_us(self, host_nbytes: int, device_nbytes: int, state_copies: float) -> float:
-        """Of an elementwise optimizer, by parameter bytes at home in each tier: it reads weight, gradient and state, and
-        writes weight and state, once each."""
+        """The microseconds of an elementwise optimizer's update, by parameter bytes at home in each tier: it reads weight,
+        gradient and state, and writes weight and state, once each."""
         passes = 3 + 2 * state_copies
         return passes * (host_nbytes / self.host_gbps + device_nbytes / self.memory_gbps) / 1e3
 
     def contention_us(self, nbytes: int) -> float:
-        """What copies cost the kernels they hide behind: their bytes go through the same memory."""
+        """The microseconds that copies of ``nbytes`` cost the kernels they hide behind: both go through the same memory."""
         return nbytes / self.memory_gbps / 1e3
 
     def run_us(self, flops: int, nbytes: int, operations: int) -> float:
-        by_formula = max(flops / self.flops * 1e6, nbytes / self.memory_gbps / 1e3) + self.issue_us * operations
-        return self.scale("compute") * by_formula
+        """The microseconds of a kernel by the roofline, scaled as measured kernels are."""
+        roofline_us = max(flops / self.flops * 1e6, nbytes / self.memory_gbps / 1e3) + self.issue_us * operations
+        return self.scale("compute") * roofline_us
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """``fusible_nbytes``, ``fusible``: how much of the bytes and operations is of operations that a compiler joins."""
+    """The work of a kernel. ``fusible_nbytes``, ``fusible``: the part of the bytes and operations that a compiler fuses."""
 
     flops: int
     nbytes: int
@@ -92,14 +93,14 @@ class Cost:
     def time_us(self, machine: Machine) -> float:
         if not machine.fuses:
             return machine.run_us(self.flops, self.nbytes, self.operations)
-        left = self.nbytes - self.fusible_nbytes + self.fusible_nbytes // _FUSED
-        return machine.run_us(self.flops, left, self.operations - self.fusible)
+        nbytes = self.nbytes - self.fusible_nbytes + self.fusible_nbytes // _FUSION_GAIN
+        return machine.run_us(self.flops, nbytes, self.operations - self.fusible)
 
 
 def kernel_us(kernel: fx.GraphModule, machine: Machine) -> float:
     """Microseconds of one run: as measured, or by formula."""
-    known = None if machine.measured is None else machine.measured.kernels.get(kernel_digest(kernel))
-    return kernel_cost(kernel).time_us(machine) if known is None else known
+    measured_us = None if machine.measured is None else machine.measured.kernels.get(kernel_digest(kernel))
+    return kernel_cost(kernel).time_us(machine) if measured_us is None else measured_us
 
 
 def formula_us(kernel: fx.GraphModule, machine: Machine) -> float:
@@ -108,7 +109,7 @@ def formula_us(kernel: fx.GraphModule, machine: Machine) -> float:
 
 
 def kernel_digest(kernel: fx.GraphModule) -> str:
-    """Of its key: the same for the same body in every process."""
+    """A digest of the kernel's key: the same for the same body in every process."""
     if "digest" not in kernel.meta:
         kernel.meta["digest"] = hashlib.sha256(kernel.meta["key"].encode()).hexdigest()
     return str(kernel.meta["digest"])
@@ -129,7 +130,7 @@ def body_cost(body: fx.Graph) -> Cost:
 
 
 def node_cost(node: fx.Node) -> Cost:
-    """One operation's; a getitem costs nothing."""
+    """The cost of one operation; a getitem costs nothing."""
     if node.target is operator.getitem:
         return Cost(0, 0, 0)
     nbytes = sum(span_nbytes(v) for v in iter_tensors(node))
@@ -139,6 +140,7 @@ def node_cost(node: fx.Node) -> Cost:
 
 
 def node_flops(node: fx.Node) -> int:
+    """FLOPs of one operation by torch's formula; 0 where there is none."""
     target, args = (node.args[2], node.args[3:]) if node.target is replay else (node.target, node.args)
     formula = flop_registry.get(getattr(target, "overloadpacket", None))
     if formula is None or "val" not in node.meta:

@@ -54,7 +54,7 @@ def install(owner: torch.nn.Module, kernels: Kernels, body: fx.Graph) -> str:
 
 
 def attach(owner: torch.nn.Module, kernel: fx.GraphModule) -> str:
-    """Make a kernel callable from ``owner``; its submodule name."""
+    """Makes a kernel callable from ``owner``; returns its submodule name."""
     name = str(kernel.meta["name"])
     if name not in owner._modules:
         owner.add_module(name, kernel)
@@ -62,12 +62,12 @@ def attach(owner: torch.nn.Module, kernel: fx.GraphModule) -> str:
 
 
 def drop_dead(body: fx.Graph) -> None:
-    """Drop operations nobody needs; those that advance the generator stay."""
+    """Drops operations whose results nothing reads; those that advance the generator stay."""
     body.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or is_random(n))
 
 
 def saved_states(body: fx.GraphModule) -> dict[str, int]:
-    """Name of each ``save_rng`` node among the outputs of a body -> its position there."""
+    """The name of each ``save_rng`` node among the outputs of a body -> its position there."""
     return {node.name: i for i, node in enumerate(body_outputs(body)) if node.target is save_rng}
 
 

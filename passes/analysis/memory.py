@@ -11,7 +11,7 @@ from mtcompile.runtime.schedule import aligned
 
 
 def owner(node: fx.Node) -> fx.Node:
-    """The node whose storage ``node`` is: through views back to what they view."""
+    """The node whose storage ``node`` shares: follows views back to what they view."""
     while is_view(node):
         node = node.args[0]
     return node
@@ -29,7 +29,7 @@ def made_nbytes(node: fx.Node) -> int:
 
 
 def body_peak(body: fx.Graph) -> int:
-    """The most of ``body_lives``."""
+    """The largest of ``body_lives``, in bytes."""
     return max(body_lives(body), default=0)
 
 
@@ -62,6 +62,7 @@ def body_lives(body: fx.Graph) -> list[int]:
 
 
 def output_nbytes(kernel: fx.GraphModule) -> int:
+    """The bytes of a kernel's results."""
     return sum(aligned(storage_nbytes(node.meta["val"])) for node in body_outputs(kernel))
 
 

@@ -1,4 +1,4 @@
-"""Values that a step keeps between its forward and its backward, and between its blocks."""
+"""Finds the values that a step keeps between its forward and its backward, and between its blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training state in bytes and its update in time: what of a plan does not depend on how its step is rewritten."""
+"""The bytes of training state and the time of its update: what does not depend on how a step is rewritten."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SCALAR_STATE_NBYTES = ALIGNMENT  # step counters of a parameter's optimizer stat
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Bytes per tier; None is unlimited. ``state_copies``: optimizer state per parameter, in parameter sizes.
+    """The limits of a plan: bytes per tier, None for unlimited. ``state_copies``: optimizer state in parameter sizes.
     ``host_activations``: whether activations may wait on the host. ``reserve``: device bytes that are held beside the
-    schedule at all times, such as a generator's state. ``updates``: in the backward; None: after it, with all gradients
-    kept for it."""
+    schedule at all times, such as a generator's state. ``updates``: how parameters are updated in the backward; None: after
+    it, with all gradients kept until then."""
 
     device: int | None = None
     host: int | None = None
@@ -37,7 +37,7 @@ class Budgets:
 
 
 def param_nbytes(step: fx.GraphModule) -> dict[str, int]:
-    """Bytes of parameters per home block."""
+    """The bytes of parameters by home block."""
     sizes: dict[str, int] = {}
     for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
         if spec.role == "param" and spec.name in step.meta["homes"]:
@@ -50,35 +50,35 @@ def resident_nbytes(sizes: Mapping[str, int], plan: Plan, budgets: Budgets) -> d
     """Persistent bytes per tier, at the home of their block: weights, optimizer state, and gradients where they wait for
     optimizer.step() (an older one may be held while a new one is made)."""
     totals = {"device": 0, "host": 0}
-    held = 2 if budgets.updates is None else 1
+    copies = (2 if budgets.updates is None else 1) + budgets.state_copies
     for block, nbytes in sizes.items():
         tier = "device" if plan.params(block) == "device" else "host"
-        totals[tier] += int(nbytes * (held + budgets.state_copies))
+        totals[tier] += int(nbytes * copies)
     return totals
 
 
 def times_us(
     schedule: Schedule, machine: Machine, sizes: Mapping[str, int], plan: Plan, budgets: Budgets
 ) -> tuple[float, float]:
-    """Microseconds of forward and backward, and what the optimizer's update adds to them. In the backward, the host works on
-    gradients while others are made, through the memory that copies use too."""
+    """Microseconds of forward and backward, and the microseconds that the optimizer's update adds to them. Where updates run in
+    the backward, the host works on gradients while others are made, through the memory that copies use too."""
     copied = sum(i.nbytes for i in schedule.instructions if i.op == "copy")
     contention = machine.contention_us(copied)
-    there = sum(nbytes for block, nbytes in sizes.items() if plan.params(block) == "device")
-    here = sum(sizes.values()) - there
+    device_nbytes = sum(nbytes for block, nbytes in sizes.items() if plan.params(block) == "device")
+    host_nbytes = sum(sizes.values()) - device_nbytes
     if budgets.updates is None:
-        return span_us(simulate(schedule)) + contention, machine.update_us(here, there, budgets.state_copies)
-    free = [replace(i, time_us=0.0) if _of_update(schedule, i) else i for i in schedule.instructions]
-    trace = simulate(replace(schedule, instructions=tuple(free), run_ahead=False))
-    alone = beside = span_us(trace)
+        return span_us(simulate(schedule)) + contention, machine.update_us(host_nbytes, device_nbytes, budgets.state_copies)
+    without = [replace(i, time_us=0.0) if _is_update(schedule, i) else i for i in schedule.instructions]
+    trace = simulate(replace(schedule, instructions=tuple(without), run_ahead=False))
+    alone = overlapped = span_us(trace)  # without updates; and as much of it as updates may run beside
     if not budgets.updates.run_ahead:
         starts = (r.start_us for r in trace.records if schedule.instructions[r.index].phase == "backward")
-        beside -= min(starts, default=alone)
+        overlapped -= min(starts, default=alone)
         copied = sum(i.nbytes for i in schedule.instructions if i.op == "copy" and i.phase == "backward")
-    crowded = machine.update_us(here, 0, budgets.state_copies) + copied / machine.host_gbps / 1e3 - beside
-    return alone + contention, max(period_us(schedule) - alone, 0.0, crowded)
+    memory_bound = machine.update_us(host_nbytes, 0, budgets.state_copies) + copied / machine.host_gbps / 1e3 - overlapped
+    return alone + contention, max(period_us(schedule) - alone, 0.0, memory_bound)
 
 
-def _of_update(schedule: Schedule, instruction: Instruction) -> bool:
+def _is_update(schedule: Schedule, instruction: Instruction) -> bool:
     """Tells whether it updates parameters, or makes or moves what scales their updates."""
     return instruction.work == "update" or any(schedule.buffers[name].role == "state" for name in instruction.writes)

@@ -1,4 +1,4 @@
-"""Gradient accumulation inside one step: a captured step of one micro-batch becomes a step of several, region by region.
+"""Accumulates gradients inside one step: a captured step of one micro-batch becomes a step of several, region by region.
 
 Each region runs all micro-batches, one after the other, before the next region runs any: its parameters come in once per
 pass, and its gradients, summed over the micro-batches in their order, leave once. It is done to the joint graph, so that
@@ -40,13 +40,13 @@ class Micro:
     wide: bool = False
 
     def index(self, index: int, micro: int) -> int:
-        """Where the program of all takes what a program of one takes at ``index``."""
+        """The index at which the program of all takes what a program of one takes at ``index``."""
         if micro == 0 or index not in self.split:
             return index
         return self.inputs + (micro - 1) * len(self.split) + self.split.index(index)
 
     def specs(self, inputs: tuple[InputSpec, ...]) -> tuple[InputSpec, ...]:
-        """Of the program of all."""
+        """The inputs of the program of all."""
         more = (self.spec(inputs[index], micro) for micro in range(1, self.count) for index in self.split)
         return (*inputs, *more)
 
@@ -56,17 +56,17 @@ class Micro:
 
 
 def weights_of(joint: fx.GraphModule, micro: Micro) -> dict[int, Weights]:
-    """Of each scalar output (by index), from the captured graph, before anything is rewritten. Raises NotImplementedError for
-    a loss whose share cannot be told."""
-    found, own = {}, _own(joint, micro)
+    """The weights of each loss (by output index), from the captured graph, before anything is rewritten. Raises
+    NotImplementedError for a loss whose weights cannot be told."""
+    losses, own = {}, _own(joint, micro)
     for spec, value in zip(joint.meta["outputs"], step_outputs(joint), strict=True):
         if spec.kind == "output" and _is_loss(value, _rows(joint, micro)):
-            found[spec.index] = weights(value, own, _rows(joint, micro))
-    return found
+            losses[spec.index] = weights(value, own, _rows(joint, micro))
+    return losses
 
 
 def _is_loss(value: fx.Node, rows: int) -> bool:
-    """Of micro-batches of one row, a result of one element is that row's."""
+    """Says whether an output is a loss. Where micro-batches have one row, a result of shape [1] is that row's and no loss."""
     val = value.meta["val"]
     return val.is_floating_point() and val.numel() == 1 and (val.dim() == 0 or rows > 1)
 
@@ -77,12 +77,12 @@ def _split(joint: fx.GraphModule, micro: Micro) -> list[fx.Node]:
 
 
 def _rows(joint: fx.GraphModule, micro: Micro) -> int:
-    """Of a micro-batch; 0 where the model reads nothing that is cut."""
+    """The rows of a micro-batch; 0 where the model reads nothing that is cut."""
     return next((int(node.meta["val"].shape[0]) for node in _split(joint, micro)), 0)
 
 
 def _own(joint: fx.GraphModule, micro: Micro) -> set[fx.Node]:
-    """What is not the same in every micro-batch."""
+    """The nodes that differ between micro-batches: the split inputs and all that depends on them."""
     own = set(_split(joint, micro))
     for node in joint.graph.nodes:
         if any(operand in own for operand in node.all_input_nodes):
@@ -93,10 +93,13 @@ def _own(joint: fx.GraphModule, micro: Micro) -> set[fx.Node]:
 def repeat(joint: fx.GraphModule, micro: Micro, weights: Mapping[int, Weights]) -> fx.GraphModule:
     """The joint graph of all micro-batches. Raises NotImplementedError for what has no meaning over several: an output without
     the batch in front, a buffer that is changed after the region that reads it."""
-    return _Repeat(joint, micro, weights).made()
+    return _Repeat(joint, micro, weights).graph_module()
 
 
 class _Repeat:
+    """Builds the joint graph of all micro-batches. ``env``: for each micro-batch, captured node -> its copy; ``outputs``: what
+    the new graph returns so far."""
+
     def __init__(self, joint: fx.GraphModule, micro: Micro, weights: Mapping[int, Weights]) -> None:
         self.joint, self.micro, self.weights = joint, micro, weights
         self.region, self.blocks = assign(joint.graph)
@@ -116,7 +119,7 @@ class _Repeat:
             if spec.kind == "mutation":
                 self.following[by_index[spec.index]] = value
 
-    def made(self) -> fx.GraphModule:
+    def graph_module(self) -> fx.GraphModule:
         self._take_inputs()
         grads = {v: spec for spec, v in zip(self.specs, self.values, strict=True) if spec.kind == "grad"}
         for region, nodes in in_order(self.joint.graph, self.region):
@@ -133,11 +136,11 @@ class _Repeat:
                 raise NotImplementedError(f"an output ({spec.name}) that is one of its inputs")
         ordered = sorted(self.outputs.items(), key=lambda item: ("output", "mutation", "grad").index(item[0].kind))
         self.graph.output(tuple(node for _, node in ordered))
-        made = fx.GraphModule(torch.nn.Module(), self.graph)
-        made.meta.update(self.joint.meta)
-        made.meta.update(inputs=tuple(self.inputs), outputs=tuple(spec for spec, _ in ordered), cut=self.blocks)
-        made.graph.lint()
-        return made
+        repeated = fx.GraphModule(torch.nn.Module(), self.graph)
+        repeated.meta.update(self.joint.meta)
+        repeated.meta.update(inputs=tuple(self.inputs), outputs=tuple(spec for spec, _ in ordered), cut=self.blocks)
+        repeated.graph.lint()
+        return repeated
 
     def _take_inputs(self) -> None:
         rows = list(zip(self.joint.meta["inputs"], placeholders(self.joint.graph), strict=True))
@@ -157,7 +160,7 @@ class _Repeat:
                     del env[node]
 
     def _whole(self, index: int, value: fx.Node) -> torch.Tensor:
-        """Of an output over all micro-batches."""
+        """The tangent of an output over all micro-batches, without content."""
         val = value.meta["val"]
         return val if index in self.weights else val.new_empty((val.shape[0] * self.micro.count, *val.shape[1:]))
 
@@ -187,14 +190,14 @@ class _Repeat:
         add = adder(self.graph, like)
 
         def with_region(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-            made = add(target, *args, **kwargs)
-            made.meta["region"] = self.region[like]
-            return made
+            node = add(target, *args, **kwargs)
+            node.meta["region"] = self.region[like]
+            return node
 
         return with_region
 
     def _tangent(self, tangent: fx.Node, number: int, user: fx.Node) -> fx.Node:
-        """Of one micro-batch's output, from that of all."""
+        """The tangent of one micro-batch's output, taken from that of all."""
         whole, index = self.tangents[tangent]
         add, val = self._add(user), tangent.meta["val"]
         if index not in self.weights:
@@ -208,7 +211,7 @@ class _Repeat:
         return scaled if scaled.meta["val"].dtype == val.dtype else add(aten._to_copy.default, scaled, dtype=val.dtype)
 
     def _sum(self, spec: OutputSpec, node: fx.Node, copied: fx.Node, number: int) -> None:
-        """Gradients of what all share are added up; what a micro-batch has to itself has its own."""
+        """Adds up the gradient of an input that all micro-batches share; an input that each has for itself keeps its own."""
         if spec.index in self.micro.split:
             own = replace(spec, index=self.micro.index(spec.index, number))
             self.outputs[replace(own, name=self.micro.spec(InputSpec("input", spec.name, spec.index), number).name)] = copied
@@ -259,10 +262,10 @@ class _Repeat:
             if dtype != exact:
                 loss = add(aten._to_copy.default, loss, dtype=exact)
             terms.append(add(aten.masked_fill.Scalar, add(aten.mul.Tensor, loss, scale), add(aten.eq.Scalar, scale, 0), 0))
-        made = _total(add, terms)
-        return made if dtype == exact else add(aten._to_copy.default, made, dtype=dtype)
+        loss = _total(add, terms)
+        return loss if dtype == exact else add(aten._to_copy.default, loss, dtype=dtype)
 
 
 def _total(add: Add, parts: list[fx.Node]) -> fx.Node:
-    """In their order, one after the other."""
+    """The sum of the parts, added in their order one after the other."""
     return list(itertools.accumulate(parts, lambda one, other: add(aten.add.Tensor, one, other)))[-1]

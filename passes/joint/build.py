@@ -12,10 +12,10 @@ from torch.fx.node import map_arg
 
 from mtcompile.passes.analysis.kernels import Kernels, copy_meta, install
 from mtcompile.passes.generators import generator_nbytes, save_rng
+from mtcompile.passes.insert import add_call
 from mtcompile.passes.joint.regions import assign, in_order
 from mtcompile.passes.step_graph import (
     OutputSpec,
-    add_call,
     is_random,
     is_seed,
     is_view,

@@ -1,4 +1,4 @@
-"""The loss head in chunks of tokens: a linear layer and its cross-entropy, so that whole-batch logits never exist.
+"""Puts the loss head in chunks of tokens: a linear layer and its cross-entropy, so that whole-batch logits never exist.
 
 Each chunk's logits are made, reduced to a sum of losses and dropped; the backward makes them again, chunk by chunk. All
 of it is plain ATen in the joint graph, so everything after plans, proves and runs it like any other operations.
@@ -41,7 +41,7 @@ class _Backward:
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What was recognised: x (tokens, width), logits = product(x) then casts, and their loss."""
+    """A recognised head: x (tokens, width), logits = product(x) then casts, and their loss."""
 
     product: fx.Node  # mm(x, w) or addmm(bias, x, w)
     casts: tuple[fx.Node, ...]
@@ -55,9 +55,10 @@ class _Head:
 
 
 def chunk_loss(joint: fx.GraphModule, chunks: int) -> int:
-    """Rewrite every loss head of a normalized joint graph that nobody else reads, in place; how many there were."""
-    found = [_recognise(node) for node in joint.graph.nodes] if chunks > 1 else []
-    heads = [head for head in found if head is not None and _where(joint.graph, head.backward) is not None]
+    """Rewrites, in place, every loss head of a normalized joint graph whose logits nothing else reads. Returns how many there
+    were."""
+    recognised = [_recognise(node) for node in joint.graph.nodes] if chunks > 1 else []
+    heads = [head for head in recognised if head is not None and _backward_point(joint.graph, head.backward) is not None]
     for head in heads:
         _rewrite(joint.graph, head, chunks)
     if heads:
@@ -94,7 +95,7 @@ def _recognise(softmax: fx.Node) -> _Head | None:
 
 
 def _up(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-    """Through reshapes and casts that nobody else reads, to what they come from."""
+    """Follows reshapes and casts with one reader back to the value they come from; that value and the casts."""
     casts: list[fx.Node] = []
     while node.op == "call_function" and len(node.users) == 1 and (node.target in _RESHAPES or _is_cast(node)):
         casts += [node] if _is_cast(node) else []
@@ -103,7 +104,7 @@ def _up(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
 
 
 def _down(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-    """Through reshapes and casts, to what the gradients' products read."""
+    """Follows reshapes and casts to the value that the gradients' products read; that value and the casts."""
     casts: list[fx.Node] = []
     while len(node.users) == 1 and ((user := next(iter(node.users))).target in _RESHAPES or _is_cast(user)):
         node = user
@@ -116,7 +117,7 @@ def _is_cast(node: fx.Node) -> bool:
 
 
 def _products(gradient: fx.Node, x: fx.Node) -> tuple[tuple[fx.Node, ...], ...] | None:
-    """(for x, for the weight, for the bias) if that is all that reads the logits' gradient."""
+    """The products (for x, for the weight, for the bias) if they are all that reads the logits' gradient; else None."""
     for_x: list[fx.Node] = []
     for_weight: list[fx.Node] = []
     for_bias: list[fx.Node] = []
@@ -135,7 +136,7 @@ def _products(gradient: fx.Node, x: fx.Node) -> tuple[tuple[fx.Node, ...], ...] 
 
 
 def _rewrite(graph: fx.Graph, head: _Head, chunks: int) -> None:
-    first = _where(graph, head.backward)
+    first = _backward_point(graph, head.backward)
     rows = _val(head.softmax).shape[0]
     size = -(-rows // min(chunks, rows))
     bounds = [(start, min(start + size, rows)) for start in range(0, rows, size)]
@@ -146,9 +147,10 @@ def _rewrite(graph: fx.Graph, head: _Head, chunks: int) -> None:
         sums, weights = [], []
         for start, end in bounds:
             logarithms = _logarithms(add, head, start, end)
-            made = add(aten.nll_loss_forward.default, logarithms, _rows(add, target, start, end), None, _SUM, ignored)
-            sums.append(_item(graph, made, 0))
-            weights.append(_item(graph, made, 1))
+            labels = _rows(add, target, start, end)
+            loss = add(aten.nll_loss_forward.default, logarithms, labels, None, _SUM, ignored)
+            sums.append(_item(graph, loss, 0))
+            weights.append(_item(graph, loss, 1))
         weight = _sum(add, weights)
         loss = add(aten.div.Tensor, _sum(add, sums), weight)
     for user in list(head.loss.users):
@@ -172,19 +174,19 @@ def _rewrite(graph: fx.Graph, head: _Head, chunks: int) -> None:
                 pieces[node].append(add(aten.mm.default, gradient, _viewed(add, node.args[1])))
             for node in back.for_weight:
                 turned = add(aten.t.default, gradient)
-                rows_of_x, so_far = _rows(add, head.x, start, end), pieces[node]
-                made = (
-                    add(aten.addmm.default, so_far[0], turned, rows_of_x) if so_far else add(aten.mm.default, turned, rows_of_x)
-                )
-                pieces[node] = [made]
+                operands = (turned, _rows(add, head.x, start, end))
+                total_so_far = pieces[node]
+                product = add(aten.addmm.default, *total_so_far, *operands) if total_so_far else add(aten.mm.default, *operands)
+                pieces[node] = [product]
             for node in back.for_bias:
                 pieces[node].append(add(node.target, gradient, *node.args[1:], **node.kwargs))
         for node, parts in pieces.items():
             node.replace_all_uses_with(add(aten.cat.default, parts) if node in back.for_x else _sum(add, parts))
 
 
-def _where(graph: fx.Graph, back: _Backward | None) -> fx.Node | None:
-    """Before which node the gradients can be made: after all they read and before all that reads them; None if never."""
+def _backward_point(graph: fx.Graph, back: _Backward | None) -> fx.Node | None:
+    """The node before which the gradients can be made: after all they read and before all that reads them; None where there is
+    none."""
     if back is None:
         return graph.output_node()
     order = {node: position for position, node in enumerate(graph.nodes)}
@@ -199,8 +201,8 @@ Add = Callable[..., fx.Node]
 
 
 def adder(graph: fx.Graph, like: fx.Node) -> Add:
-    """Append an operation whose result is known by running it on tensors without content (fake ones of a trace, or those of
-    a graph read from text); phase and place are those of ``like``."""
+    """A function that appends an operation, whose result is known by running it on tensors without content (fake ones of a
+    trace, or those of a graph read from text); phase and place are those of ``like``."""
     mode: Any = getattr(_val(like), "fake_mode", None) or nullcontext()
 
     def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -213,9 +215,9 @@ def adder(graph: fx.Graph, like: fx.Node) -> Add:
     return add
 
 
-def _item(graph: fx.Graph, made: fx.Node, position: int) -> fx.Node:
-    node = graph.call_function(operator.getitem, (made, position))
-    node.meta.update({k: v for k, v in made.meta.items() if k != "val"}, val=made.meta["val"][position])
+def _item(graph: fx.Graph, call: fx.Node, position: int) -> fx.Node:
+    node = graph.call_function(operator.getitem, (call, position))
+    node.meta.update({k: v for k, v in call.meta.items() if k != "val"}, val=call.meta["val"][position])
     return node
 
 
@@ -233,7 +235,7 @@ def _rows(add: Add, node: fx.Node, start: int, end: int) -> fx.Node:
 
 
 def _viewed(add: Add, node: fx.Node) -> fx.Node:
-    """The same view, made here."""
+    """Makes the same view here; a value that is no view is left as it is."""
     return add(node.target, _viewed(add, node.args[0]), *node.args[1:], **node.kwargs) if is_view(node) else node
 
 

@@ -1,4 +1,4 @@
-"""How much each micro-batch's loss weighs in the whole batch's, read from the captured graph.
+"""Reads from the captured graph how much each micro-batch's loss weighs in the whole batch's.
 
 A loss is taken apart through what is linear in it (sums of losses, factors that all micro-batches share, casts, reshapes) down
 to its reductions. A mean over rows weighs alike in every micro-batch, which have the same number of rows; a mean
@@ -32,8 +32,8 @@ _UNKNOWN = "unknown"  # its ``count`` says why
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Of micro-batches in a loss. ``kind``: "sum", "equal", or "tokens", by a number that each has: elements of ``target``
-    other than ``ignored``, or what the node ``count`` makes (names in the captured graph)."""
+    """The weights of micro-batches in a loss. ``kind``: "sum", "equal", or "tokens", by a number that each has: elements of
+    ``target`` other than ``ignored``, or what the node ``count`` makes (names in the captured graph)."""
 
     kind: str
     target: str = ""
@@ -41,28 +41,29 @@ class Weights:
     count: str = ""
 
     def __str__(self) -> str:
-        ways = {"tokens": "averaged over the tokens that count", "sum": "added up", "equal": "averaged, each weighing alike"}
-        return f"their losses {ways[self.kind]}"
+        texts = {"tokens": "averaged over the tokens that count", "sum": "added up", "equal": "averaged, each weighing alike"}
+        return f"their losses {texts[self.kind]}"
 
 
 def weights(loss: fx.Node, own: set[fx.Node], rows: int) -> Weights:
-    """``own``: what is not the same in every micro-batch; ``rows``: of each. Raises NotImplementedError."""
-    found = _Reading(own, rows).of(loss)
-    counted = {each for each in found if each.kind == "tokens"}
+    """The weights of micro-batches in ``loss``. ``own``: the nodes that differ between micro-batches; ``rows``: rows of each.
+    Raises NotImplementedError where the weights cannot be told."""
+    parts = _Reading(own, rows).of(loss)
+    counted = {part for part in parts if part.kind == "tokens"}
     if len(counted) == 1:  # what is added to a cross-entropy weighs as that does
         return counted.pop()
-    if unknown := [each for each in found if each.kind == _UNKNOWN] if not counted else []:
+    if unknown := [part for part in parts if part.kind == _UNKNOWN] if not counted else []:
         raise _refused(unknown[0].count)
-    if {each.kind for each in found} <= {"equal", "tokens"}:
+    if {part.kind for part in parts} <= {"equal", "tokens"}:
         return Weights("equal")
-    if {each.kind for each in found} == {"sum"}:
+    if {part.kind for part in parts} == {"sum"}:
         return Weights("sum")
     raise _refused("is a sum in one part and a mean in another")
 
 
-def _refused(what: str) -> NotImplementedError:
+def _refused(why: str) -> NotImplementedError:
     return NotImplementedError(
-        f"a loss that {what}, so that it cannot be told how much each micro-batch weighs in it (use a mean over rows, "
+        f"a loss that {why}, so that it cannot be told how much each micro-batch weighs in it (use a mean over rows, "
         'cross_entropy with reduction="mean" or "sum", or pass the number of the whole batch)'
     )
 
@@ -73,11 +74,13 @@ def _unknown(why: str) -> set[Weights]:
 
 @dataclass(slots=True)
 class _Reading:
+    """Takes a loss apart. ``own``, ``rows``: as for ``weights``."""
+
     own: set[fx.Node]
     rows: int
 
     def of(self, node: fx.Node) -> set[Weights]:
-        """The weights that its parts have."""
+        """The weights that the parts of a loss have."""
         target: Any = node.target
         if target in _AS_IT_IS:
             return self.of(node.all_input_nodes[0])
@@ -85,9 +88,9 @@ class _Reading:
             return self._added(node)
         if target in _SCALED:
             return self._scaled(node)
-        made: Any = node.args[0] if target is operator.getitem else None
-        if made is not None and made.target in _CROSS_ENTROPIES and node.args[1] == 0:
-            return self._cross_entropy(made)
+        call: Any = node.args[0] if target is operator.getitem else None
+        if call is not None and call.target in _CROSS_ENTROPIES and node.args[1] == 0:
+            return self._cross_entropy(call)
         reduction = MEAN if target in _MEANS else SUM if target in _SUMS else _reduction(node)
         if reduction not in (MEAN, SUM):
             return _unknown(f"comes from {target}")
@@ -106,11 +109,11 @@ class _Reading:
 
     def _added(self, node: fx.Node) -> set[Weights]:
         mine = [operand for operand in node.all_input_nodes if operand in self.own]
-        found = self._of_all(mine)
+        parts = self._of_all(mine)
         constants = len(mine) < sum(isinstance(x, (fx.Node, int, float)) for x in node.args[:2])
-        if constants and any(each.kind == "sum" for each in found) and node.target in (aten.add.Tensor, aten.sub.Tensor):
+        if constants and any(part.kind == "sum" for part in parts) and node.target in (aten.add.Tensor, aten.sub.Tensor):
             return _unknown("adds to a sum what all micro-batches share")
-        return found
+        return parts
 
     def _of_all(self, nodes: Iterable[fx.Node]) -> set[Weights]:
         return set().union(*(self.of(node) for node in nodes))
@@ -121,19 +124,19 @@ class _Reading:
             one, other = other, one
         assert isinstance(one, fx.Node)
         if isinstance(other, fx.Node) and other in self.own:
-            found = self.of(one) if node.target is aten.div.Tensor else set()
-            if found == {Weights("sum")} and other.meta["val"].numel() == 1:
+            parts = self.of(one) if node.target is aten.div.Tensor else set()
+            if parts == {Weights("sum")} and other.meta["val"].numel() == 1:
                 return {_counted(other)}
             return _unknown("is multiplied or divided by what a micro-batch has of its own")
-        found = self.of(one)
-        if isinstance(other, (int, float)) and other and any(each.kind == "sum" for each in found):
+        parts = self.of(one)
+        if isinstance(other, (int, float)) and other and any(part.kind == "sum" for part in parts):
             by = float(other) if node.target in (aten.div.Tensor, aten.div.Scalar) else 1 / float(other)
             if by > 1 and any(abs(by - size) < 1e-6 * size for size in self._sizes(one)):
                 return _unknown("divides a sum by what is the size of a micro-batch")
-        return found
+        return parts
 
     def _sizes(self, node: fx.Node) -> set[float]:
-        """How many rows and elements what is summed has."""
+        """The numbers of rows and elements of what is summed."""
         while node.target not in (*_SUMS, *_CROSS_ENTROPIES) and node.all_input_nodes:
             node = node.all_input_nodes[0]
         vals = [operand.meta["val"] for operand in node.all_input_nodes if operand in self.own]
@@ -148,7 +151,8 @@ class _Reading:
 
 
 def _counted(node: fx.Node) -> Weights:
-    """By a number: the elements of something that are not ignored, told as a cross-entropy tells them, or just the number."""
+    """Weights by the number that ``node`` makes. Where it counts the labels that are not ignored, they are the weights that a
+    cross-entropy has."""
     counted = node
     while counted.target in (aten._to_copy.default, aten.view.default):
         counted = counted.all_input_nodes[0]
@@ -165,7 +169,7 @@ def _counted(node: fx.Node) -> Weights:
 
 
 def _reduction(node: fx.Node) -> int | None:
-    """Of a loss that has such an argument."""
+    """The ``reduction`` that a loss is given; None for an operation without one."""
     arguments = getattr(getattr(node.target, "_schema", None), "arguments", ())
     for position, argument in enumerate(arguments):
         if argument.name == "reduction":

@@ -1,4 +1,4 @@
-"""Make a captured joint graph regular: constants lifted, aliases gone, every output a value of its own, phases marked."""
+"""Makes a captured joint graph regular: constants lifted, aliases gone, every output a value of its own, phases marked."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import operator
 import torch
 from torch import fx
 
+from mtcompile.passes.insert import add_restride
 from mtcompile.passes.joint.strides import Observe, correct_strides
-from mtcompile.passes.step_graph import InputSpec, OutputSpec, add_restride, is_random
+from mtcompile.passes.step_graph import InputSpec, OutputSpec, is_random
 
 # Operations whose saved statistics have the dtype of their weight, and where that is among their arguments.
 _WEIGHT_OF_NORM = {
@@ -24,8 +25,8 @@ _IDENTITIES = (
 
 
 def normalize(joint: fx.GraphModule, observe: Observe | None = None) -> fx.GraphModule:
-    """Changes ``joint`` in place and returns it. ``observe``: what strides the device's kernels make; without it, the traced
-    ones are believed.
+    """Changes ``joint`` in place and returns it. ``observe`` gives the strides that the device's kernels make; without it, the
+    traced ones are believed.
 
     Afterwards: no get_attr of a tensor (placeholders with role ``constant``), no detach or alias, no output that is an
     input or another output (a clone instead), every parameter's gradient strided like its parameter, no dead node
@@ -52,6 +53,7 @@ def normalize(joint: fx.GraphModule, observe: Observe | None = None) -> fx.Graph
 
 
 def _lift_constants(joint: fx.GraphModule) -> None:
+    """Turns every tensor that the graph holds into a placeholder with role ``constant``."""
     graph = joint.graph
     constants: dict[str, torch.Tensor] = {}
     inputs: list[InputSpec] = list(joint.meta["inputs"])
@@ -88,9 +90,9 @@ def _correct_copies(graph: fx.Graph) -> None:
             if value.meta["val"].dtype != val.dtype:
                 value = graph.call_function(torch.ops.aten._to_copy.default, (value,), {"dtype": val.dtype})
                 value.meta = {**node.meta, "val": torch.empty_like(node.args[1].meta["val"], dtype=val.dtype, device="meta")}
-            made = add_restride(graph, value, val)
-        made.meta = {**node.meta, **made.meta}
-        node.replace_all_uses_with(made)
+            copy = add_restride(graph, value, val)
+        copy.meta = {**node.meta, **copy.meta}
+        node.replace_all_uses_with(copy)
         graph.erase_node(node)
 
 
@@ -109,8 +111,8 @@ def _correct_statistics(graph: fx.Graph) -> None:
 
 
 def _correct_dropout(graph: fx.Graph) -> None:
-    """On the CPU, plain dropout multiplies by mask / (1 - p), traced dropout by mask and by 1 / (1 - p). Where these round
-    differently, the first. The mask is what is saved in both."""
+    """Makes dropout on the CPU round as plain PyTorch does, which multiplies by mask / (1 - p); traced dropout multiplies by
+    mask and by 1 / (1 - p). The mask is what is saved in both."""
     drawn = [n for n in graph.nodes if n.op == "call_function" and n.target is torch.ops.aten.native_dropout.default]
     for node in drawn:
         x, p = node.args[0], node.args[1]
@@ -130,6 +132,7 @@ def _correct_dropout(graph: fx.Graph) -> None:
 
 
 def _rounds_alike(p: float, dtype: torch.dtype) -> bool:
+    """Says whether mask / (1 - p) and mask * (1 / (1 - p)) round to the same in this dtype."""
     if p >= 1 or dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return True
     scale = 1 / (1 - p)
@@ -138,22 +141,23 @@ def _rounds_alike(p: float, dtype: torch.dtype) -> bool:
 
 
 def _multiply(graph: fx.Graph, node: fx.Node, x: fx.Node, mask: fx.Node, p: float) -> None:
-    """Replace ``node`` by x * (mask / (1 - p)), after the mask and x."""
+    """Replaces ``node`` by x * (mask / (1 - p)), after the mask and x."""
     dtype = node.meta["val"].dtype
-    noise = torch.empty_like(mask.meta["val"], dtype=dtype, device="meta")
+    val = torch.empty_like(mask.meta["val"], dtype=dtype, device="meta")
     with graph.inserting_after(mask if node.args[0] is mask.args[0] else node):
-        made = graph.call_function(torch.ops.aten._to_copy.default, (mask,), {"dtype": dtype})
-    with graph.inserting_after(made):
-        divided = graph.call_function(torch.ops.aten.div.Tensor, (made, 1 - p))
+        noise = graph.call_function(torch.ops.aten._to_copy.default, (mask,), {"dtype": dtype})
+    with graph.inserting_after(noise):
+        divided = graph.call_function(torch.ops.aten.div.Tensor, (noise, 1 - p))
     with graph.inserting_after(divided):
         product = graph.call_function(torch.ops.aten.mul.Tensor, (x, divided))
-    made.meta, divided.meta = {**node.meta, "val": noise}, {**node.meta, "val": noise}
+    noise.meta, divided.meta = {**node.meta, "val": val}, {**node.meta, "val": val}
     product.meta = dict(node.meta)
     node.replace_all_uses_with(product)
     graph.erase_node(node)
 
 
 def _mark_phases(graph: fx.Graph) -> None:
+    """Marks as backward what torch tagged so and all that depends on it or on a tangent; the rest is forward."""
     for node in graph.nodes:
         if node.op == "placeholder":
             node.meta["phase"] = "backward" if node.name.startswith("tangents_") else "forward"
@@ -165,6 +169,7 @@ def _mark_phases(graph: fx.Graph) -> None:
 
 
 def _own_outputs(joint: fx.GraphModule) -> None:
+    """Gives every output memory of its own, and every gradient the strides of its parameter."""
     graph, output = joint.graph, joint.graph.output_node()
     inputs = {
         spec.index: node
@@ -173,24 +178,24 @@ def _own_outputs(joint: fx.GraphModule) -> None:
     }
     specs: tuple[OutputSpec, ...] = joint.meta["outputs"]
     seen: set[fx.Node] = set()
-    owned = []
+    outputs = []
     for spec, value in zip(specs, output.args[0], strict=True):
         phase = "backward" if spec.kind == "grad" else "forward"
         val = value.meta["val"]
-        made = None
+        copy = None
         if spec.kind == "grad" and val.stride() != inputs[spec.index].meta["val"].stride():
             with graph.inserting_before(output):
-                made = add_restride(graph, value, inputs[spec.index].meta["val"])
+                copy = add_restride(graph, value, inputs[spec.index].meta["val"])
         elif value.op == "placeholder" or value in seen:
             with graph.inserting_before(output):
-                made = graph.call_function(torch.ops.aten.clone.default, (value,))
-            made.meta["val"] = torch.empty_like(val, device="meta")
-        if made is not None:
+                copy = graph.call_function(torch.ops.aten.clone.default, (value,))
+            copy.meta["val"] = torch.empty_like(val, device="meta")
+        if copy is not None:
             for key in ("nn_module_stack", "fwd_nn_module_stack", "seq_nr"):
                 if key in value.meta:
-                    made.meta[key] = value.meta[key]
-            made.meta["phase"] = phase
-            value = made
+                    copy.meta[key] = value.meta[key]
+            copy.meta["phase"] = phase
+            value = copy
         seen.add(value)
-        owned.append(value)
-    output.args = (tuple(owned),)
+        outputs.append(value)
+    output.args = (tuple(outputs),)

@@ -1,4 +1,4 @@
-"""Cut a joint graph into regions: about one block of the model times one phase each.
+"""Cuts a joint graph into regions: about one block of the model times one phase each.
 
 Where to cut is taken from the module stack the capture recorded (a list of layers gives a region per layer); where
 there is none, from the narrowest points of the liveness profile, then by size. Correctness never depends on it:
@@ -22,7 +22,7 @@ _FEWEST_PIECES = 6
 
 
 def assign(graph: fx.Graph) -> tuple[Mapping[fx.Node, tuple[str, int]], tuple[str, ...]]:
-    """Region of every call in a normalized joint graph: (phase, block); and the names of the blocks in forward order.
+    """The region (phase, block) of every call in a normalized joint graph, and the names of the blocks in forward order.
 
     Backward regions run in the opposite order of their blocks. A getitem belongs to the call it reads.
     """
@@ -73,7 +73,7 @@ def _assign_backward(
 
 
 def in_order(graph: fx.Graph, region: Mapping[fx.Node, tuple[str, int]]) -> list[tuple[tuple[str, int], list[fx.Node]]]:
-    """Nodes of each region in execution order, regions in execution order."""
+    """The regions in execution order, each with its nodes in execution order."""
     groups: dict[tuple[str, int], list[fx.Node]] = {}
     for node in graph.nodes:
         if node in region:
@@ -88,7 +88,7 @@ def in_order(graph: fx.Graph, region: Mapping[fx.Node, tuple[str, int]]) -> list
 
 
 def _segments(nodes: list[fx.Node]) -> list[tuple[str, list[fx.Node]]]:
-    """Contiguous runs of one block each, small ones merged, large ones without layers cut."""
+    """Cuts forward nodes into contiguous runs of one block each: small ones merged, large ones without layers cut."""
     runs: list[tuple[str, list[fx.Node]]] = []
     for node in nodes:
         label = _block_label(_module_path(node))
@@ -114,7 +114,7 @@ def _segments(nodes: list[fx.Node]) -> list[tuple[str, list[fx.Node]]]:
 
 
 def _merge_small(runs: list[tuple[str, list[fx.Node]]], least: float) -> list[tuple[str, list[fx.Node]]]:
-    """Join each run below ``least`` bytes to its neighbour (the next; the last one to the one before)."""
+    """Joins each run below ``least`` bytes to its neighbour (the next; the last one to the one before)."""
     merged: list[tuple[str, list[fx.Node]]] = []
     carried: list[fx.Node] = []
     for label, run in runs:
@@ -132,7 +132,7 @@ def _merge_small(runs: list[tuple[str, list[fx.Node]]], least: float) -> list[tu
 
 
 def _cut_narrow(label: str, run: list[fx.Node], target: int) -> list[tuple[str, list[fx.Node]]]:
-    """Pieces of about ``target`` bytes, each ended where the fewest bytes cross."""
+    """Cuts a run into pieces of about ``target`` bytes, each ending where the fewest bytes cross."""
     crossing = _crossing_nbytes(run)
     pieces: list[list[fx.Node]] = []
     start, filled, best = 0, 0, -1
@@ -164,14 +164,12 @@ def _crossing_nbytes(run: list[fx.Node]) -> list[int]:
 
 
 def _users_through_views(node: fx.Node) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    stack = list(node.users)
-    while stack:
-        user = stack.pop()
-        found.append(user)
+    """Every reader of a node's memory: its users, and those of its views and items."""
+    users = list(node.users)
+    for user in users:
         if is_view(user) or user.target is operator.getitem:
-            stack.extend(user.users)
-    return found
+            users.extend(user.users)
+    return users
 
 
 def _own_nbytes(node: fx.Node) -> int:
@@ -193,7 +191,8 @@ def _module_path(node: fx.Node) -> str:
 
 
 def _block_label(path: str) -> str:
-    """``model.layers.3`` of ``model.layers.3.mlp.up``: the first element of a list of modules on the way; else ''."""
+    """The layer that a module path is in: ``model.layers.3`` of ``model.layers.3.mlp.up``, the first element of a list of
+    modules on the way; else ''."""
     parts = path.split(".")
     for i, part in enumerate(parts):
         if part.isdigit():
@@ -202,10 +201,11 @@ def _block_label(path: str) -> str:
 
 
 def _unique(names: list[str]) -> tuple[str, ...]:
-    seen: dict[str, int] = {}
-    result = []
+    """The names of the blocks, unnamed ones called after their place and repeated ones numbered."""
+    counts: dict[str, int] = {}
+    unique = []
     for position, name in enumerate(names):
         base = name or ("stem" if position == 0 else "head" if position == len(names) - 1 else "part")
-        seen[base] = seen.get(base, -1) + 1
-        result.append(base if seen[base] == 0 else f"{base}_{seen[base]}")
-    return tuple(result)
+        counts[base] = counts.get(base, -1) + 1
+        unique.append(base if counts[base] == 0 else f"{base}_{counts[base]}")
+    return tuple(unique)

@@ -1,4 +1,4 @@
-"""Strides as the kernels make them, where torch's traced ones are others.
+"""Corrects traced strides to those that the kernels make, where they differ.
 
 Both agree on operands in row-major order. On others, as a gradient that comes in columns, the shape functions of some
 operations (dropout's, layer norm's and the losses' backward, ``where`` and products of expanded values, ...) do not do what
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile.passes.step_graph import add_restride, is_random, is_view, iter_tensors
+from mtcompile.passes.insert import add_restride
+from mtcompile.passes.step_graph import is_random, is_view, iter_tensors
 from mtcompile.runtime.devices.arena import same_strides
 
 # The strides of every result of an operation (None for one that is no tensor), or None where it could not be run.
@@ -22,11 +23,11 @@ Observe = Callable[[fx.Node], Sequence[tuple[int, ...] | None] | None]
 aten = torch.ops.aten
 _ROW_MAJOR = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)  # whatever they are given
 # What these make of an operand depends on where its elements lie.
-_OF_STORAGE = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
+_READ_STORAGE = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
 
 
 def correct_strides(graph: fx.Graph, observe: Observe) -> None:
-    """Put right ``meta['val']`` of every operation with operands in another than row-major order.
+    """Puts right ``meta['val']`` of every operation with operands in another than row-major order.
 
     What follows a corrected value is traced again with its true strides, for they decide the order in which later operations
     add. An operation that cannot take them, such as a view, and the graph's outputs take a copy, strided as they were traced
@@ -35,21 +36,21 @@ def correct_strides(graph: fx.Graph, observe: Observe) -> None:
     traced: dict[fx.Node, torch.Tensor] = {}  # of values whose strides are others: what they were traced as
     for node in list(graph.nodes):
         changed = [operand for operand in node.all_input_nodes if operand in traced]
-        found = node.meta.get("val")
-        if found is None and node.op == "call_function":  # not made, as the gradient that nobody asked for
+        before = node.meta.get("val")
+        if before is None and node.op == "call_function":  # not made, as the gradient that nobody asked for
             continue
-        made = _again(node) if changed else found
-        if made is None:
+        val = _traced_again(node) if changed else before
+        if val is None:
             for operand in changed:
                 _take_a_copy(graph, node, operand, traced[operand])
-            made = found
+            val = before
         if _to_observe(node):
-            made = _with_strides(made, observe(node))
-        if made is found:
+            val = _with_strides(val, observe(node))
+        if val is before:
             continue
-        node.meta = {**node.meta, "val": made}
-        if not isinstance(made, torch.Tensor) or not _alike(made, found.stride()):  # several: each where it is taken out
-            traced[node] = found
+        node.meta = {**node.meta, "val": val}
+        if not isinstance(val, torch.Tensor) or not _alike(val, before.stride()):  # several: each where it is taken out
+            traced[node] = before
 
 
 def _alike(val: torch.Tensor, strides: Sequence[int]) -> bool:
@@ -57,6 +58,7 @@ def _alike(val: torch.Tensor, strides: Sequence[int]) -> bool:
 
 
 def _to_observe(node: fx.Node) -> bool:
+    """Says whether the strides of a node's results may be others than traced."""
     if not hasattr(node.target, "_schema") or node.target in _ROW_MAJOR or is_view(node) or is_random(node):
         return False
     return any(not val.is_contiguous() for operand in node.all_input_nodes for val in iter_tensors(operand))
@@ -69,14 +71,14 @@ def _with_strides(value: Any, strides: Sequence[tuple[int, ...] | None] | None) 
     if isinstance(value, torch.Tensor):
         stride = strides[0]
         return value if stride is None or _alike(value, stride) else value.new_empty_strided(value.shape, stride)
-    made = [_with_strides(each, strides[i : i + 1]) for i, each in enumerate(value)]
-    return value if all(one is other for one, other in zip(made, value, strict=True)) else tuple(made)
+    items = [_with_strides(item, strides[i : i + 1]) for i, item in enumerate(value)]
+    return value if all(new is old for new, old in zip(items, value, strict=True)) else tuple(items)
 
 
 @torch.no_grad()
-def _again(node: fx.Node) -> Any:
+def _traced_again(node: fx.Node) -> Any:
     """The node's value for its operands as they are traced now; None where it cannot take them."""
-    if node.op != "call_function" or node.target in _OF_STORAGE or not callable(node.target):
+    if node.op != "call_function" or node.target in _READ_STORAGE or not callable(node.target):
         return None
     operands: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     try:
@@ -86,6 +88,7 @@ def _again(node: fx.Node) -> Any:
 
 
 def _take_a_copy(graph: fx.Graph, node: fx.Node, operand: fx.Node, like: torch.Tensor) -> None:
+    """Lets ``node`` read a copy of ``operand`` that is strided as ``like``."""
     with graph.inserting_before(node):
         copy = add_restride(graph, operand, like)
     copy.meta = {**operand.meta, **copy.meta}

@@ -30,7 +30,7 @@ _SEARCHED, _MOST_SEARCHED = 4_000_000, 300  # local search: so many plans over t
 
 
 class Store(Protocol):
-    """Where the evaluated candidates of a search are stored between runs, as text."""
+    """Stores the evaluated candidates of a search between runs, as text."""
 
     def read(self) -> str | None: ...
 
@@ -54,6 +54,7 @@ class Candidates:
         self._points: list[Point] = []
 
     def evaluate(self, plan: Plan) -> Planned:
+        """Evaluates a plan, and counts it."""
         self.evaluations += 1
         return evaluate(self.problem, plan)
 

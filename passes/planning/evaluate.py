@@ -1,4 +1,4 @@
-"""What one plan gives: its rewritten step graph and schedule, with the peaks and times that plans are compared by."""
+"""Evaluates one plan: its rewritten step graph and schedule, with the peaks and times that plans are compared by."""
 
 from __future__ import annotations
 

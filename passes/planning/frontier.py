@@ -35,7 +35,7 @@ class Point:
 
 
 def fits(plan: Plan, budgets: Budgets) -> bool:
-    """Whether the plan's peaks are within the budgets."""
+    """Says whether the plan's peaks are within the budgets."""
     return all(n is None or plan.peak_bytes[tier] <= n for tier, n in budgets.limits.items())
 
 

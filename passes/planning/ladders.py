@@ -52,7 +52,7 @@ def ladders(
     """The ladders to search; the first starts at the floor. ``base``: what is decided already. ``param_nbytes``: bytes of the
     home blocks whose tier is still open. ``host``: whether activations may go home."""
     blocks = blocks_of(step, machine)
-    lightest = [b for b in blocks if b.variants[0].kept]  # where that is lighter than recomputing everything
+    lightest = [b for b in blocks if b.variants[0].positions]  # where that is lighter than recomputing everything
     why = "weighs less than what replaying needs"
     base = _with(base, [variant_decision(b.name, b.saved, b.variants[0], why) for b in lightest])
     param_upgrades = _param_upgrades(param_nbytes, machine)
@@ -139,7 +139,7 @@ def _by_density(upgrades: list[_Upgrade]) -> list[_Upgrade]:
 
 def variant_decision(block: str, saved: tuple[fx.Node, ...], variant: Variant, reason: str) -> Decision:
     """The decision that keeps of a block's ``saved`` values those of ``variant``."""
-    values = tuple(saved[i].name for i in variant.kept)
+    values = tuple(saved[i].name for i in variant.positions)
     choice = "save" if len(values) == len(saved) else "keep" if values else "recompute"
     return Decision("variant", block, choice, variant.nbytes, reason, () if choice == "save" else values)
 
@@ -150,7 +150,7 @@ def _variant_upgrades(block: Block) -> list[_Upgrade]:
     for step, (lighter, heavier) in enumerate(itertools.pairwise(block.variants)):
         gain, nbytes = lighter.time_us - heavier.time_us, max(0, heavier.nbytes - lighter.nbytes)
         why = f"{gib(nbytes)} more kept saves {gain / 1e3:.3f} ms of recomputation"
-        stay = [_on_device(block.saved[i], "kept on the device") for i in heavier.kept if i not in lighter.kept]
+        stay = [_on_device(block.saved[i], "kept on the device") for i in heavier.positions if i not in lighter.positions]
         order = (2, step, -block.index)
         upgrades.append(_Upgrade(gain, nbytes, order, (variant_decision(block.name, block.saved, heavier, why), *stay)))
     return upgrades

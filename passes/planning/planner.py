@@ -30,7 +30,8 @@ def make_plan(
 
 
 def resident_plan(problem: PlanningProblem) -> Planned | None:
-    """Everything on the device and nothing recomputed but what is free in fused kernels; None when that does not fit."""
+    """The plan with everything on the device and nothing recomputed but what is free in fused kernels; None when it does not
+    fit."""
     candidates = Candidates(problem)
     plan = everything(problem.step, candidates.base, candidates.open_params, fused=True)
     if any(plan.params(block) != "device" for block in candidates.sizes):
@@ -42,16 +43,16 @@ def resident_plan(problem: PlanningProblem) -> Planned | None:
 
 
 def may_be_resident(problem: PlanningProblem) -> bool:
-    """Whether the training state alone fits on the device."""
+    """Says whether the training state alone fits on the device."""
     budgets = problem.budgets
     copies = (2 if budgets.updates is None else 1) + budgets.state_copies
     return budgets.device is None or sum(param_nbytes(problem.step).values()) * copies <= budgets.device
 
 
 def relowered(planned: Planned, machine: Machine, workspace: Workspace, held: int = 0) -> Planned:
-    """The same plan with other kernels: what they need beside their operands is measured anew; ``held``: device bytes that
-    they keep from call to call."""
-    before = planned.schedule.resident_nbytes
-    resident = {**before, "device": before.get("device", 0) + held}
+    """The same plan lowered for other kernels. ``workspace``: what these need beside their operands, in bytes; ``held``: device
+    bytes that they keep from call to call."""
+    resident = dict(planned.schedule.resident_nbytes)
+    resident["device"] = resident.get("device", 0) + held
     schedule = lower(planned.step, planned.plan, machine, resident, workspace)
     return Planned(replace(planned.plan, peak_bytes=dict(schedule.peak_nbytes)), planned.step, schedule)

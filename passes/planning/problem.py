@@ -1,4 +1,4 @@
-"""What a plan is made for and what planning gives: ``PlanningProblem`` in, ``Planned`` or ``DoesNotFit`` out."""
+"""The planner's question and its answer: a ``PlanningProblem``, and ``Planned`` or ``DoesNotFit``."""
 
 from __future__ import annotations
 

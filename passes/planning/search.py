@@ -43,11 +43,11 @@ def neighbours(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, i
 def _block_neighbours(plan: Plan, block: Block, host: bool) -> Iterator[Plan]:
     positions = tuple(i for i, value in enumerate(block.saved) if plan.keeps(block.name, value.name))
     for variant in block.variants:
-        if variant.kept != positions:
+        if variant.positions != positions:
             varied = plan.with_decision(variant_decision(block.name, block.saved, variant, _WHY))
-            saved = tuple(block.saved[i] for i in variant.kept)
+            saved = tuple(block.saved[i] for i in variant.positions)
             yield _with_activations(varied, saved, "device")
-            if variant.kept and host:
+            if variant.positions and host:
                 yield _with_activations(varied, saved, "host")
     groups = (tuple(block.saved[i] for i in positions), block.crossing, block.others)
     for values in groups:

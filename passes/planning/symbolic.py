@@ -1,4 +1,4 @@
-"""Peaks of a fixed plan as expressions of batch and sequence.
+"""Expresses the peaks of a fixed plan by batch and sequence.
 
 A step is traced at a few sizes. Where its graphs are the same but for sizes, every value's bytes are a polynomial of batch
 and sequence, which those traces determine; the peak is a maximum of sums of them. Slots are stacked here without filling
@@ -20,10 +20,10 @@ from mtcompile.runtime.schedule import Instruction, Schedule, Tier, placed
 BATCH, SEQ = sympy.symbols("batch seq", positive=True, integer=True)
 Point = tuple[int, int]  # batch, sequence
 Monomial = tuple[int, int]  # exponents of batch and sequence
-Bytes = tuple[int, ...]  # of one thing at each point
+Bytes = tuple[int, ...]  # the size of one thing at each point
 Polynomial = tuple[Fraction, ...]  # a coefficient per monomial
 
-MONOMIALS: Mapping[str, tuple[Monomial, ...]] = {  # by what varies
+MONOMIALS: Mapping[str, tuple[Monomial, ...]] = {  # what varies -> the monomials of a size
     "batch": ((0, 0), (1, 0)),
     "seq": ((0, 0), (0, 1), (0, 2)),
     "both": ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)),
@@ -31,13 +31,13 @@ MONOMIALS: Mapping[str, tuple[Monomial, ...]] = {  # by what varies
 
 
 class NotPolynomial(ValueError):
-    """The traces are not the same graph with other sizes."""
+    """Raised when the traces are not the same graph with other sizes."""
 
 
 def peak_expressions(
     planned: Sequence[Planned], points: Sequence[Point], monomials: Sequence[Monomial]
 ) -> dict[str, sympy.Expr]:
-    """Tier -> bytes, of the same plan at as many points as there are monomials. Raises NotPolynomial."""
+    """The peak of each tier in bytes, from the same plan at as many points as there are monomials. Raises NotPolynomial."""
     schedules = [p.schedule for p in planned]
     first = schedules[0]
     if any([_shape(i) for i in s.instructions] != [_shape(i) for i in first.instructions] for s in schedules):
@@ -51,18 +51,18 @@ def peak_expressions(
     def largest(sizes: Iterable[Bytes]) -> list[Polynomial]:
         return _largest(polynomial(nbytes) for nbytes in set(sizes))
 
-    found = {}
+    expressions = {}
     for tier in ("device", "host"):
         resident = largest([tuple(s.resident_nbytes.get(tier, 0) for s in schedules)])
         parts = [resident, _arena(schedules, tier, polynomial)]
         if tier == "device":
             parts.append(largest(_live(planned)))
-        found[tier] = sympy.Add(*(_expression(part, monomials) for part in parts))
-    return found
+        expressions[tier] = sympy.Add(*(_expression(part, monomials) for part in parts))
+    return expressions
 
 
 def evaluated(expression: sympy.Expr, batch: int, seq: int) -> int:
-    """Bytes at a batch and sequence, rounded up."""
+    """The bytes at a batch and sequence, rounded up."""
     return int(sympy.ceiling(expression.subs({BATCH: batch, SEQ: seq})))
 
 
@@ -71,7 +71,7 @@ def _shape(instruction: Instruction) -> tuple[object, ...]:
 
 
 def _body_nbytes(bodies: Sequence[fx.GraphModule]) -> list[Bytes]:
-    """Live bytes beside the outputs, at each position of a kernel's body."""
+    """The live bytes beside the outputs, at each position of a kernel's body."""
     lives = [body_lives(body.graph) for body in bodies]
     if len({len(live) for live in lives}) > 1:
         raise NotPolynomial("expected the same operations at every size, found others")
@@ -80,7 +80,7 @@ def _body_nbytes(bodies: Sequence[fx.GraphModule]) -> list[Bytes]:
 
 
 def _live(planned: Sequence[Planned]) -> Iterator[Bytes]:
-    """Pooled bytes, workspace and tangents, at each instruction; as in ``lower``, at every size at once."""
+    """The bytes of pooled values, workspace and tangents at each instruction, as in ``lower``, at every size at once."""
     schedules = [p.schedule for p in planned]
     tangents = [sum(b.nbytes for b in s.buffers.values() if b.role == "tangent" and b.tier == "device") for s in schedules]
     none = (0,) * len(planned)
@@ -103,7 +103,8 @@ def _live(planned: Sequence[Planned]) -> Iterator[Bytes]:
 
 
 def _arena(schedules: Sequence[Schedule], tier: Tier, polynomial: Callable[[Bytes], Polynomial]) -> list[Polynomial]:
-    """The ends of its slots, each above all those before it whose lives meet its own; in the order of the largest size's."""
+    """The largest ends of a tier's slots, each slot above all those before it whose lives meet its own; in the order of the
+    largest size."""
     lives: dict[str, list[int]] = {}
     for position, instruction in enumerate(schedules[0].instructions):
         if instruction.op in ("alloc", "free"):
@@ -113,26 +114,26 @@ def _arena(schedules: Sequence[Schedule], tier: Tier, polynomial: Callable[[Byte
         (b for b in schedules[-1].buffers.values() if b.kind == "placed" and b.tier == tier),
         key=lambda b: (-b.nbytes, lives[b.name][0], b.name),
     )
-    done: list[tuple[int, int, list[Polynomial]]] = []
+    stacked: list[tuple[int, int, list[Polynomial]]] = []  # start and end of a slot's life, and its possible ends in bytes
     for buffer in order:
         start, end = (*lives[buffer.name], last)[:2]
         size = polynomial(tuple(placed(s.buffers[buffer.name].nbytes) for s in schedules))
-        below = _largest(top for first, until, tops in done if first <= end and start <= until for top in tops)
-        done.append((start, end, [tuple(map(sum, zip(size, top, strict=True))) for top in below] or [size]))
-    return _largest(top for _, _, tops in done for top in tops)
+        below = _largest(top for first, until, tops in stacked if first <= end and start <= until for top in tops)
+        stacked.append((start, end, [tuple(map(sum, zip(size, top, strict=True))) for top in below] or [size]))
+    return _largest(top for _, _, tops in stacked for top in tops)
 
 
 def _largest(polynomials: Iterable[Polynomial]) -> list[Polynomial]:
-    """Those that no other one is at least as large as, coefficient by coefficient."""
-    kept: list[Polynomial] = []
-    for new in sorted(set(polynomials), reverse=True):
-        if not any(all(a >= b for a, b in zip(old, new, strict=True)) for old in kept):
-            kept.append(new)
-    return kept
+    """The polynomials that no other one is at least as large as, coefficient by coefficient."""
+    largest: list[Polynomial] = []
+    for polynomial in sorted(set(polynomials), reverse=True):
+        if not any(all(a >= b for a, b in zip(other, polynomial, strict=True)) for other in largest):
+            largest.append(polynomial)
+    return largest
 
 
 def _expression(polynomials: Sequence[Polynomial], monomials: Sequence[Monomial]) -> sympy.Expr:
-    """Their maximum."""
+    """The maximum of the polynomials."""
     terms = [BATCH**i * SEQ**j for i, j in monomials]
     sums = [sum(sympy.Rational(c.numerator, c.denominator) * t for c, t in zip(p, terms, strict=True)) for p in polynomials]
     return sympy.Max(*sums) if sums else sympy.Integer(0)

@@ -20,10 +20,10 @@ _POINTS = 5  # of a block's trade-off, its two ends included
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A choice of what a block saves. ``kept``: positions among its saved values. ``nbytes``: the bytes of these, and of the
+    """A choice of what a block saves. ``positions``: those it keeps, among the block's saved values. ``nbytes``: the bytes of these, and of the
     generator states that the others need. ``time_us``: the time to make the others again, operation by operation."""
 
-    kept: tuple[int, ...]
+    positions: tuple[int, ...]
     nbytes: int
     time_us: float
 
@@ -52,15 +52,15 @@ def variants(step: fx.GraphModule, region: fx.Node, machine: Machine) -> tuple[V
     points = [variant(range(len(saved)))]
     if len(saved) > _MANY:
         full = points[0]
-        without = [variant(i for i in full.kept if i != dropped) for dropped in full.kept]
-        cheapest_first = sorted(full.kept, key=lambda i: (without[i].time_us / max(1, sizes[i]), i))
+        without = [variant(i for i in full.positions if i != dropped) for dropped in full.positions]
+        cheapest_first = sorted(full.positions, key=lambda i: (without[i].time_us / max(1, sizes[i]), i))
         stride = -(-len(saved) // _MANY)
         points += [variant(cheapest_first[count:]) for count in range(1, len(saved) + 1, stride)]
-        points += [variant(())] if points[-1].kept else []
-    while points[-1].kept:
+        points += [variant(())] if points[-1].positions else []
+    while points[-1].positions:
         last = points[-1]
-        smaller = [variant(i for i in last.kept if i != dropped) for dropped in last.kept]
-        points.append(min(smaller, key=lambda v: ((v.time_us - last.time_us) / max(1, last.nbytes - v.nbytes), v.kept)))
+        smaller = [variant(i for i in last.positions if i != dropped) for dropped in last.positions]
+        points.append(min(smaller, key=lambda v: ((v.time_us - last.time_us) / max(1, last.nbytes - v.nbytes), v.positions)))
     return _thinned(_lower_hull(points[::-1]))
 
 
@@ -105,7 +105,7 @@ def _lower_hull(points: list[Variant]) -> list[Variant]:
     """The lower convex hull of time over bytes, from the fewest bytes on. That is not always recompute-all: replaying a
     random operation may keep a generator's state that weighs more than its result."""
     hull: list[Variant] = []
-    for point in sorted(points, key=lambda v: (v.nbytes, v.time_us, len(v.kept))):
+    for point in sorted(points, key=lambda v: (v.nbytes, v.time_us, len(v.positions))):
         if hull and point.time_us >= hull[-1].time_us:
             continue
         while len(hull) >= 2 and _slope(hull[-2], point) <= _slope(hull[-2], hull[-1]):

@@ -1,4 +1,4 @@
-"""Recomputation: part or all of what a block's forward saved is made again, in two ways.
+"""Recompute part or all of what a block's forward saved, in two ways.
 
 *Variants of a block* (``recompute``): the forward body goes in front of the backward body that first reads a value
 which was not kept; one kernel does both, so that what was recomputed is freed inside it as the backward proceeds.
@@ -20,36 +20,25 @@ from torch.fx.node import map_arg
 from mtcompile.passes.analysis.kernels import attach, drop_dead, install, saved_states
 from mtcompile.passes.analysis.saved import saved_values
 from mtcompile.passes.generators import replay, save_rng
+from mtcompile.passes.insert import add_call
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.step_graph import add_call, body_outputs, is_random, is_region, kernel_of, placeholders, regions, results
-
-
-def recomputable(step: fx.GraphModule) -> dict[int, int]:
-    """Block -> bytes its forward saves for the backward alone; blocks that save nothing are left out."""
-    found = {}
-    for region in regions(step):
-        if region.meta["phase"] == "forward":
-            nbytes = sum(value.meta["nbytes"] for value in saved_values(region))
-            if nbytes:
-                found[region.meta["block"]] = nbytes
-    return found
-
+from mtcompile.passes.step_graph import body_outputs, is_random, is_region, kernel_of, placeholders, regions, results
 
 # ------------------------------------------------------------------------------------------------- variants of a block
 
 
 def recompute(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-    """For every block, what the plan does not keep of its saved values is made again in its backward."""
+    """Makes what the plan does not keep of a block's saved values again in the block's backward."""
     order = {region: i for i, region in enumerate(regions(step))}
     inlined: dict[fx.Node, list[tuple[fx.Node, frozenset[fx.Node]]]] = {}
     for region in order:
         if region.meta["phase"] == "forward":
             block = step.meta["blocks"][region.meta["block"]]
             saved = saved_values(region)
-            kept = frozenset(value for value in saved if plan.keeps(block, value.name))
-            users = [user for value in saved if value not in kept for user in value.users]
+            resident = frozenset(value for value in saved if plan.keeps(block, value.name))
+            users = [user for value in saved if value not in resident for user in value.users]
             if users:
-                inlined.setdefault(min(users, key=order.__getitem__), []).append((region, kept))
+                inlined.setdefault(min(users, key=order.__getitem__), []).append((region, resident))
     for backward, forwards in inlined.items():
         _fuse(step, backward, forwards, order)
     return step
@@ -61,16 +50,21 @@ def _fuse(
     forwards: list[tuple[fx.Node, frozenset[fx.Node]]],
     order: dict[fx.Node, int],
 ) -> None:
-    """Replace ``backward`` by a call that makes the values ``forwards`` did not keep, and then does its work."""
+    """Replaces ``backward`` by a call that makes what ``forwards`` did not keep, and then does its work. ``forwards``: forward
+    regions, each with the saved values that it keeps."""
     moment = order[backward]
-    remade = [
-        item for forward, kept in forwards for item in results(forward) if item not in kept and item.meta["role"] != "rng"
+    recomputed = [
+        item
+        for forward, resident in forwards
+        for item in results(forward)
+        if item not in resident and item.meta["role"] != "rng"
     ]
     # What later backward regions read of the recomputed block comes from here, so that the first copy can go early.
     later = {
-        item: [u for u in item.users if u in order and u.meta["phase"] == "backward" and order[u] > moment] for item in remade
+        item: [u for u in item.users if u in order and u.meta["phase"] == "backward" and order[u] > moment]
+        for item in recomputed
     }
-    extra = [item for item in remade if later[item]]
+    extra = [item for item in recomputed if later[item]]
 
     values: dict[fx.Node, int] = {}  # every value of the step graph at play, numbered, so that like layers share the work
 
@@ -81,9 +75,9 @@ def _fuse(
         (
             str(forward.target),
             tuple(number(a) for a in forward.args),
-            tuple((int(item.args[1]), number(item), item in kept) for item in results(forward)),
+            tuple((int(item.args[1]), number(item), item in resident) for item in results(forward)),
         )
-        for forward, kept in forwards
+        for forward, resident in forwards
     )
     key = (wiring, str(backward.target), tuple(number(a) for a in backward.args), tuple(number(item) for item in extra))
     memo = step.meta.setdefault("memo", {})
@@ -118,21 +112,21 @@ def _fused_body(
     values: list[fx.Node],
     extra: list[fx.Node],
 ) -> tuple[fx.Graph, tuple[int, ...]]:
-    """The forward bodies, then the backward's; and which of ``values`` it takes."""
+    """The forward bodies and then the backward's, as one body; and the positions of the ``values`` that it takes."""
     body = fx.Graph()
     taken = {value: body.placeholder(value.name) for value in values}
     for value, node in taken.items():
         node.meta = {"val": value.meta["val"]}
     env = dict(taken)
-    for forward, kept in forwards:
+    for forward, resident in forwards:
         kernel = kernel_of(step, forward)
         items = {int(item.args[1]): item for item in results(forward)}
         states = {name: env[items[position]] for name, position in saved_states(kernel).items() if position in items}
-        given = {position: env[item] for position, item in items.items() if item in kept}
-        made = _inline(body, kernel, [env[a] for a in forward.args], states, given)
+        given = {position: env[item] for position, item in items.items() if item in resident}
+        outputs = _inline(body, kernel, [env[a] for a in forward.args], states, given)
         for position, item in items.items():
-            again = made[position]
-            if item not in kept and again is not None and item.meta["role"] != "rng":
+            again = outputs[position]
+            if item not in resident and again is not None and item.meta["role"] != "rng":
                 env[item] = again
     own = _inline(body, kernel_of(step, backward), [env[a] for a in backward.args])
     body.output((*own, *(env[item] for item in extra)))
@@ -151,7 +145,7 @@ def _inline(
     states: Mapping[str, fx.Node] | None = None,
     given: Mapping[int, fx.Node] | None = None,
 ) -> list[fx.Node | None]:
-    """Append a kernel's body; with ``states``, as a replay. ``given``: outputs that need not be made, by position.
+    """Appends a kernel's body; with ``states``, as a replay. ``given``: outputs that need not be made, by position.
     Returns its outputs (None for generator states)."""
     env: dict[fx.Node, fx.Node] = dict(zip(placeholders(kernel.graph), args, strict=True))
     outputs = body_outputs(kernel)
@@ -173,8 +167,8 @@ def _inline(
 
 
 def repeat_forward(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-    """Values between blocks that the plan recomputes: their forward regions are called again before the first backward
-    call that reads them.
+    """Makes the values between blocks that the plan recomputes again, by calling their forward regions once more before the
+    first backward call that reads them.
 
     Where neighbouring blocks are recomputed, all of the run is made again at once, from what enters it. With ``plan.span``,
     a longer run is halved: its first half is made again once to enter the second, and once more when its own turn comes;
@@ -188,8 +182,8 @@ def repeat_forward(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
 
 
 def _runs(forward: list[fx.Node], marked: Mapping[fx.Node, list[fx.Node]]) -> list[list[fx.Node]]:
-    """Neighbours with something to make again, together; the last first, so that what a repeated call reads may be remade
-    too."""
+    """Runs of neighbouring regions with something to make again; the last run first, so that what a repeated call reads may
+    be made again too."""
     runs: list[list[fx.Node]] = []
     for before, region in itertools.pairwise([None, *forward]):
         if region is not None and marked[region]:
@@ -201,6 +195,7 @@ def _runs(forward: list[fx.Node], marked: Mapping[fx.Node, list[fx.Node]]) -> li
 
 
 def _repeat_run(step: fx.GraphModule, run: list[fx.Node], span: int, marked: Mapping[fx.Node, list[fx.Node]]) -> None:
+    """Makes the ``marked`` values of a run again, at most ``span`` blocks at once, and lets the backward read them."""
     calls = regions(step)
     order = {call: position for position, call in enumerate(calls)}
     readers = {
@@ -208,24 +203,24 @@ def _repeat_run(step: fx.GraphModule, run: list[fx.Node], span: int, marked: Map
         for region in run
         for value in marked[region]
     }
-    made: dict[fx.Node, list[tuple[int, fx.Node]]] = {value: [] for value in readers}  # each with the call it stands before
+    copies: dict[fx.Node, list[tuple[int, fx.Node]]] = {value: [] for value in readers}  # each with the call it stands before
 
     def reads(low: int, high: int) -> list[int]:
         return [order[user] for region in run[low:high] for value in marked[region] for user in readers[value]]
 
     def latest(value: fx.Node, position: int) -> fx.Node:
-        """The value as it is made last before a call; itself where it is not made again before."""
-        return next((again for before, again in reversed(made.get(value, ())) if before <= position), value)
+        """The last copy of a value before a call; the value itself where there is none."""
+        return next((again for before, again in reversed(copies.get(value, ())) if before <= position), value)
 
     def repeat(low: int, high: int, position: int) -> None:
         for region in run[low:high]:
             args = {value: latest(value, position) for value in region.args}
             again = _repeat(step, region, marked[region], calls[position], args)
             for value, new in zip(marked[region], again, strict=True):
-                made[value].append((position, new))
+                copies[value].append((position, new))
 
     def serve(low: int, high: int, after: int) -> None:
-        """Make the run's blocks from ``low`` to ``high`` again for what reads them at ``after`` or later."""
+        """Makes the run's blocks from ``low`` to ``high`` again for what reads them at ``after`` or later."""
         position = min((place for place in reads(low, high) if place >= after), default=None)
         if position is None:
             return
@@ -247,7 +242,7 @@ def _repeat_run(step: fx.GraphModule, run: list[fx.Node], span: int, marked: Map
 def _repeat(
     step: fx.GraphModule, region: fx.Node, again: list[fx.Node], before: fx.Node, args: Mapping[fx.Node, fx.Node]
 ) -> list[fx.Node]:
-    """Call a region once more for some of its results; ``args``: what stands for each of its operands."""
+    """Calls a region once more for some of its results; ``args``: what stands for each of its operands."""
     items = {int(item.args[1]): item for item in results(region)}
     kernel = kernel_of(step, region)
     body = fx.Graph()
@@ -257,8 +252,8 @@ def _repeat(
         taken[items[position]] = states[name] = body.placeholder(items[position].name)
     for value, node in taken.items():
         node.meta = {"val": value.meta["val"]}
-    made = _inline(body, kernel, [taken[a] for a in region.args], states)
-    body.output(tuple(made[int(value.args[1])] for value in again))
+    outputs = _inline(body, kernel, [taken[a] for a in region.args], states)
+    body.output(tuple(outputs[int(value.args[1])] for value in again))
     drop_dead(body)
     used = [value for value, node in taken.items() if node.users]
     for node in taken.values():

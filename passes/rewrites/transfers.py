@@ -1,16 +1,17 @@
-"""Insert prefetch and offload nodes: parameters stream in before use, gradients leave as they are made, activations
-the plan sends home go home and come back."""
+"""Insert prefetch and offload nodes: parameters stream in before use, gradients leave as they are made, and the activations
+that the plan sends home go there and come back."""
 
 from __future__ import annotations
 
 from torch import fx
 
+from mtcompile.passes.insert import add_move
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.step_graph import add_move, is_region, offload, placeholders, prefetch, regions, results
+from mtcompile.passes.step_graph import is_region, offload, placeholders, prefetch, regions, results
 
 
 def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-    """Before each region, one prefetch per home block of the host values it reads (parameters, buffers, inputs).
+    """Puts before each region one prefetch per home block of the host values it reads (parameters, buffers, inputs).
 
     Parameters whose home is the device are marked so and read in place.
     """
@@ -37,7 +38,7 @@ def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
 
 
 def offload_activations(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-    """Values the plan keeps at home go there after their last use in a row, and come back before each later use."""
+    """Sends the activations that the plan keeps at home there after their last use in a row, and back before each later use."""
     order = regions(step)
     index = {region: i for i, region in enumerate(order)}
     for producer in order:
@@ -58,8 +59,8 @@ def _offload_between(
     index: dict[fx.Node, int],
     lookahead: int,
 ) -> None:
-    """One offload after the production; a prefetch where the gap since the last use is more than one region, or where a
-    prefetched copy would have to wait from one phase to the other."""
+    """Puts one offload after the production, and a prefetch where the gap since the last use is more than one region or where
+    a prefetched copy would have to wait from one phase to the other."""
     previous, current, at_home = producer, value, None
     for use in uses:
         same_phase = previous.meta["phase"] == use.meta["phase"]
@@ -87,8 +88,8 @@ def _offload_between(
 
 
 def offload_gradients(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-    """Gradients and new buffer versions leave for their home right after the region that makes them, in one offload per
-    region; a gradient whose parameter lives on the device stays there and leaves with the outputs."""
+    """Sends gradients and new buffer versions home right after the region that makes them, in one offload per region; a
+    gradient whose parameter lives on the device stays there and leaves with the outputs."""
     output = step.graph.output_node()
     values = list(output.args[0])
     specs = step.meta["outputs"]
@@ -97,12 +98,12 @@ def offload_gradients(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True)
         if spec.index >= 0 and spec.role != "tangent"
     }
-    going: dict[fx.Node, list[int]] = {}
+    leaving: dict[fx.Node, list[int]] = {}  # region -> positions of its results among the outputs
     for position, (spec, value) in enumerate(zip(specs, values, strict=True)):
         home = inputs[spec.index].meta["tier"] if spec.kind != "output" else "device"
         if spec.kind != "output" and home == "host":
-            going.setdefault(value.args[0], []).append(position)
-    for region, positions in going.items():
+            leaving.setdefault(value.args[0], []).append(position)
+    for region, positions in leaving.items():
         with step.graph.inserting_before(results(region)[-1].next):
             moved = add_move(
                 step.graph,

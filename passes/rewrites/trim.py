@@ -1,4 +1,4 @@
-"""Drop what no decision of the plan made somebody read."""
+"""Drop results that nothing reads under this plan."""
 
 from __future__ import annotations
 
@@ -12,49 +12,48 @@ from mtcompile.passes.step_graph import body_outputs, is_random, kernel_of, plac
 
 
 def trim(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-    """What no decision of the plan made somebody read goes: results, what only they needed, and regions with nothing left.
-    Random operations stay."""
+    """Drops results without a reader, the operations that only they needed, and regions with nothing left. Random operations
+    stay."""
     for region in reversed(regions(step)):
-        made = results(region)
-        used = [item for item in made if item.users]
+        items = results(region)
+        used = [item for item in items if item.users]
         old = kernel_of(step, region)
         if len(used) == len(body_outputs(old)):
             continue
         if not used and not any(is_random(n) for n in old.graph.nodes):
-            for item in made:
+            for item in items:
                 step.graph.erase_node(item)
             step.graph.erase_node(region)
             continue
-        keep = [int(item.args[1]) for item in used]
+        positions = [int(item.args[1]) for item in used]
         memo = step.meta.setdefault("memo", {})
-        key = (str(region.target), tuple(keep))
+        key = (str(region.target), tuple(positions))
         if key not in memo:
-            body, kept_inputs = _with_outputs(old, keep)
-            memo[key] = step.get_submodule(install(step, step.meta["kernels"], body)), kept_inputs
-        kernel, kept_inputs = memo[key]
-        for item in made:
+            body, used_inputs = _with_outputs(old, positions)
+            memo[key] = step.get_submodule(install(step, step.meta["kernels"], body)), used_inputs
+        kernel, used_inputs = memo[key]
+        for item in items:
             if not item.users:
                 step.graph.erase_node(item)
         for position, item in enumerate(used):
             item.args = (region, position)
-        region.args = tuple(region.args[i] for i in kept_inputs)
+        region.args = tuple(region.args[i] for i in used_inputs)
         region.target = attach(step, kernel)
     return step
 
 
-def _with_outputs(kernel: fx.GraphModule, keep: Iterable[int]) -> tuple[fx.Graph, list[int]]:
-    """A copy of the body with only those outputs, and which of its inputs remain."""
+def _with_outputs(kernel: fx.GraphModule, positions: Iterable[int]) -> tuple[fx.Graph, list[int]]:
+    """A copy of the body with only the outputs at ``positions``, and the positions of the inputs that it still takes."""
     body = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     body.graph_copy(kernel.graph, env)
     outputs = body_outputs(kernel)
-    made = body.output(tuple(env[outputs[i]] for i in keep))
-    made.meta = {}
+    body.output(tuple(env[outputs[i]] for i in positions)).meta = {}
     drop_dead(body)
-    remaining = []
+    used_inputs = []
     for position, node in enumerate(placeholders(body)):
         if node.users:
-            remaining.append(position)
+            used_inputs.append(position)
         else:
             body.erase_node(node)
-    return body, remaining
+    return body, used_inputs

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from mtcompile.passes.insert import add_call, add_move
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.step_graph import (
-    add_call,
-    add_move,
     calls,
     gradient_norms,
     gradient_scale,
@@ -32,7 +31,7 @@ from mtcompile.runtime.schedule import aligned
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Gradients that one call leaves, where the parameters are at home, and theirs. ``outputs``: their positions."""
+    """The parameters whose gradients one call makes. ``outputs``: positions of these gradients among the step's outputs."""
 
     call: fx.Node
     outputs: tuple[int, ...]
@@ -45,7 +44,7 @@ class _Group:
 
 
 def place_updates(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-    """Updates of the parameters named in ``step.meta["updated"]`` (without it: of all that have gradients)."""
+    """Inserts the updates of the parameters named in ``step.meta["updated"]`` (without it: of all that have gradients)."""
     if plan.updates is None:
         return step
     groups = _groups(step)
@@ -66,49 +65,50 @@ def place_updates(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
 
     scale: dict[str, fx.Node] = _scales(step, groups) if plan.updates.held else {}
     anchors = {position: results(order[position])[-1].next if position != end else first_output for position in after}
-    made: dict[int, fx.Node] = {}
+    updated: dict[int, fx.Node] = {}  # by position among the outputs
     for position, placed in after.items():
         for group in placed:
             with step.graph.inserting_before(anchors[position]):
-                made |= _update(step, group, scale.get(group.tier))
-    _replace_outputs(step, made)
+                updated |= _update(step, group, scale.get(group.tier))
+    _replace_outputs(step, updated)
     return step
 
 
 def _groups(step: fx.GraphModule) -> list[_Group]:
-    """In the order in which they are made."""
+    """The groups in the order in which their gradients are made."""
     inputs = {
         spec.index: (spec, node)
         for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True)
         if spec.role == "param"
     }
     wanted = step.meta.get("updated")
-    found: dict[fx.Node, list[int]] = {}
+    outputs: dict[fx.Node, list[int]] = {}
     values = step_outputs(step)
     for position, (spec, value) in enumerate(zip(step.meta["outputs"], values, strict=True)):
         if spec.kind == "grad" and spec.index in inputs and (wanted is None or inputs[spec.index][0].name in wanted):
-            found.setdefault(value.args[0], []).append(position)
-    ordered = (call for call in calls(step) if call in found)
+            outputs.setdefault(value.args[0], []).append(position)
+    ordered = (call for call in calls(step) if call in outputs)
     specs = step.meta["outputs"]
     return [
         _Group(
             call,
-            tuple(found[call]),
-            tuple(inputs[specs[position].index][1] for position in found[call]),
-            tuple(values[position] for position in found[call]),
+            tuple(outputs[call]),
+            tuple(inputs[specs[position].index][1] for position in outputs[call]),
+            tuple(values[position] for position in outputs[call]),
         )
         for call in ordered
     ]
 
 
 def _update(step: fx.GraphModule, group: _Group, scale: fx.Node | None) -> dict[int, fx.Node]:
+    """Inserts the update of one group; the parameters' next versions by position among the outputs."""
     operands = (*group.params, *group.grads, *(() if scale is None else (scale,)))
     node = step.graph.create_node(
         "call_function", update, operands, {"count": len(group.params)}, name=f"update_{group.call.name}"
     )
     node.meta.update(_meta(group))
-    made = add_call(step.graph, node, [(f"{p.name}_updated", {**p.meta, "over": p.name}) for p in group.params])
-    return dict(zip(group.outputs, made, strict=True))
+    versions = add_call(step.graph, node, [(f"{p.name}_updated", {**p.meta, "over": p.name}) for p in group.params])
+    return dict(zip(group.outputs, versions, strict=True))
 
 
 def _meta(group: _Group) -> dict[str, object]:
@@ -117,32 +117,32 @@ def _meta(group: _Group) -> dict[str, object]:
 
 
 def _scales(step: fx.GraphModule, groups: list[_Group]) -> dict[str, fx.Node]:
-    """Tier -> the factor of all gradients, there."""
+    """Inserts the norms of all gradients and the factor made of them; the factor by the tier where it is."""
     graph, norms = step.graph, []
     for group in groups:
         with graph.inserting_before(results(group.call)[-1].next):
             node = graph.create_node("call_function", gradient_norms, group.grads, name=f"norms_{group.call.name}")
             node.meta.update(_meta(group))
             value = torch.empty(len(group.grads), dtype=_norm_dtype([group]), device="meta")
-            (made,) = add_call(graph, node, [(f"norm_{group.call.name}", _scalar_meta(value, group.tier))])
+            (norm,) = add_call(graph, node, [(f"norm_{group.call.name}", _scalar_meta(value, group.tier))])
             if group.tier == "device":
                 block, name = group.call.meta["block"], f"store_norm_{group.call.name}"
-                (made,) = add_move(graph, offload, [made], "backward", block, name)
-        norms.append(made)
+                (norm,) = add_move(graph, offload, [norm], "backward", block, name)
+        norms.append(norm)
     last = groups[-1]
     with graph.inserting_before(graph.output_node()):
         node = graph.create_node("call_function", gradient_scale, tuple(norms), name="gradient_scale")
         node.meta.update(_meta(last), tier="host", names=tuple(p.meta["name"] for g in groups for p in g.params))
         one = torch.empty((), dtype=_norm_dtype(groups), device="meta")
         (scale,) = add_call(graph, node, [("scale", _scalar_meta(one, "host"))])
-        found = {"host": scale}
+        scales = {"host": scale}
         if any(group.tier == "device" for group in groups):
-            (found["device"],) = add_move(graph, prefetch, [scale], "backward", last.call.meta["block"], "fetch_scale")
-    return found
+            (scales["device"],) = add_move(graph, prefetch, [scale], "backward", last.call.meta["block"], "fetch_scale")
+    return scales
 
 
 def _norm_dtype(groups: list[_Group]) -> torch.dtype:
-    """What holds the norm of each gradient exactly, whatever its dtype."""
+    """The dtype that holds the norm of each gradient exactly, whatever the gradient's dtype."""
     wide = any(grad.meta["val"].dtype == torch.float64 for group in groups for grad in group.grads)
     return torch.float64 if wide else torch.float32
 
@@ -151,10 +151,11 @@ def _scalar_meta(value: torch.Tensor, tier: str) -> dict[str, object]:
     return {"val": value, "nbytes": aligned(value.numel() * value.element_size()), "role": "state", "tier": tier}
 
 
-def _replace_outputs(step: fx.GraphModule, made: dict[int, fx.Node]) -> None:
+def _replace_outputs(step: fx.GraphModule, updated: dict[int, fx.Node]) -> None:
+    """Returns updated parameters in place of their gradients."""
     output = step.graph.output_node()
     values, specs = list(output.args[0]), list(step.meta["outputs"])
-    for position, value in made.items():
+    for position, value in updated.items():
         values[position], specs[position] = value, replace(specs[position], kind="update")
     output.args = (tuple(values),)
     step.meta["outputs"] = tuple(specs)

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from mtcompile.kernels.eager import _example
-from mtcompile.passes import pipeline, rewrite
+from mtcompile.passes import PIPELINE, rewrite
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.kernels import kernel_key
 from mtcompile.passes.analysis.memory import body_peak
@@ -46,7 +46,7 @@ def test_bits_after_every_pass(name: str) -> None:
             same_computation(traced.joint, step)
 
         step = rewrite(traced.step, plan, after)
-        assert seen == [transform.__name__ for transform in pipeline()]
+        assert seen == [transform.__name__ for transform in PIPELINE]
         schedule = lower(step, plan, Machine(), {})
         check_schedule(step, schedule)
         verify(schedule)

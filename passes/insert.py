@@ -1,0 +1,38 @@
+"""Inserts calls into graphs, each at the graph's insertion point."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from mtcompile.passes.step_graph import prefetch, restride
+from mtcompile.runtime.schedule import Phase
+
+
+def add_call(graph: fx.Graph, call: fx.Node, outputs: list[tuple[str, dict[str, Any]]]) -> list[fx.Node]:
+    """Appends getitems for the results of ``call``; ``outputs``: (name, meta) of each."""
+    items = []
+    for position, (name, meta) in enumerate(outputs):
+        item = graph.create_node("call_function", operator.getitem, (call, position), name=name)
+        item.meta.update(meta)
+        items.append(item)
+    return items
+
+
+def add_move(graph: fx.Graph, target: Any, values: list[fx.Node], phase: Phase, block: int, name: str) -> list[fx.Node]:
+    """Appends one prefetch or offload of ``values`` and returns the moved values."""
+    tier = "device" if target is prefetch else "host"
+    call = graph.create_node("call_function", target, tuple(values), name=name)
+    call.meta.update(phase=phase, block=block)
+    outputs = [(f"{value.name}_{tier}", dict(value.meta, tier=tier)) for value in values]
+    return add_call(graph, call, outputs)
+
+
+def add_restride(graph: fx.Graph, value: fx.Node, like: torch.Tensor) -> fx.Node:
+    """Appends a copy of ``value`` that is strided as ``like``."""
+    copy = graph.call_function(restride, (value, tuple(like.shape), tuple(like.stride())))
+    copy.meta["val"] = value.meta["val"].new_empty_strided(like.shape, like.stride())
+    return copy
