@@ -19,10 +19,10 @@ Place = Literal["slot", "pooled", "workspace", "tangent"]
 
 
 class Change(NamedTuple):
-    """``nbytes`` more (or fewer) are held in ``tier`` when instruction ``index`` starts, or, if ``at_end``, when it ends.
+    """``nbytes`` more (or fewer) are held in ``tier`` when the instruction of this index starts or, if ``at_end``, ends.
     ``role`` is the buffer's; empty for workspace."""
 
-    index: int
+    instruction: int
     at_end: bool
     tier: Tier
     place: Place
@@ -67,7 +67,7 @@ def walk(schedule: Schedule, tier: Tier = "device") -> Iterator[Usage]:
     for change in changes(schedule):
         if change.tier == tier:
             field = fields[change.place]
-            usage = replace(usage, index=change.index, **{field: getattr(usage, field) + change.nbytes})
+            usage = replace(usage, index=change.instruction, **{field: getattr(usage, field) + change.nbytes})
             yield usage
 
 
@@ -75,7 +75,7 @@ def peaks(schedule: Schedule) -> dict[str, int]:
     """Returns the most bytes that each tier in use holds at once."""
     used = {b.tier for b in schedule.buffers.values()} | schedule.arena_nbytes.keys() | schedule.resident_nbytes.keys()
     held = {tier: schedule.resident_nbytes.get(tier, 0) + schedule.arena_nbytes.get(tier, 0) for tier in TIERS}
-    most = {tier: held[tier] for tier in TIERS if tier in used}
+    most: dict[str, int] = {tier: held[tier] for tier in TIERS if tier in used}
     for change in changes(schedule):
         if change.place != "slot":
             held[change.tier] += change.nbytes
@@ -100,8 +100,8 @@ def over_time(schedule: Schedule, times: Mapping[int, tuple[float, float]]) -> l
     the first start of the backward. Changes at the same time keep their list order."""
     backward = [start for index, (start, _) in times.items() if schedule.instructions[index].phase == PHASES[1]]
     timed = [
-        (min(backward) if change.place == "tangent" else times[change.index][change.at_end], change)
+        (min(backward) if change.place == "tangent" else times[change.instruction][change.at_end], change)
         for change in changes(schedule)
-        if (backward if change.place == "tangent" else change.index in times)
+        if (backward if change.place == "tangent" else change.instruction in times)
     ]
-    return sorted(timed, key=lambda pair: (pair[0], pair[1].index))
+    return sorted(timed, key=lambda pair: (pair[0], pair[1].instruction))

@@ -56,4 +56,4 @@ def test_in_time_all_changes_come_in_order_and_tangents_first_in_the_backward() 
     assert [at for at, change in timed if change.place == "tangent"] == [start]
     some = Random(0).sample(sorted(times), len(times) // 2)
     part = over_time(schedule, {index: times[index] for index in some})
-    assert {change.index for _, change in part if change.place != "tangent"} <= set(some)
+    assert {change.instruction for _, change in part if change.place != "tangent"} <= set(some)
