@@ -1,4 +1,4 @@
-"""One training step of a model as graphs, without compiling or running it: what plans, fixtures and tests start from."""
+"""Traces one training step of a model to graphs, without compiling or running it, for plans, fixtures and tests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Traced:
 
 @contextlib.contextmanager
 def collecting_later() -> Iterator[None]:
-    """Tracing and planning make many objects and few cycles: looking for garbage among them costs a tenth of the time."""
+    """Collects no garbage inside: tracing and planning make many objects and few cycles, and looking for garbage among them
+    takes a tenth of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -48,26 +49,27 @@ def trace(
     loss_chunks: int = 1,
     observe: Observe | None = None,
 ) -> Traced:
-    """The step of ``model(**data)`` whose loss (its scalar outputs) receives a gradient. ``device``: where it would compute;
-    tensors may be fake, so that a model of any size can be traced. ``observe``: as for ``normalize``. Raises CaptureError."""
-    where = device or torch.device("cpu")
-    found: list[Traced] = []
+    """Trace the step of ``model(**data)`` whose loss (its scalar outputs) receives a gradient. ``device``: where it would
+    compute; tensors may be fake, so that a model of any size can be traced. ``observe``: as for ``normalize``. Raises
+    CaptureError."""
+    device = device or torch.device("cpu")
+    steps: list[Traced] = []
     names: dict[int, tuple[str, str]] = {id(b): ("buffer", n) for n, b in model.named_buffers()}
     names |= {id(p): ("param", n) for n, p in model.named_parameters()}
 
     def backend(graph: Any, inputs: Any) -> Any:
-        made = fx.node.map_arg(graph.graph.output_node().args[0], lambda node: node.meta["example_value"])
-        description = describe(graph, inputs, lambda tensor: names.get(id(tensor)), where)
+        outputs = fx.node.map_arg(graph.graph.output_node().args[0], lambda node: node.meta["example_value"])
+        description = describe(graph, inputs, lambda tensor: names.get(id(tensor)), device)
         scalars = tuple(differentiable and scalar for _, differentiable, scalar in description.computed)
         joint = normalize(joint_graph(description, scalars), observe)
         if loss_chunks > 1:
             chunk_loss(joint, loss_chunks)
-        found.append(Traced(joint, build(joint), tuple(inputs)))
-        return lambda *_: made  # shapes alone: nothing runs
+        steps.append(Traced(joint, build(joint), tuple(inputs)))
+        return lambda *_: outputs  # shapes alone: nothing runs
 
     def call(**inputs: Any) -> Any:  # a frame of our own: Dynamo skips those of torch.nn
         return model(**inputs)
 
     with collecting_later():
-        front_end(call, backend, where)(**data)
-    return found[0]
+        front_end(call, backend, device)(**data)
+    return steps[0]
