@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree  # noqa: F401  (others import it from here)
+from torch.utils import _pytree
 
 from mtcompile.errors import StepError
+
+pytree = _pytree  # as a public name
 
 # ---------------------------------------------------------------------------------------------------------------- dynamo
 
@@ -23,9 +25,9 @@ from mtcompile.errors import StepError
 def capture_settings(signatures: int) -> contextlib.AbstractContextManager[Any]:
     """Dynamo's settings while a model is called that is captured at most ``signatures`` times: floats and ints of the call
     become constants of the graph (guarded), so that nothing in it is symbolic."""
-    from torch._dynamo import config
+    from torch._dynamo import config as dynamo_config
 
-    return config.patch(  # type: ignore[no-any-return]
+    return dynamo_config.patch(  # type: ignore[no-any-return]
         specialize_float=True,
         automatic_dynamic_shapes=False,
         skip_nnmodule_hook_guards=False,  # a hook that comes or goes is another computation
@@ -36,9 +38,9 @@ def capture_settings(signatures: int) -> contextlib.AbstractContextManager[Any]:
 
 def leave_out_of_graphs(functions: Iterable[Callable[..., Any]]) -> None:
     """Let Dynamo leave out calls of functions that only log."""
-    from torch._dynamo import config
+    from torch._dynamo import config as dynamo_config
 
-    config.ignore_logging_functions = _SortableSet({*set.__iter__(config.ignore_logging_functions), *functions})
+    dynamo_config.ignore_logging_functions = _SortableSet({*set.__iter__(dynamo_config.ignore_logging_functions), *functions})
 
 
 class _SortableSet(set[Any]):
@@ -61,11 +63,11 @@ def cause_in_dynamo(error: Exception) -> BaseException | None:
 def mixing_devices(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Traced inside, an operation on operands of the host and of ``device`` computes on ``device``, where parameters will be
     when they are used."""
-    from torch._functorch import config
+    from torch._functorch import config as functorch_config
 
     if device.type == "cpu":
         return contextlib.nullcontext()
-    return config.patch(fake_tensor_prefer_device_type=device.type)  # type: ignore[no-any-return]
+    return functorch_config.patch(fake_tensor_prefer_device_type=device.type)  # type: ignore[no-any-return]
 
 
 # ------------------------------------------------------------------------------------------------------- the joint graph
@@ -82,11 +84,11 @@ def fake_mode_of(fakes: Iterable[torch.Tensor]) -> Any:
 def tracing_joint(fake_mode: Any, backward_autocast: Iterable[tuple[str, torch.dtype]]) -> Iterator[None]:
     """The context that ``export_joint`` and ``joint_trace_key`` need. ``backward_autocast``: (device, dtype) of every autocast
     that is enabled when backward is called."""
-    from torch._functorch import config
+    from torch._functorch import config as functorch_config
     from torch._guards import TracingContext, tracing
 
     autocast = [{"device_type": device, "dtype": dtype} for device, dtype in backward_autocast]
-    with tracing(TracingContext(fake_mode)), config.patch(backward_pass_autocast=autocast):
+    with tracing(TracingContext(fake_mode)), functorch_config.patch(backward_pass_autocast=autocast):
         yield
 
 
