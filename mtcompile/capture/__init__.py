@@ -1,1 +1,1 @@
-"""From a module's Python to graphs: Dynamo's front end, what it captured, and the joint (forward and backward) ATen graph."""
+"""Captures a module's Python as graphs: Dynamo's front end, descriptions of its graphs, and their joint ATen graphs."""

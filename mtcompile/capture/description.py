@@ -1,4 +1,4 @@
-"""What a captured graph takes and returns: its inputs by role, its outputs by how they are rebuilt."""
+"""Descriptions of captured graphs: their inputs by role, their outputs by how they are rebuilt."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a captured graph takes and returns.
+    """The inputs and outputs of a captured graph, and the settings of its call.
 
     ``inputs``: a spec per input of the graph. ``outputs``: how to rebuild each of its outputs. ``computed``: the outputs
     the program must produce: (name, differentiable, is a scalar). ``autocast``: (device, enabled, dtype) at the call;
@@ -72,10 +72,10 @@ def enabled_autocast(device: torch.device) -> tuple[tuple[str, torch.dtype], ...
 
 
 def device_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> torch.device:
-    """Where a graph of Dynamo's computes: the first device other than the host among its inputs and values."""
+    """The device that a graph of Dynamo's computes on: the first one other than the host among its inputs and values."""
     values = [*inputs, *(node.meta.get("example_value") for node in graph.graph.nodes)]
-    found = (v.device for v in values if isinstance(v, torch.Tensor) and v.device.type not in ("cpu", "meta"))
-    return next(found, _CPU)
+    devices = (v.device for v in values if isinstance(v, torch.Tensor) and v.device.type not in ("cpu", "meta"))
+    return next(devices, _CPU)
 
 
 def describe(
@@ -87,16 +87,16 @@ def describe(
 ) -> Description:
     """Read Dynamo's graph; ``names(tensor)`` gives (role, path) of the model's own parameters and buffers.
 
-    ``graph`` is changed: outputs become those the program computes, each with storage of its own; with ``at_home``, what
-    was said of the host, where parameters are read, is said of ``device``, where they are when they are used.
+    ``graph`` is changed: outputs become those the program computes, each with storage of its own; with ``at_home``, constants
+    that name the host, where parameters are read, name ``device``, where they are when they are used.
     Raises CaptureError for inputs or outputs that have no static shape.
     """
     if at_home and device.type != "cpu":
         _check_factories(graph, device)
         _retarget(graph, device)
     specs = []
-    slots = list(graph.graph.find_nodes(op="placeholder"))
-    for index, (node, tensor) in enumerate(zip(slots, inputs, strict=True)):
+    input_nodes = list(graph.graph.find_nodes(op="placeholder"))
+    for index, (node, tensor) in enumerate(zip(input_nodes, inputs, strict=True)):
         if not isinstance(tensor, torch.Tensor):
             raise CaptureError(
                 f"input {node.name} is symbolic ({type(tensor).__name__}); expected tensors of static shape: "
@@ -104,14 +104,14 @@ def describe(
             )
         known = names(tensor)
         role, name = known if known else ("input", _input_name(node))
-        there = role == "input" and device.type != "cpu" and tensor.device == device
-        specs.append(InputSpec(role, name, index, tensor.requires_grad, "device" if there else "host"))  # type: ignore[arg-type]
+        on_device = role == "input" and device.type != "cpu" and tensor.device == device
+        specs.append(InputSpec(role, name, index, tensor.requires_grad, "device" if on_device else "host"))  # type: ignore[arg-type]
 
     output = graph.graph.output_node()
     outputs: list[Passed | Computed | Constant] = []
-    kept: dict[fx.Node, int] = {}
+    positions: dict[fx.Node, int] = {}
     by_storage: dict[int, fx.Node] = {}
-    inputs_by_storage = {storage_of(n): i for i, n in enumerate(slots)}
+    inputs_by_storage = {storage_of(n): i for i, n in enumerate(input_nodes)}
     for value in pytree.tree_leaves(output.args[0]):
         if not isinstance(value, fx.Node):
             outputs.append(Constant(value))
@@ -122,24 +122,24 @@ def describe(
         layout = (tuple(val.shape), tuple(val.stride()), int(val.storage_offset()))
         storage = storage_of(value)
         if value.op == "placeholder":
-            outputs.append(Passed(slots.index(value), None))
-        elif value in kept:
-            outputs.append(Computed(kept[value], None))
-        elif storage in inputs_by_storage and val.dtype == fake_of(slots[inputs_by_storage[storage]]).dtype:
+            outputs.append(Passed(input_nodes.index(value), None))
+        elif value in positions:
+            outputs.append(Computed(positions[value], None))
+        elif storage in inputs_by_storage and val.dtype == fake_of(input_nodes[inputs_by_storage[storage]]).dtype:
             outputs.append(Passed(inputs_by_storage[storage], layout))
         elif (
             storage in by_storage and _covers(fake_of(by_storage[storage])) and val.dtype == fake_of(by_storage[storage]).dtype
         ):
-            outputs.append(Computed(kept[by_storage[storage]], layout))
+            outputs.append(Computed(positions[by_storage[storage]], layout))
         else:
-            kept[value] = len(kept)
+            positions[value] = len(positions)
             by_storage.setdefault(storage, value)
-            outputs.append(Computed(kept[value], None))
+            outputs.append(Computed(positions[value], None))
     computed = tuple(
         (node.name, bool(fake_of(node).requires_grad), fake_of(node).numel() == 1 and fake_of(node).is_floating_point())
-        for node in kept
+        for node in positions
     )
-    output.args = (tuple(kept),)
+    output.args = (tuple(positions),)
     graph.recompile()
     return Description(graph, tuple(specs), tuple(outputs), computed, autocast_state(device), device, at_home)
 
@@ -148,12 +148,12 @@ _RANDOM_FACTORIES = (torch.rand, torch.randn, torch.randint, torch.randperm, tor
 
 
 def _check_factories(graph: fx.GraphModule, device: torch.device) -> None:
-    """Random numbers that plain PyTorch would draw from the host's generator."""
+    """Raise CaptureError for random numbers that plain PyTorch would draw from the host's generator."""
     for module in graph.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            made = node.meta.get("example_value")
-            drawn = node.target in _RANDOM_FACTORIES and not node.all_input_nodes and "device" not in node.kwargs
-            if drawn and isinstance(made, torch.Tensor) and made.device.type == "cpu":
+            value = node.meta.get("example_value")
+            random = node.target in _RANDOM_FACTORIES and not node.all_input_nodes and "device" not in node.kwargs
+            if random and isinstance(value, torch.Tensor) and value.device.type == "cpu":
                 raise CaptureError(
                     f"the model's forward draws random numbers on the host ({getattr(node.target, '__name__', node.target)} "
                     f"without device=), expected them on {device}, where it computes: pass device=x.device, x being an input"
@@ -161,7 +161,7 @@ def _check_factories(graph: fx.GraphModule, device: torch.device) -> None:
 
 
 def _retarget(graph: fx.GraphModule, device: torch.device) -> None:
-    """Every constant that names the host names ``device``."""
+    """Make every constant that names the host name ``device``."""
 
     def moved(value: Any) -> Any:
         return device if isinstance(value, torch.device) and value.type == "cpu" else value
@@ -186,7 +186,7 @@ def storage_of(node: fx.Node) -> int:
 
 
 def _covers(val: torch.Tensor) -> bool:
-    """True when the tensor, made again with its own strides, holds every byte its storage held."""
+    """True where a new tensor of the same strides would hold every byte of this one's storage."""
     return val.storage_offset() == 0 and val.untyped_storage().nbytes() == val.numel() * val.element_size()
 
 

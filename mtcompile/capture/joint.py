@@ -1,21 +1,17 @@
-"""From a described graph to its joint (forward and backward) ATen graph, and the key under which that is remembered."""
+"""Traces a described graph to its joint (forward and backward) ATen graph, and makes the key to remember that by."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import fx
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._guards import TracingContext, tracing
 
+from mtcompile import torch_private
 from mtcompile.capture.description import Description, autocast_state, fake_of, storage_of
-from mtcompile.capture.dynamo import mixing_devices
 from mtcompile.errors import CaptureError
 from mtcompile.passes.generators import rng_preserved
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, is_random
@@ -30,7 +26,7 @@ def joint_graph(description: Description, tangents: tuple[bool, ...] | None) -> 
     """
     with _tracing(description, tangents) as (stack, graph, fakes):
         try:
-            joint = aot_export_joint_with_descriptors(stack, graph, fakes, ignore_shape_env=True).graph_module
+            joint = torch_private.export_joint(stack, graph, fakes)
         except CaptureError:
             raise
         except Exception as error:
@@ -42,18 +38,12 @@ def joint_graph(description: Description, tangents: tuple[bool, ...] | None) -> 
 
 
 def joint_key(description: Description, tangents: tuple[bool, ...] | None) -> str | None:
-    """Text that is equal for two programs only if ``joint_graph`` makes the same of both: torch's own key of what it would
-    trace, which knows the settings that tracing depends on. None where torch can promise no such key."""
+    """A text that is equal for two programs only if ``joint_graph`` gives the same graph for both. None where torch can promise
+    no key of what it would trace."""
     modules = [str(list((n.meta.get("nn_module_stack") or {}).values())) for n in description.graph.graph.nodes]
     try:
-        from torch._functorch._aot_autograd.autograd_cache import autograd_cache_key
-        from torch._functorch._aot_autograd.schemas import AOTConfig
-
         with _tracing(description, tangents) as (_, graph, fakes):
-            config = AOTConfig(None, None, None, None, 0, 0, False, is_export=True, ignore_shape_env=True)
-            key: Any = autograd_cache_key
-            of_compilers: tuple[Any, ...] = ({},) if "fx_config" in inspect.signature(key).parameters else ()  # torch 2.11
-            traced = key(graph, fakes, config, *of_compilers)[0]
+            traced = torch_private.joint_trace_key(graph, fakes)
     except Exception:  # an operation, setting or torch version that it does not know to be safe
         return None
     about = description.inputs, description.computed, description.device, description.at_home, description.backward_autocast
@@ -61,7 +51,8 @@ def joint_key(description: Description, tangents: tuple[bool, ...] | None) -> st
 
 
 def trace_settings(device: torch.device) -> tuple[Any, ...]:
-    """What decides, beside the graph itself, which operations a trace for ``device`` consists of, and is not in torch's key."""
+    """The settings that decide, beside the graph itself, which operations a trace for ``device`` consists of, as far as torch's
+    key does not hold them."""
     sdp = torch.backends.cuda
     return (
         autocast_state(device),
@@ -79,18 +70,16 @@ def trace_settings(device: torch.device) -> tuple[Any, ...]:
 def _tracing(
     description: Description, tangents: tuple[bool, ...] | None
 ) -> Iterator[tuple[contextlib.ExitStack, fx.GraphModule, tuple[torch.Tensor, ...]]]:
-    """What is traced, its inputs, and the settings it is traced under."""
+    """Enters the settings that a program is traced under; yields their stack, the graph to trace, and its fake inputs."""
     graph = fx.GraphModule(description.graph, _with_detached(description.graph.graph, tangents))
     fakes = tuple(fake_of(node) for node in description.graph.graph.find_nodes(op="placeholder"))
-    fake_mode = next((f.fake_mode for f in fakes if hasattr(f, "fake_mode")), None) or torch._guards.detect_fake_mode()
+    fake_mode = torch_private.fake_mode_of(fakes)
     with contextlib.ExitStack() as stack:
         if description.at_home and description.device.type != "cpu":
-            fakes = tuple(_there(fake, fake_mode, description.device) for fake in fakes)
-            stack.enter_context(mixing_devices(description.device))
+            fakes = tuple(_on_device(fake, fake_mode, description.device) for fake in fakes)
+            stack.enter_context(torch_private.mixing_devices(description.device))
             stack.enter_context(description.device)  # factories that name no device
-        stack.enter_context(tracing(TracingContext(fake_mode)))
-        backward = [{"device_type": device, "dtype": dtype} for device, dtype in description.backward_autocast]
-        stack.enter_context(torch._functorch.config.patch(backward_pass_autocast=backward))
+        stack.enter_context(torch_private.tracing_joint(fake_mode, description.backward_autocast))
         stack.enter_context(torch.set_grad_enabled(tangents is not None))
         stack.enter_context(rng_preserved("cpu"))
         stack.enter_context(rng_preserved(str(description.device)))
@@ -100,14 +89,15 @@ def _tracing(
         yield stack, graph, fakes
 
 
-def _there(fake: torch.Tensor, mode: Any, device: torch.device) -> torch.Tensor:
-    """The same fake tensor on ``device``."""
+def _on_device(fake: torch.Tensor, mode: Any, device: torch.device) -> torch.Tensor:
+    """A fake tensor like ``fake`` on ``device``."""
     with mode:
-        made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=device)
-    return made.requires_grad_(fake.requires_grad)
+        moved = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=device)
+    return moved.requires_grad_(fake.requires_grad)
 
 
 def _with_detached(graph: fx.Graph, tangents: tuple[bool, ...] | None) -> fx.Graph:
+    """A copy of ``graph`` whose outputs without a tangent are detached, each with storage of its own."""
     copied = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     copied.graph_copy(graph, env)
@@ -178,7 +168,8 @@ def _annotate(joint: fx.GraphModule, description: Description) -> fx.GraphModule
 
 
 def _check_generator(node: fx.Node, device: torch.device) -> None:
-    """One generator's states are saved and replayed: the device's."""
+    """Raise CaptureError for random numbers of another device: the states of one generator are saved and replayed, the
+    device's."""
     val = node.meta.get("val")
     if is_random(node) and isinstance(val, torch.Tensor) and val.device.type != device.type:
         raise CaptureError(

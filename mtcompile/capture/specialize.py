@@ -1,4 +1,4 @@
-"""From a graph of Dynamo's for any size to one for the sizes of a call: symbols become numbers, modules stay known."""
+"""Specializes a graph of Dynamo's for any size to the sizes of a call: symbols become numbers, modules stay known."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Key = tuple[Any, ...]
 
 
 def is_symbolic(value: Any) -> bool:
-    """Whether an example input of Dynamo's has no fixed value or size."""
+    """True for an example input of Dynamo's without a fixed value or size."""
     if isinstance(value, torch.Tensor):
         return any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride(), value.storage_offset()))
     return True
 
 
 def size_key(inputs: Sequence[Any]) -> Key:
-    """What a graph for the sizes of a call depends on."""
+    """The key of a graph for the sizes of a call: all of the inputs that it depends on."""
     return tuple(
         (tuple(v.shape), tuple(v.stride()), v.dtype, v.requires_grad) if isinstance(v, torch.Tensor) else v for v in inputs
     )
@@ -28,8 +28,8 @@ def size_key(inputs: Sequence[Any]) -> Key:
 
 def specialize(graph: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[torch.Tensor]]:
     """A copy of ``graph`` that takes only the tensors among ``inputs``, with their sizes, and those tensors."""
-    slots = graph.graph.find_nodes(op="placeholder")
-    examples = (node.meta.get("example_value") for node in slots)
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    examples = (node.meta.get("example_value") for node in placeholders)
     mode = next(type(e.fake_mode) for e in examples if hasattr(e, "fake_mode"))()
     fakes = [mode.from_tensor(v, static_shapes=True) if isinstance(v, torch.Tensor) else v for v in inputs]
     values: dict[fx.Node, Any] = {}
@@ -41,7 +41,7 @@ def specialize(graph: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphMo
 
     with mode, torch.enable_grad():
         Recorder(graph, garbage_collect_values=False).run(*fakes)
-    made = fx.Graph()
+    specialized = fx.Graph()
     env: dict[fx.Node, Any] = {}
     for node in graph.graph.nodes:
         value = values.get(node)
@@ -49,14 +49,14 @@ def specialize(graph: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphMo
             env[node] = value
             continue
         if node.op == "output":
-            made.output(map_arg(node.args[0], env.__getitem__))
+            specialized.output(map_arg(node.args[0], env.__getitem__))
             continue
-        env[node] = made.create_node(
+        env[node] = specialized.create_node(
             node.op, node.target, *map_arg((node.args, node.kwargs), env.__getitem__), name=node.name, type_expr=node.type
         )
         env[node].meta = {**node.meta, "example_value": value}
         env[node].meta.pop("grapharg", None)
-    return fx.GraphModule(graph, made), [v for v in inputs if isinstance(v, torch.Tensor)]
+    return fx.GraphModule(graph, specialized), [v for v in inputs if isinstance(v, torch.Tensor)]
 
 
 def _is_number(value: Any) -> bool:

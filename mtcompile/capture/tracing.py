@@ -1,4 +1,4 @@
-"""One training step of a model as graphs, without compiling or running it: what plans, fixtures and tests start from."""
+"""Traces one training step of a model to graphs, without compiling or running it, for plans, fixtures and tests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Traced:
 
 @contextlib.contextmanager
 def collecting_later() -> Iterator[None]:
-    """Tracing and planning make many objects and few cycles: looking for garbage among them costs a tenth of the time."""
+    """Collects no garbage inside: tracing and planning make many objects and few cycles, and looking for garbage among them
+    takes a tenth of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,5 +1,5 @@
-"""Kernels compiled in worker processes: each compiles what it is given into Inductor's disk cache, from which this process
-then loads. Graphs go to the workers (``compile_worker.py``) as text; only "done" comes back."""
+"""Compiles kernels in worker processes: each fills Inductor's disk cache, from which this process then loads. Graphs go to the
+workers (``compile_worker.py``) as text; only "done" comes back."""
 
 from __future__ import annotations
 
@@ -24,44 +24,46 @@ _MOST_WORKERS = 8
 _FEWEST_CORES = 4  # below, their start costs what they save: in one process Inductor runs the C++ compiler in parallel
 
 
-def compiled_before(kernel: fx.GraphModule, record: bool = False) -> bool:
-    """Whether the disk cache has held this kernel (by its body, shapes, thread count and torch version), which a file
-    beside it says; ``record``: it does now."""
+def record_compiled(kernel: fx.GraphModule) -> None:
+    """Note beside Inductor's disk cache that it has held this kernel."""
+    record = _record_of(kernel)
+    with contextlib.suppress(OSError):  # a disk that refuses costs the next run its time
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.touch()
+
+
+def _record_of(kernel: fx.GraphModule) -> Path:
+    """The file that says so, by the kernel's body and shapes, the thread count and torch's version."""
     text = f"{torch.__version__} {torch.get_num_threads()} {kernel.meta['key']}"
-    file = Path(torch_private.inductor_cache(), "mtcompile", hashlib.sha256(text.encode()).hexdigest())
-    if record:
-        with contextlib.suppress(OSError):  # a disk that refuses costs the next run its time
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.touch()
-    return record or file.exists()
+    return Path(torch_private.inductor_cache(), "mtcompile", hashlib.sha256(text.encode()).hexdigest())
 
 
 def compile_ahead(kernels: Sequence[fx.GraphModule]) -> Iterator[None]:
-    """Compile those the disk cache lacks, as many at once as there are cores; yields once per kernel as it is done.
+    """Compile the kernels that the disk cache lacks, as many at once as there are cores; yields once per kernel as it is done.
 
     A worker that fails leaves its kernels to the caller, who meets the same error and can say so.
     """
-    new = [kernel for kernel in kernels if not compiled_before(kernel)]
+    new = [kernel for kernel in kernels if not _record_of(kernel).exists()]
     if len(new) < _FEWEST or _cores() < _FEWEST_CORES:
         return
     count = min(len(new), _cores(), _MOST_WORKERS)
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     for kernel in sorted(new, key=lambda k: -len(k.graph.nodes)):  # the longest first, so that none is left alone at the end
         waiting.put(graph_to_json(kernel))
-    done: queue.SimpleQueue[bool] = queue.SimpleQueue()
-    threads = [threading.Thread(target=_feed, args=(waiting, done), daemon=True) for _ in range(count)]
+    progress: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    threads = [threading.Thread(target=_feed, args=(waiting, progress), daemon=True) for _ in range(count)]
     for thread in threads:
         thread.start()
     finished = 0
     while finished < count:
-        if done.get():
+        if progress.get():
             yield
         else:
             finished += 1
 
 
-def _feed(waiting: queue.SimpleQueue[str], done: queue.SimpleQueue[bool]) -> None:
-    """One worker's end in this process: True for each kernel compiled, False when it is over."""
+def _feed(waiting: queue.SimpleQueue[str], progress: queue.SimpleQueue[bool]) -> None:
+    """Feed one worker from this process; reports True for each kernel compiled, False at the end."""
     command = [sys.executable, "-m", "mtcompile.kernels.compile_worker", str(torch.get_num_threads())]
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": torch_private.inductor_cache(), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     try:
@@ -77,10 +79,10 @@ def _feed(waiting: queue.SimpleQueue[str], done: queue.SimpleQueue[bool]) -> Non
                     break
                 if not worker.stdout.readline():
                     break
-                done.put(True)
+                progress.put(True)
             worker.stdin.close()
     finally:
-        done.put(False)
+        progress.put(False)
 
 
 def _cores() -> int:

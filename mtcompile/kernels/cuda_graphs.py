@@ -1,8 +1,8 @@
 """Kernels as CUDA graphs, where issuing their operations one by one takes longer than running them.
 
 A graph reads and writes memory of its own: its inputs are copied in, its results copied out, and that memory is held as
-long as the kernel is. So only small kernels can gain, and whether one does is measured. Off unless MT_CUDA_GRAPHS=1: *not
-yet measured* on a GPU.
+long as the kernel is. So only small kernels can gain, and whether one does is measured first. Off unless MT_CUDA_GRAPHS=1:
+*not yet measured* on a GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from mtcompile.kernels.measure import copied
 from mtcompile.passes.generators import replay, save_rng
 from mtcompile.passes.step_graph import body_outputs, is_random, placeholders, storage_nbytes
 from mtcompile.runtime.schedule import aligned
@@ -26,10 +27,10 @@ _RUNS = 7
 
 
 class Graphs(Protocol):
-    """What is used of torch.cuda's graphs, so that the rest can be tested without a GPU."""
+    """The part of torch.cuda's graphs that is used here, so that everything else can be tested without a GPU."""
 
     def capture(self, call: Callable[[], Sequence[torch.Tensor]]) -> tuple[Callable[[], None], Sequence[torch.Tensor]]:
-        """Record ``call``; what replays it, and the results that each replay writes."""
+        """Record ``call``; returns a function that replays it, and the results that each replay writes."""
 
     def synchronize(self) -> None: ...
 
@@ -55,36 +56,31 @@ class TorchGraphs:
 
 
 def graphed(kernel: fx.GraphModule, call: Call, workspace: int, graphs: Graphs, examples: Callable[[], Any]) -> Any:
-    """(the kernel as a graph, bytes it holds) where that is measured to be worth it and gives the same bits; else None.
-    ``examples``: makes inputs of the kernel's layouts, with valid contents."""
+    """Returns (the kernel as a graph, the bytes it holds) where it gives the same bits and is measured to be faster; else None.
+    ``examples`` makes inputs of the kernel's layouts, with valid contents."""
     nodes = kernel.graph.nodes
-    held = sum(aligned(storage_nbytes(n.meta["val"])) for n in (*placeholders(kernel.graph), *body_outputs(kernel)))
-    if held > _LARGEST or any(is_random(n) or n.target in (save_rng, replay) for n in nodes):
+    nbytes = sum(aligned(storage_nbytes(n.meta["val"])) for n in (*placeholders(kernel.graph), *body_outputs(kernel)))
+    if nbytes > _LARGEST or any(is_random(n) or n.target in (save_rng, replay) for n in nodes):
         return None  # a graph's own generator would draw other numbers
-    held += workspace
     inputs = examples()
     with torch.no_grad():
-        again, results = graphs.capture(lambda: call(*inputs))
+        rerun, results = graphs.capture(lambda: call(*inputs))
 
         def run(*args: torch.Tensor) -> list[torch.Tensor]:
             for static, value in zip(inputs, args, strict=True):
                 static.copy_(value)
-            again()
-            return [_copied(result) for result in results]
+            rerun()
+            return [copied(result) for result in results]
 
         sample = [_varied(tensor) for tensor in examples()]
         same = all(torch.equal(a, b) for a, b in zip(call(*sample), run(*sample), strict=True))
         if not same or _seconds(graphs, lambda: run(*sample)) > _WORTH * _seconds(graphs, lambda: call(*sample)):
             return None
-    return run, held
-
-
-def _copied(result: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=result.device).copy_(result)
+    return run, nbytes + workspace
 
 
 def _varied(tensor: torch.Tensor) -> torch.Tensor:
-    """Contents that show a mistake; integers stay what they are, which is valid as indices."""
+    """The tensor with contents that show a mistake; integers stay what they are, which is valid as indices."""
     return tensor.uniform_(0.5, 1.5) if tensor.is_floating_point() else tensor
 
 

@@ -1,4 +1,4 @@
-"""Kernels compiled by Inductor, each distinct one once; one whose results may not stand for the eager ones stays eager."""
+"""Kernels compiled by Inductor, each distinct one once; one stays eager where its results cannot replace the eager ones."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 from torch import fx
 
 from mtcompile import torch_private
-from mtcompile.kernels.compile_pool import compile_ahead, compiled_before
-from mtcompile.kernels.eager import Built, Call, EagerKernels, examples_for, measure
-from mtcompile.kernels.random import around, explicit
+from mtcompile.kernels.compile_pool import compile_ahead, record_compiled
+from mtcompile.kernels.eager import Built, EagerKernels
+from mtcompile.kernels.measure import Call, example_inputs, measure
+from mtcompile.kernels.random import with_explicit_state, with_generator
 from mtcompile.passes.generators import generator_state, replay, rng_preserved, save_rng
 from mtcompile.passes.step_graph import body_outputs, is_random, storage_nbytes
 from mtcompile.runtime.schedule import aligned
@@ -28,7 +29,7 @@ class InductorKernels:
         self.known: dict[tuple[str, int], Built] = {}
 
     def build(self, kernels: Iterable[fx.GraphModule], eager: EagerKernels) -> dict[str, Built]:
-        """By name. Says on standard error, once per kernel, why one is eager."""
+        """Build every kernel; returns them by name. Says on standard error, once per kernel, why one is eager."""
         from rich.console import Console
         from rich.progress import track
 
@@ -50,35 +51,35 @@ class InductorKernels:
 
 
 def compile_kernel(kernel: fx.GraphModule, device: torch.device) -> Call:
-    """By Inductor, from its disk cache where it has been there."""
+    """Compile a kernel by Inductor, or load it from Inductor's disk cache."""
     random = any(is_random(n) or n.target in (save_rng, replay) for n in kernel.graph.nodes)
     if random:
-        where = str(device)
-        examples = [generator_state(where), *examples_for(kernel, device)]
-        return around(torch_private.inductor(explicit(kernel, where), examples), where)
-    return torch_private.inductor(kernel, examples_for(kernel, device))
+        examples = [generator_state(str(device)), *example_inputs(kernel, device)]
+        compiled = torch_private.inductor(with_explicit_state(kernel, str(device)), examples)
+        return with_generator(compiled, str(device))
+    return torch_private.inductor(kernel, example_inputs(kernel, device))
 
 
 def _inductor_kernel(kernel: fx.GraphModule, eager: EagerKernels, device: torch.device) -> Built:
     try:
         call = compile_kernel(kernel, device)
-        compiled_before(kernel, record=True)
-        inputs = examples_for(kernel, device)
+        record_compiled(kernel)
+        inputs = example_inputs(kernel, device)
         with rng_preserved(str(device)), torch.no_grad():
-            wrong = _unlike_declared(kernel, inputs, call(*inputs))
+            difference = _difference(kernel, inputs, call(*inputs))
         measured = measure(kernel, call, device)
-        if not wrong and measured.kept > 0:
-            wrong = f"it keeps {measured.kept} bytes after its results are gone"
-        if wrong:
-            return replace(eager(kernel), why_eager=wrong)
+        if not difference and measured.unreleased > 0:
+            difference = f"it keeps {measured.unreleased} bytes after its results are gone"
+        if difference:
+            return replace(eager(kernel), why_eager=difference)
         return Built(call, measured.workspace)
     except Exception as error:
         first = next(iter(str(error).splitlines()), "")
         return replace(eager(kernel), why_eager=f"Inductor raised {type(error).__name__}: {first}")
 
 
-def _unlike_declared(kernel: fx.GraphModule, inputs: list[torch.Tensor], results: Any) -> str:
-    """Why results may not stand for the eager ones: another layout, more bytes, or memory of another tensor."""
+def _difference(kernel: fx.GraphModule, inputs: list[torch.Tensor], results: Any) -> str:
+    """Why results cannot replace the eager ones: another layout, more bytes, or memory of another tensor; "" if they can."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in inputs if tensor.numel()}
     for node, tensor in zip(body_outputs(kernel), results, strict=True):
         val = node.meta["val"]

@@ -2,8 +2,8 @@
 
 A compiler may move or drop what looks free of effects, so inside a kernel each random operation is one opaque operator
 from (state, tensors) to (results, next state), and the state goes from one to the next as any value does. The kernel
-takes the generator's state first and returns it last; ``around`` puts it back. Every number drawn is the one that the
-plain run draws.
+takes the generator's state first and returns it last; ``with_generator`` puts it back. Every number drawn is the one that
+the plain run draws.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mtcompile.passes.generators import generator_state, replay, save_rng, set_g
 from mtcompile.passes.step_graph import body_outputs, is_random, placeholders
 
 
-def explicit(kernel: fx.GraphModule, device: str) -> fx.GraphModule:
+def with_explicit_state(kernel: fx.GraphModule, device: str) -> fx.GraphModule:
     """``kernel`` with the state of the device's generator as first input and last output, and no hidden effects."""
     body = fx.Graph()
     state = body.placeholder("generator_state")
@@ -46,13 +46,13 @@ def explicit(kernel: fx.GraphModule, device: str) -> fx.GraphModule:
     return fx.GraphModule(kernel, body)
 
 
-def around(call: Callable[..., Any], device: str) -> Callable[..., Sequence[torch.Tensor]]:
-    """A kernel made ``explicit`` as one that reads and advances the generator."""
+def with_generator(call: Callable[..., Any], device: str) -> Callable[..., Sequence[torch.Tensor]]:
+    """A kernel of ``with_explicit_state`` as one that reads and advances the device's generator."""
 
     def run(*args: torch.Tensor) -> Sequence[torch.Tensor]:
-        made: Sequence[torch.Tensor] = call(generator_state(device), *args)
-        set_generator_state(device, made[-1])
-        return made[:-1]
+        results: Sequence[torch.Tensor] = call(generator_state(device), *args)
+        set_generator_state(device, results[-1])
+        return results[:-1]
 
     return run
 
@@ -63,26 +63,26 @@ def _draw(
     """The results of a random operation (a tuple's are read by the getitems that follow it), and the next state."""
     tensors: list[fx.Node] = []
 
-    def slot(node: fx.Node) -> Any:
+    def operand(node: fx.Node) -> Any:
         tensors.append(env[node])
-        return _Slot(len(tensors) - 1)
+        return _Operand(len(tensors) - 1)
 
-    places = map_arg((args, kwargs), slot)
-    made = body.call_function(_operator(device, target, *places), (state, tensors))
-    after = body.call_function(_last, (made,))
+    operands = map_arg((args, kwargs), operand)
+    results = body.call_function(_operator(device, target, *operands), (state, tensors))
+    next_state = body.call_function(_last, (results,))
     single = len(target._schema.returns) == 1
-    return (body.call_function(_first, (made,)) if single else made), after
+    return (body.call_function(_first, (results,)) if single else results), next_state
 
 
-def _first(made: Sequence[torch.Tensor]) -> torch.Tensor:
-    return made[0]
+def _first(results: Sequence[torch.Tensor]) -> torch.Tensor:
+    return results[0]
 
 
-def _last(made: Sequence[torch.Tensor]) -> torch.Tensor:
-    return made[-1]
+def _last(results: Sequence[torch.Tensor]) -> torch.Tensor:
+    return results[-1]
 
 
-class _Slot:
+class _Operand:
     """A tensor operand by its position among those of its operation."""
 
     def __init__(self, position: int) -> None:
@@ -95,7 +95,7 @@ class _Slot:
 def _filled(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """The argument with its tensors. A function of its own: one that calls itself from a closure is a reference cycle,
     and would keep the tensors until the next collection."""
-    if isinstance(value, _Slot):
+    if isinstance(value, _Operand):
         return tensors[value.position]
     if isinstance(value, (tuple, list)):
         return type(value)(_filled(v, tensors) for v in value)
@@ -110,16 +110,16 @@ def _operator(device: str, target: Any, args: Any, kwargs: Any) -> Any:
     if not hasattr(namespace, name):
 
         def call(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            made = target(*_filled(tuple(args), tensors), **{key: _filled(value, tensors) for key, value in kwargs.items()})
-            return [made] if isinstance(made, torch.Tensor) else list(made)
+            result = target(*_filled(tuple(args), tensors), **{key: _filled(value, tensors) for key, value in kwargs.items()})
+            return [result] if isinstance(result, torch.Tensor) else list(result)
 
         def draw(state: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            now = generator_state(device)
+            own_state = generator_state(device)
             set_generator_state(device, state)
             try:
                 return [*call(tensors), generator_state(device)]
             finally:
-                set_generator_state(device, now)
+                set_generator_state(device, own_state)
 
         operator = torch.library.custom_op(
             f"mtcompile::{name}", draw, mutates_args=(), schema="(Tensor state, Tensor[] tensors) -> Tensor[]"

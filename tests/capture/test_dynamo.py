@@ -1,10 +1,12 @@
-"""The contract of the private torch APIs that ``mtcompile.capture`` rests on: each is asked for exactly what we use.
+"""The contract of the private torch APIs in ``mtcompile.torch_private``: each is asked for exactly what we use.
 
 A new torch that fails here tells what moved, before any model does.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
 from typing import Any
 
@@ -13,12 +15,13 @@ import torch
 from torch import fx, nn
 
 from mtcompile import torch_private
-from mtcompile.capture import dynamo, joint
 from mtcompile.capture.description import Computed, Description, describe
 from mtcompile.capture.dynamo import front_end
-from mtcompile.capture.joint import joint_graph
+from mtcompile.capture.joint import joint_graph, joint_key
+from mtcompile.errors import CaptureError
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.step_graph import InputSpec, OutputSpec
+from tests.project.test_layout import private_torch
 
 
 class Buffered(nn.Module):
@@ -35,13 +38,13 @@ class Buffered(nn.Module):
 
 
 def captured(*args: Any) -> tuple[nn.Module, Description]:
-    model, found = Buffered(), []
+    model, descriptions = Buffered(), []
     names = {id(b): ("buffer", n) for n, b in model.named_buffers()} | {
         id(p): ("param", n) for n, p in model.named_parameters()
     }
 
     def backend(graph: Any, inputs: Any) -> Any:
-        found.append(describe(graph, inputs, lambda tensor: names.get(id(tensor))))
+        descriptions.append(describe(graph, inputs, lambda tensor: names.get(id(tensor))))
         return graph.forward
 
     def call(*inputs: Any) -> Any:
@@ -49,7 +52,7 @@ def captured(*args: Any) -> tuple[nn.Module, Description]:
 
     torch.compiler.reset()
     front_end(call, backend)(*args)
-    return model, found[0]
+    return model, descriptions[0]
 
 
 def test_dynamo_lifts_parameters_and_makes_numbers_constants() -> None:
@@ -123,19 +126,55 @@ def test_the_allocators_events_see_what_an_operation_makes_inside() -> None:
 
 
 def test_names_we_call_exist() -> None:
-    """Every ``torch._...`` attribute named where private ones may be."""
-    source = inspect.getsource(dynamo) + inspect.getsource(joint) + inspect.getsource(torch_private)
-    for text in (
+    """Every private name of torch that ``torch_private`` imports or reads, and the settings it changes."""
+    names = {name for name, _ in private_torch(ast.parse(inspect.getsource(torch_private)))}
+    assert {
         "torch._guards.detect_fake_mode",
         "torch._C._autograd._get_current_graph_task_keep_graph",
         "torch._C._storage_Use_Count",
         "torch._C._autograd._profiler_enabled",
         "torch._dynamo.config",
+        "torch._functorch.config",
+        "torch._functorch.aot_autograd.aot_export_joint_with_descriptors",
+        "torch._functorch._aot_autograd.autograd_cache.autograd_cache_key",
+    } <= names
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        assert hasattr(resolved(parent), last) or resolved(name), name
+    for setting in (
+        *("specialize_float", "automatic_dynamic_shapes", "skip_nnmodule_hook_guards", "ignore_logging_functions"),
+        *("recompile_limit", "accumulated_recompile_limit"),
     ):
-        assert text in source
-        found: Any = torch
-        for part in text.split(".")[1:]:
-            found = getattr(found, part)
-    for name in ("specialize_float", "automatic_dynamic_shapes", "recompile_limit", "accumulated_recompile_limit"):
-        assert hasattr(torch._dynamo.config, name)
-    assert hasattr(torch._functorch.config, "fake_tensor_prefer_device_type")
+        assert hasattr(torch._dynamo.config, setting)
+    for setting in ("fake_tensor_prefer_device_type", "backward_pass_autocast"):
+        assert hasattr(torch._functorch.config, setting)
+
+
+def resolved(name: str) -> Any:
+    """The module or attribute of that dotted name."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        parent, _, last = name.rpartition(".")
+        return getattr(resolved(parent), last)
+
+
+def test_an_error_of_dynamos_tells_its_cause() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        raise CaptureError("not this one")
+
+    with pytest.raises(Exception, match="not this one") as caught:
+        torch.compile(forward, backend=backend, fullgraph=True)(torch.ones(2))
+    assert isinstance(torch_private.cause_in_dynamo(caught.value), CaptureError)
+    assert torch_private.cause_in_dynamo(ValueError()) is None
+
+
+def test_two_programs_have_one_key_only_if_they_are_traced_alike() -> None:
+    _, description = captured(torch.randn(3, 4), 0.5)
+    _, other = captured(torch.randn(3, 4), 0.25)
+    key = joint_key(description, (True, False))
+    assert key is not None and key == joint_key(description, (True, False))
+    assert key != joint_key(description, None) and key != joint_key(other, (True, False))

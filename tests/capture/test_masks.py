@@ -42,10 +42,10 @@ PACKED = torch.cat((torch.arange(16), torch.arange(32))).expand(2, -1).contiguou
 def step(call: Any, parameters: Any, *inputs: torch.Tensor) -> list[torch.Tensor]:
     loss = call(*inputs)
     loss.backward()
-    found = [loss.detach(), *(p.grad for p in parameters)]
+    results = [loss.detach(), *(p.grad for p in parameters)]
     for parameter in parameters:
         parameter.grad = None
-    return found
+    return results
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:

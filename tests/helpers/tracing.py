@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from mtcompile.capture import tracing
 from mtcompile.capture.tracing import Traced
-from mtcompile.kernels.eager import strides_on
+from mtcompile.kernels.measure import strides_on
 from mtcompile.passes.analysis.saved import saved_values
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.step_graph import calls, is_convert, placeholders, regions, results, step_outputs

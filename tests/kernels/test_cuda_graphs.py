@@ -1,4 +1,4 @@
-"""When a kernel becomes a CUDA graph, on graphs that replay by calling again."""
+"""A kernel becomes a CUDA graph where that is faster and right, on graphs that replay by calling again."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def test_a_graph_is_used_where_it_is_faster_and_right() -> None:
         assert graphed(kernel, slow(call, wrong), 0, wrong, examples) is None
         run, held = graphed(kernel, slow(call, graphs), 64, graphs, examples)
         inputs = [t.uniform_() if t.is_floating_point() else t for t in examples()]
-        made = run(*inputs)
-        assert all(torch.equal(a, b) for a, b in zip(made, call(*inputs), strict=True))
+        results = run(*inputs)
+        assert all(torch.equal(a, b) for a, b in zip(results, call(*inputs), strict=True))
         again = run(*inputs)  # which leaves earlier results as they are
-        assert all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in zip(made, again, strict=True))
+        assert all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in zip(results, again, strict=True))
         assert held >= 64 + sum(n.meta["val"].untyped_storage().nbytes() for n in placeholders(kernel.graph))
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import mtcompile
-from mtcompile.kernels.random import around, explicit
+from mtcompile.kernels.random import with_explicit_state, with_generator
 from mtcompile.passes.step_graph import is_random, kernel_of, regions
 from tests.helpers.models import Gpt, make, tokens
 from tests.helpers.tracing import trace
@@ -48,21 +48,21 @@ def test_inductor_kernels_at_three_budgets(capfd: pytest.CaptureFixture[str]) ->
     floor = minimum_bytes(model, data())
     by_kernels: dict[Any, Any] = {}
     for memory in (None, full // 2, int(floor * 1.3)):
-        found, compiled = run(model, memory, "inductor")
-        for row, expected in zip(found[:-1], eager[:-1], strict=True):
+        rows, compiled = run(model, memory, "inductor")
+        for row, expected in zip(rows[:-1], eager[:-1], strict=True):
             for one, other in zip(row, expected, strict=True):
                 # Adam's first steps are the gradient's sign, so a rounded gradient near zero moves a weight by 2 lr.
                 assert one is not None and other is not None and (one - other).abs().max() <= 2.1e-2
-        assert torch.allclose(found[0][0], eager[0][0], rtol=1e-4)  # type: ignore[arg-type]
-        assert torch.equal(found[-1][0], eager[-1][0])  # type: ignore[arg-type]  # the generator's state
+        assert torch.allclose(rows[0][0], eager[0][0], rtol=1e-4)  # type: ignore[arg-type]
+        assert torch.equal(rows[-1][0], eager[-1][0])  # type: ignore[arg-type]  # the generator's state
         report = compiled.memory_report()
         assert 0 < report["peak_device_bytes"] <= report["planned_peak_device_bytes"]
         runs = [i.kernel for i in compiled.schedule.instructions if i.op == "run"]
         if memory is None:
             assert len(runs) == 2  # everything fits: one forward and one backward region
         assert "by Inductor" in compiled.plan.numerics
-        earlier = by_kernels.setdefault(tuple(sorted({k.split("_")[1] for k in runs})), found)
-        assert all(torch.equal(a, b) for r, e in zip(found, earlier, strict=True) for a, b in zip(r, e, strict=True))  # type: ignore[arg-type]
+        earlier = by_kernels.setdefault(tuple(sorted({k.split("_")[1] for k in runs})), rows)
+        assert all(torch.equal(a, b) for r, e in zip(rows, earlier, strict=True) for a, b in zip(r, e, strict=True))  # type: ignore[arg-type]
     assert "stays eager" not in capfd.readouterr().err
 
 
@@ -72,10 +72,10 @@ from mtcompile.kernels import compile_pool
 from tests.kernels.test_inductor import data, minimum_bytes, run, small
 compile_pool._cores = lambda: 4  # a machine with cores for it
 model = small()
-found, compiled = run(model, int(minimum_bytes(model, data()) * 1.3), "inductor")
+rows, compiled = run(model, int(minimum_bytes(model, data()) * 1.3), "inductor")
 counted = torch._dynamo.utils.counters["inductor"]
 kernels = {i.kernel for i in compiled.schedule.instructions if i.op == "run"}
-print(len(kernels), counted["fxgraph_cache_hit"], counted["fxgraph_cache_miss"], float(found[-2][0].sum()))
+print(len(kernels), counted["fxgraph_cache_hit"], counted["fxgraph_cache_miss"], float(rows[-2][0].sum()))
 """
 
 
@@ -103,14 +103,14 @@ def test_random_operations_are_those_of_the_plain_run() -> None:
             inputs = []
             for node in kernel.graph.find_nodes(op="placeholder"):
                 val = node.meta["val"]
-                made = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype)
-                inputs.append(made.normal_() if val.is_floating_point() else made.zero_())
+                tensor = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype)
+                inputs.append(tensor.normal_() if val.is_floating_point() else tensor.zero_())
             torch.manual_seed(2)
             expected, state = kernel(*inputs), torch.get_rng_state()
             torch.manual_seed(2)
-            found = around(explicit(kernel, "cpu"), "cpu")(*inputs)
+            drawn = with_generator(with_explicit_state(kernel, "cpu"), "cpu")(*inputs)
             assert torch.equal(torch.get_rng_state(), state)
-            assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(expected, found, strict=True))
+            assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(expected, drawn, strict=True))
 
 
 def test_a_kernel_that_cannot_be_compiled_stays_eager(
@@ -122,7 +122,7 @@ def test_a_kernel_that_cannot_be_compiled_stays_eager(
     monkeypatch.setattr("mtcompile.torch_private.inductor", refuse)
     model = small()
     eager, _ = run(model, None, "eager")
-    found, _ = run(model, None, "inductor")
+    rows, _ = run(model, None, "inductor")
     said = capfd.readouterr().err
     assert "stays eager: Inductor raised NotImplementedError: no such thing" in said
-    assert torch.allclose(found[0][0], eager[0][0], rtol=1e-5)  # type: ignore[arg-type]
+    assert torch.allclose(rows[0][0], eager[0][0], rtol=1e-5)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from mtcompile.kernels.eager import _example
+from mtcompile.kernels.measure import example
 from mtcompile.passes import PIPELINE, rewrite
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.kernels import kernel_key
@@ -215,5 +215,5 @@ def test_seeds_of_attention_are_examples_in_host_memory() -> None:
     for node in given:
         node.meta["val"] = torch.empty(2, device="meta")
     graph.output(graph.call_function(backward, tuple(given)))
-    on_host = [node.name for node in given if _example(node, torch.device("meta")).device.type == "cpu"]
+    on_host = [node.name for node in given if example(node, torch.device("meta")).device.type == "cpu"]
     assert on_host == ["philox_seed", "philox_offset"]
