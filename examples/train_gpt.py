@@ -1,10 +1,10 @@
-"""Train a GPT on the Python standard library's own sources, inside a device-memory budget far below its training state.
+"""Train a GPT on the sources of Python's standard library, in a tenth of the memory that its training state takes.
 
     python examples/train_gpt.py                      # the default model and budget
     python examples/train_gpt.py --memory 64MiB       # another budget
-    python examples/train_gpt.py --compare --steps 20 # the same steps in plain PyTorch, compared byte for byte
+    python examples/train_gpt.py --compare            # train in plain PyTorch too, and compare byte for byte
 
-Everything up to ``main`` is plain PyTorch. What makes it a compiled training is one line, ``mtcompile.compile``.
+Everything above ``main`` is plain PyTorch. One line in ``main``, ``mtcompile.compile``, adds the budget.
 """
 
 import argparse
@@ -14,15 +14,12 @@ import os
 import sys
 import sysconfig
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 import mtcompile
@@ -30,7 +27,7 @@ import mtcompile
 MIB = 2**20
 VOCABULARY = 256  # a token is a byte
 CORPUS_BYTES = 4 * MIB
-STATE_PER_BUDGET = 16  # the default budget is the training state divided by this
+STATE_PER_BUDGET = 10  # the default budget is the training state divided by this
 WARMUP_STEPS = 20
 
 # ---------------------------------------------------------------------------------------------------------- the model
@@ -76,7 +73,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if into_residual else 0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy of (batch, seq) ``tokens`` against the tokens that follow them."""
+        """Returns the mean cross-entropy of predicting ``targets``, the next token of each of ``tokens``; both (batch, seq)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
         for block in self.blocks:
@@ -89,7 +86,7 @@ class GPT(nn.Module):
 
 
 def corpus() -> Tensor:
-    """The first bytes of the standard library's sources, in the order of their paths."""
+    """Reads the sources of the standard library in the order of their paths, up to ``CORPUS_BYTES``."""
     root = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
     for path in sorted(root.rglob("*.py")):
@@ -101,7 +98,7 @@ def corpus() -> Tensor:
 
 
 def batches(data: Tensor, args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
-    """``args.steps`` pairs of random crops and the same crops shifted by one; the same ones for the same seed."""
+    """Yields ``args.steps`` pairs of random crops and the same crops shifted by one token. The seed determines them."""
     generator = torch.Generator().manual_seed(args.seed)
     for _ in range(args.steps):
         starts = torch.randint(len(data) - args.seq, (args.batch,), generator=generator)
@@ -117,26 +114,31 @@ def adamw(parameters: Iterable[Tensor], args: argparse.Namespace) -> torch.optim
 
 
 def adamw_at(homes: list[torch.device], model: nn.Module, args: argparse.Namespace) -> torch.optim.AdamW:
-    """Updates each weight where the compiled run did: a CPU and a GPU round the same update differently."""
-    at_home = [(p, nn.Parameter(p.detach().to(home))) for p, home in zip(model.parameters(), homes)]
-    opt = adamw([master for _, master in at_home], args)
+    """Updates each weight on the device where the compiled run did: a CPU and a GPU round the same update differently."""
+    pairs = [(p, nn.Parameter(p.detach().to(home))) for p, home in zip(model.parameters(), homes)]
+    opt = adamw([copy for _, copy in pairs], args)
 
-    def fetch(*_: object) -> None:
-        for p, master in at_home:
-            master.grad = p.grad.to(master.device)
+    def send_gradients(*_: object) -> None:
+        for p, copy in pairs:
+            copy.grad = p.grad.to(copy.device)
 
-    opt.register_step_pre_hook(fetch)
-    opt.register_step_post_hook(lambda *_: [p.data.copy_(master) for p, master in at_home] and None)
+    opt.register_step_pre_hook(send_gradients)
+    opt.register_step_post_hook(lambda *_: [p.data.copy_(copy) for p, copy in pairs] and None)
     return opt
 
 
 @dataclass
 class Record:
-    """What ``--compare`` compares: a digest of the bytes of every loss, gradient and stepped weight."""
+    """Holds the losses as numbers and, for ``--compare``, a digest of the bytes of every loss, gradient and stepped weight."""
 
+    curve: list[float] = field(default_factory=list)
     losses: list[bytes] = field(default_factory=list)
     gradients: list[bytes] = field(default_factory=list)
     weights: list[bytes] = field(default_factory=list)
+
+    def recent_loss(self) -> float:
+        """Averages the last 20 losses: the loss of one small batch says little."""
+        return sum(self.curve[-20:]) / len(self.curve[-20:])
 
 
 def digest(tensor: Tensor | None) -> bytes:
@@ -145,73 +147,66 @@ def digest(tensor: Tensor | None) -> bytes:
     return hashlib.sha1(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()).digest()
 
 
-def train(
-    title: str, model: nn.Module, opt: torch.optim.Optimizer, data: Tensor, args: argparse.Namespace, console: Console
-) -> Record:
-    """The ordinary loop, the same for a plain and for a compiled model."""
+def train(title: str, model: nn.Module, opt: torch.optim.Optimizer, data: Tensor, args: argparse.Namespace) -> Record:
+    """Runs the ordinary loop, the same for a plain and for a compiled model."""
     record = Record()
-    columns = (TextColumn("{task.description}"), BarColumn(6), MofNCompleteColumn(), TextColumn("{task.fields[now]}"))
-    with Progress(*columns, TimeRemainingColumn(compact=True), console=console) as progress:
-        losses: deque[float] = deque(maxlen=20)  # shown as their mean: one small batch says little
-        task = progress.add_task(title, total=args.steps, now="first step")
-        torch.manual_seed(args.seed)
-        for step, (tokens, targets) in enumerate(batches(data, args), 1):
-            started = time.perf_counter()
-            for group in opt.param_groups:
-                group["lr"] = args.lr * min(1.0, step / WARMUP_STEPS)
+    torch.manual_seed(args.seed)
+    for step, (tokens, targets) in enumerate(batches(data, args), 1):
+        started = time.perf_counter()
+        for group in opt.param_groups:
+            group["lr"] = args.lr * min(1.0, step / WARMUP_STEPS)
 
-            loss = model(tokens, targets)
-            loss.backward()
-            opt.step()
+        loss = model(tokens, targets)
+        loss.backward()
+        opt.step()
 
-            seconds = time.perf_counter() - started
-            if args.compare:
-                record.losses.append(digest(loss))
-                record.gradients += [digest(parameter.grad) for parameter in model.parameters()]
-                record.weights += [digest(parameter) for parameter in model.parameters()]
-            model.zero_grad()
+        seconds = time.perf_counter() - started
+        record.curve.append(loss.item())
+        if args.compare:
+            record.losses.append(digest(loss))
+            record.gradients += [digest(parameter.grad) for parameter in model.parameters()]
+            record.weights += [digest(parameter) for parameter in model.parameters()]
+        model.zero_grad()
 
-            losses.append(loss.item())
-            now = f"loss {sum(losses) / len(losses):.3f}  {tokens.numel() / seconds:,.0f} tok/s"
+        if step == 1 or step % max(1, args.steps // 10) == 0:
+            status = f"{title} step {step:>4}  loss {record.recent_loss():.3f}  {tokens.numel() / seconds:,.0f} tok/s"
             if hasattr(model, "memory_report"):
-                peak = model.memory_report()
-                now += f"  device {peak['peak_device_bytes'] / MIB:.1f} host {peak['peak_host_bytes'] / MIB:.0f} MiB"
-            progress.update(task, advance=1, now=now)
-            if step == 1 or step % max(1, args.steps // 10) == 0:
-                progress.print(f"{title} step {step:>4}  {now}", highlight=False, soft_wrap=True)
+                report = model.memory_report()
+                status += f"  device {report['peak_device_bytes'] / MIB:.1f} host {report['peak_host_bytes'] / MIB:.0f} MiB"
+            print(status, flush=True)
     return record
 
 
-def report_comparison(plain: Record, compiled: Record, console: Console) -> bool:
-    """Print how much of two trainings is equal; whether all of it is."""
+def report_comparison(plain: Record, compiled: Record) -> bool:
+    """Prints how many losses, gradients and weights of two trainings are equal. Returns whether all of them are."""
     parts, same = [], True
     for name in ("losses", "gradients", "weights"):
-        expected, got = getattr(plain, name), getattr(compiled, name)
-        equal = sum(a == b for a, b in zip(expected, got, strict=True))
-        parts.append(f"{name} {equal}/{len(expected)} equal")
-        same &= equal == len(expected)
-    console.print("compare: " + ", ".join(parts), highlight=False, soft_wrap=True)
+        pairs = list(zip(getattr(plain, name), getattr(compiled, name), strict=True))
+        equal = sum(a == b for a, b in pairs)
+        parts.append(f"{name} {equal}/{len(pairs)} equal")
+        same &= equal == len(pairs)
+    print("compare: " + ", ".join(parts))
     return same
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Train a GPT inside a device-memory budget.")
     parser.add_argument("--memory", help=f"device budget such as 16MiB (default: training state / {STATE_PER_BUDGET})")
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--batch", type=int, default=4, help="sequences per step")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--heads", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch", type=int, default=2, help="sequences per step")
     parser.add_argument("--seq", type=int, default=128, help="tokens per sequence")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compare", action="store_true", help="train in plain PyTorch too and compare the bytes")
+    parser.add_argument("--timeline", default="timeline.html", help="where to write the timeline of a step that ran")
     args = parser.parse_args()
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(args.compare, warn_only=True)  # on a GPU: sums in one order, for both runs
-    console = Console()
 
     def build() -> GPT:
         torch.manual_seed(args.seed)
@@ -222,26 +217,30 @@ def main() -> int:
     count = sum(parameter.numel() for parameter in model.parameters())
     state = 4 * 4 * count  # float32 weights, gradients and AdamW's two moments
     memory = args.memory or f"{max(1, state // STATE_PER_BUDGET // MIB)}MiB"
-    about = f"{count / 1e6:.1f} million parameters, training state {state / MIB:.0f} MiB, device budget {memory}"
-    console.print(f"{about}, {len(data) / MIB:.1f} MiB of text", highlight=False, soft_wrap=True)
+    print(f"{count / 1e6:.1f} million parameters, training state {state / MIB:.0f} MiB, device budget {memory}")
+    print("capturing and planning the first step ...", flush=True)
     opt = adamw(model.parameters(), args)
     try:
-        model = mtcompile.compile(model, memory=memory, optimizer=opt, device=args.device)
-        compiled = train("compiled", model, opt, data, args, console)
+        model = mtcompile.compile(model, memory=memory, optimizer=opt, device=args.device, viz=args.timeline)
+        compiled = train("compiled", model, opt, data, args)
     except mtcompile.BudgetError as error:
-        try_mib = math.ceil(error.minimum_bytes / MIB)
-        console.print(f"{error}\nTry --memory {try_mib}MiB.", highlight=False, markup=False, soft_wrap=True)
+        print(f"{error}\nTry --memory {math.ceil(error.minimum_bytes / MIB)}MiB.")
         return 2
 
-    same = True
+    same, verdict = True, ""
     if args.compare:
-        other = build().to(args.device)
-        opt = adamw_at([p.device for p in model.parameters()], other, args)
-        same = report_comparison(train("plain   ", other, opt, data, args, console), compiled, console)
+        reference = build().to(args.device)
+        opt = adamw_at([p.device for p in model.parameters()], reference, args)
+        same = report_comparison(train("plain   ", reference, opt, data, args), compiled)
+        verdict = ", bit-identical to plain PyTorch" if same else ", NOT equal to plain PyTorch"
     report = model.memory_report()
-    peak, budget, state = (report[f"{key}_bytes"] for key in ("peak_device", "budget_device", "state"))
-    print(f"peak device {peak / MIB:.1f} MiB of budget {budget / MIB:.1f} MiB, training state {state / MIB:.1f} MiB", end=" ")
-    print(f"({state / budget:.1f}x the budget)")
+    peak, budget, state = (report[f"{key}_bytes"] / MIB for key in ("peak_device", "budget_device", "state"))
+    print(
+        f"shown: loss {compiled.curve[0]:.2f} -> {compiled.recent_loss():.2f}{verdict}; peak device {peak:.1f} MiB "
+        f"of budget {budget:.1f} MiB, training state {state:.1f} MiB ({state / budget:.1f}x the budget)"
+    )
+    python = os.path.relpath(sys.executable)
+    print(f"next:  open {args.timeline} to see the step that ran, and plan yours: {python} -m mtcompile plan llama-8b")
     return 0 if same else 1
 
 

@@ -1,4 +1,4 @@
-"""The example, as a user starts it: small, at a quarter of what it would use, with other timings every time."""
+"""Runs the example as a user starts it: small, at a quarter of what it would use, with other timings every time."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 SMALL = ["--layers", "3", "--width", "64", "--batch", "2", "--seq", "32", "--steps", "3"]
 
 
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], timeline: Path, *flags: str
+) -> tuple[int, str]:
     spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "train_gpt", module)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *SMALL, *flags])
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *SMALL, "--timeline", str(timeline), *flags])
     code = module.main()
     return code, capsys.readouterr().out
 
 
 @pytest.fixture
-def quarter(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """A quarter of the peak with everything resident."""
-    code, out = run(monkeypatch, capsys, "--memory", "1GiB")
+def quarter(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> str:
+    """Measures a quarter of the peak with everything resident, in bytes."""
+    code, out = run(monkeypatch, capsys, tmp_path / "resident.html", "--memory", "1GiB")
     assert code == 0
     peak = re.search(r"peak device ([\d.]+) MiB", out)
     assert peak is not None
@@ -41,19 +43,25 @@ def test_equal_at_a_quarter_of_the_resident_peak_under_delay_seeds(
 ) -> None:
     monkeypatch.setenv("MT_CACHE", str(tmp_path))  # one search for all of them
     expected = r"compare: losses 3/3 equal, gradients (\d+)/\1 equal, weights \1/\1 equal"
-    code, out = run(monkeypatch, capsys, "--memory", quarter, "--compare")
+    timeline = tmp_path / "timeline.html"
+    code, out = run(monkeypatch, capsys, timeline, "--memory", quarter, "--compare")
     assert code == 0 and re.search(expected, out), out
+    shown, following = out.splitlines()[-2:]
+    assert shown.startswith("shown: loss") and "bit-identical to plain PyTorch" in shown
+    assert timeline.exists() and f"open {timeline}" in following
     monkeypatch.setenv("MT_CHECK", "1")
     for seed in seeds:
         monkeypatch.setenv("MT_CHECK_SEED", str(seed))
-        code, out = run(monkeypatch, capsys, "--memory", quarter, "--compare")
+        code, out = run(monkeypatch, capsys, timeline, "--memory", quarter, "--compare")
         assert code == 0 and re.search(expected, out), f"seed {seed}: {out}"
         peak, budget = map(float, re.search(r"peak device ([\d.]+) MiB of budget ([\d.]+) MiB", out).groups())  # type: ignore[union-attr]
         assert peak <= budget
 
 
-def test_too_small_a_budget_says_what_to_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out = run(monkeypatch, capsys, "--memory", "64KiB")
+def test_too_small_a_budget_says_what_to_pass(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, out = run(monkeypatch, capsys, tmp_path / "timeline.html", "--memory", "64KiB")
     assert code == 2 and "Try --memory" in out
 
 
