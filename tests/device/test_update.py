@@ -15,5 +15,5 @@ from tests.helpers.updates import UPDATES, assert_same_bits, cases, edge_operand
 def test_updates_on_the_gpu_give_the_bits_of_the_host(device: torch.device, name: str, layout: str) -> None:
     states = UPDATES[name][1]
     for parts in (edge_operands(states), random_operands(10**6 + 3, states)):
-        found = run(name, layout, [part.to(device) for part in parts], where=device_kernels)
-        assert_same_bits([result.cpu() for result in found], run(name, layout, parts))
+        results = run(name, layout, [part.to(device) for part in parts], where=device_kernels)
+        assert_same_bits([result.cpu() for result in results], run(name, layout, parts))

@@ -23,13 +23,13 @@ from tests.device.models import make
 @pytest.mark.parametrize("memory", [None, pytest.param("1GiB", marks=pytest.mark.long)])
 def test_plain_and_compiled_are_equal(memory: str | None, options: dict[str, Any], device: torch.device) -> None:
     module, data = make("decoder" if "precision" in options else "dropping")
-    found = mtcompile.verify(module, data, memory=memory, device=device, **options)
-    assert found.equal, str(found)
-    assert str(device) in found.reference and found.compared["weight"] > 0
+    comparison = mtcompile.verify(module, data, memory=memory, device=device, **options)
+    assert comparison.equal, str(comparison)
+    assert str(device) in comparison.reference and comparison.compared["weight"] > 0
 
 
 def test_both_are_measured(device: torch.device) -> None:
     asked = Asked(choose(device), precision_named("model"), memory=64 * 2**20, batch=1, seq=16)
-    found = measured("gpt-11m", asked, 1, lambda text, done, of: None)
-    assert found.plain is not None and found.time_ratio is not None and found.device == str(device)
-    assert 0 < found.compiled.peak_device_bytes <= 64 * 2**20  # type: ignore[operator]
+    measurement = measured("gpt-11m", asked, 1, lambda text, done, of: None)
+    assert measurement.plain is not None and measurement.time_ratio is not None and measurement.device == str(device)
+    assert 0 < measurement.compiled.peak_device_bytes <= 64 * 2**20  # type: ignore[operator]

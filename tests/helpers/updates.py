@@ -56,16 +56,16 @@ def edge_operands(states: int) -> list[Tensor]:
 
 @functools.lru_cache(maxsize=2)  # they are copied before they are changed
 def random_operands(count: int, states: int, seed: int = 0) -> list[Tensor]:
-    """Of many magnitudes, a quarter of all bit patterns, so with infinities, NaNs and denormal numbers; the second moment is
-    positive in the rest."""
+    """Draws operands of many magnitudes, a quarter of them from all bit patterns, infinities, NaNs and denormal numbers
+    included; the second moment is positive in the rest."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    operands = []
     for place in range(2 + states):
         values = torch.randn(count, generator=generator) * 10.0 ** torch.randint(-6, 2, (count,), generator=generator)
         bits = torch.randint(0, 2**32, (count,), generator=generator)
         values = values.abs() if place == 3 else values
-        found.append(torch.where(torch.rand(count, generator=generator) < 0.25, floats(bits), values))
-    return found
+        operands.append(torch.where(torch.rand(count, generator=generator) < 0.25, floats(bits), values))
+    return operands
 
 
 def laid_out(layout: str, parts: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
@@ -80,7 +80,7 @@ def laid_out(layout: str, parts: list[Tensor]) -> tuple[list[Tensor], Tensor | N
 
 
 def run(name: str, layout: str, parts: list[Tensor], by: Any = None, where: Any = host_kernels, **more: Any) -> list[Tensor]:
-    """What an update makes of copies: weight (joined), states, and bits of the planes, all as int32."""
+    """Updates copies and returns weight (joined), states, and bits of the planes, all as int32."""
     function, _, scalars = UPDATES[name]
     tensors, remainder = laid_out(layout, parts)
     more |= {"by": by} if where is host_kernels else {}
@@ -91,8 +91,8 @@ def run(name: str, layout: str, parts: list[Tensor], by: Any = None, where: Any 
     return results if remainder is None else [*results, weight.view(torch.int16).int(), remainder.int()]
 
 
-def assert_same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
-    for place, (one, other) in enumerate(zip(found, expected, strict=True)):
+def assert_same_bits(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for place, (one, other) in enumerate(zip(actual, expected, strict=True)):
         wrong = (one != other).nonzero().flatten()
         first = f"result {place}: {len(wrong)} differ, first {one[wrong[0]]:#x}, {other[wrong[0]]:#x}" if len(wrong) else ""
         assert not first, first
