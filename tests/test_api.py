@@ -1,4 +1,4 @@
-"""What a PyTorch user would expect of a compiled module: autograd, frames, guards, aliases, errors that lose nothing."""
+"""A compiled module does what a PyTorch user expects: autograd, frames, guards, aliases, errors that lose nothing."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def pair(factory: Any = Small, **options: Any) -> tuple[nn.Module, Any]:
 
 def both(plain: nn.Module, compiled: nn.Module, act: Any) -> None:
     """Run ``act`` on each from the same generator state; results, gradients and buffers must be equal."""
-    found = []
+    logs = []
     for model in (plain, compiled):
         torch.manual_seed(5)
         result = act(model)
-        found.append([result, *(p.grad for p in model.parameters()), *model.buffers(), torch.get_rng_state()])
-    for one, other in zip(*found, strict=True):
+        logs.append([result, *(p.grad for p in model.parameters()), *model.buffers(), torch.get_rng_state()])
+    for one, other in zip(*logs, strict=True):
         assert (one is None and other is None) or torch.equal(one, other)
 
 
@@ -57,7 +57,7 @@ def step(model: nn.Module, x: torch.Tensor = X) -> torch.Tensor:
     return loss.detach()
 
 
-def test_same_keys_class_and_parameters() -> None:
+def test_a_compiled_module_keeps_its_keys_and_class_and_reports_its_memory() -> None:
     plain, compiled = pair()
     step(compiled)
     assert list(plain.state_dict()) == list(compiled.state_dict())
@@ -86,7 +86,7 @@ def test_changes_between_calls_are_noticed() -> None:
     assert plain.count == compiled.count  # side effects in Python happen too
 
 
-def test_inputs_of_other_shapes_strides_and_gradients() -> None:
+def test_inputs_may_change_shape_and_strides_and_require_gradients() -> None:
     plain, compiled = pair()
     both(plain, compiled, step)
     for x in (torch.randn(6, 8), torch.randn(8, 6).t(), torch.randn(1, 8).expand(4, 8), torch.randn(4, 16)[:, ::2]):
@@ -100,7 +100,7 @@ def test_inputs_of_other_shapes_strides_and_gradients() -> None:
     both(plain, compiled, with_gradient)
 
 
-def test_autocast() -> None:
+def test_autocast_gives_the_same_bits() -> None:
     plain, compiled = pair()
 
     def act(model: nn.Module) -> torch.Tensor:
@@ -111,7 +111,7 @@ def test_autocast() -> None:
     both(plain, compiled, step)
 
 
-def test_no_grad_and_eval_at_any_time() -> None:
+def test_a_call_without_gradients_may_come_before_the_backward() -> None:
     plain, compiled = pair()
 
     def act(model: nn.Module) -> torch.Tensor:
@@ -141,7 +141,7 @@ class Several(nn.Module):
 
 
 @pytest.mark.parametrize("keys", [("loss",), ("y",), ("flat",), ("y", "flat"), ("weight",), ("left", "right"), ("loss", "row")])
-def test_gradients_through_any_output(keys: tuple[str, ...]) -> None:
+def test_gradients_flow_through_any_output(keys: tuple[str, ...]) -> None:
     plain, compiled = pair(Several)
 
     def act(model: nn.Module) -> torch.Tensor:
@@ -156,12 +156,12 @@ def test_gradients_through_any_output(keys: tuple[str, ...]) -> None:
         both(plain, compiled, act)
 
 
-def test_autograd_grad_and_accumulation() -> None:
+def test_autograd_grad_and_accumulated_gradients_are_the_same() -> None:
     plain, compiled = pair()
 
     def gradients(model: nn.Module) -> torch.Tensor:
-        found = torch.autograd.grad(model(X).sum(), list(model.parameters()))
-        return torch.cat([g.flatten() for g in found])
+        tensors = torch.autograd.grad(model(X).sum(), list(model.parameters()))
+        return torch.cat([g.flatten() for g in tensors])
 
     def accumulate(model: nn.Module) -> torch.Tensor:
         for scale in (1.0, 2.0, 3.0):
@@ -174,15 +174,15 @@ def test_autograd_grad_and_accumulation() -> None:
 
 def test_old_gradients_are_not_overwritten() -> None:
     plain, compiled = pair()
-    kept = []
+    gradients = []
     for model in (plain, compiled):
         torch.manual_seed(5)
         step(model)
-        held = [p.grad for p in model.parameters()]
+        earlier = [p.grad for p in model.parameters()]
         model.zero_grad()
         step(model, X * 3)
-        kept.append(torch.cat([g.flatten() for g in held]))
-    assert torch.equal(*kept)
+        gradients.append(torch.cat([g.flatten() for g in earlier]))
+    assert torch.equal(*gradients)
 
 
 def test_second_training_forward_is_refused_and_nonfinite_skipped() -> None:
@@ -220,7 +220,7 @@ def test_backward_runs_once() -> None:
         torch.autograd.grad(compiled(X).sum(), compiled.layers[0].weight, create_graph=True)
 
 
-def test_weights_changed_before_backward() -> None:
+def test_weights_changed_before_backward_are_refused() -> None:
     _, compiled = pair()
     loss = compiled(X).sum()
     with torch.no_grad():
@@ -306,7 +306,7 @@ def test_an_error_inside_a_step_changes_nothing(where: str, monkeypatch: pytest.
     both(plain, compiled, step)
 
 
-def test_decorator_on_a_class_and_as_a_call() -> None:
+def test_compile_decorates_a_class_with_and_without_options() -> None:
     @mtcompile.compile
     class First(Small):
         pass
@@ -334,7 +334,7 @@ def test_copy_is_the_plain_model() -> None:
     both(plain, again, step)
 
 
-def test_scheduler_and_own_optimizer() -> None:
+def test_an_optimizer_of_the_users_own_steps_under_a_scheduler() -> None:
     class Own(torch.optim.Optimizer):
         def __init__(self, params: Any) -> None:
             super().__init__(params, {"lr": 0.1})
@@ -369,21 +369,7 @@ def test_same_bits_at_every_thread_count_setting() -> None:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("size", ["16GiB", "16GB", 17179869184, "1.5 MiB"])
-def test_sizes(size: Any) -> None:
-    from mtcompile.options import parse_bytes
-
-    expected = {"16GiB": 2**34, "16GB": 16 * 10**9, 17179869184: 2**34, "1.5 MiB": 3 * 2**19}
-    assert parse_bytes(size) == expected[size]
-
-
-@pytest.mark.parametrize("bad", ["16 potatoes", "-1GiB", "", 0, -5, "GiB"])
-def test_bad_sizes_say_what_is_read(bad: Any) -> None:
-    with pytest.raises(ValueError, match="expected a size"):
-        mtcompile.compile(nn.Linear(2, 2), memory=bad)
-
-
-def test_options_that_cannot_be_honoured() -> None:
+def test_options_that_cannot_be_honoured_are_refused() -> None:
     with pytest.raises(ValueError, match="kernels"):
         mtcompile.compile(nn.Linear(2, 2), kernels="magic")
     with pytest.raises(TypeError, match=r"nn.Module"):
@@ -417,7 +403,7 @@ def test_evaluation_first_and_two_signatures_share_a_home() -> None:
     assert pointers == [p.data_ptr() for p in compiled.parameters()]
 
 
-def test_replan_when_a_later_signature_needs_more() -> None:
+def test_the_step_is_planned_again_when_a_later_signature_needs_more() -> None:
     torch.manual_seed(0)
     model, data = Tied().train(), make("tied")[1]
     long = {key: value.repeat(40) for key, value in data.items()}
@@ -434,7 +420,7 @@ def test_replan_when_a_later_signature_needs_more() -> None:
         )
 
 
-def test_compiled_run_measures_within_budget() -> None:
+def test_the_measured_peak_is_within_the_budget() -> None:
     model, data = make("tied")
     _, report, _ = compiled_run(model, data, minimum_bytes(model, data))
     assert report["peak_device_bytes"] <= report["budget_device_bytes"]

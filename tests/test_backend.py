@@ -75,7 +75,7 @@ def smallest(model: nn.Module, batch: torch.Tensor, **options: Any) -> int:
     return caught.value.minimum_bytes
 
 
-def test_it_is_listed() -> None:
+def test_dynamo_lists_the_backend() -> None:
     assert "mtcompile" in torch._dynamo.list_backends()
 
 
@@ -88,7 +88,7 @@ def test_it_is_listed() -> None:
         *(pytest.param(model, True, 10, marks=pytest.mark.long) for model in (gpt, vit)),
     ],
 )
-def test_budgets_from_floor_to_resident(make: Any, offload: bool, budgets: int) -> None:
+def test_every_budget_from_floor_to_resident_is_met_with_equal_bits(make: Any, offload: bool, budgets: int) -> None:
     """Equal bits at each; the allocator's peak is within the budget; planned peak and time are monotone."""
     model, batch = make()
     plain = copy.deepcopy(model)
@@ -104,8 +104,8 @@ def test_budgets_from_floor_to_resident(make: Any, offload: bool, budgets: int) 
         copied = copy.deepcopy(model)
         options = {"activation_memory": budget, "offload": offload}
         torch.compiler.reset()
-        found, peak = train(copied, torch.compile(copied, backend="mtcompile", options=options), [batch] * 2)
-        assert same(expected[:-1], found[: len(expected) - 1]), budget
+        actual, peak = train(copied, torch.compile(copied, backend="mtcompile", options=options), [batch] * 2)
+        assert same(expected[:-1], actual[: len(expected) - 1]), budget
         report = next(r for r in reports() if r["budget_device_bytes"] == budget)
         assert 0 < report["peak_device_bytes"] <= report["planned_peak_device_bytes"] <= budget
         assert 0 < peak + report["arena_device_bytes"] <= budget
@@ -115,14 +115,14 @@ def test_budgets_from_floor_to_resident(make: Any, offload: bool, budgets: int) 
     assert peaks == sorted(peaks)
 
 
-def test_graph_breaks_and_five_batch_sizes() -> None:
+def test_graph_breaks_and_five_batch_sizes_give_equal_bits() -> None:
     torch.manual_seed(0)
     model = Gpt(layers=4, breaks=(0, 2))
     batches = [tokens(n) for n in (4, 4, 6, 2, 8, 4, 5, 6)]
     plain = copy.deepcopy(model)
     expected, _ = train(plain, plain, batches)
-    found, _ = train(copied := copy.deepcopy(model), compiled(copied), batches)
-    assert same(expected, found)
+    actual, _ = train(copied := copy.deepcopy(model), compiled(copied), batches)
+    assert same(expected, actual)
 
 
 def test_an_earlier_graph_makes_room_by_running_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,12 +140,12 @@ def test_an_earlier_graph_makes_room_by_running_again(monkeypatch: pytest.Monkey
     for _ in range(9):
         copied = copy.deepcopy(model)
         try:
-            found, peak = train(copied, compiled(copied, activation_memory=budget, offload=False), [batch] * 3)
+            actual, peak = train(copied, compiled(copied, activation_memory=budget, offload=False), [batch] * 3)
         except mtcompile.BudgetError as error:
             assert error.minimum_bytes > budget
             budget = error.minimum_bytes
             continue
-        assert same(expected, found)
+        assert same(expected, actual)
         assert peak <= budget + gradients
         assert evicted
         return
@@ -177,7 +177,7 @@ def test_inference_and_training_share_a_callable() -> None:
         ({"activation_memory": "lots"}, "lots"),
     ],
 )
-def test_options_that_cannot_be_honoured(options: dict[str, Any], says: str) -> None:
+def test_options_that_cannot_be_honoured_are_refused(options: dict[str, Any], says: str) -> None:
     torch.compiler.reset()
     with pytest.raises(Exception, match=says):
         torch.compile(nn.Linear(2, 2), backend="mtcompile", options=options)(torch.ones(1, 2))

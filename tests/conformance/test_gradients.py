@@ -13,7 +13,7 @@ from tests.conformance.loops import INPUTS, Log, Net, Prepare, adamw, assert_sam
 
 @pytest.mark.parametrize("foreach", [None, False])
 @pytest.mark.parametrize("order", [2.0, float("inf")])
-def test_clipping_by_norm(order: float, foreach: bool | None) -> None:
+def test_clipping_by_norm_gives_the_same_norms_and_gradients(order: float, foreach: bool | None) -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         optimizer = adamw(model.parameters())
         model = prepare(model, optimizer)
@@ -28,7 +28,7 @@ def test_clipping_by_norm(order: float, foreach: bool | None) -> None:
     assert_same_bits(loop)
 
 
-def test_clipping_by_value_and_total_norm() -> None:
+def test_clipping_by_value_sees_the_same_total_norm() -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         optimizer = adamw(model.parameters())
         model = prepare(model, optimizer)
@@ -68,7 +68,7 @@ def test_a_gradient_scaler_skips_a_step_that_overflowed(fused: bool) -> None:
 
 
 @pytest.mark.parametrize("to_none", [True, False])
-def test_accumulation_over_micro_batches(to_none: bool) -> None:
+def test_gradients_accumulate_over_micro_batches(to_none: bool) -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         optimizer = adamw(model.parameters())
         model = prepare(model, optimizer)
@@ -82,7 +82,7 @@ def test_accumulation_over_micro_batches(to_none: bool) -> None:
     assert_same_bits(loop)
 
 
-def test_gradients_kept_read_and_set_by_hand() -> None:
+def test_gradients_may_be_kept_read_and_set_by_hand() -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         optimizer = adamw(model.parameters())
         model = prepare(model, optimizer)
@@ -105,7 +105,7 @@ def test_gradients_kept_read_and_set_by_hand() -> None:
     assert_same_bits(loop)
 
 
-def test_a_step_from_gradients_that_autograd_returned() -> None:
+def test_an_optimizer_steps_from_gradients_that_autograd_returned() -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         optimizer = adamw(model.parameters())
         model = prepare(model, optimizer)

@@ -21,7 +21,7 @@ from tests.conformance.loops import (
 )
 
 
-def test_groups_with_hyper_parameters_of_their_own() -> None:
+def test_groups_keep_hyper_parameters_of_their_own() -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         groups = [
             {"params": model.embed.parameters(), "lr": 0.1, "weight_decay": 0.0},
@@ -38,7 +38,7 @@ def test_groups_with_hyper_parameters_of_their_own() -> None:
     assert_same_bits(loop)
 
 
-def test_a_group_added_in_the_middle_of_training() -> None:
+def test_a_group_may_be_added_in_the_middle_of_training() -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         optimizer = adamw(model.head.parameters())
         scheduler = lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
@@ -54,7 +54,7 @@ def test_a_group_added_in_the_middle_of_training() -> None:
     assert_same_bits(loop)
 
 
-def test_parameters_frozen_and_unfrozen() -> None:
+def test_parameters_may_be_frozen_and_unfrozen() -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         model.first.requires_grad_(False)
         optimizer = adamw(model.parameters())
@@ -69,7 +69,7 @@ def test_parameters_frozen_and_unfrozen() -> None:
     )  # what is trained later needs a little more than what was trained first
 
 
-def test_a_new_layer_thawed_with_a_group_of_its_own() -> None:
+def test_a_layer_may_be_unfrozen_with_a_group_of_its_own() -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         model.first.requires_grad_(False)
         optimizer = adamw(model.second.parameters())
@@ -84,7 +84,7 @@ def test_a_new_layer_thawed_with_a_group_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("to_none", [True, False])
-def test_a_parameter_without_a_gradient_in_some_steps(to_none: bool) -> None:
+def test_a_parameter_may_have_no_gradient_in_some_steps(to_none: bool) -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         optimizer = adamw(model.parameters())
         model = prepare(model, optimizer)

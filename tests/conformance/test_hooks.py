@@ -11,7 +11,7 @@ import mtcompile
 from tests.conformance.loops import INPUTS, Log, Net, Prepare, adamw, assert_same_bits, log_state, smallest_budget, step
 
 
-def test_hooks_on_parameters() -> None:
+def test_hooks_on_parameters_change_the_same_gradients() -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         early = model.head.weight.register_hook(lambda g: g * 2)
         calls: list[str] = []
@@ -33,7 +33,7 @@ def test_hooks_on_parameters() -> None:
     assert_same_bits(loop)
 
 
-def test_a_step_per_parameter_inside_backward() -> None:
+def test_optimizers_may_step_each_parameter_inside_backward() -> None:
     """PyTorch's recipe for optimizers that run as gradients arrive."""
 
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
@@ -55,7 +55,7 @@ def test_a_step_per_parameter_inside_backward() -> None:
     assert_same_bits(loop)
 
 
-def test_hooks_on_optimizers() -> None:
+def test_hooks_on_optimizers_run_around_each_step() -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         optimizer = adamw(model.parameters())
         calls: list[str] = []
@@ -76,7 +76,7 @@ def test_hooks_on_optimizers() -> None:
 
 
 @pytest.mark.long
-def test_forward_hooks_and_hooks_on_the_loss() -> None:
+def test_forward_hooks_and_hooks_on_the_loss_take_effect() -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         optimizer = adamw(model.parameters())
         model.extra.register_forward_hook(lambda module, args, output: output * 2)

@@ -25,7 +25,7 @@ from tests.conformance.loops import (
 
 @pytest.mark.parametrize("attached", ["before", "after"])
 @pytest.mark.parametrize("use_buffers", [False, True])
-def test_averages_of_weights(attached: str, use_buffers: bool) -> None:
+def test_averages_of_weights_are_the_same(attached: str, use_buffers: bool) -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         def averaged() -> Any:
             rule = swa_utils.get_ema_multi_avg_fn(0.7)
@@ -51,7 +51,7 @@ def test_averages_of_weights(attached: str, use_buffers: bool) -> None:
 
 
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
-def test_evaluation_between_steps(guard: Any) -> None:
+def test_evaluation_between_steps_gives_the_same_results(guard: Any) -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         optimizer = adamw(model.parameters())
         model = prepare(model, optimizer)
@@ -70,7 +70,7 @@ def test_evaluation_between_steps(guard: Any) -> None:
 
 
 @pytest.mark.long
-def test_evaluation_under_inference_mode_comes_first() -> None:
+def test_evaluation_under_inference_mode_may_come_first() -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         optimizer = adamw(model.parameters())
         model = prepare(model, optimizer)
@@ -83,7 +83,7 @@ def test_evaluation_under_inference_mode_comes_first() -> None:
 
 
 @pytest.mark.long
-def test_training_in_evaluation_mode_and_parts_of_it() -> None:
+def test_a_model_may_train_with_all_or_parts_of_it_in_evaluation_mode() -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         optimizer = adamw(model.parameters())
         model = prepare(model, optimizer)
@@ -95,7 +95,7 @@ def test_training_in_evaluation_mode_and_parts_of_it() -> None:
 
 
 @pytest.mark.long
-def test_autocast_around_the_forward() -> None:
+def test_autocast_around_the_forward_rounds_the_same() -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         optimizer = adamw(model.parameters())
         model = prepare(model, optimizer)
@@ -112,7 +112,7 @@ def test_autocast_around_the_forward() -> None:
 
 
 @pytest.mark.long
-def test_batches_of_changing_size() -> None:
+def test_batches_may_change_their_size() -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         optimizer = adamw(model.parameters())
         model = prepare(model, optimizer)

@@ -51,7 +51,7 @@ VARIANTS = [(name, variant) for name in OPTIMIZERS for variant in _variants(name
 
 
 @pytest.mark.parametrize("name, variant", VARIANTS, ids=lambda v: v if isinstance(v, str) else "-".join(v) or "default")
-def test_optimizers(name: str, variant: dict[str, Any]) -> None:
+def test_every_optimizer_steps_to_the_same_bits(name: str, variant: dict[str, Any]) -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         parameters = [p for p in model.parameters() if p.dim() == 2 or name != "Muon"]  # Muon is for matrices
         optimizer = getattr(torch.optim, name)(parameters, **OPTIMIZERS[name], **variant)
@@ -76,7 +76,7 @@ def test_optimizers(name: str, variant: dict[str, Any]) -> None:
     assert_same_bits(loop, Mlp)
 
 
-def test_a_learning_rate_in_a_tensor() -> None:
+def test_a_learning_rate_may_be_a_tensor() -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         optimizer = adamw(model.parameters(), lr=torch.tensor(0.01), foreach=False)
         scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -89,7 +89,7 @@ def test_a_learning_rate_in_a_tensor() -> None:
     assert_same_bits(loop, Mlp)
 
 
-def test_lbfgs_with_a_line_search() -> None:
+def test_lbfgs_may_search_along_a_line() -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
         model = prepare(model, optimizer)
@@ -108,7 +108,7 @@ def test_lbfgs_with_a_line_search() -> None:
     assert_same_bits(loop, Mlp)
 
 
-def test_closures() -> None:
+def test_a_closure_may_run_the_model_inside_a_step() -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         optimizer = adamw(model.parameters())
         model = prepare(model, optimizer)

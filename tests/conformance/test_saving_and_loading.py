@@ -79,7 +79,7 @@ def test_a_plain_run_goes_on_compiled() -> None:
     assert_same_bits(loop)
 
 
-def test_safetensors_and_assigned_weights() -> None:
+def test_weights_may_come_from_safetensors_and_be_assigned() -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         optimizer = adamw(model.parameters())
         model = prepare(model, optimizer)
@@ -99,7 +99,7 @@ def test_safetensors_and_assigned_weights() -> None:
 
 
 def test_a_saved_parameter_takes_its_own_bytes() -> None:
-    """Of a module's few weights as well: their neighbours at home are not written with them."""
+    """The few weights of one module are saved without their neighbours in home memory."""
     model = build(Net)
     plain = io.BytesIO()
     torch.save(model.blocks[0].norm.state_dict(), plain)
@@ -126,7 +126,7 @@ def test_a_copy_of_model_and_optimizer_goes_its_own_way() -> None:
     assert_same_bits(loop)
 
 
-def test_a_copy_between_forward_and_backward() -> None:
+def test_a_copy_may_be_taken_between_forward_and_backward() -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         optimizer = adamw(model.parameters())
         model = prepare(model, optimizer)

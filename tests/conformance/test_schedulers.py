@@ -54,7 +54,7 @@ def test_every_scheduler_of_torch_is_tested_or_excepted() -> None:
     ("name", "attached"),
     [*((name, "before") for name in SCHEDULERS), *((name, "after") for name in ("OneCycleLR", "StepLR", "SequentialLR"))],
 )
-def test_schedulers(name: str, attached: str) -> None:
+def test_every_scheduler_sets_the_same_rates(name: str, attached: str) -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         optimizer = sgd(model.parameters())
         scheduler = SCHEDULERS[name](optimizer) if attached == "before" else None
@@ -72,7 +72,7 @@ def test_schedulers(name: str, attached: str) -> None:
     assert_same_bits(loop, Mlp)
 
 
-def test_a_scheduler_attached_before_the_optimizer_is_bound() -> None:
+def test_a_scheduler_may_be_attached_before_the_optimizer_is_bound() -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:
         model = prepare(model)
         optimizer = adamw(model.parameters())

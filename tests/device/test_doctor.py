@@ -26,15 +26,15 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_every_figure_is_measured(device: torch.device) -> None:
-    found = doctor.examine(choose(device))
-    assert found.machine is not None and found.machine.device_nbytes > 0
-    assert all(value > 0 for value in asdict(found.machine).values() if isinstance(value, float))
-    assert "device memory" in {row.what for row in found.measurements}
-    limits = {limit.what: limit for limit in found.limits}
+    report = doctor.examine(choose(device))
+    assert report.machine is not None and report.machine.device_nbytes > 0
+    assert all(value > 0 for value in asdict(report.machine).values() if isinstance(value, float))
+    assert "device memory" in {row.what for row in report.measurements}
+    limits = {limit.what: limit for limit in report.limits}
     assert limits["pinned memory"].level == "ok" and limits["pinned memory"].amount == 2 * MIB
     assert limits["device memory"].amount
-    assert all(part.found for part in found.parts if part.name == "accelerator")
-    assert json.loads(found.to_json())["machine"] == asdict(found.machine)
+    assert all(part.found for part in report.parts if part.name == "accelerator")
+    assert json.loads(report.to_json())["machine"] == asdict(report.machine)
 
 
 def test_copies_go_through_the_ring_where_nothing_is_pinned(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +42,7 @@ def test_copies_go_through_the_ring_where_nothing_is_pinned(device: torch.device
         raise NotPinned(f"{nbytes} bytes")
 
     monkeypatch.setattr("mtcompile.runtime.devices.cuda.Torch.pin", refuse)
-    found = doctor.examine(choose(device))
-    assert found.machine is not None and found.machine.h2d_gbps > 0
-    assert "ring" in found.measurements[0].meaning
-    assert next(limit for limit in found.limits if limit.what == "pinned memory").level == "watch"
+    report = doctor.examine(choose(device))
+    assert report.machine is not None and report.machine.h2d_gbps > 0
+    assert "ring" in report.measurements[0].meaning
+    assert next(limit for limit in report.limits if limit.what == "pinned memory").level == "watch"

@@ -40,7 +40,7 @@ def compiled_at(model: nn.Module, memory: int | None, device: torch.device, **op
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_bits_and_bytes_at_the_floor_between_and_resident(name: str, device: torch.device) -> None:
+def test_bits_are_equal_and_budgets_met_from_the_floor_to_resident(name: str, device: torch.device) -> None:
     model, data = make(name)
     least = floor(model, data, device)
     for memory in (least, 2 * least, None):
@@ -93,7 +93,7 @@ def test_a_step_may_be_driven_from_host_tensors_and_from_a_model_on_the_device(d
         assert all(p.device.type == "cpu" for p in compiled.parameters())
 
 
-def test_evaluation_and_a_second_size_between_steps(device: torch.device) -> None:
+def test_evaluation_and_a_second_size_between_steps_give_equal_bits(device: torch.device) -> None:
     model, data = make("tied")
     compiled, optimizer = compiled_at(model, 2 * floor(model, data, device), device)
     compare(compiled, optimizer, model, data, device, steps=2)
@@ -173,7 +173,7 @@ def test_a_parameter_that_was_resident_goes_home_when_a_larger_batch_needs_its_r
     assert device.type in resident and {p.device.type for p in compiled.parameters()} == {"cpu"}
 
 
-def test_the_torch_compile_door(device: torch.device) -> None:
+def test_torch_compile_gives_equal_bits(device: torch.device) -> None:
     torch.manual_seed(0)
     model, data = make("decoder")
     plain = copy.deepcopy(model).to(device)
@@ -196,13 +196,13 @@ def test_checked_runs_poison_and_delay(device: torch.device, monkeypatch: pytest
         compare(compiled, optimizer, model, data, device, steps=2)
 
 
-def test_a_hundred_steps_of_equal_bits(device: torch.device) -> None:
+def test_a_hundred_steps_give_equal_bits(device: torch.device) -> None:
     model, data = make("dropping")
     compiled, optimizer = compiled_at(model, floor(model, data, device), device)
     compare(compiled, optimizer, model, data, device, steps=100)
 
 
-def test_a_trace_by_the_devices_clock(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_is_taken_by_the_devices_clock(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MT_TRACE", "1")
     model, data = make("decoder")
     compiled, optimizer = compiled_at(model, floor(model, data, device), device)
@@ -258,9 +258,9 @@ def test_errors_name_the_device(device: torch.device) -> None:
 
 @pytest.fixture
 def late(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[LateCopies]:
-    """Copies as late as their events allow; on a GPU, each after a pause. The list is of the drivers made, on the second
+    """Copies as late as their events allow; on a GPU, each after a pause. Yields the drivers of the second
     device."""
-    made: list[LateCopies] = []
+    drivers: list[LateCopies] = []
     if device.type == "cuda":
         copy_now = cuda.Torch.copy
 
@@ -269,18 +269,20 @@ def late(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[LateCopi
             copy_now(self, target, source)
 
         monkeypatch.setattr(cuda.Torch, "copy", pause)
-        return made
+        return drivers
 
     def driver(where: torch.device) -> LateCopies:
-        made.append(LateCopies(len(made), eager=0.0))
-        return made[-1]
+        drivers.append(LateCopies(len(drivers), eager=0.0))
+        return drivers[-1]
 
     monkeypatch.setattr(cuda, "Torch", driver)
-    return made
+    return drivers
 
 
 @pytest.mark.parametrize("name", ["decoder", "cnn", "dropping"])
-def test_copies_as_late_as_their_events_allow(name: str, device: torch.device, late: list[LateCopies]) -> None:
+def test_bits_are_equal_when_copies_come_as_late_as_their_events_permit(
+    name: str, device: torch.device, late: list[LateCopies]
+) -> None:
     model, data = make(name)
     least = floor(model, data, device)
     for memory in (least, 2 * least):
@@ -316,7 +318,7 @@ def test_where_pinning_is_refused_copies_are_staged_and_the_plan_says_so(
     compare(compiled, optimizer, model, data, device)
 
 
-def test_loss_chunks_and_clipping(device: torch.device) -> None:
+def test_a_loss_in_chunks_is_near_the_whole_one(device: torch.device) -> None:
     torch.manual_seed(0)
     model, data = make("tied")
     compiled, optimizer = compiled_at(model, 2 * floor(model, data, device), device, loss_chunks="auto")

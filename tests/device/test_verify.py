@@ -21,9 +21,9 @@ from tests.device.models import make
 @pytest.mark.parametrize("memory", [None, pytest.param("1GiB", marks=pytest.mark.long)])
 def test_plain_and_compiled_are_equal(memory: str | None, options: dict[str, Any], device: torch.device) -> None:
     module, data = make("decoder" if "precision" in options else "dropping")
-    found = mtcompile.verify(module, data, memory=memory, device=device, **options)
-    assert found.equal, str(found)
-    assert str(device) in found.reference and found.compared["weight"] > 0
+    comparison = mtcompile.verify(module, data, memory=memory, device=device, **options)
+    assert comparison.equal, str(comparison)
+    assert str(device) in comparison.reference and comparison.compared["weight"] > 0
 
 
 def test_both_are_measured(device: torch.device) -> None:

@@ -46,7 +46,7 @@ def gpt() -> torch.nn.Module:
 
 
 def run(model: torch.nn.Module, steps: int = 1, **options: Any) -> tuple[list[Any], Any]:
-    """What training a compiled copy gave, and the copy."""
+    """Returns what training a compiled copy logged, and the copy."""
     torch.compiler.reset()
     copied = copy.deepcopy(model)
     optimizer = adamw(copied.parameters())
@@ -107,19 +107,19 @@ def test_factors_are_sums_over_sums_and_short_copies_tell_nothing() -> None:
 
 
 def test_predictions_are_close_after_calibration() -> None:
-    """To traces that were made up, by a plan that stays the same."""
+    """Calibrates to traces with given times, by a plan that stays the same."""
     options = {"memory": "64MiB", "policy": "megatrain"}
     _, first = run(gpt(), 2, **options)
     measured_us = inject(first)
-    found = first.calibrate()
-    assert found.remembered and found.kernels > 3 and found.copies > 3
-    assert found.scale["compute"] == pytest.approx(5)
-    assert found.predicted_us == first.plan.step_time_us and found.measured_us == pytest.approx(measured_us)
-    assert found.predicted_us < 0.3 * found.measured_us
+    outcome = first.calibrate()
+    assert outcome.remembered and outcome.kernels > 3 and outcome.copies > 3
+    assert outcome.scale["compute"] == pytest.approx(5)
+    assert outcome.predicted_us == first.plan.step_time_us and outcome.measured_us == pytest.approx(measured_us)
+    assert outcome.predicted_us < 0.3 * outcome.measured_us
     _, second = run(gpt(), **options)
-    assert second.plan.step_time_us == found.fitted_us == pytest.approx(found.measured_us, rel=0.05)
+    assert second.plan.step_time_us == outcome.fitted_us == pytest.approx(outcome.measured_us, rel=0.05)
     assert second.plan.machine == "emulated as measured" and second.plan.decisions == first.plan.decisions
-    assert "5.00" in str(found) and "later plans count on it" in str(found)
+    assert "5.00" in str(outcome) and "later plans count on it" in str(outcome)
 
     again = run(gpt(), 2, **options)[1]
     inject(again)  # five times as long again, by what the plan says now: formulas are not compounded with factors
@@ -135,10 +135,10 @@ def test_bits_stay_the_same_and_the_same_times_give_the_same_plan(monkeypatch: p
     searches: list[int] = []
     search = candidates.Candidates._search
     monkeypatch.setattr(candidates.Candidates, "_search", lambda *args: (searches.append(1), search(*args))[1])
-    found, second = run(model, 3, memory=memory)
-    assert same(expected, found) and len(searches) == 1  # other times are another question
-    again, third = run(model, 3, memory=memory)
-    assert same(expected, again) and len(searches) == 1 and third.plan == second.plan
+    actual, second = run(model, 3, memory=memory)
+    assert same(expected, actual) and len(searches) == 1  # other times are another question
+    actual, third = run(model, 3, memory=memory)
+    assert same(expected, actual) and len(searches) == 1 and third.plan == second.plan
 
     monkeypatch.setenv("MT_MEASURED", "0")
     assert run(model, memory=memory)[1].plan == before
@@ -177,8 +177,8 @@ def test_calibrating_needs_steps_and_says_where_nothing_is_kept(monkeypatch: pyt
         compiled.calibrate()
     monkeypatch.setenv("MT_CACHE", "0")
     compiled(**DATA).backward()
-    found = compiled.calibrate()
-    assert not found.remembered and "kept nowhere" in str(found) and found.measured_us > 0
+    outcome = compiled.calibrate()
+    assert not outcome.remembered and "kept nowhere" in str(outcome) and outcome.measured_us > 0
     assert not list(folder.glob("times/*"))
 
 
@@ -186,8 +186,8 @@ def test_a_throttled_device_gives_the_same_bits_and_takes_its_time() -> None:
     model = gpt()
     machine = Machine("slow", flops=2e9, memory_gbps=2.0, h2d_gbps=0.2, d2h_gbps=0.1)
     expected, _ = run(model, 2, memory=450_000, policy="megatrain")
-    found, compiled = run(model, 2, memory=450_000, policy="megatrain", throttle=machine)
-    assert same(expected, found) and compiled.plan.machine == "slow, emulated"
+    actual, compiled = run(model, 2, memory=450_000, policy="megatrain", throttle=machine)
+    assert same(expected, actual) and compiled.plan.machine == "slow, emulated"
     rows = compiled.schedule.instructions
     records = compiled.last_trace.records
     assert {record.queue for record in records} == {"compute", "h2d", "d2h"}

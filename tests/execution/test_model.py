@@ -25,7 +25,7 @@ _LONG = ("t5", "gpt2", "cnn", "chain", "constants")  # other tests of these run 
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in _LONG)) for n in CASES])
-def test_equal_bits_at_three_budgets(name: str) -> None:
+def test_bits_are_equal_at_three_budgets(name: str) -> None:
     model, data = make(name)
     plain = copy.deepcopy(model)
     expected = train(plain, adamw(plain.parameters()), data)
@@ -34,8 +34,8 @@ def test_equal_bits_at_three_budgets(name: str) -> None:
     assert same(expected, resident)
     full = report["planned_peak_device_bytes"]
     for budget in ((full + floor) // 2, int(floor * 1.05)):
-        found, report, _ = compiled_run(model, data, max(budget, floor))
-        assert same(expected, found), f"at {budget} of {full}"
+        actual, report, _ = compiled_run(model, data, max(budget, floor))
+        assert same(expected, actual), f"at {budget} of {full}"
         assert 0 < report["peak_device_bytes"] <= report["planned_peak_device_bytes"] <= report["budget_device_bytes"]
 
 
@@ -44,8 +44,8 @@ def test_optimizers_step_as_they_do_alone(name: str) -> None:
     model, data = make("tied")
     plain = copy.deepcopy(model)
     expected = train(plain, OPTIMIZERS[name](plain.parameters()), data)
-    found, _, _ = compiled_run(model, data, minimum_bytes(model, data), OPTIMIZERS[name])
-    assert same(expected, found)
+    actual, _, _ = compiled_run(model, data, minimum_bytes(model, data), OPTIMIZERS[name])
+    assert same(expected, actual)
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3))])
@@ -55,8 +55,8 @@ def test_delays_and_poison_change_nothing(seed: int, monkeypatch: pytest.MonkeyP
     expected = train(plain, adamw(plain.parameters()), data)
     monkeypatch.setenv("MT_CHECK", "1")
     monkeypatch.setenv("MT_CHECK_SEED", str(seed))
-    found, _, _ = compiled_run(model, data, int(minimum_bytes(model, data) * 1.2))
-    assert same(expected, found)
+    actual, _, _ = compiled_run(model, data, int(minimum_bytes(model, data) * 1.2))
+    assert same(expected, actual)
 
 
 class Bag(nn.Module):
@@ -71,7 +71,7 @@ class Bag(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_results_of_more_bytes_than_declared(mode: str) -> None:
+def test_results_may_take_more_bytes_than_declared(mode: str) -> None:
     torch.manual_seed(0)
     model = Bag()
     model.bag.mode = mode
@@ -79,6 +79,6 @@ def test_results_of_more_bytes_than_declared(mode: str) -> None:
     plain = copy.deepcopy(model)
     expected = train(plain, adamw(plain.parameters()), data)
     for budget in (None, minimum_bytes(model, data)):
-        found, report, _ = compiled_run(model, data, budget)
-        assert same(expected, found)
+        actual, report, _ = compiled_run(model, data, budget)
+        assert same(expected, actual)
         assert report["peak_device_bytes"] <= report["planned_peak_device_bytes"]

@@ -1,4 +1,4 @@
-"""Plans of eight models as they are printed: changed only on purpose.
+"""The printed plans of eight models change only on purpose.
 
 python -m tests.forecast.test_golden        writes tests/forecast/golden/ anew; read the difference before committing it
 """
@@ -28,11 +28,13 @@ MODELS = {  # name -> device memory
 
 
 def printed(name: str) -> str:
-    """What ``mtcompile plan`` says, and every decision."""
+    """Returns what ``mtcompile plan`` prints, and every decision."""
     model = name if name == "gpt-11m" else (lambda: tower(2, 256)) if name == "tower" else (lambda: make(name))
-    found = mtcompile.plan(model, batch=4, seq=64, memory=MODELS[name], machine="rtx4090", policies=("megatrain",), force=True)
-    assert found.planned is not None
-    text = f"{found}\n\n{found.planned.plan}\n"
+    forecast = mtcompile.plan(
+        model, batch=4, seq=64, memory=MODELS[name], machine="rtx4090", policies=("megatrain",), force=True
+    )
+    assert forecast.planned is not None
+    text = f"{forecast}\n\n{forecast.planned.plan}\n"
     return text.replace("<lambda>", name)
 
 

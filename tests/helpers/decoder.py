@@ -31,10 +31,10 @@ def adamw(parameters: Any, **options: Any) -> torch.optim.Optimizer:
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Everything that a step changes, copied."""
-    found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    """Copies everything that a step changes."""
+    values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     saved = optimizer.state_dict()["state"]
-    return found | {
+    return values | {
         f"{index}.{key}": torch.as_tensor(value).clone() for index, row in saved.items() for key, value in row.items()
     }
 

@@ -280,7 +280,7 @@ def lines_run(function: Callable[[Schedule], object], schedule: Schedule) -> int
 
 
 def measured(schedule: Schedule, seed: int = 0) -> Trace:
-    """As a device would say: copies and kernels only, each taking another time than predicted."""
+    """Makes the trace of a device: copies and kernels only, each taking another time than predicted."""
     choose = random.Random(seed)
     rows = tuple(replace(i, time_us=i.time_us * choose.uniform(0.7, 1.6)) for i in schedule.instructions)
     ran = [r for r in simulate(replace(schedule, instructions=rows)).records if rows[r.index].op in ("copy", "run")]
