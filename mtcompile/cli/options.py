@@ -75,7 +75,7 @@ class StepOptions:
 
 @dataclass(frozen=True, slots=True)
 class TrainingOptions:
-    """How ``train``, ``verify`` and ``bench`` train on this machine."""
+    """The training that ``train``, ``verify`` and ``bench`` run on this machine."""
 
     memory: Annotated[str, typer.Option(help="bytes of device memory: 16GiB, 141GB or a number (default: what is free)")] = ""
     batch: Batch = 8
@@ -88,7 +88,7 @@ class TrainingOptions:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonOptions(TrainingOptions):
-    """How ``verify`` and ``bench`` train a model plainly and compiled."""
+    """The plain and the compiled training that ``verify`` and ``bench`` compare."""
 
     memory: Annotated[
         str,

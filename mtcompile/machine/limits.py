@@ -1,13 +1,11 @@
 """Limits of this machine, and what would kill a training run here: memory, control groups, ulimits, disks, processors.
 
-The system's files are read below ``root``, so that tests can bring their own. What a system does not report has no row.
+What a system does not report has no row.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +19,15 @@ import torch
 from mtcompile import knobs
 from mtcompile.machine.bandwidth import usable_cpus
 from mtcompile.machine.device import total_nbytes
+from mtcompile.machine.system_files import (
+    control_groups,
+    group_cpus,
+    group_kills,
+    group_memory,
+    kilobytes,
+    process_limits,
+    text_of,
+)
 from mtcompile.runtime.devices.cuda import CudaDevice
 from mtcompile.runtime.devices.pinned import NotPinned
 from mtcompile.runtime.devices.protocol import Device
@@ -28,7 +35,6 @@ from mtcompile.runtime.schedule import gib
 
 Level = Literal["ok", "watch", "bad"]
 GIB = 2**30
-_NO_LIMIT = 2**60  # control groups of version 1 write a number near 2**63 if there is no limit
 _ADAMW_STATE = 16  # bytes per fp32 parameter: weight, gradient, two moments
 _SAMPLE_S, _BUSY_PERCENT = 0.3, 25  # of the processors' use by other programs
 _PINS = (GIB // 4, GIB, 4 * GIB)  # sizes at which pinning is tried
@@ -63,75 +69,6 @@ def limits(device: Device, root: Path = Path("/")) -> tuple[Limit, ...]:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ parsers
-
-
-def _text(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return path.read_text()
-    return ""
-
-
-def kilobytes(path: Path) -> dict[str, int]:
-    """Returns name -> bytes from lines such as ``MemAvailable:  1234 kB`` (/proc/meminfo, /proc/self/status)."""
-    return {name: int(kb) * 1024 for name, kb in re.findall(r"^(\w+):\s+(\d+) kB$", _text(path), re.MULTILINE)}
-
-
-def process_limits(root: Path) -> dict[str, int | None]:
-    """Returns name -> soft limit, in bytes or as a count, None for no limit (/proc/self/limits)."""
-    rows = re.findall(r"^Max (.+?)\s{2,}(\d+|unlimited)\s", _text(root / "proc/self/limits"), re.MULTILINE)
-    return {name: None if value == "unlimited" else int(value) for name, value in rows}
-
-
-def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
-    """Yields (version, folder) of this process's control group and of those above it, whose limits apply as well."""
-    for number, names, path in re.findall(r"^(\d+):([^:]*):(.*)$", _text(root / "proc/self/cgroup"), re.MULTILINE):
-        if number == "0":
-            version, tops = 2, ["sys/fs/cgroup", "sys/fs/cgroup/unified"]
-        elif controller in names.split(","):
-            version, tops = 1, [f"sys/fs/cgroup/{names}", f"sys/fs/cgroup/{controller}"]
-        else:
-            continue
-        relative = Path(path.lstrip("/"))  # in a container this may be a path of the host: then only the top exists
-        for top in dict.fromkeys(tops):
-            for folder in dict.fromkeys([relative, *relative.parents]):
-                yield version, root / top / folder
-
-
-def group_memory(root: Path) -> tuple[int, int] | None:
-    """Returns (limit, bytes in use that cannot be reclaimed) of the control group with the least room; None without a limit."""
-    groups = []
-    for version, folder in _groups(root, "memory"):
-        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        limit, used = (_text(folder / name).strip() for name in names)
-        if limit.isdigit() and int(limit) < _NO_LIMIT:
-            cached = re.search(r"^(?:total_)?inactive_file (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
-            in_use = int(used) - int(cached.group(1) if cached else 0) if used.isdigit() else 0
-            groups.append((int(limit), max(in_use, 0)))
-    return min(groups, key=lambda pair: pair[0] - pair[1], default=None)
-
-
-def group_kills(root: Path) -> int:
-    """Returns the number of processes that the kernel has killed for memory in this control group."""
-    name = {1: "memory.oom_control", 2: "memory.events"}
-    texts = [_text(folder / name[version]) for version, folder in _groups(root, "memory")]
-    return max((int(count) for text in texts for count in re.findall(r"^oom_kill (\d+)$", text, re.MULTILINE)), default=0)
-
-
-def group_cpus(root: Path) -> float | None:
-    """Returns how many processors' time the control group grants; None without a quota."""
-    quotas = []
-    for version, folder in _groups(root, "cpu"):
-        names = ["cpu.max"] if version == 2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
-        numbers = " ".join(_text(folder / name) for name in names).split()
-        if len(numbers) == 2 and all(n.isdigit() and int(n) for n in numbers):  # "max", or -1, is no quota
-            quotas.append(int(numbers[0]) / int(numbers[1]))
-    return min(quotas, default=None)
-
-
-# ------------------------------------------------------------------------------------------------------------ rows
-
-
 def _level(amount: int, bad: int, watch: int) -> Level:
     return "bad" if amount < bad else "watch" if amount < watch else "ok"
 
@@ -151,7 +88,7 @@ def _group_memory(root: Path) -> Iterator[Limit]:
     what, killed = "control group's memory", group_kills(root)
     group = group_memory(root)
     if group is None:
-        if killed or any(True for _ in _groups(root, "memory")):
+        if killed or any(True for _ in control_groups(root, "memory")):
             yield Limit(what, "no limit", None, "ok", "the machine's memory is the limit")
     else:
         limit, used = group
@@ -250,7 +187,7 @@ def _disks() -> Iterator[Limit]:
 
 def _pinning(device: Device, root: Path) -> Iterator[Limit]:
     """Tries to pin host memory for an accelerator, in steps, up to a quarter of what is available."""
-    wsl = "microsoft" in _text(root / "proc/version").lower()
+    wsl = "microsoft" in text_of(root / "proc/version").lower()
     if wsl and not isinstance(device, CudaDevice):
         meaning = "WSL grants about 1 GiB of pinned memory: with a GPU, copies of the rest go through a small ring"
         yield Limit("pinned memory", "WSL", None, "ok", meaning)

@@ -1,4 +1,4 @@
-"""How machines are measured: how much, how often, and what a figure is."""
+"""The means of measuring a machine: how much is measured, the median of repetitions, and what a figure is."""
 
 from __future__ import annotations
 

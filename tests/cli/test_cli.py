@@ -7,14 +7,17 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from mtcompile import knobs
 from mtcompile.cli.app import app
+from mtcompile.cli.options import ComparisonOptions, StepOptions, flattened, values
 from mtcompile.machine import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,6 +106,27 @@ def test_every_help_has_an_example_and_exit_codes_and_json(name: str) -> None:
     code, text, _ = run(name, "--help")
     assert code == 0 and "Exit code 0" in text and "--json" in text
     assert re.search(rf"^    mtcompile {name}\b", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", ["plan", "explain", "trace", "graph", "viz"])
+def test_commands_that_plan_share_every_option(name: str) -> None:
+    code, text, _ = run(name, "--help")
+    assert code == 0 and all(f"--{field.name.replace('_', '-')} " in text for field in fields(StepOptions))
+
+
+def test_fields_of_a_dataclass_become_options() -> None:
+    calls: list[Any] = []
+
+    def command(model: str, options: ComparisonOptions, loud: bool = False) -> None:
+        calls.append((model, values(options), loud))
+
+    own = typer.Typer(rich_markup_mode=None)
+    own.command()(flattened(command))
+    arguments = ["gpt-11m", "--precision", "bf16", "--max-grad-norm", "1.5", "--loud"]
+    assert CliRunner().invoke(own, arguments).exit_code == 0
+    defaults = {"memory": None, "batch": 2, "seq": 128, "update": "step", "accumulate": 1, "device": None, "kernels": "eager"}
+    assert calls == [("gpt-11m", {**defaults, "precision": "bf16", "max_grad_norm": 1.5}, True)]
+    assert CliRunner().invoke(own, ["gpt-11m", "--batch", "0"]).exit_code == 2
 
 
 @pytest.mark.parametrize(

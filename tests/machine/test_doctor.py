@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import mtcompile
 from mtcompile import cache, knobs
 from mtcompile.cli.app import app
-from mtcompile.machine import doctor, limits, measure
+from mtcompile.machine import doctor, limits, measure, system_files
 from mtcompile.machine.device import choose
 from mtcompile.machine.disk import disk
 from mtcompile.machine.presets import named, this
@@ -75,10 +75,10 @@ def run(*arguments: str) -> tuple[int, str, str]:
 
 def test_memory_and_limits_are_read(tmp_path: Path) -> None:
     machine_files(tmp_path, proc__self__limits=PROCESS_LIMITS.format(address="unlimited"))
-    assert limits.kilobytes(tmp_path / "proc/meminfo")["MemAvailable"] == 32 * GIB
-    found = limits.process_limits(tmp_path)
+    assert system_files.kilobytes(tmp_path / "proc/meminfo")["MemAvailable"] == 32 * GIB
+    found = system_files.process_limits(tmp_path)
     assert found["locked memory"] == 65536 and found["address space"] is None and found["open files"] == 128
-    assert limits.kilobytes(tmp_path / "nothing") == {} and limits.process_limits(tmp_path / "nothing") == {}
+    assert system_files.kilobytes(tmp_path / "nothing") == {} and system_files.process_limits(tmp_path / "nothing") == {}
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_memory_and_limits_are_read(tmp_path: Path) -> None:
 )
 def test_control_groups_are_read(tmp_path: Path, files: dict[str, str], memory: Any, cpus: float | None) -> None:
     write(tmp_path, **files)
-    assert limits.group_memory(tmp_path) == memory
-    assert limits.group_cpus(tmp_path) == cpus
+    assert system_files.group_memory(tmp_path) == memory
+    assert system_files.group_cpus(tmp_path) == cpus
 
 
 def test_kills_and_drivers_are_read(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_kills_and_drivers_are_read(tmp_path: Path) -> None:
             "proc__driver__nvidia__version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5\nGCC\n",
         },
     )
-    assert limits.group_kills(tmp_path) == 3
+    assert system_files.group_kills(tmp_path) == 3
     assert "3 processes" in rows(tmp_path)["killed for memory"].found
     assert doctor.driver_version(tmp_path) == "550.54.15" and doctor.versions(tmp_path)["NVIDIA driver"] == "550.54.15"
     write(tmp_path, proc__driver__nvidia__version="NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.1.2  Release\n")
