@@ -21,7 +21,7 @@ from mtcompile.capture.joint import joint_graph, joint_key
 from mtcompile.errors import CaptureError
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.step_graph import InputSpec, OutputSpec
-from tests.project.test_layout import private_torch
+from tests.project.sources import private_torch
 
 
 class Buffered(nn.Module):

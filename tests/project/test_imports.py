@@ -5,9 +5,20 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 
-from tests.project.sources import FOLDERS, LAYERS, ROOT, circles, imports, imports_of, module_name, name_of, parse, sources
+from tests.project.sources import (
+    FOLDERS,
+    LAYERS,
+    ROOT,
+    circles,
+    imports,
+    imports_of,
+    module_name,
+    name_of,
+    parse,
+    private_torch,
+    sources,
+)
 
 TORCH_IN_RUNTIME = {f"runtime/devices/{name}.py" for name in ("cpu", "cuda", "arena", "pinned")}
 TORCH_IN_RUNTIME |= {f"runtime/optim/{name}_kernels.py" for name in ("host", "torch", "device", "triton")}  # on tensors
@@ -21,45 +32,6 @@ def layer_of(module: str, name: str | None) -> str:
     """The layer that ``from module import name`` (or ``import module``) reaches."""
     parts = module.split(".") + ([name] if name else [])
     return parts[1] if len(parts) > 1 and parts[1] in LAYERS else parts[0]
-
-
-def private_torch(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Uses of torch names with a leading underscore: imports, attribute chains, ``import_module("torch._x")``.
-
-    ``torch.ops`` is exempt: an operator's underscore is part of its public name.
-    """
-    bound: dict[str, str] = {}  # local name → dotted torch name
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == "torch":
-                    bound[alias.asname or "torch"] = alias.name if alias.asname else "torch"
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            for alias in node.names:
-                bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-
-    def dotted(node: ast.expr) -> str | None:
-        if isinstance(node, ast.Name):
-            return bound.get(node.id)
-        if isinstance(node, ast.Attribute):
-            base = dotted(node.value)
-            return base and f"{base}.{node.attr}"
-        return None
-
-    def is_private(name: str) -> bool:
-        parts = name.split(".")
-        return (
-            parts[0] == "torch"
-            and parts[1:2] != ["ops"]
-            and any(part.startswith("_") and not part.endswith("__") for part in parts)
-        )
-
-    for module, name, line in imports(tree):
-        if is_private(f"{module}.{name}" if name else module):
-            yield f"{module}.{name}" if name else module, line
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and is_private(chain := dotted(node) or ""):
-            yield chain, node.lineno
 
 
 def test_imports_point_from_mtcompile_to_passes_to_runtime() -> None:
