@@ -13,9 +13,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 SMALL = ["--layers", "3", "--width", "64", "--batch", "2", "--seq", "32", "--steps", "3"]
 
 
-def run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], timeline: Path, *flags: str
-) -> tuple[int, str]:
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], timeline: Path, *flags: str) -> tuple[int, str]:
     spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
