@@ -194,7 +194,7 @@ def main() -> int:
     parser.add_argument("--memory", help=f"device budget such as 16MiB (default: training state / {STATE_PER_BUDGET})")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=192)
-    parser.add_argument("--heads", type=int, default=3)
+    parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=2, help="sequences per step")
     parser.add_argument("--seq", type=int, default=128, help="tokens per sequence")

@@ -1,10 +1,11 @@
-"""The documents are true: code in them runs, messages in them exist, and the reference is that of the docstrings.
+"""The documents are true: code in them runs, commands, links and messages in them exist, and the reference is generated.
 
-python -m tests.project.test_docs     # writes docs/api.md anew
+python -m tests.project.test_docs     # writes docs/api.md again, from the docstrings
 """
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
 import shlex
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import mtcompile
@@ -20,10 +22,31 @@ from mtcompile.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 
 
 def code(page: Path, language: str) -> list[str]:
+    """Returns the fenced code blocks of one language."""
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+def shell_lines(page: Path) -> list[str]:
+    """Returns the lines of the shell blocks, and code within the text."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    return [line for block in code(page, "sh") for line in block.splitlines()] + re.findall(r"`([^`]+)`", text)
+
+
+def rows(page: Path, heading: str) -> list[list[str]]:
+    """Returns the cells of the first table whose header begins with ``heading``, header and rule left out."""
+    lines = page.read_text().partition(f"\n| {heading} |")[2].splitlines()[2:]
+    table = lines[: next((i for i, line in enumerate(lines) if not line.startswith("|")), len(lines))]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table]
+
+
+def anchors(page: Path) -> set[str]:
+    """Returns the anchors that headings get: lower case, without punctuation, with hyphens for spaces."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_the_pass_of_the_page_runs_and_does_what_it_says() -> None:
@@ -44,10 +67,10 @@ def test_the_tours_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     commands = [line for part in code(DOCS / "tour.md", "sh") for line in part.splitlines()]
     assert len(commands) > 6
     for command in commands:
-        wanted = int(found.group(1)) if (found := re.search(r"# exit code (\d)", command)) else 0
+        expected = int(code_said.group(1)) if (code_said := re.search(r"# exit code (\d)", command)) else 0
         torch.compiler.reset()
         result = CliRunner().invoke(app, shlex.split(command, comments=True)[1:])
-        assert result.exit_code == wanted, f"{command}\n{result.output}"
+        assert result.exit_code == expected, f"{command}\n{result.output}"
         assert result.output.strip()
     assert {path.name for path in tmp_path.iterdir()} >= {"timeline.html", "timeline.json", "step.dot"}
 
@@ -58,41 +81,114 @@ def test_every_message_of_the_troubleshooting_page_is_one_of_ours() -> None:
     )
     joined = re.sub(r'"\s+f?"', "", re.sub(r"'\s+f?'", "", sources))  # strings over several lines
     joined = re.sub(r"\s+", " ", re.sub(r"""["']\s*\n?\s*f?["']""", "", joined))
-    rows = [line for line in (DOCS / "troubleshooting.md").read_text().splitlines() if line.startswith("| `")]
-    assert len(rows) > 10
-    for row in rows:
-        for message in re.findall(r"`([^`]+)`", row.split("|")[1]):
+    table = rows(DOCS / "troubleshooting.md", "message")
+    assert len(table) > 10
+    for messages, *_ in table:
+        for message in re.findall(r"`([^`]+)`", messages):
             for part in message.split(" ... "):
                 spoken = part.replace("memory=", "").replace("host=", "").strip()
                 assert spoken in joined, f"no error says {spoken!r}"
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    for page in (ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.glob("*.md")):
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
             if "://" not in target:
-                assert (page.parent / target.replace("\\", "")).exists(), f"{page.name}: {target}"
+                path, _, anchor = target.replace("\\", "").partition("#")
+                linked = page.parent / path if path else page
+                assert linked.exists(), f"{page.name}: {target}"
+                assert not anchor or anchor in anchors(linked), f"{page.name}: {target}"
+
+
+def test_every_page_is_linked_from_the_readme_and_the_list_of_documents() -> None:
+    for index in (ROOT / "README.md", DOCS / "README.md"):
+        linked = {(index.parent / target).resolve() for target in re.findall(r"\]\(([^)#]+)\)", index.read_text())}
+        pages = {page.resolve() for page in DOCS.glob("*.md")} - {DOCS / "README.md"}
+        assert pages <= linked, f"{index}: {pages - linked}"
+
+
+def test_the_readme_is_short_and_says_its_caveat_once() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 140
+    assert text.count("measured on a GPU") == 1
+    assert text.count("<!-- fits -->") == 2
+
+
+def test_code_in_the_pages_is_python() -> None:
+    blocks = [(page.name, block) for page in PAGES for block in code(page, "python") if page != DOCS / "api.md"]
+    assert len(blocks) > 5
+    for name, block in blocks:
+        compile(block, name, "exec")
+
+
+def test_commands_and_options_in_the_pages_exist() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    seen = set()
+    for page in PAGES:
+        for line in shell_lines(page):
+            command = re.match(r"(?:python -m )?mtcompile ([a-z]+)\b(.*)", line)
+            if command and not line.endswith(("=", ".py")):
+                name, arguments = command.groups()
+                assert name in commands, f"{page.name}: {line}"
+                options = {option for parameter in commands[name].params for option in parameter.opts} | {"--help"}
+                used = re.findall(r"(?<=\s)--?[a-z][\w-]*", arguments.partition("#")[0])
+                assert set(used) <= options, f"{page.name}: {line}"
+                seen.add(name)
+    assert seen == set(commands)
+
+
+def test_make_targets_and_modules_in_the_pages_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):(?!=)", (ROOT / "Makefile").read_text(), re.M))
+    for page in PAGES:
+        for line in shell_lines(page):
+            if target := re.match(r"make ([a-z]+)\b", line):
+                assert target.group(1) in targets, f"{page.name}: {line}"
+            if module := re.match(r"python -m ((?:benchmarks|tests)[\w.]*)", line):
+                assert importlib.util.find_spec(module.group(1)), f"{page.name}: {line}"
+
+
+def test_the_options_page_is_that_of_the_signature() -> None:
+    table = rows(DOCS / "options.md", "option")
+    parameters = inspect.signature(mtcompile.compile).parameters
+    assert sorted(row[0].strip("`") for row in table) == sorted(parameters)
+    for name, default, effect in table:
+        value = parameters[name.strip("`")].default
+        literal = f'"{value}"' if isinstance(value, str) else repr(value)
+        assert default == f"`{literal}`" or (value is None and "`" not in default), f"{name} has default {literal}"
+        assert effect
+
+
+def test_the_command_page_has_every_command() -> None:
+    named = {row[0].strip("`").split()[1] for row in rows(DOCS / "command-line.md", "command")}
+    assert named == set(get_command(app).commands)  # type: ignore[attr-defined]
+
+
+def test_the_contributing_page_has_every_folder() -> None:
+    text = "".join(row[0] for row in rows(ROOT / "CONTRIBUTING.md", "folder"))
+    for layer in ("mtcompile", "passes", "runtime"):
+        for package in (ROOT / layer).rglob("__init__.py"):
+            assert f"`{package.parent.relative_to(ROOT)}/`" in text, package.parent
 
 
 def reference() -> str:
-    """Every public name with its signature and docstring."""
-    lines = ["# Reference", "", "Made from the docstrings by `python -m tests.project.test_docs`.", ""]
+    """Returns the text of docs/api.md: every public name with its signature and docstring."""
+    lines = ["# Reference", "", "Generated from the docstrings by `python -m tests.project.test_docs`.", ""]
     for name in sorted(mtcompile.__all__):
-        found = getattr(mtcompile, name)
-        lines += [f"## mtcompile.{name}", "", *_described(found)]
-        if inspect.isclass(found):
-            for member, function in inspect.getmembers(found, lambda m: inspect.isfunction(m) or isinstance(m, property)):
-                documented = member in vars(found) and not member.startswith("_") and function.__doc__
+        public = getattr(mtcompile, name)
+        lines += [f"## mtcompile.{name}", "", *_described(public)]
+        if inspect.isclass(public):
+            for member, function in inspect.getmembers(public, lambda m: inspect.isfunction(m) or isinstance(m, property)):
+                documented = member in vars(public) and not member.startswith("_") and function.__doc__
                 if documented:
                     lines += [f"### {name}.{member}", "", *_described(function)]
     return "\n".join(lines)
 
 
-def _described(found: Any) -> list[str]:
+def _described(public: Any) -> list[str]:
     lines = []
-    if inspect.isfunction(found):
-        lines += ["```python", f"{found.__name__}{_signature(found)}", "```", ""]
-    text = inspect.getdoc(found)
+    if inspect.isfunction(public):
+        lines += ["```python", f"{public.__name__}{_signature(public)}", "```", ""]
+    text = inspect.getdoc(public)
     return [*lines, "```text", *(text or "").splitlines(), "```", ""]
 
 
