@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from mtcompile.capture.arguments import micro_batches, sent
 from mtcompile.capture.description import describe
-from mtcompile.capture.dynamo import front_end, micro_batches, sent
+from mtcompile.capture.dynamo import front_end
 from mtcompile.errors import StepError
 from mtcompile.execution.program import Collected, DifferentMicroBatches, Program
 from mtcompile.execution.session import Engine
 from mtcompile.machine.device import free_nbytes, total_nbytes
-from mtcompile.optim.backward_update import UpdateOptions, UpdatesInBackward
+from mtcompile.optim.backward_update import UpdatesInBackward
 from mtcompile.optim.master_weights import cast
 from mtcompile.optim.precision import Precision
+from mtcompile.optim.update_options import UpdateOptions
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.planning.planner import DoesNotFit, Planned
@@ -159,14 +161,14 @@ class ModelEngine(Engine):
             free -= sum(int(self.home.slabs[b].numel() * (2 + copies)) for b in elsewhere)
         updates = None
         if self.updates is not None and any(spec.kind == "grad" for spec in step.meta["outputs"]):
-            updates, step.meta["updated"] = self.updates.planned(copies), self.updates.names()
+            updates, step.meta["updated"] = self.updates.plan_updates(copies), self.updates.updated_names()
         return Budgets(free, self.host, copies, reserve=self.reserve(step) + self.sent_nbytes, updates=updates), fixed
 
     def kernels_of(self, step: fx.GraphModule) -> dict[str, Any]:
         return super().kernels_of(step) | ({} if self.updates is None else self.updates.kernels(step))
 
     def key(self) -> Any:
-        return None if self.updates is None else self.updates.key()
+        return None if self.updates is None else self.updates.parameter_ids()
 
     def relax(self, error: DoesNotFit) -> bool:
         """A later program that does not fit beside resident parameters sends them home."""

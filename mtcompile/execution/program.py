@@ -13,7 +13,7 @@ from mtcompile import torch_private
 from mtcompile.capture.description import Constant, Description, Passed
 from mtcompile.errors import CaptureError, StepError
 from mtcompile.execution.runner import Compiled, Frame, run_backward, run_forward
-from mtcompile.optim.backward_update import failing
+from mtcompile.optim.backward_update import marking_failure
 from mtcompile.passes.joint.accumulate import Micro
 
 if TYPE_CHECKING:
@@ -125,10 +125,10 @@ class _Step(torch.autograd.Function):
         updates = ctx.program.engine.updates
         if updates is not None:
             planned = frame.compiled.step.meta.get("updated")
-            updates.begin(planned, [ref() for ref in frame.outputs], tangents, torch_private.accumulates(ctx))
-        with failing(updates):
+            updates.begin_backward(planned, [ref() for ref in frame.outputs], tangents, torch_private.accumulates(ctx))
+        with marking_failure(updates):
             gradients = run_backward(ctx.program, frame, tangents)
         if updates is not None:
-            updates.ended()
+            updates.end_backward()
         ctx.program.engine.before_accumulation(frame.inputs, gradients)
         return (None, None, *gradients)

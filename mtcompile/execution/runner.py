@@ -311,7 +311,7 @@ def _execute(engine: Engine, frame: Frame, phase: Phase, left: Left | None = Non
             with allocator_peak(engine.device.where) as peak:
                 records = execute(compiled.phases[phase], memory, compiled.kernels, delays, fence, **options)
             # Optimizer state counts as resident from the start: measured is a backward that finds it there.
-            first = phase == "backward" and engine.updates is not None and engine.updates.made_state
+            first = phase == "backward" and engine.updates is not None and engine.updates.allocated_state
             if peak.nbytes is not None and not first:
                 engine.measured(compiled, base + peak.nbytes)
         else:

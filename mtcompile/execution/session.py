@@ -24,8 +24,9 @@ from mtcompile.execution.parameters import Home
 from mtcompile.execution.program import Collected, Program
 from mtcompile.execution.runner import Compiled, Frame, Left, Tangents, describe_compiled, run_forward, without_autocast
 from mtcompile.kernels.cuda_graphs import Graphs, TorchGraphs, graphed
-from mtcompile.kernels.eager import Built, EagerKernels, strides_on
+from mtcompile.kernels.eager import Built, EagerKernels
 from mtcompile.kernels.inductor import InductorKernels
+from mtcompile.kernels.measure import strides_on
 from mtcompile.knobs import cuda_graphs
 from mtcompile.machine.presets import machine_of
 from mtcompile.optim.backward_update import UpdatesInBackward

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mtcompile.api import compile
-from mtcompile.capture.dynamo import micro_batches
+from mtcompile.capture.arguments import micro_batches
 from mtcompile.errors import BudgetError
 from mtcompile.forecast import solve
 from mtcompile.machine.presets import machine_of
