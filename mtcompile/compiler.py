@@ -25,7 +25,7 @@ from mtcompile.errors import BudgetError, CaptureError
 from mtcompile.execution.calibration import known_machine
 from mtcompile.execution.compiled import CompiledStep, Tangents, compiled_step
 from mtcompile.execution.placement import Placement, RunnablePlacement
-from mtcompile.kernels.eager import strides_on
+from mtcompile.kernels.measure import strides_on
 from mtcompile.kernels.toolchain import Toolchain
 from mtcompile.optim.precision import Precision
 from mtcompile.options import FASTEST, Options

@@ -17,7 +17,6 @@ from torch import fx
 
 from mtcompile import torch_private
 from mtcompile.capture import masks
-from mtcompile.capture.arguments import micro_batches, sent  # noqa: F401
 from mtcompile.errors import CaptureError, MtcompileError
 
 _CPU = torch.device("cpu")

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from mtcompile.capture.arguments import micro_batches, sent
 from mtcompile.capture.description import describe
-from mtcompile.capture.dynamo import front_end, micro_batches, sent
+from mtcompile.capture.dynamo import front_end
 from mtcompile.execution.compiled import LiveFrames
 from mtcompile.execution.model_door import ModelDoor
 from mtcompile.execution.program import Collector, DifferentMicroBatches, MicroBatchCalls, Program

@@ -16,7 +16,7 @@ from mtcompile.errors import BudgetError, StepError
 from mtcompile.execution.compiled import Frame, LiveFrames
 from mtcompile.execution.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, random_reserve_nbytes
-from mtcompile.optim.backward_update import UpdatesInBackward, failing
+from mtcompile.optim.backward_update import UpdatesInBackward, marking_failure
 from mtcompile.optim.master_weights import Masters, cast
 from mtcompile.optim.state_sizes import state_copies_of
 from mtcompile.options import Options
@@ -62,7 +62,7 @@ class ModelDoor:
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str] | None]:
         copies, updates = state_copies_of(self.options.precision, self.optimizer), None
         if self.updates is not None and any(spec.kind == "grad" for spec in step.meta["outputs"]):
-            updates, step.meta["updated"] = self.updates.planned(copies), self.updates.names()
+            updates, step.meta["updated"] = self.updates.plan_updates(copies), self.updates.updated_names()
         reserve = random_reserve_nbytes(step) + self.sent_nbytes
         budgets = Budgets(self._available_nbytes(step), self.options.host, copies, reserve=reserve, updates=updates)
         return budgets, self._fixed_homes(step)
@@ -110,7 +110,7 @@ class ModelDoor:
     # ---------------------------------------------------------------------------------------------- around a step that runs
 
     def plan_key(self) -> Hashable:
-        return None if self.updates is None else self.updates.key()
+        return None if self.updates is None else self.updates.parameter_ids()
 
     def make_room(self, frames: LiveFrames) -> bool:
         return False
@@ -139,17 +139,17 @@ class ModelDoor:
             yield
             return
         outputs = [ref() for ref in frame.outputs]
-        self.updates.begin(frame.compiled.step.meta.get("updated"), outputs, tangents, torch_private.accumulates(node))
-        with failing(self.updates):
+        self.updates.begin_backward(frame.compiled.step.meta.get("updated"), outputs, tangents, torch_private.accumulates(node))
+        with marking_failure(self.updates):
             yield
-        self.updates.ended()
+        self.updates.end_backward()
 
     def before_accumulation(self, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         if self.masters is not None:
             self.masters.widen(t for t, gradient in zip(inputs, gradients, strict=True) if gradient is not None)
 
     def optimizer_state_was_made(self) -> bool:
-        return self.updates is not None and self.updates.made_state
+        return self.updates is not None and self.updates.allocated_state
 
     def state_nbytes(self) -> dict[str, int]:
         """Bytes of weights, gradients and optimizer state as they are now."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from mtcompile.kernels.measure import Call, copied, example_inputs, measure, strides_on  # noqa: F401
+from mtcompile.kernels.measure import Call, copied, example_inputs, measure
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one run of a kernel told. ``workspace``: bytes of device memory allocated beside results. ``larger``: which results
-    hold more bytes than declared. ``unreleased``: bytes still held when the results are gone."""
+    """Measurements of one run of a kernel. ``workspace``: bytes of device memory allocated beside results. ``larger``: which
+    results hold more bytes than declared. ``unreleased``: bytes still held when the results are gone."""
 
     workspace: int
     larger: tuple[int, ...] = ()

@@ -65,13 +65,13 @@ class UpdatesInBackward:
 
     # ---------------------------------------------------------------------------------------------------- for the plan
 
-    def key(self) -> Any:
-        """Changes whenever ``names`` may change."""
+    def parameter_ids(self) -> Any:
+        """The ids of the parameters that the optimizer updates, which change whenever ``updated_names`` may change."""
         if self.optimizer is None:
             return None
         return frozenset(id(parameter) for group in self.optimizer.param_groups for parameter in group["params"])
 
-    def names(self) -> frozenset[str]:
+    def updated_names(self) -> frozenset[str]:
         """The names of the parameters that the optimizer updates. Raises StepError without an optimizer."""
         return frozenset(self._parameters())
 
@@ -83,7 +83,7 @@ class UpdatesInBackward:
         # nn.Module's method: the model's own waits for updates
         return {name: p for name, p in nn.Module.named_parameters(model) if id(p) in updated}
 
-    def planned(self, state_copies: float) -> Updates:
+    def plan_updates(self, state_copies: float) -> Updates:
         """The updates as a plan has them: C works in place, torch's need up to three temporaries of a parameter's size."""
         workspace = 1.0 if self.masters is not None else 3.0
         return Updates(state_copies, workspace, self.options.needs_all_gradients, self.options.run_ahead)
@@ -106,7 +106,7 @@ class UpdatesInBackward:
             with torch.no_grad():
                 return kernel(backward, names, *values)
         except BaseException:
-            self.failed()
+            self.mark_failed()
             raise
 
     # -------------------------------------------------------------------------------------------------- of one backward
@@ -125,7 +125,7 @@ class UpdatesInBackward:
                 f"checkpoint into the model and its optimizer (load_state_dict of both; {saved}) before going on"
             )
 
-    def begin(
+    def begin_backward(
         self,
         planned: frozenset[str] | None,
         outputs: Sequence[Tensor | None],
@@ -163,19 +163,19 @@ class UpdatesInBackward:
             self.steps + 1, self.options, optimizer, self.masters, parameters, groups, self._threads, self.grad_norm
         )
 
-    def ended(self) -> None:
+    def end_backward(self) -> None:
         """Note that all updates of the backward are done, or under way."""
         self._stepped = False
         self.steps += 1
 
-    def failed(self) -> None:
+    def mark_failed(self) -> None:
         """Note that the backward has failed: after its first update the model is unusable until it is loaded again."""
         if self._backward is not None and self._backward.has_updated:
             why = f"step {self._backward.number} failed among its updates"
             self._must_be_loaded = {"model": why, "optimizer": why}
 
     @property
-    def made_state(self) -> bool:
+    def allocated_state(self) -> bool:
         """True where the last backward allocated optimizer state, which later ones need not."""
         return self._backward is not None and self._backward.allocated_state
 
@@ -204,11 +204,11 @@ class UpdatesInBackward:
 
 
 @contextlib.contextmanager
-def failing(updates: UpdatesInBackward | None) -> Iterator[None]:
-    """Call ``updates.failed()`` for anything that is raised inside."""
+def marking_failure(updates: UpdatesInBackward | None) -> Iterator[None]:
+    """Call ``updates.mark_failed()`` for anything that is raised inside."""
     try:
         yield
     except BaseException:
         if updates is not None:
-            updates.failed()
+            updates.mark_failed()
         raise

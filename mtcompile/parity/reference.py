@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mtcompile.api import compile, master_parameters
-from mtcompile.capture.dynamo import micro_batches
+from mtcompile.capture.arguments import micro_batches
 from mtcompile.errors import BudgetError
 from mtcompile.optim.master_weights import cast
 from mtcompile.parity.workload import TrainingSetup, Workload, loss_of, on_device

@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from mtcompile.capture.dynamo import micro_batches
+from mtcompile.capture.arguments import micro_batches
 from mtcompile.errors import BudgetError
 from mtcompile.forecast import solve
 from mtcompile.machine.device import choose

@@ -99,3 +99,7 @@ def assert_same_bits(results: list[Tensor], expected: list[Tensor]) -> None:
 
 def cases(names: Any = tuple(UPDATES)) -> Any:
     return pytest.mark.parametrize(("name", "layout"), [(name, layout) for name in names for layout in LAYOUTS])
+
+
+def good(layout: str = "fp32", count: int = 8) -> Operands:
+    return laid_out(layout, [torch.ones(count), torch.ones(count), torch.zeros(count), torch.zeros(count)])

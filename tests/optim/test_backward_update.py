@@ -78,7 +78,7 @@ def test_losses_weights_and_state_are_the_plain_loops(
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_masters_are_those_of_the_ordinary_loop(clip: float | None) -> None:
-    """Where the norm is fp32; torch's of bf16 gradients is rounded, so clipping is compared where it changes nothing."""
+    """The norm is fp32 there; torch's of bf16 gradients is rounded, so clipping is compared where it changes nothing."""
     ordinary, bound = compiled(update="step", precision="bf16-master32")
     losses = train(ordinary, bound)
     model, optimizer = compiled(precision="bf16-master32", max_grad_norm=clip and 1e3, run_ahead=True)
@@ -376,7 +376,7 @@ FAIR_HOST = Machine(flops=2e10, memory_gbps=20, h2d_gbps=4, d2h_gbps=4, host_gbp
 
 
 def test_updates_run_behind_the_next_forward_and_nobody_sees_them_under_way() -> None:
-    """On a host so slow that most updates are left when the backward returns."""
+    """The host is so slow that most updates are left when the backward returns."""
     losses, wanted = plain(steps=2)
     model, optimizer = compiled(run_ahead=True, throttle=SLOW_HOST)
     runner = model._mt_model.session.runner
@@ -425,8 +425,8 @@ def test_an_ordinary_loop_waits_for_nothing_as_a_whole(monkeypatch: pytest.Monke
 def schedule_that_runs_ahead() -> Schedule:
     model, _ = compiled("600KiB", model=Decoder(SIZES[0]).train(), run_ahead=True, throttle=FAIR_HOST)
     model(**batch(0)).backward()
-    found: Schedule = model.schedule
-    return found
+    schedule: Schedule = model.schedule
+    return schedule
 
 
 def test_a_forward_waits_for_its_own_updates_and_the_proof_wants_each_wait() -> None:
@@ -503,7 +503,7 @@ def test_an_update_is_proven_to_come_after_every_read() -> None:
     ],
 )
 def test_host_bytes_per_parameter(update: str, most: float, shape: Shape) -> None:
-    """Of state, gradients and slots, as held after three steps, and as planned; activations are few here."""
+    """State, gradients and slots, as held after three steps and as planned; activations are few here."""
     torch.manual_seed(0)
     source = Decoder(shape).train()
     model, optimizer = compiled("1MiB", model=source, update=update, precision="bf16-master32")
@@ -528,7 +528,7 @@ def planned(host_gbps: float, **options: Any) -> mtcompile.Forecast:
 
 
 def test_updates_add_next_to_nothing_where_the_host_has_less_to_do() -> None:
-    """As the simulator sees it; after the backward, they would add what they take."""
+    """The simulator says so; after the backward, updates would add the time they take."""
     after, along = planned(3), planned(3, update="backward")
     assert after.update_us > 0.1 * (after.step_time_us - after.update_us)
     assert along.update_us < 0.02 * along.step_time_us

@@ -36,7 +36,7 @@ def half_away(master: Tensor) -> Tensor:
 
 
 class Reference:
-    """A plain bf16 model whose fp32 masters are updated by the formula that ``host_adam.adamw`` documents."""
+    """A plain bf16 model whose fp32 masters are updated by the formula that ``formula.adamw`` documents."""
 
     def __init__(self, model: nn.Module, lr: float = 2e-3, decay: float = 0.1) -> None:
         self.masters = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -71,8 +71,8 @@ class Reference:
 
 
 def same_masters(model: Any, expected: dict[str, Tensor]) -> bool:
-    found = mtcompile.master_parameters(model)
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    masters = mtcompile.master_parameters(model)
+    return masters.keys() == expected.keys() and all(torch.equal(masters[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("steps", [6, pytest.param(200, marks=pytest.mark.slow)])
@@ -113,9 +113,9 @@ def test_updates_below_bf16_resolution_are_kept() -> None:
             each(**batch(step)).backward()
             stepper.step()
             stepper.zero_grad()
-    found = mtcompile.master_parameters(model)
+    masters = mtcompile.master_parameters(model)
     weight = "blocks.0.up.weight"
-    assert (found[weight] != start[weight]).float().mean() > 0.9  # in fp32 they move
+    assert (masters[weight] != start[weight]).float().mean() > 0.9  # in fp32 they move
     large = start[weight].abs() > 2e-3  # half a unit in their last place is more than three updates
     assert large.float().mean() > 0.9
     assert torch.equal(pure.get_parameter(weight)[large], start[weight].to(torch.bfloat16)[large])  # in bf16 they do not
@@ -165,8 +165,8 @@ def test_a_checkpoint_goes_on_with_the_same_bits() -> None:
     assert same_masters(again, weights)
     stepper.load_state_dict(saved)
     assert same_masters(again, weights)
-    found = trained(again, stepper, range(3, 6))
-    assert all(map(torch.equal, found, expected))
+    losses = trained(again, stepper, range(3, 6))
+    assert all(map(torch.equal, losses, expected))
     assert same_masters(again, mtcompile.master_parameters(model))
 
 
@@ -284,7 +284,7 @@ def clipped(model: Any, optimizer: torch.optim.Optimizer, step: int, norms: list
 
 
 def test_schedules_groups_clipping_and_closures() -> None:
-    """As ordinary programs have them: a scheduler attached before and one after, two groups, a group added, a frozen part."""
+    """A scheduler attached before and one after, two groups, a group added, a frozen part, as ordinary programs have them."""
     results = []
     for order in ("before", "after"):
         model = made()
@@ -365,6 +365,6 @@ def test_other_precisions_are_a_cast_and_nothing_else(precision: str, dtype: tor
             p.data = p.data.to(dtype)
     optimizer, theirs = adamw(model), adamw(plain)
     model = mtcompile.compile(model, memory="2MiB", optimizer=optimizer, precision=precision, device="cpu")
-    found, expected = (trained(m, o, range(3)) for m, o in ((model, optimizer), (plain, theirs)))
-    assert all(map(torch.equal, found, expected))
+    losses, expected = (trained(m, o, range(3)) for m, o in ((model, optimizer), (plain, theirs)))
+    assert all(map(torch.equal, losses, expected))
     assert all(p.dtype == dtype and torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))

@@ -68,7 +68,7 @@ def test_a_rate_changed_between_backward_and_step_is_refused() -> None:
 
 
 def test_the_rate_of_a_closures_step_may_change_between_steps() -> None:
-    found = []
+    states = []
     for update in ("step", "backward"):
         model = Net()
         optimizer = sgd(model.parameters())
@@ -83,8 +83,8 @@ def test_the_rate_of_a_closures_step_may_change_between_steps() -> None:
         for lr in (0.1, 0.05, 0.01):
             optimizer.param_groups[0]["lr"] = lr
             optimizer.step(closure)
-        found.append(state(model, optimizer))
-    assert same(*found)
+        states.append(state(model, optimizer))
+    assert same(*states)
 
 
 @pytest.mark.parametrize("precision", ["model", "bf16-master32"])
@@ -100,7 +100,7 @@ def test_a_penalty_on_weights_outside_the_models_call_is_refused(precision: str)
 
 
 def test_optimizers_of_equal_size_take_turns() -> None:
-    found = []
+    states = []
     for update in ("step", "backward"):
         model = Net()
         both = [sgd(model.layers[:2].parameters()), sgd(model.layers[2:].parameters())]
@@ -110,12 +110,12 @@ def test_optimizers_of_equal_size_take_turns() -> None:
             model(rows(step), rows(step + 9)).backward()
             both[step % 2].step()
             model.zero_grad()
-        found.append([state(model, each) for each in both])
-    assert all(map(same, *found))
+        states.append([state(model, each) for each in both])
+    assert all(map(same, *states))
 
 
 def test_an_optimizer_bound_again_updates_masters_once() -> None:
-    found = []
+    masters = []
     for again in (False, True):
         model = Net()
         optimizer, other = sgd(model.parameters()), sgd(model.parameters())
@@ -124,8 +124,8 @@ def test_an_optimizer_bound_again_updates_masters_once() -> None:
             model.bind(other).bind(optimizer)
         model(rows(0, dtype=torch.bfloat16), rows(1, dtype=torch.bfloat16)).backward()
         optimizer.step()
-        found.append(mtcompile.master_parameters(model))
-    assert same(*found)
+        masters.append(mtcompile.master_parameters(model))
+    assert same(*masters)
 
 
 class Mixed(Net):
@@ -246,17 +246,17 @@ class Score(Net):
         self.out, self.flat = nn.Linear(WIDTH, 1), flat
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        made: Tensor = self.out(self.hidden(x))
-        return made.squeeze(-1) if self.flat else made
+        scores: Tensor = self.out(self.hidden(x))
+        return scores.squeeze(-1) if self.flat else scores
 
 
 @pytest.mark.parametrize("flat", [False, True])
 def test_one_number_of_a_micro_batch_of_one_row_is_that_rows(flat: bool) -> None:
     plain = Score(flat)
     model = compiled(Score(flat), accumulate=4, memory="1MiB")
-    wanted, found = plain(rows(0, 4)), model(rows(0, 4))
-    torch.testing.assert_close(wanted, found)
-    for each in (wanted, found):
+    wanted, scores = plain(rows(0, 4)), model(rows(0, 4))
+    torch.testing.assert_close(wanted, scores)
+    for each in (wanted, scores):
         F.mse_loss(each, torch.arange(4.0).view_as(wanted)).backward()
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
@@ -289,9 +289,9 @@ TOTALS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (i % 2)) for i, n in enumerate(TOTALS)])
 def test_losses_and_gradients_are_the_whole_batchs(name: str) -> None:
     plain, model = Lossy(TOTALS[name]), compiled(Lossy(TOTALS[name]), accumulate=2, memory="1MiB")
-    wanted, found = plain(rows(0), LABELS), model(rows(0), LABELS)
-    torch.testing.assert_close(wanted, found)
-    for each in (wanted, found):
+    wanted, loss = plain(rows(0), LABELS), model(rows(0), LABELS)
+    torch.testing.assert_close(wanted, loss)
+    for each in (wanted, loss):
         each.backward()
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
