@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mtcompile.runtime.optim import formula, host_kernels
 from mtcompile.runtime.optim.operands import LAYOUTS, Operands, joined, split
-from tests.runtime.optim.test_kernels import ADAM, UPDATES, floats, good
+from tests.helpers.updates import ADAM, UPDATES, floats, good
 
 
 def test_every_high_pattern_with_chosen_low_ones_is_split_and_joined_exactly() -> None:
