@@ -21,9 +21,10 @@ from mtcompile.passes.planning.planner import Planned, Source
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, has_random, placeholders, source, step_outputs
 from mtcompile.runtime.devices.arena import Layout, layout_of, view
 from mtcompile.runtime.devices.cpu import CpuMemory
-from mtcompile.runtime.executor import Behind, Delays, Prepared, execute, prepare
+from mtcompile.runtime.executor import Delays, PhaseOptions, Prepared, execute, prepare
 from mtcompile.runtime.schedule import PHASES, Phase, Queue, Schedule, placed
 from mtcompile.runtime.trace import Record, Trace, shifted
+from mtcompile.runtime.workers import DeferredQueue
 
 if TYPE_CHECKING:
     from mtcompile.execution.program import Program
@@ -91,7 +92,7 @@ class Left:
     """What a backward left to run behind the next forward of its program: its updates, over its memory."""
 
     frame: Frame
-    behind: Behind
+    behind: DeferredQueue
     began_us: float
 
     def close(self, engine: Engine) -> None:
@@ -303,31 +304,32 @@ def _execute(engine: Engine, frame: Frame, phase: Phase, left: Left | None = Non
     # The host waits for what the caller may read or change next: weights, and at the end of a backward gradients.
     visible: tuple[Queue, ...] = ("h2d", "d2h") if phase == "backward" or compiled.mutated else ("h2d",)
     fence = engine.device.fence(visible, timed=engine.timeline.wants_times(compiled.schedule))
-    behind = Behind() if phase == "backward" and compiled.schedule.run_ahead else None
-    options: dict[str, Any] = {"paced": engine.throttle is not None, "behind": behind}
+    deferred = DeferredQueue() if phase == "backward" and compiled.schedule.run_ahead else None
+    previous = None if left is None else left.behind
+    options = PhaseOptions(delays, fence, engine.throttle is not None, previous, deferred)
     began_us = max((r.end_us for r in frame.records), default=0.0)
     if left is not None:
-        engine.left, options["before"] = None, left.behind
+        engine.left = None
     with torch.no_grad(), without_autocast(engine.device.where.type):
         if phase == "forward":  # the allocator knows the size of what is freed only if it saw it made
             frame.measured = knobs.check() or not compiled.settled
         if frame.measured:
             base = _device_nbytes(memory, engine.device.where) + engine.held_nbytes()
             with allocator_peak(engine.device.where) as peak:
-                records = execute(compiled.phases[phase], memory, compiled.kernels, delays, fence, **options)
+                records = execute(compiled.phases[phase], memory, compiled.kernels, options)
             # Optimizer state counts as resident from the start: measured is a backward that finds it there.
             first = phase == "backward" and engine.updates is not None and engine.updates.made_state
             if peak.nbytes is not None and not first:
                 engine.measured(compiled, base + peak.nbytes)
         else:
             first = False
-            records = execute(compiled.phases[phase], memory, compiled.kernels, delays, fence, **options)
+            records = execute(compiled.phases[phase], memory, compiled.kernels, options)
             if fence is None or fence.timed:  # else they say when each was issued
                 engine.timed.append((compiled, phase, records))
     if left is not None:
         left.close(engine)
-    if behind is not None:
-        engine.left = Left(frame, behind, began_us)
+    if deferred is not None:
+        engine.left = Left(frame, deferred, began_us)
     if not first:
         compiled.passed.add(phase)
     frame.records += shifted(records, began_us)
