@@ -18,9 +18,10 @@ from mtcompile.passes.generators import generator_state, set_generator_state
 from mtcompile.runtime.devices.arena import view
 from mtcompile.runtime.devices.cpu import CpuMemory
 from mtcompile.runtime.devices.protocol import Device
-from mtcompile.runtime.executor import Behind, Delays, execute
+from mtcompile.runtime.executor import Delays, PhaseOptions, execute
 from mtcompile.runtime.schedule import Phase, Queue, placed
 from mtcompile.runtime.trace import Record, shifted
+from mtcompile.runtime.workers import DeferredQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class PendingUpdates:
     """Updates that a backward left to run behind the next forward of its program, over its frame's memory."""
 
     frame: Frame
-    behind: Behind
+    queue: DeferredQueue
     began_us: float
 
 
@@ -77,7 +78,7 @@ class Runner:
         pending, self.pending = self.pending, None
         if pending is not None:
             try:
-                pending.behind.drain()
+                pending.queue.drain()
             finally:
                 self._close(pending)
 
@@ -176,20 +177,19 @@ class Runner:
         # The host waits for what the caller may read or change next: weights, and at the end of a backward gradients.
         visible: tuple[Queue, ...] = ("h2d", "d2h") if phase == "backward" or compiled.mutated else ("h2d",)
         fence = self.device.fence(visible, timed=self.listener.wants_device_times(compiled))
-        behind = Behind() if phase == "backward" and compiled.schedule.run_ahead else None
-        before = None if pending is None else pending.behind
+        deferred = DeferredQueue() if phase == "backward" and compiled.schedule.run_ahead else None
+        previous = None if pending is None else pending.queue
+        options = PhaseOptions(delays, fence, self.paced, previous, deferred)
         began_us = max((r.end_us for r in frame.records), default=0.0)
         if phase == "forward":  # the allocator knows the size of what is freed only if it saw it made
             frame.measured = knobs.check() or not compiled.settled
         base = self._device_nbytes(memory) + self.frames.nbytes() if frame.measured else 0
         with torch.no_grad(), without_autocast(self.device.where.type), _measured(frame.measured, self.device.where) as peak:
-            records = execute(
-                compiled.phases[phase], memory, compiled.kernels, delays, fence, self.paced, before=before, behind=behind
-            )
+            records = execute(compiled.phases[phase], memory, compiled.kernels, options)
         if pending is not None:
             self._close(pending)
-        if behind is not None:
-            self.pending = PendingUpdates(frame, behind, began_us)
+        if deferred is not None:
+            self.pending = PendingUpdates(frame, deferred, began_us)
         frame.records += shifted(records, began_us)
         nbytes = None if peak is None or peak.nbytes is None else base + peak.nbytes
         self.listener.phase_ran(PhaseRun(frame, phase, records, fence is None or fence.timed, nbytes))
@@ -197,7 +197,7 @@ class Runner:
     def _close(self, pending: PendingUpdates) -> None:
         """When they have been drained."""
         pending.frame.memory.tensors.clear()
-        pending.frame.records += shifted(pending.behind.records, pending.began_us)
+        pending.frame.records += shifted(pending.queue.records, pending.began_us)
         self.listener.step_ran(pending.frame)
 
     def _device_nbytes(self, memory: CpuMemory) -> int:

@@ -17,7 +17,7 @@ from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.step_graph import calls, is_convert, placeholders, regions, results, step_outputs
 from mtcompile.runtime.devices.arena import arena, layout_of
 from mtcompile.runtime.devices.cpu import Arenas, CpuMemory
-from mtcompile.runtime.executor import Delays, execute, prepare
+from mtcompile.runtime.executor import Delays, PhaseOptions, execute, prepare
 from mtcompile.torch_private import AllocatorPeak
 
 
@@ -88,7 +88,7 @@ def run(
             if b.tier == "device" and (b.kind == "pooled" or (b.role == "tangent" and phase == "backward"))
         )
         with torch.no_grad(), AllocatorPeak() as peak:
-            execute(prepare(schedule, phase), memory, kernels, delays)
+            execute(prepare(schedule, phase), memory, kernels, PhaseOptions(delays=delays))
         assert peak.nbytes is not None
         measured.append(base + peak.nbytes)
     state = torch.get_rng_state()

@@ -16,7 +16,7 @@ from mtcompile.passes.step_graph import step_outputs
 from mtcompile.runtime.devices.arena import Layout, arena, view
 from mtcompile.runtime.devices.cuda import CudaDevice, CudaMemory, Fence, NamedMemory, Streams, runs_of_bytes
 from mtcompile.runtime.devices.pinned import NotPinned, Staging, pinned
-from mtcompile.runtime.executor import execute, prepare
+from mtcompile.runtime.executor import PhaseOptions, execute, prepare
 from mtcompile.runtime.schedule import Schedule
 from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.models import make
@@ -51,7 +51,7 @@ def on_fake(
     torch.manual_seed(3)
     for phase in ("forward", "backward"):
         with torch.no_grad():
-            execute(prepare(schedule, phase), memory, kernels, fence=fence(streams))
+            execute(prepare(schedule, phase), memory, kernels, PhaseOptions(fence=fence(streams)))
     names = [node.name for node in step_outputs(step)]
     at_home = {name: memory.tensors[name].clone() for name in names if schedule.buffers[name].kind == "home"}
     cuda.synchronize()  # as the caller does who reads what is on the device; what is at home he has read already
@@ -184,7 +184,7 @@ def test_the_caller_may_go_on_on_another_stream(told: bool) -> None:
         try:
             for phase in ("forward", "backward"):
                 with cuda.use(cuda.new_stream()), torch.no_grad():
-                    execute(prepare(schedule, phase), memory, kernels, fence=Fence(streams))
+                    execute(prepare(schedule, phase), memory, kernels, PhaseOptions(fence=Fence(streams)))
                 if not told:
                     streams.last = None
             cuda.synchronize()
@@ -205,7 +205,7 @@ def test_a_timed_phase_is_recorded_by_the_devices_clock() -> None:
     kernels = {name: cuda.kernel(module) for name, module in step.named_children()}
     fence = Fence(Streams(cuda), timed=True)
     with torch.no_grad():
-        records = execute(prepare(schedule, "forward"), memory, kernels, fence=fence)
+        records = execute(prepare(schedule, "forward"), memory, kernels, PhaseOptions(fence=fence))
     worked = {i: each.queue for i, each in schedule.phase("forward") if each.op in ("run", "copy")}
     assert {record.index: record.queue for record in records} == worked
     assert all(0 < record.start_us < record.end_us for record in records)
@@ -227,7 +227,7 @@ def test_an_error_waits_for_the_copies_in_flight() -> None:
 
     kernels = {name: failing for name, _ in step.named_children()}
     with pytest.raises(OSError, match="a kernel failed"):
-        execute(prepare(schedule, "forward"), memory, kernels, fence=Fence(Streams(cuda), visible=()))
+        execute(prepare(schedule, "forward"), memory, kernels, PhaseOptions(fence=Fence(Streams(cuda), visible=())))
     assert cuda.blocked and not any(stream.work for stream in cuda.streams[1:])
 
 

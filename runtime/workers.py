@@ -1,0 +1,107 @@
+"""The threads that issue the queues of a phase, how far each queue has come, and the one queue that may outlive the phase."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from mtcompile.runtime.schedule import Queue
+from mtcompile.runtime.trace import Record
+
+
+class Stopped(Exception):
+    """Raised in a queue when another one has failed, whose error is the one to report."""
+
+
+class Progress:
+    """The index of the last completed instruction per queue. One number is enough, since a queue is first in, first out."""
+
+    def __init__(self) -> None:
+        self.completed: dict[str, int] = {}
+        self.changed = threading.Condition()
+        self.failure: BaseException | None = None
+
+    def wait(self, queue: str, index: int) -> None:
+        """Wait until that instruction is complete. Raises Stopped if any queue fails first."""
+        with self.changed:
+            while self.completed.get(queue, -1) < index:
+                if self.failure is not None:
+                    raise Stopped
+                self.changed.wait()
+
+    def complete(self, queue: str, index: int) -> None:
+        with self.changed:
+            self.completed[queue] = index
+            self.changed.notify_all()
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Make what is raised inside the failure, unless there is one already."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        with self.changed:
+            if self.failure is None or isinstance(self.failure, Stopped):
+                self.failure = error
+            self.changed.notify_all()
+
+
+class Worker(threading.Thread):
+    """Issues one queue. Unlike a plain thread it can be waited for again after an interrupt: up to Python 3.12, ``join`` says
+    then that the thread has ended."""
+
+    def __init__(self, queue: Queue, drain: Callable[[Queue], None]) -> None:
+        # An interpreter that ends waits for queue host, which a phase may leave running.
+        super().__init__(name=f"mtcompile-{queue}", daemon=queue != "host")
+        self._drain, self._queue, self._ended = drain, queue, threading.Event()
+
+    def run(self) -> None:
+        try:
+            self._drain(self._queue)
+        finally:
+            self._ended.set()
+
+    def wait(self) -> None:
+        """Wait until it has ended, even through an interrupt, which is raised then: a queue that nobody waits for would go on
+        writing weights."""
+        interrupt: BaseException | None = None
+        while not self._ended.is_set():
+            try:
+                self._ended.wait()
+            except BaseException as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+
+class DeferredQueue:
+    """Queue host of a backward that has returned, with the instructions it has not run yet. ``records``: of what has run
+    there."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self._progress = Progress()
+        self._worker: Worker | None = None
+
+    def take(self, progress: Progress, worker: Worker, records: list[Record]) -> None:
+        """Take over the queue from the phase that ends."""
+        self._progress, self._worker, self.records = progress, worker, records
+
+    def wait(self, index: int) -> None:
+        """Wait until that instruction is complete. Raises what stopped the queue before."""
+        try:
+            self._progress.wait("host", index)
+        except Stopped:
+            assert self._progress.failure is not None
+            raise self._progress.failure from None
+
+    def drain(self) -> None:
+        """Wait until all instructions are complete. Raises what stopped the queue."""
+        if self._worker is not None:
+            self._worker.wait()
+        if self._progress.failure is not None:
+            raise self._progress.failure
