@@ -31,7 +31,7 @@ def save(folder: Path, training: TrainingState, step: int) -> None:
     """Writes a whole checkpoint or none. Raises OSError."""
     path = folder / CHECKPOINT
     new = path.with_suffix(".new")
-    state = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
+    state: dict[str, Any] = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
     state |= {"step": step, "seed": training.seed, "generator": generator_state(training.where)}
     try:
         with new.open("wb") as file:
