@@ -197,7 +197,7 @@ def _values(row: Measurement) -> str:
 def save(report: Report, path: Path) -> None:
     """Writes the machine file that ``--machine`` takes. Raises ValueError."""
     if report.machine is None:
-        raise ValueError("expected a measured machine to save, found none: see the limits")
+        raise ValueError("expected a machine that could be measured, found none: see the limits")
     try:
         path.write_text(to_json(report.machine))
     except OSError as error:
