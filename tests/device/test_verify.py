@@ -28,6 +28,6 @@ def test_plain_and_compiled_are_equal(memory: str | None, options: dict[str, Any
 
 def test_both_are_measured(device: torch.device) -> None:
     setup = setup_of(device, "model", 64 * 2**20, batch=1, seq=16)
-    found = benchmark("gpt-11m", setup, 1, lambda text, done, of: None)
-    assert found.plain is not None and found.time_ratio is not None and found.device == str(device)
-    assert 0 < found.compiled.peak_device_bytes <= 64 * 2**20  # type: ignore[operator]
+    measurement = benchmark("gpt-11m", setup, 1, lambda text, done, of: None)
+    assert measurement.plain is not None and measurement.time_ratio is not None and measurement.device == str(device)
+    assert 0 < measurement.compiled.peak_device_bytes <= 64 * 2**20  # type: ignore[operator]
