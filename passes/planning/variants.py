@@ -20,8 +20,9 @@ _POINTS = 5  # of a block's trade-off, its two ends included
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A choice of what a block saves. ``positions``: those it keeps, among the block's saved values. ``nbytes``: the bytes of these, and of the
-    generator states that the others need. ``time_us``: the time to make the others again, operation by operation."""
+    """A choice of what a block saves. ``positions``: of what it keeps, among the block's saved values. ``nbytes``: the bytes of
+    these, and of the generator states that the others need. ``time_us``: the time to make the others again, operation by
+    operation."""
 
     positions: tuple[int, ...]
     nbytes: int
