@@ -52,12 +52,13 @@ class CompiledModule(nn.Module):
 
     @property
     def last_trace(self) -> Trace | None:
-        """What ran when in the last phase run so far."""
+        """The trace of the last phase that ran: when each of its instructions started and ended."""
         return self._mt_model.session.last_trace
 
     def explain(self, name: str) -> Explanation:
-        """Where the values of a parameter, module or block (``"layers.3.mlp"``) live and when, by which decisions, and what
-        others would cost; after two steps, what was predicted against what was measured. Print it, or ``.to_json()``.
+        """Explains where and when the values of a parameter, module or block (``"layers.3.mlp"``) live, which decisions put them
+        there, and what others would cost; after two steps, also what was predicted against what was measured. Print it, or
+        call ``.to_json()``.
 
         Raises ValueError with the names that come close, and StepError before the first call.
         """
@@ -86,7 +87,7 @@ class CompiledModule(nn.Module):
 
     @property
     def grad_norm(self) -> float | None:
-        """With ``max_grad_norm`` or ``nonfinite="skip"``: the norm of the last step's gradients, before they were scaled."""
+        """The norm (with ``max_grad_norm`` or ``nonfinite="skip"``) of the last step's gradients, before they were scaled."""
         updates = self._mt_model.door.updates
         return None if updates is None else updates.grad_norm
 

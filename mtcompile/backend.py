@@ -166,6 +166,6 @@ def mtcompile_backend(graph: fx.GraphModule, inputs: list[Any], *, options: Any 
 
 
 def reports() -> list[dict[str, Any]]:
-    """For each torch.compile call of this backend still in use: budget, measured and planned peak in bytes, how much of
-    it stays allocated from step to step (the arena), programs."""
+    """Reports, for each torch.compile call of this backend still in use, the bytes of its budget, of its measured and planned
+    peak and of its arena, which stays allocated from step to step, and how many programs it has."""
     return [backend.report() for backend in _backends.values()]

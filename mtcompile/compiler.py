@@ -49,7 +49,7 @@ AUTO_CHUNKS = (1, 4, 16, 64)  # of the loss head, what loss_chunks="auto" choose
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """What the front end captured: its graph, which outputs receive gradients, and whether it is one of several
+    """A step as the front end captured it: its graph, which outputs receive gradients, and whether it is one of several
     micro-batches."""
 
     description: Description
@@ -59,7 +59,7 @@ class CapturedStep:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a step is compiled for. ``machine``: its speeds, as plans may count on them."""
+    """The target a step is compiled for. ``machine``: its speeds, as plans may count on them."""
 
     options: Options
     device: Device
@@ -68,7 +68,7 @@ class Target:
 
     @property
     def pinned(self) -> bool:
-        """Whether host memory could be pinned so far."""
+        """True as long as host memory could be pinned."""
         return self.device.staging is None
 
 
@@ -226,7 +226,7 @@ def recalled(problem: PlanningProblem, policy: str, find: Callable[[Plan | None]
 
 
 def search_store(problem: PlanningProblem) -> cache.SearchedPlans:
-    """Where a search of this problem keeps the plans it looked at, whatever the device's and the host's budget."""
+    """Returns where a search of this problem keeps the plans it looked at, whatever the device's and the host's budget."""
     return cache.searched_plans(problem.step, problem.budgets, *_constraints(problem))
 
 

@@ -24,7 +24,7 @@ Size = str | int | float | None
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What ``mtcompile.compile`` (or the torch.compile backend) was asked for.
+    """The options of ``mtcompile.compile`` or of the torch.compile backend, checked.
 
     ``memory``, ``host``: budgets in bytes; None: what is free on the device, no limit on the host. ``updates``: None for
     ``update="step"``. ``throttle``: the speeds that the emulated device keeps to, None for its own. ``offload``: whether
@@ -59,7 +59,7 @@ class Options:
 
     @property
     def fuses(self) -> bool:
-        """Whether kernels join operations."""
+        """True if kernels join operations."""
         return self.kernels == "inductor"
 
 

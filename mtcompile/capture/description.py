@@ -192,10 +192,3 @@ def _covers(val: torch.Tensor) -> bool:
 
 def _input_name(node: fx.Node) -> str:
     return re.sub(r"^[lL]_+|_+$", "", node.name) or node.name
-
-
-def _source_name(node: fx.Node) -> str:
-    argument = node.meta.get("grapharg")
-    name = getattr(argument, "source", None)
-    name = name.name if name is not None else node.name
-    return str(name() if callable(name) else name)

@@ -29,7 +29,7 @@ class ArenaPool:
         return self._arenas[tier].numel() if tier in self._arenas else 0
 
     def holds(self, arena: torch.Tensor) -> bool:
-        """Whether this is the device's arena now."""
+        """Tells whether this is the device's arena now."""
         return arena is self._arenas.get("device")
 
     def lend(self, compiled: CompiledStep) -> tuple[Arenas, dict[str, torch.Tensor] | None]:
@@ -47,7 +47,7 @@ class ArenaPool:
         return Arenas(self._arenas["device"], self._arenas["host"]), compiled.slot_views
 
     def restore(self, compiled: CompiledStep, memory: CpuMemory) -> None:
-        """Before a backward: another program may have replaced the device's arena since its forward."""
+        """Gives a backward the device's arena again, which another program may have replaced since its forward."""
         if not self.holds(memory.arenas.device):
             arenas, _ = self.lend(compiled)
             memory.take_device(arenas.device)

@@ -1,4 +1,4 @@
-"""What kernels and copies took in the steps that a model has run, kept for the plans that follow: ``model.calibrate()``.
+"""``model.calibrate()`` keeps what kernels and copies took in the steps that a model has run, for the plans that follow.
 
 Nothing is run to be measured: the records that every step leaves are read. A kernel is known by its digest, a copy by its
 bytes. On a GPU only steps under MT_TRACE=1 count, since other records say when work was issued.
@@ -157,14 +157,14 @@ def _subject(compiled: CompiledStep, instruction: Instruction) -> str:
 
 
 def _instruction_us(compiled: CompiledStep, instruction: Instruction, speeds: Machine) -> float:
-    """By formula."""
+    """Returns the microseconds of an instruction by formula."""
     if instruction.op == "copy":
         return speeds.copy_us(instruction.nbytes, instruction.queue)
     return formula_us(compiled.step.get_submodule(instruction.kernel), speeds)  # type: ignore[arg-type]
 
 
 def _predicted_us(compiled: CompiledStep, machine: Machine) -> float:
-    """What the planner would say of the same schedule on that machine."""
+    """Predicts the step time of the same schedule on another machine, as the planner would."""
     instructions = []
     for i in compiled.schedule.instructions:
         if i.work in ("compute", "recompute"):

@@ -1,4 +1,4 @@
-"""What running a program needs once it is compiled, and what a training forward leaves for its backward."""
+"""A compiled step, with all that running it needs, and the frame that a training forward leaves for its backward."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CompiledStep:
 
     @property
     def settled(self) -> bool:
-        """Whether every phase has run once: results are as declared, and the peak has been measured."""
+        """True once every phase has run: results are as declared, and the peak has been measured."""
         return self.completed_phases >= self.phases.keys()
 
 

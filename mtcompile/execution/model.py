@@ -23,7 +23,7 @@ from mtcompile.runtime.schedule import gib
 
 
 class CompiledModel:
-    """What a compiled module carries: its door, its session, and the call that Dynamo captures. The model is on the host."""
+    """The state of a compiled module: its door, its session, and the call that Dynamo captures. The model is on the host."""
 
     def __init__(
         self, model: nn.Module, call: Callable[..., Any], options: Options, device: Device, optimizer: Any = None
@@ -69,7 +69,7 @@ class CompiledModel:
             self._collector.batch = None
 
     def _backend(self, graph: Any, inputs: Any) -> Program:
-        """What Dynamo calls with a captured graph."""
+        """Makes a program of a graph that Dynamo has captured."""
         names, device = self.door.names(), self.device.where
         program = Program(self.session, describe(graph, inputs, lambda t: names.get(id(t)), device), self._collector)
         if device.type != "cpu" and not self.door.parameters.slabs and self._collector.batch is None:

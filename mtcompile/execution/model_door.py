@@ -194,6 +194,6 @@ class ModelDoor:
 
 
 def _skipped(frame: Frame) -> bool:
-    """Whether its step was skipped for a loss that is not finite, which the caller's variable still holds."""
+    """Tells whether a step was skipped because its loss is not finite; the caller's variable may still hold that."""
     losses = [t for ref in frame.outputs if (t := ref()) is not None and t.numel() == 1 and t.is_floating_point()]
     return bool(losses) and not any(bool(t.detach().isfinite()) for t in losses)

@@ -1,4 +1,4 @@
-"""Where a model's parameters and gradients live between steps: one slab per block, with the parameters as views into it."""
+"""The homes of a model's parameters and gradients between steps: one slab per block, with the parameters as views into it."""
 
 from __future__ import annotations
 

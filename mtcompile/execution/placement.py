@@ -1,4 +1,4 @@
-"""Where a step's inputs are at home: the protocol that each door implements, and what their implementations share."""
+"""The placement of a step's inputs: the protocol that each door implements, and what their implementations share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mtcompile.runtime.schedule import aligned, gib
 
 
 class Placement(Protocol):
-    """Where a step's inputs are at home, and what its plan must keep to. One implementation per door: a compiled model
+    """The homes of a step's inputs, and the limits its plan must keep to. One implementation per door: a compiled model
     (``execution/model_door``), torch.compile's graphs (``backend``), a forecast (``forecast/request``)."""
 
     def place(self, step: fx.GraphModule) -> None:
@@ -31,10 +31,10 @@ class RunnablePlacement(Placement, Protocol):
     """The placement of a step that will run."""
 
     def needs_loss_head(self, joint: fx.GraphModule) -> bool:
-        """Whether a training graph without one cannot be what ``loss_chunks`` was meant for."""
+        """Tells whether ``loss_chunks`` makes no sense for a training graph without a loss head."""
 
     def give_up_residents(self, error: DoesNotFit) -> bool:
-        """Whether resident parameters have been sent home, so that planning again may succeed."""
+        """Sends resident parameters home if that may make planning succeed; tells whether it did."""
 
     def refusal(self, error: DoesNotFit) -> BudgetError:
         """The error for a user whose budget no plan fits."""
@@ -43,7 +43,7 @@ class RunnablePlacement(Placement, Protocol):
         """Puts parameters where a proven plan wants them, before it first runs."""
 
     def host_kernels(self, step: fx.GraphModule) -> Mapping[str, Any]:
-        """What instructions call that are no regions: updates and conversions."""
+        """Returns the kernels of instructions that are not regions: updates and conversions."""
 
 
 def random_reserve_nbytes(step: fx.GraphModule) -> int:

@@ -32,7 +32,7 @@ class MicroBatchCalls:
 
 @dataclass(slots=True)
 class Collector:
-    """Where programs of one model look whether their calls are collected. ``batch``: the calls so far, None: they run."""
+    """Shared by the programs of one model: ``batch`` holds the calls collected so far, or None while calls simply run."""
 
     batch: MicroBatchCalls | None = None
 
@@ -58,7 +58,7 @@ class Program:
 
     @property
     def trains(self) -> bool:
-        """Whether a call now is a training forward."""
+        """True if a call now is a training forward."""
         return torch.is_grad_enabled() and any(self.pattern)
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
@@ -76,7 +76,7 @@ class Program:
         return tuple(_rebuilt(output, inputs, computed) for output in self.description.outputs)
 
     def compile(self) -> CompiledStep:
-        """What a call now runs. Raises CaptureError and BudgetError."""
+        """Compiles what a call now runs. Raises CaptureError and BudgetError."""
         return self._compile(self.captured(self.pattern if self.trains else None))
 
     def captured(self, tangents: Tangents) -> CapturedStep:

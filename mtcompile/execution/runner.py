@@ -40,12 +40,12 @@ class Listener(Protocol):
     """Hears what a runner does."""
 
     def wants_device_times(self, compiled: CompiledStep) -> bool:
-        """Whether the device's clock is to be asked when the instructions of a step run."""
+        """Tells whether to ask the device's clock when the instructions of a step run."""
 
     def phase_ran(self, run: PhaseRun) -> None: ...
 
     def step_ran(self, frame: Frame) -> None:
-        """A whole step has run, updates that went on behind the next forward included."""
+        """Called when a whole step has run, updates that went on behind the next forward included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class Runner:
             offset += placed(buffers[name].nbytes)
 
     def _execute(self, frame: Frame, phase: Phase, pending: PendingUpdates | None = None) -> None:
-        """``pending``: what the backward before this forward left; drained at its end."""
+        """Runs one phase. ``pending``: updates that the previous step left; they are drained at its end."""
         compiled, memory = frame.compiled, frame.memory
         delays = Delays(knobs.check_seed()) if memory.check else None
         # The host waits for what the caller may read or change next: weights, and at the end of a backward gradients.
@@ -195,7 +195,7 @@ class Runner:
         self.listener.phase_ran(PhaseRun(frame, phase, records, fence is None or fence.timed, nbytes))
 
     def _close(self, pending: PendingUpdates) -> None:
-        """When they have been drained."""
+        """Ends a step whose updates have been drained."""
         pending.frame.memory.tensors.clear()
         pending.frame.records += shifted(pending.queue.records, pending.began_us)
         self.listener.step_ran(pending.frame)

@@ -36,23 +36,23 @@ CompiledSteps = MutableMapping[Hashable, tuple[int, CompiledStep | Refusal]]
 
 
 class StepListener(Protocol):
-    """Hears of the steps of a session."""
+    """Listens to the steps of a session."""
 
     def wants_device_times(self, schedule: Schedule) -> bool:
-        """Whether the device's clock is to be asked when the next step runs."""
+        """Tells whether to ask the device's clock when the next step runs."""
 
     def step_ran(self, compiled: CompiledStep, measured: Trace | None) -> None:
         """``measured``: None where the records say only when work was issued."""
 
 
 class Door(RunnablePlacement, Protocol):
-    """What differs between the doors to a session: a compiled model, and torch.compile's graphs."""
+    """The differences between the doors to a session: a compiled model, and torch.compile's graphs."""
 
     def plan_key(self) -> Hashable:
-        """What else a plan depends on that may change between calls."""
+        """Returns whatever else a plan depends on that may change between calls."""
 
     def make_room(self, frames: LiveFrames) -> bool:
-        """Whether waiting forwards have been evicted, so that compiling again may succeed."""
+        """Evicts waiting forwards if that may make compiling succeed; tells whether it did."""
 
     def before_forward(self, frames: LiveFrames) -> None:
         """Raises StepError where a training forward cannot start now."""
@@ -64,7 +64,7 @@ class Door(RunnablePlacement, Protocol):
         """Called before autograd adds gradients to those that are there."""
 
     def optimizer_state_was_made(self) -> bool:
-        """Whether the last backward allocated optimizer state, which later ones find there."""
+        """Tells whether the last backward allocated optimizer state, which later ones find there."""
 
     def state_nbytes(self) -> dict[str, int]:
         """Bytes of weights, gradients and optimizer state as they are now, by name."""

@@ -1,1 +1,1 @@
-"""What a training step will need and take, before anything is allocated: ``mtcompile.plan``."""
+"""``mtcompile.plan``: the memory and time that a training step will take, before anything is allocated."""

@@ -18,9 +18,10 @@ from mtcompile.passes.analysis.state import Budgets, resident_nbytes
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
 from mtcompile.passes.step_graph import placeholders
-from mtcompile.runtime.schedule import Schedule, gib, placed
+from mtcompile.runtime.schedule import gib
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us, exposed_us
+from mtcompile.runtime.usage import most_in_slots, walk
 from mtcompile.runtime.verify import verify
 
 _ONE_GIB = 2**30
@@ -120,52 +121,33 @@ def _ledger(unplanned: Forecast, candidates: Candidates, planned: Planned) -> di
     for block, nbytes in candidates.sizes.items():
         weights["device" if planned.plan.params(block) == "device" else "host"] += nbytes
     held = resident_nbytes(candidates.sizes, planned.plan, candidates.problem.budgets)
-    live = most = workspace = 0
-    for instruction in schedule.instructions:
-        if instruction.op in ("alloc", "free"):
-            buffer = schedule.buffers[instruction.writes[0]]
-            if buffer.kind == "pooled":
-                live += buffer.nbytes if instruction.op == "alloc" else -buffer.nbytes
-        if live + instruction.workspace > most + workspace:
-            most, workspace = live, instruction.workspace
-    found: dict[str, dict[str, int]] = {}
+    fullest = max(walk(schedule), key=lambda usage: usage.pooled + usage.workspace)
+    ledger: dict[str, dict[str, int]] = {}
     for tier, nbytes in weights.items():
         parts = {"weights": nbytes, "master": int(nbytes * master), "optimizer": int(nbytes * (copies - master))}
         parts["gradients"] = held[tier] - sum(parts.values())
         arena = schedule.arena_nbytes.get(tier, 0)
         if tier == "host":
-            slots = min(arena, _gradient_slots(schedule))
+            slots = min(arena, most_in_slots(schedule, "host", "grad"))
             parts["gradients"], arena = parts["gradients"] + slots, arena - slots
         parts["staging" if tier == "device" else "activations"] = arena
         if tier == "device":
-            parts |= {"activations": most, "workspace": workspace}
+            parts |= {"activations": fullest.pooled, "workspace": fullest.workspace}
         parts["other"] = schedule.peak_nbytes[tier] - sum(parts.values())
-        found[tier] = parts
-    return found
-
-
-def _gradient_slots(schedule: Schedule) -> int:
-    """The most bytes of the host's slots that gradients hold at once."""
-    live = most = 0
-    for instruction in schedule.instructions:
-        if instruction.op in ("alloc", "free"):
-            buffer = schedule.buffers[instruction.writes[0]]
-            if (buffer.kind, buffer.tier, buffer.role) == ("placed", "host", "grad"):
-                live += placed(buffer.nbytes) * (1 if instruction.op == "alloc" else -1)
-                most = max(most, live)
-    return most
+        ledger[tier] = parts
+    return ledger
 
 
 def _refused(unplanned: Forecast, candidates: Candidates, budgets: Budgets, error: DoesNotFit) -> Forecast:
-    """What is short, and the three cheapest ways out: those that cost nothing first."""
+    """Says what is short, and the three cheapest ways out: those that cost nothing first."""
     tier = error.tier
     limit = budgets.limits[tier] or 0
     other = "host" if tier == "device" else "device"
     short = error.minimum - limit
     ways = []
-    kept = sum(candidates.sizes.values()) - 2 * max(candidates.sizes.values(), default=0)
-    if budgets.updates is None and tier == "host" and kept >= short:
-        ways.append(f'update="backward": no gradients are kept for a step of their own, {gib(kept)} less')
+    unheld = sum(candidates.sizes.values()) - 2 * max(candidates.sizes.values(), default=0)
+    if budgets.updates is None and tier == "host" and unheld >= short:
+        ways.append(f'update="backward": no gradients are kept for a step of their own, {gib(unheld)} less')
     more = candidates.needs(other, {tier: limit})
     if more is not None:
         ways.append(f"{other} memory of {gib(more)} ({more} bytes) takes what the {tier} cannot")

@@ -1,4 +1,4 @@
-"""What a forecast is asked, and the step it is asked about: traced without memory, rewritten and ready to be planned."""
+"""The request of a forecast, and the step that it is about: traced without memory, rewritten and ready to be planned."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LARGE_HEAD, MOST_CHUNKS = 0.02, 64  # a loss head whose logits take more than t
 
 @dataclass(frozen=True, slots=True)
 class ForecastRequest:
-    """What is asked, but for batch and sequence."""
+    """A forecast's request, without batch and sequence."""
 
     model: str | nn.Module | Callable[..., Any]
     data: Mapping[str, Any] | None
@@ -61,7 +61,7 @@ class AssumedPlacement:
     budgets: Budgets
 
     def place(self, step: fx.GraphModule) -> None:
-        """As it was built."""
+        """Leaves the step as it was built."""
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str] | None]:
         return self.budgets, None
@@ -87,7 +87,7 @@ def in_chunks(
 
 
 def _micro(joint: fx.GraphModule, request: ForecastRequest) -> Micro:
-    """As many micro-batches as asked for, of all inputs that have the batch in front."""
+    """Splits all inputs that have the batch in front into as many micro-batches as asked for."""
     rows = zip(joint.meta["inputs"], placeholders(joint.graph), strict=True)
     taken = [(spec, node.meta["val"]) for spec, node in rows if spec.role not in ("tangent", "constant")]
     batch = max((val.shape[0] for spec, val in taken if spec.role == "input" and val.dim()), default=1)
@@ -141,7 +141,7 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def takes_sizes(model: Any) -> bool:
-    """Whether a model is a function of (batch, seq)."""
+    """Tells whether a model is a function of (batch, seq)."""
     if isinstance(model, nn.Module) or not callable(model):
         return False
     taken = inspect.signature(model).parameters.values()
@@ -149,8 +149,7 @@ def takes_sizes(model: Any) -> bool:
 
 
 def _chunks(joint: fx.GraphModule, device: int | None) -> int:
-    """How many chunks of the loss head: one, unless its logits would take a large part of the device; then so many that those
-    of one chunk do not."""
+    """Returns the number of chunks of the loss head: one, unless its logits would take a large part of the device."""
     nbytes = logits_nbytes(joint)
     if device is None or nbytes < device * _LARGE_HEAD:
         return 1

@@ -1,4 +1,4 @@
-"""From the bodies that a plan's regions call to callables, and the plan's schedule with what these need."""
+"""Builds the kernels that a plan calls, and lowers the plan again with the workspace that they need."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ Bodies = Mapping[str, fx.GraphModule]
 
 @dataclass(frozen=True, slots=True)
 class Toolchain:
-    """What makes kernels on one device: ``fuses``: by Inductor where it can; ``graphs``: as CUDA graphs where that gains."""
+    """The makers of kernels on one device. ``fuses``: Inductor compiles them where it can. ``graphs``: those that gain by it
+    run as CUDA graphs."""
 
     where: torch.device
     fuses: bool
@@ -32,7 +33,7 @@ class Toolchain:
     graphs: Graphs | None
 
     def build(self, planned: Planned, machine: Machine) -> tuple[Planned, dict[str, Callable[..., Any]]]:
-        """What each kernel of the plan is run by; and the plan, lowered again with the workspace that those need."""
+        """Returns the plan, lowered again with the workspace its kernels need, and a callable for each kernel."""
         used = {i.kernel for i in planned.schedule.instructions if i.op == "run"}
         bodies: dict[str, Any] = {str(name): body for name, body in planned.step.named_children() if name in used}
         built = {name: self.eager(body) for name, body in bodies.items()}
@@ -45,7 +46,7 @@ class Toolchain:
     def _compiled(
         self, planned: Planned, machine: Machine, bodies: Bodies, eager: Mapping[str, Built]
     ) -> tuple[Planned, dict[str, Built]]:
-        """By Inductor; kernels that need more than was planned for stay eager where the plan would not fit otherwise."""
+        """Compiles by Inductor. Kernels that need more than was planned for stay eager if the plan would not fit otherwise."""
         compiled = self.inductor.build(bodies.values(), self.eager)
         lowered = relowered(planned, machine, lambda body: compiled[body.meta["name"]].workspace)
         limit = planned.schedule.limit_nbytes.get("device")
@@ -57,7 +58,7 @@ class Toolchain:
     def _graphed(
         self, graphs: Graphs, planned: Planned, machine: Machine, bodies: Bodies, built: Mapping[str, Built]
     ) -> tuple[Planned, dict[str, Callable[..., Any]]]:
-        """As CUDA graphs those that gain by it, as long as the memory they hold fits beside the plan."""
+        """Makes CUDA graphs of the kernels that gain by it, as long as the memory they hold fits beside the plan."""
         calls: dict[str, Callable[..., Any]] = {name: kernel.call for name, kernel in built.items()}
         limit = planned.schedule.limit_nbytes.get("device")
         room, held = None if limit is None else limit - planned.schedule.peak_nbytes["device"], 0
