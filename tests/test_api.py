@@ -185,6 +185,7 @@ def test_old_gradients_are_not_overwritten() -> None:
     assert torch.equal(*gradients)
 
 
+@pytest.mark.slow
 def test_second_training_forward_is_refused_and_nonfinite_skipped() -> None:
     _, compiled = pair()
     loss = compiled(X).sum()
@@ -403,6 +404,7 @@ def test_evaluation_first_and_two_signatures_share_a_home() -> None:
     assert pointers == [p.data_ptr() for p in compiled.parameters()]
 
 
+@pytest.mark.slow
 def test_the_step_is_planned_again_when_a_later_signature_needs_more() -> None:
     torch.manual_seed(0)
     model, data = Tied().train(), make("tied")[1]
