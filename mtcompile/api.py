@@ -56,9 +56,9 @@ class CompiledModule(nn.Module):
         return self._mt_model.session.last_trace
 
     def explain(self, name: str) -> Explanation:
-        """Explains where and when the values of a parameter, module or block (``"layers.3.mlp"``) live, which decisions put them
-        there, and what others would cost; after two steps, also what was predicted against what was measured. Print it, or
-        call ``.to_json()``.
+        """Explains where and when the values of a parameter, module or block (``"layers.3.mlp"``) live, which decisions put
+        them there, and what others would cost; after two steps, also what was predicted against what was measured. Print it,
+        or call ``.to_json()``.
 
         Raises ValueError with the names that come close, and StepError before the first call.
         """
