@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = ("mtcompile", "passes", "runtime")  # each imports itself and what stands after it
 FOLDERS = (*LAYERS, "tests", "examples", "benchmarks")
-TORCH_IN_RUNTIME = {f"runtime/devices/{name}.py" for name in ("cpu", "cuda", "arena", "pinned")}
+TORCH_IN_RUNTIME = {f"runtime/devices/{name}.py" for name in ("cpu", "cuda", "cuda_driver", "arena", "pinned")}
 TORCH_IN_RUNTIME |= {f"runtime/optim/{name}_kernels.py" for name in ("host", "torch", "device", "triton")}  # on tensors
 # APIs with a leading underscore
 PRIVATE_TORCH = {"mtcompile/capture/dynamo.py", "mtcompile/capture/joint.py", "mtcompile/torch_private.py"}
