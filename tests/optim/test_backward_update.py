@@ -445,7 +445,7 @@ def test_a_forward_waits_for_its_own_updates_and_the_proof_wants_each_wait() -> 
         rows[index] = replace(rows[index], previous_step_deps=())
         with pytest.raises(ScheduleError) as error:
             verify(replace(schedule, instructions=tuple(rows)))
-        caught += error.value.invariant == "I2" and "step before" in str(error.value)
+        caught += error.value.invariant == "I2" and "previous step" in str(error.value)
     assert caught == len(waiting)
 
 
