@@ -26,8 +26,8 @@ from mtcompile.execution.session import Session
 from mtcompile.machine.device import choose
 from mtcompile.options import Options, parse_bytes
 from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
-from mtcompile.passes.step_graph import placeholders
 from mtcompile.runtime.devices.protocol import Device
 
 _OPTIONS = ("activation_memory", "offload", "kernels", "loss_chunks")
@@ -40,10 +40,8 @@ class GraphDoor:
     def __init__(self, options: Options, frames: LiveFrames) -> None:
         self.options, self.frames = options, frames
 
-    def place(self, step: fx.GraphModule) -> None:
-        step.meta["homes"] = {}
-        for node in placeholders(step.graph):
-            node.meta["tier"] = "device"
+    def input_homes(self, joint: fx.GraphModule) -> InputHomes:
+        return InputHomes(all_on_device=True)
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str] | None]:
         memory = self.options.memory

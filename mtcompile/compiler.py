@@ -156,8 +156,7 @@ def planning_problem(
 ) -> PlanningProblem:
     """The step graph of ``joint``, cut into regions (``whole``: one per phase; ``like``: as another size of it), and all that
     its plan must keep to."""
-    step = build(joint.graph, whole, like)
-    placement.place(step)
+    step = build(joint.graph, whole, like, placement.input_homes(joint.graph))
     budgets, fixed_homes = placement.constraints(step)
     return PlanningProblem(step, machine, budgets, workspace, fixed_homes, joint.numerics)
 

@@ -21,6 +21,7 @@ from mtcompile.optim.master_weights import Masters, cast
 from mtcompile.optim.state_sizes import state_copies_of
 from mtcompile.options import Options
 from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
 from mtcompile.runtime.devices.protocol import Device
 
@@ -55,14 +56,14 @@ class ModelDoor:
 
     # ------------------------------------------------------------------------------------------------ placement of a step
 
-    def place(self, step: fx.GraphModule) -> None:
-        homes = self.parameters.blocks()
-        step.meta["homes"] |= {name: block for name, block in homes.items() if name in step.meta["homes"]}
+    def input_homes(self, joint: fx.GraphModule) -> InputHomes:
+        updated = None if self.updates is None or not _trains(joint) else self.updates.updated_names()
+        return InputHomes(self.parameters.blocks(), updated=updated)
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str] | None]:
         copies, updates = state_copies_of(self.options.precision, self.optimizer), None
-        if self.updates is not None and any(spec.kind == "grad" for spec in step.meta["outputs"]):
-            updates, step.meta["updated"] = self.updates.plan_updates(copies), self.updates.updated_names()
+        if self.updates is not None and _trains(step):
+            updates = self.updates.plan_updates(copies)
         reserve = random_reserve_nbytes(step) + self.sent_nbytes
         budgets = Budgets(self._available_nbytes(step), self.options.host, copies, reserve=reserve, updates=updates)
         return budgets, self._fixed_homes(step)
@@ -191,6 +192,11 @@ class ModelDoor:
     def _replaced(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
         if self.masters is not None:
             self.masters.replace(parameter, values)
+
+
+def _trains(graph: fx.GraphModule) -> bool:
+    """Tells whether a joint or step graph computes gradients."""
+    return any(spec.kind == "grad" for spec in graph.meta["outputs"])
 
 
 def _skipped(frame: Frame) -> bool:

@@ -11,6 +11,7 @@ from torch import fx
 from mtcompile.errors import BudgetError
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.generators import generator_nbytes
+from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
 from mtcompile.passes.step_graph import calls, has_random, is_convert
 from mtcompile.runtime.schedule import aligned, gib
@@ -20,8 +21,8 @@ class Placement(Protocol):
     """The homes of a step's inputs, and the limits its plan must keep to. One implementation per door: a compiled model
     (``execution/model_door``), torch.compile's graphs (``backend``), a forecast (``forecast/request``)."""
 
-    def place(self, step: fx.GraphModule) -> None:
-        """Says in ``step`` where its inputs are at home, before anything is planned."""
+    def input_homes(self, joint: fx.GraphModule) -> InputHomes:
+        """Says where the inputs of a step are at home, before anything is planned."""
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str] | None]:
         """The budgets, and the home tier of each block where earlier programs have decided it."""

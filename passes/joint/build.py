@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,22 +29,32 @@ from mtcompile.runtime.schedule import aligned
 RegionId = tuple[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class InputHomes:
+    """Where a step's inputs are at home. ``known``: home block by parameter, where earlier programs of the same model have
+    decided it; any other parameter is at home in the block that reads it first. ``all_on_device``: every input is on the device
+    and no parameter has a home that a plan could move. ``updated``: the parameters that a plan with updates in the backward
+    updates; None: all that have gradients."""
+
+    known: Mapping[str, str] = field(default_factory=dict)
+    all_on_device: bool = False
+    updated: Collection[str] | None = None
+
+
+AT_HOME = InputHomes()  # every parameter in the block that reads it first
+
+
 def build(
     joint: fx.GraphModule,
     whole: bool = False,
     like: fx.GraphModule | None = None,
-    known_homes: Mapping[str, str] | None = None,
-    all_on_device: bool = False,
-    updated: Collection[str] | None = None,
+    input_homes: InputHomes = AT_HOME,
 ) -> fx.GraphModule:
     """The step graph of ``joint`` (normalized): nothing moved, nothing recomputed, every value on the device except
     the placeholders, which are at home on the host (tangents arrive on the device).
 
     ``whole``: one region per phase; parameters are at home in the same blocks all the same. ``like``: cut as this graph of the
-    same operations at other sizes would be. ``known_homes``: home block by parameter, where earlier programs of the same model
-    have decided it; any other parameter is at home in the block that reads it first. ``all_on_device``: every placeholder is on
-    the device and no parameter has a home that a plan could move. ``updated``: the parameters that a plan with updates in the
-    backward updates; None: all that have gradients. Raises ValueError where ``like`` has other operations.
+    same operations at other sizes would be. Raises ValueError where ``like`` has other operations.
     """
     device = joint.meta["device"]
     if "cut" in joint.meta:  # it was put together from regions
@@ -53,7 +64,7 @@ def build(
         region, blocks = assign((like or joint).graph)
     if like is not None:
         region = _cut_alike(joint.graph, like.graph, region)
-    homes = {} if all_on_device else _homes(joint, region, blocks, known_homes or {})
+    homes = {} if input_homes.all_on_device else _homes(joint, region, blocks, input_homes.known)
     if whole:
         region, blocks = {node: (phase, 0) for node, (phase, _) in region.items()}, ("model",)
     ordered = in_order(joint.graph, region)
@@ -71,7 +82,7 @@ def build(
     env: dict[fx.Node, fx.Node] = {}
     for spec, node in zip(joint.meta["inputs"], placeholders(joint.graph), strict=True):
         env[node] = graph.placeholder(node.name)
-        tier = "device" if all_on_device or spec.role == "tangent" else spec.tier
+        tier = "device" if input_homes.all_on_device or spec.role == "tangent" else spec.tier
         val = node.meta["val"]
         env[node].meta.update(val=val, nbytes=aligned(span_nbytes(val)), role=spec.role, tier=tier, name=spec.name)
         env[node].meta["origin"] = node.name
@@ -98,8 +109,8 @@ def build(
         inputs=joint.meta["inputs"], outputs=specs, constants=joint.meta["constants"], blocks=blocks, kernels=kernels
     )
     step.meta.update(device=device, homes=homes)
-    if updated is not None:
-        step.meta["updated"] = updated
+    if input_homes.updated is not None:
+        step.meta["updated"] = input_homes.updated
     step.graph.lint()
     return step
 
