@@ -183,7 +183,7 @@ def check_schedule(step: fx.GraphModule, schedule: Schedule) -> None:
         elif is_update(call) or is_convert(call):
             _expect(instruction.kernel == call.name, lambda c=call: f"{c.name} to call itself")
             replaced = [schedule.buffers[name].version_of for name in instruction.writes]
-            homes = [item.meta.get("over", "") for item in results(call)]
+            homes = [item.meta.get("version_of", "") for item in results(call)]
             _expect(replaced == homes, lambda c=call: f"{c.name} to write in place")
 
 

@@ -79,7 +79,7 @@ def _buffers(step: fx.GraphModule) -> dict[str, Buffer]:
         add(node, "home")
     for call in calls(step):
         for item in results(call):
-            if home := item.meta.get("over"):
+            if home := item.meta.get("version_of"):
                 add(item, "home", version_of=home)
             elif is_region(call):
                 add(item, "pooled", returned=item in outputs)

@@ -116,7 +116,7 @@ class Schedule:
     """Instructions, the buffers they name, and the bytes per tier they may use.
 
     ``arena_nbytes``: size of each tier's arena of placed slots. ``resident_nbytes``: bytes of persistent homes per tier
-    (weights, gradients, optimizer state), counted against the limit at all times. ``limit_nbytes``: the budget per
+    (weights, gradients, optimizer state), counted against the limit at all times. ``budget_nbytes``: the budget per
     tier; a tier that is absent is unlimited. ``peak_nbytes``: the planned peak per tier, the number that is enforced.
     ``run_ahead``: queue host does not drain at the end of the backward. Its remaining instructions run during the next
     step's forward, which waits for single ones (``Instruction.previous_step_deps``) and, at its end, for all of them.
@@ -126,7 +126,7 @@ class Schedule:
     buffers: Mapping[str, Buffer]
     arena_nbytes: Mapping[str, int]
     resident_nbytes: Mapping[str, int]
-    limit_nbytes: Mapping[str, int]
+    budget_nbytes: Mapping[str, int]
     peak_nbytes: Mapping[str, int] = field(default_factory=dict)
     run_ahead: bool = False
 
@@ -152,7 +152,7 @@ def to_dict(schedule: Schedule) -> dict[str, Any]:
         "format": FORMAT,
         "arena_nbytes": dict(schedule.arena_nbytes),
         "resident_nbytes": dict(schedule.resident_nbytes),
-        "limit_nbytes": dict(schedule.limit_nbytes),
+        "budget_nbytes": dict(schedule.budget_nbytes),
         "peak_nbytes": dict(schedule.peak_nbytes),
         "run_ahead": schedule.run_ahead,
         "buffers": [asdict(buffer) for buffer in schedule.buffers.values()],
@@ -172,7 +172,7 @@ def from_json(text: str) -> Schedule:
     try:
         buffers = [Buffer(**_typed(Buffer, row)) for row in data["buffers"]]
         instructions = tuple(Instruction(**_typed(Instruction, row)) for row in data["instructions"])
-        tables = {key: dict(data[key].items()) for key in ("arena_nbytes", "resident_nbytes", "limit_nbytes", "peak_nbytes")}
+        tables = {key: dict(data[key].items()) for key in ("arena_nbytes", "resident_nbytes", "budget_nbytes", "peak_nbytes")}
         run_ahead = data.get("run_ahead", False)
         if type(run_ahead) is not bool:
             raise TypeError(f"run_ahead: expected true or false, found {run_ahead!r}")
@@ -210,7 +210,7 @@ def _check_form(schedule: Schedule, rows: int) -> None:
             raise ScheduleFormatError(message)
 
     need(len(schedule.buffers) == rows, "two buffers share a name")
-    for table in (schedule.arena_nbytes, schedule.resident_nbytes, schedule.limit_nbytes, schedule.peak_nbytes):
+    for table in (schedule.arena_nbytes, schedule.resident_nbytes, schedule.budget_nbytes, schedule.peak_nbytes):
         for tier, nbytes in table.items():
             known = tier in TIERS and type(nbytes) is int and nbytes >= 0
             need(known, f"expected bytes per tier of {TIERS}, found {tier}: {nbytes!r}")
@@ -255,7 +255,7 @@ def to_text(schedule: Schedule) -> str:
     lines = [f"# {FORMAT}: {len(schedule)} instructions, {len(schedule.buffers)} buffers"]
     for tier in TIERS:
         if any(tier in table for table in (schedule.arena_nbytes, schedule.resident_nbytes, schedule.peak_nbytes)):
-            limit = schedule.limit_nbytes.get(tier)
+            limit = schedule.budget_nbytes.get(tier)
             peak, arena = schedule.peak_nbytes.get(tier, 0), schedule.arena_nbytes.get(tier, 0)
             lines.append(
                 f"# {tier}: peak {gib(peak)} of {gib(limit) if limit is not None else 'no limit'}, "

@@ -15,7 +15,7 @@ proves, and ``ScheduleError.invariant`` names:
 - **I2 race-free**: two instructions that touch common bytes (one buffer, or placed buffers of one tier that overlap),
   one of them writing (``alloc`` and ``free`` write), are ≺-ordered.
 - **I3 fits**: of two placed buffers that overlap, the free of one ≺ the alloc of the other; slots are aligned and
-  inside their arena; per tier ``peak(schedule) <= peak_nbytes <= limit_nbytes``.
+  inside their arena; per tier ``peak(schedule) <= peak_nbytes <= budget_nbytes``.
 - **I4 closed**: every alloc has one free, or its buffer is returned; no device slot outlives its phase (arenas are lent in
   between); every gradient and every new version of a module buffer is returned, is written to one home, or is read by one
   kernel that writes next versions of homes (an update) or makes another gradient of it on the host, once; every home of
@@ -73,7 +73,7 @@ def _well_formed(schedule: Schedule) -> None:
         if not condition:
             raise error(schedule, "I0", index, message)
 
-    for table in (schedule.arena_nbytes, schedule.resident_nbytes, schedule.limit_nbytes, schedule.peak_nbytes):
+    for table in (schedule.arena_nbytes, schedule.resident_nbytes, schedule.budget_nbytes, schedule.peak_nbytes):
         for tier, nbytes in table.items():
             need(tier in TIERS and nbytes >= 0, None, f"expected bytes per tier of {TIERS}, found {tier}: {nbytes}")
     for name, buffer in schedule.buffers.items():

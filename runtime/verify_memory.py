@@ -88,7 +88,7 @@ def _tiers_fit(facts: Facts) -> None:
             what = f"expected a planned {tier} peak of at least {nbytes} B ({gib(nbytes)}), found {plan}"
             raise facts.error("I3", at, f"{what}; plan what verify.peak gives, or hold less here")
     for tier, planned in schedule.peak_nbytes.items():
-        limit = schedule.limit_nbytes.get(tier)
+        limit = schedule.budget_nbytes.get(tier)
         if limit is not None and planned > limit:
             what = f"expected a {tier} peak within the limit of {limit} B ({gib(limit)}), found {planned} B"
             raise facts.error("I3", None, f"{what} ({gib(planned)}); plan for less, or raise the limit")

@@ -37,7 +37,7 @@ def figures(request: ForecastRequest, sized: SizedStep) -> Forecast:
         parameters=sum(p.numel() for p in _parameters(sized.candidates.problem.step)),
         tokens=sized.tokens,
         state_bytes=sum(resident_nbytes(candidates.sizes, candidates.base, budgets).values()),
-        budget_bytes=budgets.limits,
+        budget_bytes=budgets.nbytes,
         peak_bytes={},
         minimum_device_bytes=0,
         precision=request.precision.name,
@@ -77,14 +77,14 @@ def _row(candidates: Candidates, policy: str, budgets: Budgets) -> Row:
     planned = candidates.by_policy(policy, replace(budgets, device=None, host=None))
     peaks = dict(planned.schedule.peak_nbytes)
     time_us = planned.plan.total_us
-    for tier, limit in budgets.limits.items():
+    for tier, limit in budgets.nbytes.items():
         if limit is not None and peaks[tier] > limit:
             return Row(policy, False, peaks, time_us, peaks[tier] - limit, tier)
     return Row(policy, True, peaks, time_us)
 
 
 def _with_plan(unplanned: Forecast, candidates: Candidates, budgets: Budgets, planned: Planned) -> Forecast:
-    plan, schedule, limits = planned.plan, planned.schedule, budgets.limits
+    plan, schedule, limits = planned.plan, planned.schedule, budgets.nbytes
     bodies: dict[str, Any] = dict(planned.step.named_children())
     flops = sum(kernel_cost(bodies[i.kernel]).flops for i in schedule.instructions if i.kernel in bodies)
     trace = simulate(schedule)
@@ -141,7 +141,7 @@ def _ledger(unplanned: Forecast, candidates: Candidates, planned: Planned) -> di
 def _refused(unplanned: Forecast, candidates: Candidates, budgets: Budgets, error: DoesNotFit) -> Forecast:
     """Says what is short, and the three cheapest ways out: those that cost nothing first."""
     tier = error.tier
-    limit = budgets.limits[tier] or 0
+    limit = budgets.nbytes[tier] or 0
     other = "host" if tier == "device" else "device"
     short = error.minimum - limit
     ways = []

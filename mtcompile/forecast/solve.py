@@ -140,10 +140,10 @@ def _largest(request: ForecastRequest, what: str, batch: int, seq: int) -> Forec
             )
 
     def fits(n: int) -> bool:
-        limits = request.budgets.limits.items()
+        limits = request.budgets.nbytes.items()
         return all(limit is None or evaluated(expressions[tier], *at(n)) <= limit for tier, limit in limits)
 
-    if all(limit is None for limit in request.budgets.limits.values()):
+    if all(limit is None for limit in request.budgets.nbytes.values()):
         raise ValueError(f"solve={what!r} expects a limit to solve for, found none: give memory or host")
     text = {tier: str(expression) for tier, expression in expressions.items()}
     low, high = 0, 1

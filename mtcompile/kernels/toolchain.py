@@ -49,7 +49,7 @@ class Toolchain:
         """Compiles by Inductor. Kernels that need more than was planned for stay eager if the plan would not fit otherwise."""
         compiled = self.inductor.build(bodies.values(), self.eager)
         lowered = relowered(planned, machine, lambda body: compiled[body.meta["name"]].workspace)
-        limit = planned.schedule.limit_nbytes.get("device")
+        limit = planned.schedule.budget_nbytes.get("device")
         if limit is None or lowered.schedule.peak_nbytes["device"] <= limit:
             return lowered, compiled
         mixed = {n: k if k.workspace <= eager[n].workspace else eager[n] for n, k in compiled.items()}
@@ -60,7 +60,7 @@ class Toolchain:
     ) -> tuple[Planned, dict[str, Callable[..., Any]]]:
         """Makes CUDA graphs of the kernels that gain by it, as long as the memory they hold fits beside the plan."""
         calls: dict[str, Callable[..., Any]] = {name: kernel.call for name, kernel in built.items()}
-        limit = planned.schedule.limit_nbytes.get("device")
+        limit = planned.schedule.budget_nbytes.get("device")
         room, held = None if limit is None else limit - planned.schedule.peak_nbytes["device"], 0
         for name, kernel in built.items():
             with rng_preserved(str(self.where)):

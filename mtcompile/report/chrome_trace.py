@@ -140,7 +140,7 @@ def _at(instruction: Instruction, ts: float) -> Event:
 def _counters(schedule: Schedule, when: Moments) -> Iterator[Event]:
     tiers: tuple[Tier, ...] = ("device", "host", "disk")
     for tier in tiers:
-        limit = schedule.limit_nbytes.get(tier)
+        limit = schedule.budget_nbytes.get(tier)
         if not schedule.peak_nbytes.get(tier) and limit is None:
             continue
         end = max((end for _, end in when.values()), default=0.0)

@@ -40,7 +40,7 @@ def groups(plan: Plan) -> Iterator[tuple[str, str, str, list[Decision]]]:
 def _tiers(schedule: Schedule) -> Table:
     table = Table("tier", "part", "bytes", "of the budget, or of the peak where there is none", title="memory at its peak")
     for tier, shares in parts(schedule).items():
-        peak, limit = schedule.peak_nbytes[tier], schedule.limit_nbytes.get(tier)
+        peak, limit = schedule.peak_nbytes[tier], schedule.budget_nbytes.get(tier)
         whole = peak if limit is None else limit
         for part, nbytes in shares.items():
             if nbytes:

@@ -113,7 +113,7 @@ def picture(
             **{part: [list(getattr(every[value], part)) for value in values] for part in Life.__slots__},
         },
         "tiers": {
-            tier: {"peak": schedule.peak_nbytes[tier], "limit": schedule.limit_nbytes.get(tier)}
+            tier: {"peak": schedule.peak_nbytes[tier], "limit": schedule.budget_nbytes.get(tier)}
             for tier in TIERS
             if schedule.peak_nbytes.get(tier)
         },

@@ -32,7 +32,7 @@ class Budgets:
     updates: Updates | None = None
 
     @property
-    def limits(self) -> dict[str, int | None]:
+    def nbytes(self) -> dict[str, int | None]:
         return {"device": self.device, "host": self.host}
 
 

@@ -104,7 +104,7 @@ class Candidates:
         """The plan of a fixed policy. Raises DoesNotFit."""
         planned = self.evaluate(POLICIES[policy](self.problem.step, self.base, self.open_params))
         peaks = planned.schedule.peak_nbytes
-        for tier, limit in budgets.limits.items():
+        for tier, limit in budgets.nbytes.items():
             if limit is not None and peaks[tier] > limit:
                 raise shortfall(planned, tier)
         return completed(replace(self.problem, budgets=budgets), planned, peaks["device"])
@@ -220,5 +220,5 @@ def _decided(problem: PlanningProblem, sizes: Mapping[str, int]) -> Plan:
         if homes is not None
     )
     budgets = problem.budgets
-    plan = Plan(decisions=fixed, budget_bytes=budgets.limits, machine=problem.machine.name, numerics=problem.numerics)
+    plan = Plan(decisions=fixed, budget_bytes=budgets.nbytes, machine=problem.machine.name, numerics=problem.numerics)
     return replace(plan, updates=budgets.updates)

@@ -35,7 +35,7 @@ def completed(problem: PlanningProblem, planned: Planned, minimum: int) -> Plann
     planned.step.recompile()
     busy: dict[str, float] = {queue: us for queue, us in busy_us(simulate(planned.schedule)).items()}
     busy["update"] = planned.plan.update_us
-    limits = problem.budgets.limits
+    limits = problem.budgets.nbytes
     plan = replace(
         planned.plan,
         budget_bytes=limits,
@@ -44,7 +44,7 @@ def completed(problem: PlanningProblem, planned: Planned, minimum: int) -> Plann
         limiting_resource=max(busy, key=lambda resource: busy[resource]),
     )
     stated = {tier: nbytes for tier, nbytes in limits.items() if nbytes is not None}
-    return Planned(plan, planned.step, replace(planned.schedule, limit_nbytes=stated))
+    return Planned(plan, planned.step, replace(planned.schedule, budget_nbytes=stated))
 
 
 def shortfall(planned: Planned, tier: str) -> DoesNotFit:

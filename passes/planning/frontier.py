@@ -36,7 +36,7 @@ class Point:
 
 def fits(plan: Plan, budgets: Budgets) -> bool:
     """Says whether the plan's peaks are within the budgets."""
-    return all(n is None or plan.peak_bytes[tier] <= n for tier, n in budgets.limits.items())
+    return all(n is None or plan.peak_bytes[tier] <= n for tier, n in budgets.nbytes.items())
 
 
 def pareto(points: Iterable[Point]) -> list[Point]:

@@ -107,7 +107,7 @@ def _update(step: fx.GraphModule, group: _Group, scale: fx.Node | None) -> dict[
         "call_function", update, operands, {"count": len(group.params)}, name=f"update_{group.call.name}"
     )
     node.meta.update(_meta(group))
-    versions = add_call(step.graph, node, [(f"{p.name}_updated", {**p.meta, "over": p.name}) for p in group.params])
+    versions = add_call(step.graph, node, [(f"{p.name}_updated", {**p.meta, "version_of": p.name}) for p in group.params])
     return dict(zip(group.outputs, versions, strict=True))
 
 

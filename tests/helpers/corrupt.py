@@ -293,7 +293,7 @@ def lower_a_peak(s: Schedule, rng: Random) -> Iterator[Site]:
 
 
 def shrink_a_limit(s: Schedule, rng: Random) -> Iterator[Site]:
-    return (partial(replace, s, limit_nbytes=_less(s.limit_nbytes, t)) for t, n in s.limit_nbytes.items() if n)
+    return (partial(replace, s, budget_nbytes=_less(s.budget_nbytes, t)) for t, n in s.budget_nbytes.items() if n)
 
 
 def need_more_workspace(s: Schedule, rng: Random) -> Iterator[Site]:

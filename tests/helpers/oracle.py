@@ -249,7 +249,7 @@ class _Search:
                 held += workspace
                 if self.instructions[i].phase == "backward":
                     held += sum(b.nbytes for b in schedule.buffers.values() if b.role == "tangent" and b.tier == tier)
-            for bound in (schedule.peak_nbytes, schedule.limit_nbytes):
+            for bound in (schedule.peak_nbytes, schedule.budget_nbytes):
                 if held > bound.get(tier, held):
                     raise Unsafe(f"#{i}: {held} bytes on tier {tier}, {bound[tier]} are allowed")
 

@@ -71,7 +71,7 @@ class Builder:
                 resident[b.tier] = resident.get(b.tier, 0) + b.nbytes
         schedule = Schedule(tuple(self.instructions), dict(self.buffers), arena, resident, {})
         most = peak(schedule)
-        return derive(replace(schedule, peak_nbytes=most, limit_nbytes=most))
+        return derive(replace(schedule, peak_nbytes=most, budget_nbytes=most))
 
 
 def inference(layers: int = 4) -> Schedule:

@@ -68,9 +68,9 @@ def check_figures(events: list[dict[str, Any]], schedule: Schedule, trace: Trace
         roles = [sum(e["args"].values()) for e in events if e["name"] == f"{tier} memory by role"]
         assert totals == roles
         assert max(totals, default=0) == peak
-        if tier in schedule.limit_nbytes:
+        if tier in schedule.budget_nbytes:
             limits = {e["args"]["bytes"] for e in events if e["name"] == f"{tier} budget"}
-            assert limits == {schedule.limit_nbytes[tier]} and max(totals) <= schedule.limit_nbytes[tier]
+            assert limits == {schedule.budget_nbytes[tier]} and max(totals) <= schedule.budget_nbytes[tier]
 
 
 @pytest.mark.parametrize("kind", KINDS)

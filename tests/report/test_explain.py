@@ -190,7 +190,7 @@ def test_the_plan_as_tables() -> None:
     for tier, peak in one.schedule.peak_nbytes.items():
         assert tier in text and gib(peak) in text
     assert all(reason in text for _, _, reason, _ in groups(one.plan)) and "█" in text
-    device = one.schedule.peak_nbytes["device"] / one.schedule.limit_nbytes["device"]
+    device = one.schedule.peak_nbytes["device"] / one.schedule.budget_nbytes["device"]
     assert f" {device:.0%}" in text
 
 

@@ -228,7 +228,7 @@ CASES: dict[str, tuple[str, int | None, str, Callable[[], Schedule]]] = {
         lambda: replace(T, peak_nbytes={**T.peak_nbytes, "device": 896}),
     ),
     "no peak": ("I3", None, "found none", lambda: replace(T, peak_nbytes={})),
-    "limit": ("I3", None, "within the limit of 64 B", lambda: replace(T, limit_nbytes={"host": 64})),
+    "limit": ("I3", None, "within the limit of 64 B", lambda: replace(T, budget_nbytes={"host": 64})),
     "home allocated": ("I4", LAST + 1, "home x exists", lambda: appended(T, _manage("free", "x"))),
     "freed twice": ("I4", LAST + 1, "not allocated at this point", lambda: appended(T, _manage("free", "d"))),
     "never freed": ("I4", find(T, "alloc", "d"), "never freed", lambda: without(T, "free", "d")),
@@ -314,8 +314,8 @@ def test_host_slots_may_outlive_a_phase_but_device_slots_may_not() -> None:
 
 
 def test_no_limit_and_room_to_spare_are_fine() -> None:
-    verify(replace(T, limit_nbytes={}))
-    verify(replace(T, peak_nbytes={tier: n + 64 for tier, n in T.peak_nbytes.items()}, limit_nbytes={}))
+    verify(replace(T, budget_nbytes={}))
+    verify(replace(T, peak_nbytes={tier: n + 64 for tier, n in T.peak_nbytes.items()}, budget_nbytes={}))
     verify(Schedule((), {}, {}, {}, {}))
 
 
