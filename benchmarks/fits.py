@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.run import about
-from mtcompile.forecast.solve import Forecast, plan
+from mtcompile.forecast.result import Forecast
+from mtcompile.forecast.solve import plan
 from mtcompile.models.decoders import SHAPES, parameter_counts
 
 SEQ, BATCHES = 4096, (16, 8, 4, 2, 1)

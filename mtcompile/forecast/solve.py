@@ -17,7 +17,7 @@ from mtcompile.models.decoders import SHAPES
 from mtcompile.optim.precision import precision_named
 from mtcompile.optim.state_sizes import FORECAST_STATES, state_copies
 from mtcompile.optim.update_options import update_options
-from mtcompile.options import Size, parse_bytes
+from mtcompile.options import parse_bytes
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Updates
@@ -36,8 +36,8 @@ def plan(
     *,
     batch: int = 1,
     seq: int = 2048,
-    memory: Size = None,
-    host: Size = None,
+    memory: str | int | None = None,
+    host: str | int | None = None,
     machine: str | Machine = "h200-sxm",
     precision: str = "model",
     optimizer: str = "adamw",

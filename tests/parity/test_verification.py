@@ -153,6 +153,7 @@ def test_random_numbers_in_micro_batches_are_not_compared() -> None:
     assert found.equal
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_its_verdict(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "import torch\n"

@@ -69,11 +69,13 @@ def test_a_run_goes_on_where_one_of_the_same_commit_stopped(tmp_path: Path, monk
     assert run.Results(path, "cpu").rows == []
 
 
+@pytest.mark.slow
 def test_an_error_of_a_child_is_its_last_line() -> None:
     assert "step-11m/nobody" not in run.in_child(["--one", "step-11m/nobody/None"])["error"]
     assert "nobody" in run.in_child(["--one", "step-11m/nobody/None"])["error"]
 
 
+@pytest.mark.slow
 def test_without_a_gpu_nothing_is_run() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
@@ -82,6 +84,7 @@ def test_without_a_gpu_nothing_is_run() -> None:
         assert made.returncode == 0 and "nothing was run" in made.stdout
 
 
+@pytest.mark.slow
 def test_predictions_are_measured_and_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MT_CACHE", str(tmp_path))
     monkeypatch.setattr(predictions, "SLOW", Machine("slow"))

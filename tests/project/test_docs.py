@@ -49,6 +49,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.slow
 def test_the_pass_of_the_page_runs_and_does_what_it_says() -> None:
     torch.compiler.reset()
     space: dict[str, Any] = {}

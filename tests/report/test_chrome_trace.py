@@ -73,6 +73,7 @@ def check_figures(events: list[dict[str, Any]], schedule: Schedule, trace: Trace
             assert limits == {schedule.budget_nbytes[tier]} and max(totals) <= schedule.budget_nbytes[tier]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_predicted_step(kind: str) -> None:
     schedule = planned(kind).schedule

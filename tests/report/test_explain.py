@@ -200,6 +200,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return made.exit_code, made.output
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("from tests.helpers.stacks import stack\n")
     sizes = (f"{tmp_path}/own.py:stack", "--batch", "16", "--seq", "4", "--memory", "200KiB")
