@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 from torch import fx
 
@@ -21,27 +20,12 @@ from mtcompile.report.alternatives import alternatives
 from mtcompile.report.chrome_trace import moments, takes_time
 from mtcompile.report.compare import compare
 from mtcompile.report.explanation import Explanation, Life, Value
+from mtcompile.report.live_timeline import Program
 from mtcompile.runtime.schedule import Buffer, Phase, Schedule
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import Record, Trace, shifted, span_us
 
 FLOOR = "nothing else was decided: what needs least device memory"
-
-
-class Program(Protocol):
-    """A program that has been compiled and run, as far as it can be explained."""
-
-    @property
-    def plan(self) -> Plan: ...
-
-    @property
-    def step(self) -> fx.GraphModule: ...
-
-    @property
-    def schedule(self) -> Schedule: ...
-
-    @property
-    def problem(self) -> PlanningProblem: ...
 
 
 def explain(

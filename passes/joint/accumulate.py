@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import networkx
 import torch
 from torch import fx
 
@@ -83,11 +84,9 @@ def _rows(joint: fx.GraphModule, micro: Micro) -> int:
 
 def _own(joint: fx.GraphModule, micro: Micro) -> set[fx.Node]:
     """The nodes that differ between micro-batches: the split inputs and all that depends on them."""
-    own = set(_split(joint, micro))
-    for node in joint.graph.nodes:
-        if any(operand in own for operand in node.all_input_nodes):
-            own.add(node)
-    return own
+    flow = networkx.DiGraph((operand, node) for node in joint.graph.nodes for operand in node.all_input_nodes)
+    split = _split(joint, micro)
+    return set(split).union(*(networkx.descendants(flow, value) for value in split if value in flow))
 
 
 def repeat(joint: fx.GraphModule, micro: Micro, weights: Mapping[int, Weights]) -> fx.GraphModule:
