@@ -26,7 +26,7 @@ def main(context: typer.Context) -> None:
       mtcompile plan llama-8b --batch 4 --seq 4096 --machine rtx4090
       mtcompile train gpt-11m --memory 64MiB --steps 50
 
-    Exit codes: 0 success, 1 failed while running, 2 invalid argument or file, 3 does not fit, 4 doctor: something is bad,
+    Exit codes: 0 success, 1 failed while running, 2 invalid argument or file, 3 does not fit, 4 doctor: a limit is bad,
     5 verify: different, 130 interrupted. MT_DEBUG=1 shows tracebacks. mtcompile COMMAND --help explains each command.
     """
     if context.invoked_subcommand is None:

@@ -15,13 +15,13 @@ from mtcompile.cli.options import ComparisonOptions, Json, values
 def bench(
     model: Model,
     options: ComparisonOptions,
-    steps: Annotated[int, typer.Option(min=1, help="measured steps of each, in turn, after two warm-up steps")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="timed steps of each model, after two warm-up steps")] = 5,
     as_json: Json = False,
 ) -> None:
-    """Measure training steps of a model on this machine, plain and compiled in turn.
+    """Time training steps of a model on this machine, plain and compiled in turn.
 
-    Whole steps are timed: forward, backward, clipping and AdamW. Figures are medians and include whatever else the machine
-    does. On the emulated device, copies take as long as copies in host memory. Both models are held at once.
+    A step is forward, backward, clipping and AdamW. Figures are medians; other programs on the machine distort them. On the
+    emulated device, a copy takes as long as a copy within host memory. Both models are in memory at once.
 
     \b
     Example:

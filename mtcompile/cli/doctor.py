@@ -18,9 +18,9 @@ def doctor(
     device: Device = "",
     as_json: Json = False,
 ) -> None:
-    """Measure this machine, and say what its speeds mean for training and what would kill a run here.
+    """Measure this machine. Say what its speeds mean for training, and what would kill a run here.
 
-    The speeds are remembered: mtcompile plan MODEL --machine this.
+    The speeds are cached: mtcompile plan MODEL --machine this uses them.
 
     \b
     Example:

@@ -18,7 +18,9 @@ def explain(
     options: StepOptions,
     as_json: Json = False,
 ) -> None:
-    """Say where the values of a part of a model live and when, why, and what else could be done. Without a name, show the plan.
+    """Say where the values of a part of a model live, when and why, and what the alternatives cost.
+
+    Without a name, show the whole plan as tables.
 
     \b
     Example:
@@ -46,7 +48,7 @@ def trace(
     output: Annotated[Path, typer.Option("--output", "-o", help="a .json file for ui.perfetto.dev or chrome://tracing")],
     options: StepOptions,
 ) -> None:
-    """Write when each instruction of the planned step is predicted to run, and the memory it takes, as a trace.
+    """Write the predicted step as a trace for Perfetto: when each instruction runs, and the memory in use.
 
     \b
     Example:
@@ -70,7 +72,7 @@ def graph(
     model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="a .dot or .svg file; .txt: every stage of the step as text")],
     options: StepOptions,
-    fold: Annotated[bool, typer.Option("--fold", help="draw neighbouring blocks that are alike once")] = False,
+    fold: Annotated[bool, typer.Option("--fold", help="draw equal neighbouring blocks once")] = False,
 ) -> None:
     """Draw the planned step: its regions by block and phase, with every copy, update, cast and recomputation.
 

@@ -47,8 +47,8 @@ PrecisionOption = Annotated[
 UpdateOption = Annotated[
     Update, typer.Option("--update", help="update parameters after the backward (step) or as gradients arrive (backward)")
 ]
-RunAhead = Annotated[bool, typer.Option(help="with --update backward: let updates run on into the next forward")]
-Accumulate = Annotated[int, typer.Option(min=1, help="micro-batches that each batch is run as, region by region")]
+RunAhead = Annotated[bool, typer.Option(help="with --update backward: let updates continue during the next forward")]
+Accumulate = Annotated[int, typer.Option(min=1, help="micro-batches per batch, run region by region")]
 Device = Annotated[str, typer.Option(help="cuda:1, cpu, ... (default: the GPU if there is one)")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
@@ -61,13 +61,13 @@ class StepOptions:
     seq: Seq = 2048
     memory: Annotated[str, typer.Option(help="bytes of device memory: 16GiB, 141GB or a number (default: the machine's)")] = ""
     host: Host = ""
-    machine: Annotated[str, typer.Option(help="a preset such as h200-sxm or rtx4090, this, or a .json file")] = "h200-sxm"
+    machine: Annotated[str, typer.Option(help="a preset such as rtx4090, a .json file, or this (this machine)")] = "h200-sxm"
     precision: PrecisionOption = Precision.model
     optimizer: Annotated[Optimizer, typer.Option(help="the optimizer whose state is planned for")] = Optimizer.adamw
     update: UpdateOption = Update.step
     max_grad_norm: Annotated[
         float | None,
-        typer.Option(help="with --update backward: clip gradients to this norm, so that updates wait for all gradients"),
+        typer.Option(help="with --update backward: clip gradients to this norm; updates then wait for all gradients"),
     ] = None
     run_ahead: RunAhead = False
     accumulate: Accumulate = 1
@@ -92,10 +92,10 @@ class ComparisonOptions(TrainingOptions):
 
     memory: Annotated[
         str,
-        typer.Option(help="bytes of device memory for the compiled model: 16GiB (default: half of the fully resident size)"),
+        typer.Option(help="bytes of device memory for the compiled model (default: half of the fully resident size)"),
     ] = ""
     batch: Batch = 2
-    max_grad_norm: Annotated[float | None, typer.Option(help="clip the gradients of both to this norm")] = None
+    max_grad_norm: Annotated[float | None, typer.Option(help="clip the gradients of both models to this norm")] = None
     kernels: Annotated[Kernels, typer.Option(help="inductor: compiled kernels, equal within rounding")] = Kernels.eager
 
 
@@ -110,8 +110,8 @@ class RecipeOptions(TrainingOptions):
     vocab: Annotated[int | None, typer.Option(min=1, help="size of the vocabulary of .bin and .npy files")] = None
     host: Host = ""
     steps: Annotated[int, typer.Option(min=1, help="steps in all, including those before --resume")] = 100
-    lr: Annotated[float, typer.Option(min=0, help="the highest learning rate")] = 1e-3
-    warmup: Annotated[int, typer.Option(min=0, help="steps up to the highest rate; a cosine down to a tenth follows")] = 20
+    lr: Annotated[float, typer.Option(min=0, help="highest learning rate")] = 1e-3
+    warmup: Annotated[int, typer.Option(min=0, help="steps up to the highest rate, before a cosine down to a tenth")] = 20
     weight_decay: Annotated[float, typer.Option(min=0, help="weight decay of matrices")] = 0.1
     clip: Annotated[float, typer.Option(min=0, help="clip the gradients to this norm; 0: no clipping")] = 1.0
     run_ahead: RunAhead = False

@@ -21,11 +21,11 @@ def plan(
     model: Model,
     options: StepOptions,
     policy: Annotated[list[str] | None, typer.Option(help="also show a fixed strategy, or all; may be repeated")] = None,
-    solve: Annotated[Solve | None, typer.Option(help="plan the largest size that fits; memory: the least that works")] = None,
+    solve: Annotated[Solve | None, typer.Option(help="plan the largest batch or seq that fits, or the least memory")] = None,
     force: Annotated[bool, typer.Option(help="show the leanest plan even if it does not fit")] = False,
     as_json: Json = False,
 ) -> None:
-    """Say what a training step will need and take, without allocating anything.
+    """Say whether a training step fits and how long it takes, without allocating anything.
 
     A factory takes (batch, seq) and returns (module, keyword arguments); it is called where tensors take no memory.
 

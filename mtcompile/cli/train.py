@@ -24,7 +24,7 @@ def train(
     options: RecipeOptions,
     as_json: Json = False,
 ) -> None:
-    """Train a language model within a device-memory budget: on text as bytes, or on tokens.
+    """Train a language model within a device-memory budget, on text (each byte is a token) or on tokens.
 
     Ctrl-C ends it after the current step: the checkpoint is written and the files are closed.
 

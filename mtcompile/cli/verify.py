@@ -16,11 +16,11 @@ def verify(
     steps: Annotated[int, typer.Option(min=1, help="training steps to compare")] = 3,
     as_json: Json = False,
 ) -> None:
-    """Train a model plainly and compiled on this machine, and say whether every bit is equal.
+    """Train a model plainly and compiled on this machine, and compare every bit.
 
-    Losses, gradients, buffers, stepped weights and the random generator's state of a few steps are compared, and the first
-    difference is named. Both trainings are held at once: take a small model, or a few layers of a large one. A factory takes
-    (batch, seq) and returns (module, keyword arguments); the module's call returns its loss.
+    Compares losses, gradients, buffers, stepped weights and the random generator's state of a few steps, and names the first
+    difference. Both models are in memory at once: take a small model, or a few layers of a large one. A factory takes
+    (batch, seq) and returns (module, keyword arguments); calling the module returns its loss.
 
     \b
     Example:

@@ -19,14 +19,14 @@ class Format(str, Enum):
 
 
 def viz(
-    model: Annotated[str, typer.Argument(help="a schedule.json of MT_DUMP; or a model as for mtcompile plan")],
+    model: Annotated[str, typer.Argument(help="a model as for mtcompile plan, or a schedule.json that MT_DUMP wrote")],
     output: Annotated[Path, typer.Option("--output", "-o", help="the file to write")] = Path("timeline.html"),
     *,
     options: StepOptions,
     force: Annotated[bool, typer.Option(help="show the leanest plan even if it does not fit")] = False,
     form: Annotated[Format, typer.Option("--format", help="format of the file")] = Format.html,
 ) -> None:
-    """Write a step's timeline: what runs when on each queue, and the memory it holds. Open the file in a browser.
+    """Write a step's timeline: what runs when on each queue, and the memory in use. Open the file in a browser.
 
     \b
     Example:
