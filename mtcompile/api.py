@@ -1,4 +1,4 @@
-"""The public door: ``mtcompile.compile`` as function and decorator, and what a compiled module can be asked."""
+"""The public interface: ``mtcompile.compile`` as function and decorator, and the methods of a compiled module."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class CompiledModule(nn.Module):
     """Mixed into the class of a compiled model: same parameters, same ``state_dict``, same calls, planned memory.
 
-    The model itself is changed (its class gains this one), so whatever holds it holds the compiled model.
+    ``compile`` changes the model in place (its class gains this one), so existing references see the compiled model.
     """
 
     _mt_model: CompiledModel
@@ -43,7 +43,7 @@ class CompiledModule(nn.Module):
 
     @property
     def schedule(self) -> Viewable | None:
-        """Its schedule: print it to read it, ``.show()`` it to see when each instruction runs and what memory it holds."""
+        """The schedule of that program. Print it to read it; ``.show()`` opens its timeline. None before the first call."""
         session = self._mt_model.session
         if (last := session.last) is None:
             return None
@@ -52,15 +52,15 @@ class CompiledModule(nn.Module):
 
     @property
     def last_trace(self) -> Trace | None:
-        """The trace of the last phase that ran: when each of its instructions started and ended."""
+        """The trace of the last step, or of its forward until the backward has run: when each instruction started and ended."""
         return self._mt_model.session.last_trace
 
     def explain(self, name: str) -> Explanation:
         """Explains where and when the values of a parameter, module or block (``"layers.3.mlp"``) live, which decisions put
-        them there, and what others would cost; after two steps, also what was predicted against what was measured. Print it,
-        or call ``.to_json()``.
+        them there, and what the alternatives would cost. From the second step on, also compares predicted and measured times.
+        Print the result, or call its ``.to_json()``.
 
-        Raises ValueError with the names that come close, and StepError before the first call.
+        Raises ValueError with similar names for an unknown name, and StepError before the first call.
         """
         from mtcompile.report.explain import explain_program
 
@@ -68,36 +68,36 @@ class CompiledModule(nn.Module):
         return explain_program(session.last, session.calibrator.phases, name)
 
     def memory_report(self) -> dict[str, Any]:
-        """Bytes: budget, planned and measured peak per tier, and the training state.
+        """Returns bytes by name: budget, planned peak and measured peak per tier, and the training state.
 
-        ``peak_device_bytes`` is measured from the allocator's events over the first step of each program (every step
+        ``peak_device_bytes`` is measured from the allocator's events in the first step of each program (in every step
         under MT_CHECK=1).
         """
         return self._mt_model.report()
 
     def calibrate(self) -> Calibration:
-        """Keep what the kernels and copies of the last steps took, so that programs compiled from now on, on this machine,
-        are planned by it. Print it for a summary. Raises StepError before the second step."""
+        """Stores how long the kernels and copies of the last steps took. Programs compiled later on this machine are planned
+        with these times. Print the result for a summary. Raises StepError before the second step."""
         return self._mt_model.session.calibrator.calibrate(self._mt_model.session.last)
 
     def bind(self, optimizer: torch.optim.Optimizer) -> CompiledModule:
-        """Tell the planner which optimizer will step this model, when it was made after ``compile``."""
+        """Tells the planner which optimizer will step this model, if you created it after ``compile``. Returns the model."""
         self._mt_model.door.bind(optimizer)
         return self
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm (with ``max_grad_norm`` or ``nonfinite="skip"``) of the last step's gradients, before they were scaled."""
+        """The norm of the last step's gradients before clipping, with ``max_grad_norm`` or ``nonfinite="skip"``; else None."""
         updates = self._mt_model.door.updates
         return None if updates is None else updates.grad_norm
 
     def synchronize(self) -> None:
-        """Wait for updates that run behind a forward. Raises what stopped them."""
+        """Waits for updates that ``run_ahead`` left running. Raises the error that stopped them, if any."""
         self._mt_model.session.drain()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and (compiled := getattr(self, "_mt_model", None)) is not None:
-            compiled.session.drain()  # who asks may look at them
+            compiled.session.drain()  # the caller may read them
         return super().named_parameters(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -112,13 +112,13 @@ class CompiledModule(nn.Module):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy (deepcopy, save) is the plain model: plans and memory stay with this one."""
+        """Makes copies (deepcopy, save) plain models: plans and memory stay with this one."""
         state = {k: v for k, v in self.__dict__.items() if k != "_mt_model"}
         return copyreg.__newobj__, (_plain_class(type(self)),), state  # type: ignore[attr-defined]
 
 
 def master_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Name -> fp32 master of each parameter of a model compiled with ``precision="bf16-master32"``: copies, exact.
+    """Returns exact copies of the fp32 masters, by parameter name, of a model compiled with ``precision="bf16-master32"``.
 
     Raises TypeError for any other model.
     """
@@ -147,50 +147,52 @@ def compile(
     nonfinite: str = "stop",
     viz: str | Path | None = None,
 ) -> Any:
-    """Train ``model`` inside a device-memory budget, with the bits of plain PyTorch.
+    """Trains ``model`` inside a device-memory budget, with results bit-identical to plain PyTorch.
 
-    model      an ``nn.Module`` (returned, now compiled), or a class of modules (a subclass is returned whose instances
-               are compiled); without it, a decorator
+    model      an ``nn.Module``: compiled in place and returned; a module class: a subclass whose instances are compiled is
+               returned; without it, a decorator is returned
     memory     bytes of device memory for everything mtcompile holds there: ``"16GiB"``, ``"16GB"`` or a number;
-               default nine tenths of what is free on a GPU, half of it on the emulated device
-    host       bytes of host memory; default unlimited
-    device     where it computes: ``"cuda"``, ``"cuda:1"``, or ``"cpu"``, which emulates a device in host memory; default
-               the GPU if there is one. The model's parameters and buffers go home, to host memory (and back to the device
-               where the plan keeps them there); tensors passed to it are sent to the device
-    optimizer  the optimizer that will step the model (or ``model.bind(optimizer)`` later): its state is planned for
+               default: nine tenths of the free memory of a GPU, half of it on the emulated device
+    host       bytes of host memory; default: no limit
+    optimizer  the optimizer that steps the model; its state is planned for. Or call ``model.bind(optimizer)`` later
     kernels    ``"eager"``: the kernels of plain PyTorch, bit for bit; ``"inductor"``: compiled by Inductor, within
-               rounding of them, and the same bits at every budget where the same is recomputed
-    loss_chunks  compute a linear layer followed by a mean cross-entropy in that many chunks of tokens, so that whole-batch
-               logits never exist; the order of summation over tokens then differs from the plain run's, and the plan's
-               numerics say so. CaptureError where there is no such head, or where somebody else reads its logits.
-               ``"auto"``: the plan chooses, and leaves the head whole where that is as fast or where it has none
-
-    policy     ``"fastest"``: the plan is searched for; or a fixed one to compare it with: ``"resident"``,
-               ``"checkpoint-all"``, ``"megatrain"``, ``"zero3-offload"``, ``"offload-all"``
-    precision  ``"model"``: dtypes as the module's; ``"fp32"`` and ``"bf16"``: its parameters are cast to that (buffers are
-               not); ``"bf16-master32"``: they become bf16, each with a 16-bit remainder that makes it an exact fp32 master, and
-               AdamW, Adam or SGD update the masters with fp32 state (12 bytes a parameter with AdamW, and 2 for the gradient);
-               they are resident on a GPU only where its update kernels gave the host's bits
-    accumulate  run each training batch as so many micro-batches, region by region: parameters come in once for all of them,
-               gradients (added up in their order) leave once. Tensors are cut along their first dimension; the loss is the mean
-               over the tokens that count
+               rounding of plain PyTorch; budgets at which the same parts are recomputed give the same bits
+    loss_chunks  computes a linear layer and its mean cross-entropy in that many chunks of tokens, so that whole-batch logits
+               never exist. This changes the order of summation over tokens, and the plan's numerics say so. Raises
+               CaptureError if there is no such head, or if anything else reads its logits. ``"auto"``: mtcompile chooses,
+               and keeps one chunk where that is as fast or where there is no such head
+    device     where to compute: ``"cuda"``, ``"cuda:1"``, or ``"cpu"``, which emulates a device in host memory; default:
+               the GPU if there is one. Parameters and buffers move to host memory, except parameters that the plan keeps
+               on the device. Tensors passed to the model are sent to the device
+    policy     ``"fastest"``: searches for a plan; or a fixed plan for comparison: ``"resident"``, ``"checkpoint-all"``,
+               ``"megatrain"``, ``"zero3-offload"``, ``"offload-all"``
+    throttle   slows the emulated device down to the speeds of a machine (a preset, a JSON file or a ``Machine``). Plans are
+               made for that machine, and each copy and kernel takes at least the time it would take there. Results do not
+               change
+    precision  ``"model"``: the module's dtypes; ``"fp32"`` and ``"bf16"``: parameters are cast, buffers are not;
+               ``"bf16-master32"``: parameters become bf16, each with a 16-bit remainder that makes it an exact fp32 master;
+               AdamW, Adam or SGD update the masters with fp32 state (12 bytes per parameter with AdamW, and 2 for the
+               gradient). They stay on a GPU only if its update kernels have produced the same bits as the host's
+    accumulate  runs each training batch as that many micro-batches, region by region: parameters are fetched once for all of
+               them; gradients, added in order, leave once. Tensors are cut along their first dimension, and the loss is the
+               loss over the whole batch
     update     ``"step"``: gradients wait in ``p.grad`` for ``optimizer.step()``. ``"backward"``: parameters are updated as
-               their gradients arrive, by the optimizer's own arithmetic, and ``p.grad`` stays None; ``optimizer.step()`` is
-               still called, and ends the step. Gradients take host memory of two regions only, and updates run beside the
-               backward. Clipping by hand, gradient scalers and hooks of parameters raise
-    max_grad_norm  with it: gradients are scaled as ``clip_grad_norm_`` would, so all are kept until their norm is known
-               (``model.grad_norm``), and updates start then
-    run_ahead  with it: updates go on behind the next forward, whose prefetches wait for their own. Who looks at parameters
-               while they do calls ``model.synchronize()`` first; ``state_dict`` and evaluation do so themselves
-    nonfinite  with it, for a loss or gradient that is not finite: ``"stop"`` raises StepError, ``"skip"`` leaves out the whole
-               update (and keeps all gradients until their norm is known), ``"continue"`` warns
-    viz        write each training program's timeline there, an HTML file: after its first step as predicted, after its second
-               with what was measured beside it; of a second program to ``<name>-2.html``, and so on
-    throttle   on the emulated device, a machine whose speeds it keeps to (a preset, a JSON file or a ``Machine``): plans are
-               for that machine, and every copy and kernel takes at least the time they say. Numbers are the same
+               their gradients arrive, with the optimizer's own arithmetic, and ``p.grad`` stays None; call
+               ``optimizer.step()`` as before to end the step. Gradients take the host memory of two regions only. Clipping by
+               hand, gradient scalers and hooks of parameters raise an error
+    max_grad_norm  with ``update="backward"``: clips gradients as ``clip_grad_norm_`` does. All gradients are kept until
+               their norm (``model.grad_norm``) is known; then updates start
+    run_ahead  with ``update="backward"``: lets updates continue during the next forward, whose prefetches each wait for the
+               updates of their own region. ``model.parameters()``, ``state_dict`` and calls of the model wait by
+               themselves; call ``model.synchronize()`` before you read parameters in any other way
+    nonfinite  with ``update="backward"``, for a loss or gradient that is not finite: ``"stop"`` raises StepError, ``"skip"``
+               skips the whole update (and keeps all gradients until their norm is known), ``"continue"`` warns
+    viz        writes each training program's timeline to this HTML file: predicted after its first step, with measured times
+               after its second; a second program goes to ``<name>-2.html``, and so on
 
-    The first call captures and plans; ``BudgetError`` (with ``.minimum_bytes``) when no plan fits, ``CaptureError``
-    when the model cannot be captured. Raises ValueError and TypeError for options that cannot be honoured.
+    The first call captures and plans. It raises ``BudgetError`` (with ``.minimum_bytes``) if no plan fits, and
+    ``CaptureError`` if the model cannot be captured. ``compile`` itself raises ValueError or TypeError for options that it
+    cannot honour.
     """
     options = Options(
         memory=parse_bytes(memory),
@@ -226,7 +228,7 @@ def _compiled(model: Any, options: Options, device: Device, optimizer: torch.opt
 
 
 def _compiling_subclass(cls: type[nn.Module], options: Options, device: Device) -> type[nn.Module]:
-    """A subclass whose instances are compiled when they have been made."""
+    """Makes a subclass whose instances are compiled at the end of their constructor."""
     subclass = _compiled_class(cls)
 
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
-"""The torch.compile door: ``torch.compile(model, backend="mtcompile", options={"activation_memory": "4GiB"})``.
+"""The torch.compile backend: ``torch.compile(model, backend="mtcompile", options={"activation_memory": "4GiB"})``.
 
-Parameters, their gradients' accumulation and the optimizer stay as they are, on the device; what the compiled graphs
-themselves hold there is planned: activations are kept, computed again or wait on the host, within the budget. Graph
+Parameters, the accumulation of gradients and the optimizer stay as they are, on the device. mtcompile plans what the compiled
+graphs themselves hold there: within the budget, it keeps activations, recomputes them, or lets them wait on the host. Graph
 breaks, several graphs, inference and changing shapes (a plan per concrete size) work as with any backend.
 """
 
@@ -35,7 +35,7 @@ _backends: weakref.WeakValueDictionary[tuple[int, torch.device], Backend] = weak
 
 
 class GraphDoor:
-    """The door of torch.compile to a session: everything that a graph takes stays where it is, on the device."""
+    """The door of torch.compile to a session: all inputs of a graph stay where they are, on the device."""
 
     def __init__(self, options: Options, frames: LiveFrames) -> None:
         self.options, self.frames = options, frames
@@ -49,7 +49,7 @@ class GraphDoor:
         return Budgets(free, None, 0.0, self.options.offload, random_reserve_nbytes(step)), None
 
     def needs_loss_head(self, joint: fx.GraphModule) -> bool:
-        """A piece between graph breaks may have no loss."""
+        """Returns False for a graph without a loss, such as a piece between graph breaks."""
         return bool(joint.graph.find_nodes(op="call_function", target=torch.ops.aten.nll_loss_forward.default))
 
     def give_up_residents(self, error: DoesNotFit) -> bool:
@@ -68,7 +68,7 @@ class GraphDoor:
         return None
 
     def make_room(self, frames: LiveFrames) -> bool:
-        """Evicts earlier graphs of this step: their forward will run again before their backward."""
+        """Evicts earlier graphs of this step: their forwards will run again before their backwards."""
         waiting = frames.waiting()
         for frame in waiting:
             frame.evict()
@@ -93,8 +93,8 @@ class GraphDoor:
 
 
 class Backend:
-    """All graphs of one torch.compile call on one device: they share one budget. ``given``: the call's own options, held so
-    that their identity stays this backend's."""
+    """All graphs of one torch.compile call on one device, which share one budget. ``given``: the call's options object, kept
+    alive because its id identifies this backend."""
 
     def __init__(self, given: Mapping[str, Any], device: Device) -> None:
         unknown = sorted(set(given) - set(_OPTIONS))
@@ -108,12 +108,12 @@ class Backend:
         self.programs = 0
 
     def graph(self, graph: fx.GraphModule, inputs: list[Any]) -> Any:
-        """The callable for one graph of Dynamo's."""
+        """Returns the callable for one graph that Dynamo captured."""
         if not any(is_symbolic(value) for value in inputs):
             return self._program(graph, inputs)
         sizes: dict[Key, tuple[Program, list[int]]] = {}
 
-        def call(*values: Any) -> Any:  # a graph for any size: each concrete size is planned and checked on its own
+        def call(*values: Any) -> Any:  # a graph for any size: each concrete size is planned and checked separately
             key = size_key(values)
             if key not in sizes:
                 tensors = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor)]
@@ -128,7 +128,7 @@ class Backend:
         return Program(self.session, describe(graph, inputs, lambda tensor: None, self.device.where, at_home=False))
 
     def report(self) -> dict[str, Any]:
-        """Bytes: budget, measured and planned peak, and what stays allocated from step to step."""
+        """Returns bytes: budget, measured and planned peak, and what stays allocated from step to step."""
         session = self.session
         return {
             "budget_device_bytes": session.options.memory,
@@ -142,15 +142,15 @@ class Backend:
 def mtcompile_backend(graph: fx.GraphModule, inputs: list[Any], *, options: Any = None, mode: str | None = None) -> Any:
     """A torch.compile backend. ``options``:
 
-    activation_memory  bytes of device memory for everything the compiled graphs hold and make there beside their inputs:
-                       saved activations, temporaries, outputs, and gradients until they are returned; such as
-                       ``"4GiB"`` or a number; default no limit
+    activation_memory  bytes of device memory (``"4GiB"`` or a number) for everything the compiled graphs hold and create
+                       there beside their inputs: saved activations, temporaries, outputs, and gradients until they are
+                       returned; default: no limit
     offload            whether activations may wait in host memory (default True)
     kernels            ``"eager"`` (default): the kernels of plain PyTorch, bit for bit; ``"inductor"``: compiled ones
     loss_chunks        as in ``mtcompile.compile``
 
-    Raises ValueError and TypeError for options that cannot be honoured, and BudgetError, at the first call of a graph,
-    when no plan fits.
+    Raises ValueError and TypeError for options that it cannot honour. The first call of a graph raises BudgetError if no
+    plan fits.
     """
     if mode is not None:
         raise ValueError(f"expected no mode, found {mode!r}; pass options=")
@@ -164,6 +164,6 @@ def mtcompile_backend(graph: fx.GraphModule, inputs: list[Any], *, options: Any 
 
 
 def reports() -> list[dict[str, Any]]:
-    """Reports, for each torch.compile call of this backend still in use, the bytes of its budget, of its measured and planned
-    peak and of its arena, which stays allocated from step to step, and how many programs it has."""
+    """Returns one report for each torch.compile call of this backend that is still in use: bytes of its budget, of its measured
+    and planned peaks and of its arena (which stays allocated from step to step), and its number of programs."""
     return [backend.report() for backend in _backends.values()]

@@ -1,4 +1,4 @@
-"""The errors of mtcompile. Every message says what was expected, what was found and the smallest next step."""
+"""The errors of mtcompile. Every message says what was expected, what was found, and the smallest next step."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ class MtcompileError(RuntimeError):
 
 
 class CaptureError(MtcompileError):
-    """Raised if the model cannot be captured as one graph; the message has the user's line and the reason."""
+    """Raised if the model cannot be captured as one graph. The message names the line of your code and the reason."""
 
 
 class BudgetError(MtcompileError):
-    """Raised if no plan fits the budget. ``minimum_bytes``: the smallest budget of that tier that works."""
+    """Raised if no plan fits a budget. ``minimum_bytes``: the smallest value of that budget that works."""
 
     def __init__(self, message: str, minimum_bytes: int) -> None:
         super().__init__(message)
@@ -20,5 +20,6 @@ class BudgetError(MtcompileError):
 
 
 class StepError(MtcompileError):
-    """Raised if a step is used in a way that would give wrong numbers: a second backward, a second training forward while
-    one is alive, or weights changed between forward and backward."""
+    """Raised if a step is used in a way that would give wrong numbers, such as a second backward, a second training forward
+    while one waits for its backward, or weights changed between forward and backward. Also raised for a loss or gradient that
+    is not finite (``nonfinite="stop"``), and for questions that need a step that has not run yet."""

@@ -1,4 +1,4 @@
-"""The figures of a forecast: what a plan comes to in bytes and time, or what is short and what would help."""
+"""The figures of a forecast: the bytes and time of a plan, or what is missing and what would help."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ONE_GIB = 2**30
 
 
 def figures(request: ForecastRequest, sized: SizedStep) -> Forecast:
-    """Plans a step within the request's budgets, and says what that comes to; where nothing fits, what would."""
+    """Plans a step within the request's budgets, and returns the plan's bytes and time; if nothing fits, what would help."""
     candidates, budgets, model = sized.candidates, request.budgets, request.model
     unplanned = Forecast(
         model=model if isinstance(model, str) else getattr(model, "__name__", type(model).__name__),
@@ -62,7 +62,7 @@ def figures(request: ForecastRequest, sized: SizedStep) -> Forecast:
 
 
 def _fastest(candidates: Candidates, device: int | None, host: int | None) -> Planned:
-    """The fastest plan within these bytes, which is remembered between runs. Raises DoesNotFit."""
+    """Returns the fastest plan within these bytes; it is cached between runs. Raises DoesNotFit."""
     budgets = replace(candidates.problem.budgets, device=device, host=host)
     problem = replace(candidates.problem, budgets=budgets)
     return recalled(problem, FASTEST, lambda known: candidates.best(device, host, known))
@@ -114,7 +114,7 @@ def _with_plan(unplanned: Forecast, candidates: Candidates, budgets: Budgets, pl
 
 
 def _ledger(unplanned: Forecast, candidates: Candidates, planned: Planned) -> dict[str, dict[str, int]]:
-    """tier -> part -> bytes at the moment the tier is fullest; the parts of a tier add up to its peak."""
+    """Returns tier -> part -> bytes at the moment when the tier is fullest. The parts of a tier add up to its peak."""
     schedule, copies = planned.schedule, candidates.problem.budgets.state_copies
     master = 1.0 if PRECISIONS[unplanned.precision].split else 0.0
     weights = {"device": 0, "host": 0}
@@ -139,7 +139,7 @@ def _ledger(unplanned: Forecast, candidates: Candidates, planned: Planned) -> di
 
 
 def _refused(unplanned: Forecast, candidates: Candidates, budgets: Budgets, error: DoesNotFit) -> Forecast:
-    """Says what is short, and the three cheapest ways out: those that cost nothing first."""
+    """Adds how many bytes are missing, and up to three ways out, those that cost nothing first."""
     tier = error.tier
     limit = budgets.nbytes[tier] or 0
     other = "host" if tier == "device" else "device"

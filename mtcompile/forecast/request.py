@@ -1,4 +1,4 @@
-"""The request of a forecast, and the step that it is about: traced without memory, rewritten and ready to be planned."""
+"""The request for a forecast, and its step: traced without memory, rewritten and ready to be planned."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from mtcompile.passes.planning.problem import Progress
 from mtcompile.passes.step_graph import placeholders, storage_nbytes
 from mtcompile.torch_private import without_memory
 
-_LARGE_HEAD, MOST_CHUNKS = 0.02, 64  # a loss head whose logits take more than that part of the device is cut
+_LARGE_HEAD, MOST_CHUNKS = 0.02, 64  # a loss head is cut if its logits take more than this share of the device
 
 
 @dataclass(frozen=True, slots=True)
 class ForecastRequest:
-    """A forecast's request, without batch and sequence."""
+    """What a forecast is asked for, except batch and sequence."""
 
     model: str | nn.Module | Callable[..., Any]
     data: Mapping[str, Any] | None
@@ -47,7 +47,7 @@ class ForecastRequest:
 
 @dataclass(frozen=True, slots=True)
 class SizedStep:
-    """A step of some batch and sequence, and its candidate plans. ``captured``: its joint graph before any rewrite."""
+    """A step at one batch and sequence, and its candidate plans. ``captured``: its joint graph before any rewrite."""
 
     candidates: Candidates
     captured: fx.GraphModule
@@ -57,7 +57,7 @@ class SizedStep:
 
 @dataclass(frozen=True, slots=True)
 class AssumedPlacement:
-    """The placement of a step that will not run: everything at home on the host, every block's home open to the plan."""
+    """The placement of a step that will not run: inputs are at home on the host, and the plan chooses every block's home."""
 
     budgets: Budgets
 
@@ -69,7 +69,7 @@ class AssumedPlacement:
 
 
 def sized_step(request: ForecastRequest, batch: int, seq: int, like: SizedStep | None = None) -> SizedStep:
-    """``like``: the same step at another size, from which the chunks of the loss head and the cut into regions are taken."""
+    """Captures a step at one size. ``like``: the same step at another size, whose loss-head chunks and regions are reused."""
     request.progress("capturing the step", 0, 0)
     captured, data = _captured(request, batch // request.accumulate, seq)
     chunks = like.joint.chunks if like else _chunks(captured, request.budgets.device)
@@ -79,7 +79,7 @@ def sized_step(request: ForecastRequest, batch: int, seq: int, like: SizedStep |
 def in_chunks(
     request: ForecastRequest, captured: fx.GraphModule, tokens: int, chunks: int, like: SizedStep | None = None
 ) -> SizedStep:
-    """A captured step with its loss head in so many chunks, or whole where it has none that can be cut."""
+    """Returns a captured step with its loss head in ``chunks``, or uncut if there is no head that can be cut."""
     micro = _micro(captured, request) if request.accumulate > 1 else None
     joint = rewrite_joint(captured, request.precision, fuses=False, chunks=chunks, micro=micro)
     placement = AssumedPlacement(request.budgets)
@@ -88,7 +88,7 @@ def in_chunks(
 
 
 def _micro(joint: fx.GraphModule, request: ForecastRequest) -> Micro:
-    """Splits all inputs that have the batch in front into as many micro-batches as asked for."""
+    """Splits all inputs whose first dimension is the batch into the requested number of micro-batches."""
     rows = zip(joint.meta["inputs"], placeholders(joint.graph), strict=True)
     taken = [(spec, node.meta["val"]) for spec, node in rows if spec.role not in ("tangent", "constant")]
     batch = max((val.shape[0] for spec, val in taken if spec.role == "input" and val.dim()), default=1)
@@ -118,7 +118,7 @@ def _traced(module: nn.Module, data: Mapping[str, Any], precision: Precision) ->
 
 
 def _captured_shape(name: str, precision: Precision, tokens: torch.Tensor) -> tuple[fx.GraphModule, Mapping[str, Any]]:
-    """The step of a built-in shape, which is remembered between runs: its sources are ours."""
+    """Captures the step of a built-in shape. Its trace is cached between runs, since its sources are ours."""
     data = {"tokens": tokens, "targets": tokens}
     key = repr((SHAPES[name], precision, tuple(tokens.shape), trace_settings(tokens.device)))
     joint = cache.read_joint(key)
@@ -129,7 +129,7 @@ def _captured_shape(name: str, precision: Precision, tokens: torch.Tensor) -> tu
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Does what ``module.to(dtype)`` does, which fails on tensors without memory; tied parameters stay tied."""
+    """Casts as ``module.to(dtype)`` does, which fails on tensors without memory. Tied parameters stay tied."""
     casts: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
@@ -158,13 +158,13 @@ def _chunks(joint: fx.GraphModule, device: int | None) -> int:
 
 
 def logits_nbytes(joint: fx.GraphModule) -> int:
-    """Bytes of the largest logits; 0 where there are none."""
+    """Returns the bytes of the largest logits; 0 if there are none."""
     logits = [n for n in joint.graph.nodes if n.target is torch.ops.aten._log_softmax.default]
     return max((storage_nbytes(node.meta["val"]) for node in logits), default=0)
 
 
 def tokens_of(data: Mapping[str, Any]) -> int:
-    """The number of integers in the largest integer input, which is what a language model calls tokens; else of samples."""
+    """Returns the number of tokens: the elements of the largest integer input or, without one, the number of samples."""
     tensors = [v for v in data.values() if isinstance(v, torch.Tensor)]
     integers = [t.numel() for t in tensors if not t.is_floating_point()]
     return max(integers, default=tensors[0].shape[0] if tensors and tensors[0].dim() else 1)

@@ -14,7 +14,7 @@ from mtcompile.runtime.schedule import gib
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One strategy's figures: bytes per tier, microseconds, or why it does not fit (``short_bytes`` missing in ``tier``)."""
+    """One strategy's figures: bytes per tier, microseconds, and, if it does not fit, ``short_bytes`` missing in ``tier``."""
 
     policy: str
     feasible: bool
@@ -26,15 +26,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A step that has been planned and not run.
+    """A step that has been planned but not run.
 
-    ``ledger``: tier -> part -> bytes at the step's peak. ``step_time_us``: forward, backward and update, of which
-    ``update_us`` is what the update adds; ``busy``: share of forward and backward that each queue works; ``exposed_us``: how
-    long each but compute does while compute is idle. Steps do not overlap, so one is as long as the next.
-    ``next_gib_us``: what one more GiB of a tier saves. ``ways_out``: when nothing fits. ``solved``: what was asked for with
-    ``solve``, and ``peak_expressions``: the bytes of each tier as sympy prints them, of the plan that needs least.
-    ``planned`` is None when nothing fits and it was not forced; ``joint`` and ``problem``: the joint graph, and what was
-    planned of it.
+    ``ledger``: tier -> part -> bytes at the step's peak. ``step_time_us``: time of forward, backward and update, of which
+    ``update_us`` is what the update adds. ``busy``: share of forward and backward in which each queue works. ``exposed_us``:
+    how long each queue works while compute is idle. ``next_gib_us``: microseconds per step that one more GiB of a tier saves.
+    ``ways_out``: what would help if nothing fits. ``solved``: the size that ``solve`` found. ``peak_expressions``: with
+    ``solve``, the bytes that the leanest plan needs in each tier, as sympy expressions. ``planned``: None if nothing fits,
+    unless forced. ``joint`` and ``problem``: the joint graph, and the planning problem made from it.
     """
 
     model: str
@@ -70,7 +69,7 @@ class Forecast:
     problem: PlanningProblem | None = None
 
     def to_json(self, indent: int | None = None) -> str:
-        """One object with every field but ``planned``, ``joint`` and ``problem``."""
+        """Returns one JSON object with every field except ``planned``, ``joint`` and ``problem``."""
         data = asdict(replace(self, planned=None, joint=None, problem=None))
         graphs = ("planned", "joint", "problem")
         return json.dumps({name: value for name, value in data.items() if name not in graphs}, indent=indent)

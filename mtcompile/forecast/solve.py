@@ -50,26 +50,27 @@ def plan(
     force: bool = False,
     progress: Progress = no_progress,
 ) -> Forecast:
-    """Plan one training step without running or allocating it.
+    """Plans one training step without running or allocating it.
 
-    model      a built-in shape (``"llama-8b"``), a module, or what makes one, or (module, data): called where tensors
-               take no memory, with batch and seq if it takes them
-    data       the module's keyword arguments, tensors of the sizes meant; made from ``batch`` and ``seq`` for a shape
-    memory     device bytes; default the machine's, less a reserve. ``host``: host bytes, default no limit
-    machine    a preset, a JSON file, ``"this"`` for the one this runs on (measured), or a ``Machine``
-    precision  ``model`` (dtypes as the module's), ``fp32``, ``bf16``, or ``bf16-master32``: bf16 weights, 12 bytes each with
-               fp32 masters and AdamW's state
+    model      a built-in shape (``"llama-8b"``), a module, or a function that returns a module or (module, data); it is
+               called where tensors take no memory, with (batch, seq) if it takes two arguments
+    data       the module's keyword arguments, tensors of the intended sizes; for a shape, made from ``batch`` and ``seq``
+    memory     device bytes; default: the machine's, less a reserve of 8 %
+    host       host bytes; default: no limit
+    machine    a preset, a JSON file, ``"this"`` for this machine as measured, or a ``Machine``
+    precision  ``model`` (the module's dtypes), ``fp32``, ``bf16``, or ``bf16-master32`` (bf16 weights; 12 bytes each with
+               fp32 masters and AdamW's state)
     optimizer  ``adamw``, ``adam``, ``sgd-momentum`` or ``sgd``
-    update     ``step``: by optimizer.step(), after the backward; ``backward``: as gradients arrive, which keeps none of them;
-               with ``max_grad_norm``, once all are there; with ``run_ahead``, behind the next forward too
-    accumulate  micro-batches that the batch is run as, region by region
+    update     ``step``: updates in optimizer.step(), after the backward; ``backward``: as gradients arrive, so that none are
+               kept; with ``max_grad_norm``: once all gradients are there; with ``run_ahead``: also during the next forward
+    accumulate  micro-batches per batch, run region by region
     policies   fixed strategies to compare with
-    solve      ``batch`` or ``seq``: plan the largest that fits (sequences in steps of 128 tokens); ``memory``: the least
+    solve      ``batch`` or ``seq``: plans the largest that fits (sequences in steps of 128 tokens); ``memory``: the least
                device memory that works
-    force      show the plan that needs least even where it does not fit
-    progress   called with what is being done: (text, done, total)
+    force      returns the leanest plan even if it does not fit
+    progress   called with (text, done, total)
 
-    Raises ValueError for what it does not know and CaptureError for a model that cannot be captured.
+    Raises ValueError for an argument that it does not know, and CaptureError if the model cannot be captured.
     """
     if optimizer not in FORECAST_STATES:
         raise ValueError(f"expected optimizer to be one of {', '.join(FORECAST_STATES)}, found {optimizer!r}")
@@ -105,8 +106,7 @@ def plan(
 
 
 def _forecast(request: ForecastRequest, batch: int, seq: int) -> tuple[Forecast, SizedStep]:
-    """The forecast at one size, with more chunks of the loss head where those that the device's memory calls for leave too
-    little of it."""
+    """Forecasts one size. Cuts the loss head into more chunks if the first choice leaves too little device memory."""
     sized = sized_step(request, batch, seq)
     forecast = figures(request, sized)
     while not forecast.feasible and forecast.minimum_device_bytes and sized.joint.chunks < MOST_CHUNKS:
@@ -119,8 +119,8 @@ def _forecast(request: ForecastRequest, batch: int, seq: int) -> tuple[Forecast,
 
 
 def _largest(request: ForecastRequest, what: str, batch: int, seq: int) -> Forecast:
-    """The plan at the largest batch or sequence that fits: where the expression of the leanest plan's peak says, made sure of
-    by planning there and one size further. Raises ValueError where the model cannot be traced at the sizes this takes."""
+    """Plans the largest batch or sequence that fits: takes the size that the expression of the leanest plan's peak gives, then
+    confirms it by planning that size and the next. Raises ValueError if the model cannot be traced at the sizes this needs."""
 
     def at(n: int) -> tuple[int, int]:
         return (n, seq) if what == "batch" else (batch, n * _GRAIN)
@@ -154,7 +154,7 @@ def _largest(request: ForecastRequest, what: str, batch: int, seq: int) -> Forec
         low, high = (middle, high) if fits(middle) else (low, middle)
     best, _ = _forecast(request, *at(max(1, low)))
     low = max(1, low)
-    while not best.feasible and low > 1:  # where sizes are rounded up, or other chunks are taken
+    while not best.feasible and low > 1:  # if sizes are rounded up, or the loss head is cut otherwise
         low -= 1
         best, _ = _forecast(request, *at(low))
     while best.feasible and (more := _forecast(request, *at(low + 1))[0]).feasible:

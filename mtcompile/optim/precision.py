@@ -1,4 +1,4 @@
-"""Precisions by name: the dtypes of weights, gradients and optimizer state, and their contract in words."""
+"""Precisions by name: the dtypes of weights, gradients and optimizer state, and a description of each in words."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The dtypes of one model's training. ``weights``: dtype of the parameters that are computed with; None: the module's own.
-    ``split``: each bf16 weight has a 16-bit remainder beside it, the two being an fp32 master; optimizer state is then fp32,
-    otherwise of the weights' dtype."""
+    """The dtypes of one model's training. ``weights``: dtype of the parameters in computations; None: the module's own.
+    ``split``: each bf16 weight has a 16-bit remainder, and the two together are an fp32 master; optimizer state is then fp32.
+    Otherwise it has the weights' dtype."""
 
     name: str
     weights: torch.dtype | None

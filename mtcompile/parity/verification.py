@@ -1,4 +1,4 @@
-"""``mtcompile.verify``: the same training steps in plain PyTorch and compiled, on this machine, compared bit by bit."""
+"""``mtcompile.verify``: compares the same training steps in plain PyTorch and compiled, on this machine, bit by bit."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mtcompile.passes.generators import generator_state, set_generator_state
 from mtcompile.passes.planning.problem import Progress, no_progress
 from mtcompile.runtime.schedule import gib
 
-# Tolerances with kernels="inductor", relative to the largest element: some roundings of the weights' dtype, or the error of
-# fp32 sums in another order. They judge losses and the first step's gradients only: AdamW makes a whole step of a sign.
+# Tolerances with kernels="inductor", relative to the largest element: a few roundings of the weights' dtype, or the error of
+# fp32 sums in another order. They apply to losses and the first step's gradients only: AdamW turns any sign into a whole step.
 _ROUNDINGS, _SUMS = 8, 256 * torch.finfo(torch.float32).eps
 _KINDS = ("loss", "gradient", "generator", "buffer", "weight", "master")
 
@@ -27,7 +27,7 @@ _KINDS = ("loss", "gradient", "generator", "buffer", "weight", "master")
 @dataclass(frozen=True, slots=True)
 class Difference:
     """A tensor that differs. ``kind``: loss, gradient, generator, buffer, weight or master. ``elements`` out of ``of`` differ,
-    by at most ``largest`` (None if not finite); ``relative``: that over the largest element; ``why``: in words."""
+    by at most ``largest`` (None if not finite). ``relative``: ``largest`` over the largest element. ``why``: in words."""
 
     kind: str
     name: str
@@ -45,10 +45,10 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The result of ``verify``. ``compared``: number of tensors by kind; ``differences``: those of the first step with any.
-    With kernels="inductor", ``equal`` means within rounding; ``largest_relative`` is by kind. ``memory_bytes``: the budget;
-    ``resident_bytes``: what the plan says the step takes without a budget (None if memory was given);
-    ``peak_device_bytes``: measured."""
+    """The result of ``verify``. ``equal``: whether all bits are equal; with kernels="inductor", whether differences are within
+    rounding. ``compared``: number of tensors by kind. ``differences``: those of the first step that has any.
+    ``largest_relative``: the largest relative difference by kind. ``memory_bytes``: the budget. ``resident_bytes``: what the
+    step takes without a budget, by the plan (None if memory was given). ``peak_device_bytes``: the measured peak."""
 
     equal: bool
     kernels: str
@@ -104,18 +104,18 @@ def verify(
     seed: int = 0,
     progress: Progress = no_progress,
 ) -> Verification:
-    """Train copies of a model plainly and compiled for a few steps, and compare every bit.
+    """Trains copies of a model plainly and compiled for a few steps, and compares every bit.
 
-    model      a module (which is left unchanged), a factory of (batch, seq) that returns (module, keyword arguments), or a
-               built-in shape; its call returns the loss, or something with a ``loss``
+    model      a module (it stays unchanged), a factory of (batch, seq) that returns (module, keyword arguments), or a
+               built-in shape. Calling it returns the loss, or an object with a ``loss``
     data       the keyword arguments of a module
-    memory     device bytes for the compiled model; default half of what the plan says the step takes with everything
-               resident, or the least that works if that is more
+    memory     device bytes for the compiled model; default: half of what the step takes with everything resident, by the
+               plan, or the least that works if that is more
     update     with ``"backward"`` there are no gradients to compare; the weights show any difference
 
-    The other options are those of ``compile``. AdamW steps both on the same data, with the same seed and threads, in turn, so
-    that only two models are held. Loss, gradients, the generator's state, buffers, stepped weights and masters are compared.
-    Raises ValueError, and what ``compile`` raises.
+    The other options are those of ``compile``. Both copies train in turn with AdamW, on the same data, with the same seed and
+    number of threads. Compares losses, gradients, the generator's state, buffers, stepped weights and masters. Raises
+    ValueError, and whatever ``compile`` raises.
     """
     if steps < 1:
         raise ValueError(f"expected steps of 1 or more, found {steps}")
@@ -142,7 +142,7 @@ def _compare_steps(
         progress("compiled step", 2 * step - 2, 2 * steps)
         actual: Values = {"loss": {"": compiled.forward_backward()}, "gradient": compiled.gradients()}
         actual["generator"] = {"state": generator_state(where)}
-        if plain is None:  # only now is it known where parameters are at home
+        if plain is None:  # the homes of parameters are known only now
             plain = PlainSide(setup, workload, [parameter.device for parameter in compiled.model.parameters()])
         progress("plain step", 2 * step - 1, 2 * steps)
         set_generator_state(where, state)
@@ -192,7 +192,7 @@ def deterministic(where: torch.device) -> Iterator[None]:
 
 
 def _beyond_rounding(difference: Difference, model: nn.Module) -> bool:
-    """Says whether a difference is more than rounding. Differences that are not finite always are."""
+    """Says whether a difference is more than rounding. A difference that is not finite always is."""
     if difference.relative is None:
         return True
     eps = max((torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point()), default=0.0)
@@ -204,13 +204,13 @@ Values = dict[str, dict[str, Tensor | None]]
 
 
 class Comparison:
-    """Compares tensors of several steps. ``counts``: tensors by kind; ``largest``: relative difference by kind; ``notes``."""
+    """Compares tensors of several steps. ``counts``: tensors by kind. ``largest``: the largest relative difference by kind."""
 
     def __init__(self) -> None:
         self.counts, self.largest, self.notes = dict.fromkeys(_KINDS, 0), dict[str, float](), dict[str, None]()
 
     def differences(self, expected: Values, actual: Values, step: int) -> list[Difference]:
-        """Compares every tensor in ``expected``. Strides are not part of a value: where they differ, a note is kept."""
+        """Compares every tensor in ``expected``. Strides are not part of a value: if they differ, adds to ``notes``."""
         differences = []
         for kind, tensors in expected.items():
             for name, tensor in tensors.items():
@@ -234,7 +234,7 @@ class Comparison:
 
 
 def difference_of(kind: str, name: str, step: int, expected: Tensor, actual: Tensor) -> Difference | None:
-    """Returns None if dtype, shape and every bit are equal: NaNs of the same bits are equal, -0 and 0 are not."""
+    """Returns None if dtype, shape and every bit are equal. NaNs of the same bits are equal; -0 and 0 are not."""
     of = expected.numel()
     shapes = (tuple(expected.shape), tuple(actual.shape))
     for what, one, other in (("dtype", expected.dtype, actual.dtype), ("shape", *shapes)):
@@ -258,5 +258,5 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _strides(tensor: Tensor) -> list[int]:
-    """Returns the strides of dimensions of more than one element: the others say nothing about where an element is."""
+    """Returns the strides of dimensions with more than one element; the others say nothing about where an element is."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
