@@ -1,12 +1,12 @@
-"""The pipeline: from a captured step to one that may run.
+"""The pipeline: from a captured step to one that can run.
 
     captured step ──joint_of──► joint graph ──rewrite_joint──► loss head in chunks, micro-batches
                   ──planning_problem──► regions, budgets, homes ──plan_for──► plan, rewritten step graph, schedule
                   ──Toolchain.build──► kernels, measured ──prove──► compiled step
 
-Training walks all of it, in ``compile_step``. ``mtcompile.plan`` walks it from the joint graph to the plan. Around it are three
-loops: over the chunks of the loss head (``fastest_loss_head``), over what a plan may assume of earlier programs (``plan_for``,
-which sends resident parameters home), and over the speed of copies (``compile_step``, once host memory cannot be pinned).
+Training runs all of it, in ``compile_step``; ``mtcompile.plan`` runs it from the joint graph to the plan. Around it are three
+loops: ``fastest_loss_head`` tries numbers of chunks of the loss head, ``plan_for`` plans again after it has sent resident
+parameters of earlier programs home, and ``compile_step`` plans again with slower copies if host memory cannot be pinned.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ AUTO_CHUNKS = (1, 4, 16, 64)  # of the loss head, what loss_chunks="auto" choose
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A step as the front end captured it: its graph, which outputs receive gradients, and whether it is one of several
-    micro-batches."""
+    """A step as the front end captured it: its graph, which outputs receive gradients, and its micro-batches if there are
+    several."""
 
     description: Description
     tangents: Tangents
@@ -59,7 +59,7 @@ class CapturedStep:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The target a step is compiled for. ``machine``: its speeds, as plans may count on them."""
+    """The target that a step is compiled for. ``machine``: the speeds that plans assume."""
 
     options: Options
     device: Device
@@ -73,7 +73,7 @@ class Target:
 
 
 class JointStep(NamedTuple):
-    """A joint graph as it is planned: rewritten, with the numerics contract in words. ``chunks``: of its loss head."""
+    """A rewritten joint graph, ready to be planned. ``numerics``: its contract in words. ``chunks``: those of its loss head."""
 
     graph: fx.GraphModule
     numerics: str
@@ -81,7 +81,7 @@ class JointStep(NamedTuple):
 
 
 class PlannedStep(NamedTuple):
-    """A plan, what it is an answer to, and the joint graph that it must be equal to."""
+    """A plan, the problem that it solves, and the joint graph whose results it must reproduce."""
 
     joint: JointStep
     problem: PlanningProblem
@@ -92,7 +92,7 @@ class PlannedStep(NamedTuple):
 
 
 def compile_step(captured: CapturedStep, target: Target, placement: RunnablePlacement) -> CompiledStep:
-    """Plans, builds and proves one captured step. Raises CaptureError, and BudgetError where no plan fits."""
+    """Plans, builds and proves one captured step. Raises CaptureError, and BudgetError if no plan fits."""
     probing = torch_private.probe_inductor() if target.options.fuses else None
     joint = joint_of(captured, target)
     while True:
@@ -110,8 +110,8 @@ def compile_step(captured: CapturedStep, target: Target, placement: RunnablePlac
 
 
 def joint_of(captured: CapturedStep, target: Target) -> fx.GraphModule:
-    """The normalized joint graph, of one micro-batch. It is remembered between runs where Inductor, whose parts make the key,
-    is loaded anyway."""
+    """Returns the normalized joint graph of one micro-batch. It is cached between runs only with Inductor kernels: the key
+    needs parts of Inductor, which are then loaded anyway."""
     description = captured.description
     if captured.micro is not None:
         description = replace(description, inputs=description.inputs[: captured.micro.inputs])
@@ -129,7 +129,7 @@ def joint_of(captured: CapturedStep, target: Target) -> fx.GraphModule:
 def rewrite_joint(
     joint: fx.GraphModule, precision: Precision, fuses: bool, chunks: int = 1, micro: Micro | None = None
 ) -> JointStep:
-    """``joint`` with its loss head in ``chunks`` (whole where it has none), of all micro-batches. Raises CaptureError."""
+    """Returns ``joint`` with its loss head, if any, in ``chunks``, and repeated for all micro-batches. Raises CaptureError."""
     contract = [precision.contract(), FUSED if fuses else BIT_EQUAL]
     rewritten = joint if chunks == 1 else copy_step(joint)
     chunks = chunks if chunks == 1 or chunk_loss(rewritten, chunks) else 1
@@ -154,15 +154,15 @@ def planning_problem(
     whole: bool = False,
     like: fx.GraphModule | None = None,
 ) -> PlanningProblem:
-    """The step graph of ``joint``, cut into regions (``whole``: one per phase; ``like``: as another size of it), and all that
-    its plan must keep to."""
+    """Returns the step graph of ``joint``, cut into regions, with the limits on its plan. ``whole``: one region per phase.
+    ``like``: the same graph at another size, whose regions are reused."""
     step = build(joint.graph, whole, like, placement.input_homes(joint.graph))
     budgets, fixed_homes = placement.constraints(step)
     return PlanningProblem(step, machine, budgets, workspace, fixed_homes, joint.numerics)
 
 
 def prove(joint: fx.GraphModule, planned: Planned) -> None:
-    """Raises an error that names the invariant, unless the schedule is safe and computes what was captured."""
+    """Proves that the schedule is safe and computes what was captured. Raises an error that names the violated invariant."""
     same_computation(joint, planned.step)
     check_schedule(planned.step, planned.schedule)
     verify(planned.schedule)
@@ -174,7 +174,7 @@ def prove(joint: fx.GraphModule, planned: Planned) -> None:
 def fastest_loss_head(
     joint: fx.GraphModule, captured: CapturedStep, target: Target, placement: RunnablePlacement
 ) -> PlannedStep:
-    """The plan with the loss head in as many chunks as asked for; for "auto", the fastest that fits."""
+    """Returns the plan with the requested number of loss-head chunks; for "auto", the fastest plan that fits."""
     options, candidates, refusals = target.options, list[PlannedStep](), list[BudgetError]()
     for chunks in AUTO_CHUNKS if options.loss_chunks == "auto" else (int(options.loss_chunks),):
         rewritten = rewrite_joint(joint, options.precision, options.fuses, chunks, captured.micro)
@@ -199,8 +199,8 @@ def fastest_loss_head(
 
 
 def plan_for(joint: JointStep, target: Target, placement: RunnablePlacement) -> tuple[PlanningProblem, Planned]:
-    """The plan, and the problem it solves: for kernels that fuse, one region per phase where everything fits. Parameters
-    that earlier programs keep on the device go home where nothing fits beside them. Raises BudgetError."""
+    """Returns the problem and its plan. With kernels that fuse, takes one region per phase if everything fits. If nothing fits
+    beside parameters that earlier programs keep on the device, sends these home and plans again. Raises BudgetError."""
     options, machine, workspace = target.options, target.machine, target.toolchain.eager.workspace
     while True:
         problem = planning_problem(joint, placement, machine, workspace)
@@ -220,12 +220,12 @@ def _searched(problem: PlanningProblem, policy: str) -> Planned:
 
 
 def recalled(problem: PlanningProblem, policy: str, find: Callable[[Plan | None], Planned]) -> Planned:
-    """The plan for a problem, remembered between runs: what ``find`` makes of the plan that was found before, if any."""
+    """Returns the plan for a problem, cached between runs. ``find``: makes it, given the plan found before, if any."""
     return cache.through_cache(cache.plan_key(problem.step, problem.budgets, policy, *_constraints(problem)), find)
 
 
 def search_store(problem: PlanningProblem) -> cache.SearchedPlans:
-    """Returns where a search of this problem keeps the plans it looked at, whatever the device's and the host's budget."""
+    """Returns the store for the plans that a search of this problem evaluates, which serves every device and host budget."""
     return cache.searched_plans(problem.step, problem.budgets, *_constraints(problem))
 
 

@@ -1,4 +1,4 @@
-"""The options of a compiled callable, checked once at its door; and sizes as people write them."""
+"""The options of a compiled callable, checked once, and sizes as people write them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Options:
     """The options of ``mtcompile.compile`` or of the torch.compile backend, checked.
 
     ``memory``, ``host``: budgets in bytes; None: what is free on the device, no limit on the host. ``updates``: None for
-    ``update="step"``. ``throttle``: the speeds that the emulated device keeps to, None for its own. ``offload``: whether
-    activations may wait in host memory. Raises ValueError or TypeError for what cannot be honoured.
+    ``update="step"``. ``throttle``: the speeds of the emulated device; None: its own. ``offload``: whether activations may
+    wait in host memory. Raises ValueError or TypeError for values that it cannot honour.
     """
 
     memory: int | None = None
@@ -59,7 +59,7 @@ class Options:
 
     @property
     def fuses(self) -> bool:
-        """True if kernels join operations."""
+        """True if kernels fuse operations."""
         return self.kernels == "inductor"
 
 
@@ -68,7 +68,7 @@ def _is_count(value: object) -> bool:
 
 
 def parse_bytes(size: Size) -> int | None:
-    """Bytes of ``size`` such as ``"16GiB"``, ``"16GB"`` or a number; None stays None. Raises ValueError."""
+    """Converts a size such as ``"16GiB"``, ``"16GB"`` or a number to bytes; None stays None. Raises ValueError."""
     if size is None:
         return None
     if isinstance(size, (int, float)) and not isinstance(size, bool):

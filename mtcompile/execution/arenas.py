@@ -1,4 +1,4 @@
-"""The arenas of a session: one allocation per tier, lent to whichever program runs."""
+"""The arenas of a session: one allocation per tier, lent to the program that runs."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from mtcompile.runtime.schedule import Tier
 class ArenaPool:
     """One arena per tier, shared by all programs of a session.
 
-    No device slot lives from one phase to the next; host slots do, so while a training forward waits for its backward, other
-    programs get a host arena of their own. ``drain``: waits for pending updates, which use the arenas that are there.
+    Device slots never outlive a phase. Host slots do, so while a training forward waits for its backward, other programs get
+    their own host arena. ``drain``: waits for pending updates, which use the current arenas.
     """
 
     def __init__(self, device: Device, frames: LiveFrames, drain: Callable[[], None]) -> None:
         self._device, self._frames, self._drain = device, frames, drain
         self._arenas: dict[Tier, torch.Tensor] = {}
-        self._slot_views: list[dict[str, torch.Tensor]] = []  # of all programs: they point into the arenas
+        self._slot_views: list[dict[str, torch.Tensor]] = []  # those of all programs, which point into the arenas
 
     def nbytes(self, tier: Tier) -> int:
         return self._arenas[tier].numel() if tier in self._arenas else 0
 
     def holds(self, arena: torch.Tensor) -> bool:
-        """Tells whether this is the device's arena now."""
+        """Tells whether ``arena`` is the current device arena."""
         return arena is self._arenas.get("device")
 
     def lend(self, compiled: CompiledStep) -> tuple[Arenas, dict[str, torch.Tensor] | None]:
-        """Arenas that are large enough for a program, and its slot views in them (None: it shall make its own)."""
+        """Returns arenas that are large enough for a program, and its slot views in them (None: it makes its own)."""
         needed = compiled.schedule.arena_nbytes
         private_host = bool(self._frames.waiting())
         if self._arenas.get("device") is None or self.nbytes("device") != needed.get("device", 0):
@@ -47,20 +47,20 @@ class ArenaPool:
         return Arenas(self._arenas["device"], self._arenas["host"]), compiled.slot_views
 
     def restore(self, compiled: CompiledStep, memory: CpuMemory) -> None:
-        """Gives a backward the device's arena again, which another program may have replaced since its forward."""
+        """Gives a backward the current device arena, if another program has replaced it since the forward."""
         if not self.holds(memory.arenas.device):
             arenas, _ = self.lend(compiled)
             memory.take_device(arenas.device)
 
     def _replace(self, tier: Tier, nbytes: int) -> None:
-        self._drain()  # pending updates would make views of the old arena again
-        for views in self._slot_views:  # they would hold the old arena
+        self._drain()  # pending updates would create new views of the old arena
+        for views in self._slot_views:  # they would keep the old arena alive
             views.clear()
         self._slot_views.clear()
         if tier in self._arenas:
-            self._device.synchronize()  # of a step that was dropped, copies may be on their way
+            self._device.synchronize()  # copies of a dropped step may still be under way
             del self._arenas[tier]
-        if tier == "device":  # waiting steps have nothing there, and will take what there is then
+        if tier == "device":  # waiting steps have nothing there; their backward takes the arena of that time
             for frame in self._frames.waiting():
                 frame.memory.leave_device()
         with torch_private.lasting():

@@ -1,7 +1,7 @@
-"""``model.calibrate()`` keeps what kernels and copies took in the steps that a model has run, for the plans that follow.
+"""``model.calibrate()`` stores how long kernels and copies took in the steps that a model has run, for later plans.
 
-Nothing is run to be measured: the records that every step leaves are read. A kernel is known by its digest, a copy by its
-bytes. On a GPU only steps under MT_TRACE=1 count, since other records say when work was issued.
+It runs nothing: it reads the records that every step leaves. A digest identifies a kernel, and its bytes identify a copy. On a
+GPU only steps under MT_TRACE=1 count, since other records say when work was issued.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from mtcompile.runtime.schedule import Instruction, Phase
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import Record, Trace, span_us
 
-KEPT_PHASES = 16  # of the last steps, a forward or a backward each
-_LATENCY_US = 50.0  # a copy that is shorter by formula says what starting one costs, nothing of the rate
+KEPT_PHASES = 16  # the most recent forwards and backwards
+_LATENCY_US = 50.0  # a copy that is shorter by formula shows the cost of starting one, not the rate
 TimedPhase = tuple[CompiledStep, Phase, list[Record]]
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """``kernels``, ``copies``: how many different ones were measured now. ``scale``: queue -> measured over formula, of all
-    that is known of the machine. Of the program that last trained, microseconds of forward and backward: ``predicted_us``
-    as its plan had it, ``fitted_us`` with what was measured, ``measured_us`` (median). ``remembered``: whether later plans will
-    find it."""
+    """The result of ``calibrate``. ``kernels``, ``copies``: how many different ones were measured now. ``scale``: queue ->
+    measured time over formula, from all that is known of the machine. Microseconds of forward and backward of the program that
+    last trained: ``predicted_us`` by its plan, ``fitted_us`` with the measured times, ``measured_us`` (median).
+    ``remembered``: whether later plans will find these times."""
 
     machine: str
     kernels: int
@@ -56,7 +56,7 @@ class Calibration:
 
 
 def as_measured(machine: Machine, times: Times | None) -> Machine:
-    """``machine`` with what is known of it; itself where nothing is."""
+    """Returns ``machine`` with its measured times; unchanged if there are none."""
     if not times:
         return machine
     kernels = {digest: us for digest, (us, _) in times.get("compute", {}).items()}
@@ -70,14 +70,14 @@ def as_measured(machine: Machine, times: Times | None) -> Machine:
 
 
 def speeds(device: Device, options: Options) -> Machine:
-    """The machine by its figures alone, whatever was measured there."""
+    """Returns the machine by its preset or throttle alone, without measured times."""
     if options.throttle is not None:
         return replace(options.throttle, name=f"{options.throttle.name}, emulated", fuses=options.fuses)
     return machine_of(device.where, options.fuses, device.staging is not None)
 
 
 def known_machine(device: Device, options: Options) -> Machine:
-    """The machine as plans may count on it: with what was measured there, unless it keeps to given speeds."""
+    """Returns the machine as plans assume it: with measured times, unless it is throttled or MT_MEASURED=0."""
     machine = speeds(device, options)
     if options.throttle is not None or not knobs.measured():
         return machine
@@ -85,20 +85,20 @@ def known_machine(device: Device, options: Options) -> Machine:
 
 
 class Calibrator:
-    """Keeps the times of the last phases of a session, and makes measured speeds of them."""
+    """Keeps the times of a session's last phases, and turns them into measured speeds."""
 
     def __init__(self, device: Device, options: Options) -> None:
         self.device, self.options = device, options
         self.phases: deque[TimedPhase] = deque(maxlen=KEPT_PHASES)
 
     def phase_ran(self, run: PhaseRun) -> None:
-        """Keeps a phase that was not slowed by being measured, if its records say when instructions ran."""
+        """Keeps a phase if its records say when instructions ran and no memory measurement slowed it down."""
         if not run.frame.measured and run.exact:
             self.phases.append((run.frame.compiled, run.phase, run.records))
 
     def calibrate(self, last: CompiledStep | None) -> Calibration:
-        """Medians over the last phases, written beside what was known. ``last``: the program that last trained. Raises
-        StepError when no step counts."""
+        """Stores medians over the last phases, beside the times already known. ``last``: the program that last trained. Raises
+        StepError if no step counts."""
         if self.options.throttle is not None:
             raise StepError("calibrate: this model keeps to the speeds given as throttle=; compile it without, to measure")
         if not self.phases or last is None:
@@ -131,7 +131,7 @@ def _key(device: Device, options: Options) -> str:
 
 
 def _medians(timed: Iterable[TimedPhase], speeds: Machine) -> Times:
-    """queue -> kernel digest or bytes of a copy -> microseconds (median, by formula)."""
+    """Returns queue -> kernel digest or bytes of a copy -> microseconds (measured median, by formula)."""
     took: dict[str, dict[str, list[float]]] = {}
     formula: dict[str, dict[str, float]] = {}
     for compiled, _, records in timed:
@@ -179,7 +179,7 @@ def _predicted_us(compiled: CompiledStep, machine: Machine) -> float:
 
 
 def _measured_us(timed: Iterable[TimedPhase], compiled: CompiledStep) -> float:
-    """The program's phases, the median of each."""
+    """Returns the measured step time of a program: the sum of the medians of its phases."""
     spans: dict[Phase, list[float]] = {}
     for other, phase, records in timed:
         if other is compiled:

@@ -1,4 +1,4 @@
-"""A compiled step, with all that running it needs, and the frame that a training forward leaves for its backward."""
+"""A compiled step, with everything needed to run it, and the frame that a training forward leaves for its backward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Tangents = tuple[bool, ...] | None  # which outputs receive a gradient; None: in
 
 @dataclass(frozen=True, slots=True)
 class CompiledStep:
-    """One program, planned and proven for one pattern of gradients. ``problem``: what its plan is an answer to."""
+    """One program, planned and proven for one pattern of gradients. ``problem``: the problem that its plan solves."""
 
     tangents: Tangents
     plan: Plan
@@ -40,18 +40,18 @@ class CompiledStep:
     random: bool
     phases: Mapping[Phase, Prepared]
     problem: PlanningProblem
-    # What steps leave for the next: tensors of arena slots, and the phases that have run once.
+    # Kept from step to step: tensors of arena slots, and the phases that have run at least once.
     slot_views: dict[str, torch.Tensor] = field(default_factory=dict)
     completed_phases: set[Phase] = field(default_factory=set)
 
     @property
     def settled(self) -> bool:
-        """True once every phase has run: results are as declared, and the peak has been measured."""
+        """True once every phase has run, so that results have been checked and the peak measured."""
         return self.completed_phases >= self.phases.keys()
 
 
 def compiled_step(tangents: Tangents, planned: Planned, problem: PlanningProblem, kernels: Mapping[str, Any]) -> CompiledStep:
-    """Resolves all names once, so that a step looks nothing up in a graph."""
+    """Resolves all names once, so that running a step needs no look-up in a graph."""
     step, schedule = planned.step, planned.schedule
     inputs = tuple((spec, node.name) for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True))
     outputs = tuple((spec, node.name) for spec, node in zip(step.meta["outputs"], step_outputs(step), strict=True))
@@ -80,8 +80,9 @@ def compiled_step(tangents: Tangents, planned: Planned, problem: PlanningProblem
 class Frame:
     """The state of one training forward, for its backward; owned by the autograd context.
 
-    ``snapshots``: buffers that the forward changes, as it read them, by input index. ``versions``: version counters of the
-    inputs. ``spent``: its backward has begun. ``evicted``: what it saved is gone, so that its backward runs the forward again.
+    ``snapshots``: by input index, the buffers that the forward changes, as they were before. ``versions``: version counters of
+    the inputs. ``spent``: its backward has begun. ``evicted``: its saved values are gone, so its backward runs the forward
+    again.
     """
 
     compiled: CompiledStep
@@ -98,7 +99,7 @@ class Frame:
     measured: bool = False
 
     def hand_out(self, outputs: tuple[torch.Tensor, ...]) -> None:
-        """Remembers what the caller received, without holding it: their ``grad_fn`` holds this frame."""
+        """Keeps weak references to the outputs that the caller receives: their ``grad_fn`` holds this frame."""
         self.outputs = tuple(weakref.ref(output) for output in outputs)
         self.output_versions = {i: outputs[i]._version for i in self.compiled.outputs_read_in_backward}
 
@@ -116,19 +117,19 @@ class Frame:
 
 
 class LiveFrames:
-    """The training forwards that still wait for their backward. A frame whose loss was dropped leaves by itself."""
+    """The training forwards that still wait for their backward. If the loss is dropped, its frame leaves by itself."""
 
     def __init__(self) -> None:
         self._frames: list[weakref.ref[Frame]] = []
-        self.in_backward = False  # while a backward runs its forward again
+        self.in_backward = False  # True while a backward runs its forward again
 
     def add(self, frame: Frame) -> None:
         self._frames = [weakref.ref(frame) for frame in (*self.waiting(), frame)]
 
     def waiting(self) -> list[Frame]:
-        """Oldest first."""
+        """Returns the waiting frames, oldest first."""
         return [frame for ref in self._frames if (frame := ref()) is not None and not frame.spent]
 
     def nbytes(self) -> int:
-        """Device bytes that waiting forwards hold."""
+        """Returns the device bytes that waiting forwards hold."""
         return sum(aligned(frame.memory.live) for frame in self.waiting())

@@ -12,7 +12,8 @@ from mtcompile.passes.step_graph import listing
 
 
 def dump(compiled: CompiledStep) -> None:
-    """MT_DEBUG=1 prints the plan, 2 the schedule, 3 the step graph after each pass; MT_DUMP=dir writes them there."""
+    """Prints with MT_DEBUG: 1 the plan, 2 also the schedule, 3 also the step graph after each pass. With MT_DUMP=dir, writes
+    plan, schedule and rewritten step graph to files in dir."""
     level, folder = knobs.debug(), knobs.dump()
     if level >= 1:
         print(compiled.plan)

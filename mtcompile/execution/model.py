@@ -1,4 +1,4 @@
-"""A compiled model: the call that Dynamo captures, its micro-batches, and what the model can be asked."""
+"""A compiled model: the call that Dynamo captures, its micro-batches, and its memory report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mtcompile.runtime.schedule import gib
 
 
 class CompiledModel:
-    """The state of a compiled module: its door, its session, and the call that Dynamo captures. The model is on the host."""
+    """The state of a compiled module: its door, its session, and the call that Dynamo captures. Expects a model on the host."""
 
     def __init__(
         self, model: nn.Module, call: Callable[..., Any], options: Options, device: Device, optimizer: Any = None
@@ -47,7 +47,7 @@ class CompiledModel:
         self._captured = front_end(call, self._backend, device.where)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's call. Tensors of the host that are passed to it go to the device first."""
+        """Calls the model. Sends host tensors among the arguments to the device first."""
         if self.device.where.type != "cpu":
             (args, kwargs), self.door.sent_nbytes = sent((args, kwargs), self.device.where)
         if self.options.accumulate == 1 or not torch.is_grad_enabled():
@@ -56,7 +56,7 @@ class CompiledModel:
             self.door.masters.take_any()
         try:
             return self._in_micro_batches(args, kwargs)
-        except DifferentMicroBatches:  # a model may settle at its first call what it does from then on
+        except DifferentMicroBatches:  # the first call of a model may differ from all later ones
             return self._in_micro_batches(args, kwargs)
 
     def _in_micro_batches(self, args: Any, kwargs: Any) -> Any:
@@ -69,17 +69,17 @@ class CompiledModel:
             self._collector.batch = None
 
     def _backend(self, graph: Any, inputs: Any) -> Program:
-        """Makes a program of a graph that Dynamo has captured."""
+        """Makes a program from a graph that Dynamo has captured."""
         names, device = self.door.names(), self.device.where
         program = Program(self.session, describe(graph, inputs, lambda t: names.get(id(t)), device), self._collector)
         if device.type != "cpu" and not self.door.parameters.slabs and self._collector.batch is None:
-            # Dynamo guards the devices of parameters as they are when this returns: send them where they will stay, or
-            # the second call is captured again.
+            # Dynamo guards on the devices of parameters when this returns. Send them where they will stay, or the second
+            # call is captured again.
             program.compile()
         return program
 
     def report(self) -> dict[str, Any]:
-        """Bytes: budgets, planned and measured peaks per tier, and the training state."""
+        """Returns bytes: budgets, planned and measured peaks per tier, and the training state."""
         session, state = self.session, self.door.state_nbytes()
         planned = session.last.schedule.peak_nbytes if session.last else {}
         session.note_host_bytes(session.last)

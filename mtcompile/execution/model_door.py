@@ -29,8 +29,8 @@ from mtcompile.runtime.devices.protocol import Device
 class ModelDoor:
     """The door of ``mtcompile.compile`` to its session: a model, its optimizer, masters and updates.
 
-    Residency of parameters is the model's: the first program decides it, and later ones keep to it. ``drain``: waits for
-    updates that run behind a forward.
+    The model's first program decides which parameters are resident, and later programs keep to it. ``drain``: waits for
+    updates that run during a forward.
     """
 
     def __init__(
@@ -44,11 +44,12 @@ class ModelDoor:
         self.updates: UpdatesInBackward | None = None
         if options.updates is not None:
             self.updates = UpdatesInBackward(model, options.updates, self.masters, drain)
-        self.sent_nbytes = 0  # of the call's tensors, copied to the device for its length
+        self.sent_nbytes = 0  # bytes of the arguments, which are on the device during the call
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the optimizer that steps the model from now on."""
-        if self.updates is not None and optimizer is not self.optimizer:  # first: its hooks look at p.grad, the others hide it
+        # updates before masters: the hooks of updates look at p.grad, which those of masters hide
+        if self.updates is not None and optimizer is not self.optimizer:
             self.updates.bind(optimizer)
         if self.masters is not None and optimizer is not self.optimizer:
             self.masters.bind(optimizer)
@@ -78,7 +79,7 @@ class ModelDoor:
         return None
 
     def _available_nbytes(self, step: fx.GraphModule) -> int | None:
-        """Device bytes of the budget, less waiting forwards and resident parameters that this program does not read."""
+        """Returns the device budget, less waiting forwards and resident parameters that this program does not read."""
         if self.options.memory is None:
             return None
         read, copies = set(step.meta["homes"].values()), state_copies_of(self.options.precision, self.optimizer)
@@ -117,12 +118,12 @@ class ModelDoor:
         return False
 
     def before_forward(self, frames: LiveFrames) -> None:
-        """Raises StepError when an earlier training forward still waits for its backward, or a fault left the model between two
-        steps."""
+        """Raises StepError if an earlier training forward still waits for its backward, or if an error left the model half
+        updated."""
         if self.updates is not None:
             self.updates.before_forward()
         if frames.waiting():
-            gc.collect()  # a loss in a reference cycle is not alive
+            gc.collect()  # frees a loss that only a reference cycle holds
         if not (waiting := frames.waiting()):
             return
         if _skipped(waiting[-1]):
@@ -153,8 +154,8 @@ class ModelDoor:
         return self.updates is not None and self.updates.allocated_state
 
     def state_nbytes(self) -> dict[str, int]:
-        """Bytes of weights, gradients and optimizer state as they are now."""
-        parameters = [p for _, p in nn.Module.named_parameters(self._model())]  # the model's own waits for updates under way
+        """Returns the current bytes of weights, masters, gradients and optimizer state."""
+        parameters = [p for _, p in nn.Module.named_parameters(self._model())]  # the model's own method waits for updates
         weights = sum(p.numel() * p.element_size() for p in parameters)
         widths = ((p, p if p.grad is None else p.grad) for p in parameters if p.requires_grad)  # accumulated ones are wider
         gradients = sum(p.numel() * like.element_size() for p, like in widths) if self.updates is None else 0
@@ -166,7 +167,7 @@ class ModelDoor:
         return {"weights": weights, "masters": masters, "gradients": gradients, "optimizer": state}
 
     def names(self) -> dict[int, tuple[str, str]]:
-        """id of each parameter and buffer -> its role and name."""
+        """Returns id of each parameter and buffer -> its role and name."""
         model = self._model()
         names: dict[int, tuple[str, str]] = {id(b): ("buffer", n) for n, b in model.named_buffers()}
         return names | {id(p): ("param", n) for n, p in model.named_parameters()}
@@ -177,7 +178,7 @@ class ModelDoor:
         return model
 
     def _moved(self, parameter: nn.Parameter) -> None:
-        """Optimizer state goes where its parameter went (a step counter only where the optimizer wants it there)."""
+        """Moves optimizer state to its parameter's device (a step counter only if the optimizer wants it there)."""
         if self.masters is not None:
             self.masters.moved(parameter)
         state = self.optimizer.state.get(parameter) if self.optimizer is not None else None
@@ -200,6 +201,6 @@ def _trains(graph: fx.GraphModule) -> bool:
 
 
 def _skipped(frame: Frame) -> bool:
-    """Tells whether a step was skipped because its loss is not finite; the caller's variable may still hold that."""
+    """Tells whether the caller skipped this step because no loss was finite; a variable may still hold that loss."""
     losses = [t for ref in frame.outputs if (t := ref()) is not None and t.numel() == 1 and t.is_floating_point()]
     return bool(losses) and not any(bool(t.detach().isfinite()) for t in losses)

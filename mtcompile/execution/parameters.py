@@ -16,7 +16,7 @@ from mtcompile.torch_private import storage_holders
 
 @dataclass(slots=True)
 class ParameterPlace:
-    """One parameter at home: ``offset`` bytes into its block's slab. ``pointer``: the address that its tensor must have."""
+    """One parameter's place at home: ``offset`` bytes into its block's slab. ``pointer``: the address of its data there."""
 
     parameter: torch.nn.Parameter
     block: str
@@ -27,7 +27,7 @@ class ParameterPlace:
 
 @dataclass(slots=True)
 class Slab:
-    """The memory of one block's parameters. ``tier``: where it is to be; ``arrange`` moves it there."""
+    """The memory of one block's parameters. ``tier``: where it should be; the next ``adopt`` moves it there."""
 
     tier: str
     memory: torch.Tensor
@@ -36,9 +36,9 @@ class Slab:
 class ParameterStore:
     """The homes of one model's parameters.
 
-    ``moved``: called with a parameter that has gone to another device, for what follows it. ``replaced``: called with a
-    parameter whose ``.data`` was replaced, and the values it was replaced by. ``version``: counts decisions that make earlier
-    plans invalid.
+    ``moved``: called with a parameter that has moved to another device, so that its state can follow. ``replaced``: called with
+    a parameter whose ``.data`` was replaced, and with its new values. ``version``: counts decisions that invalidate earlier
+    plans.
     """
 
     def __init__(
@@ -51,25 +51,25 @@ class ParameterStore:
         self.places: dict[str, ParameterPlace] = {}
         self.slabs: dict[str, Slab] = {}  # by block
         self.version = 0
-        self._gradients: list[tuple[torch.Tensor, int]] = []  # slab, and its holders when only this list holds it
+        self._gradients: list[tuple[torch.Tensor, int]] = []  # slab, and its number of holders when only this list holds it
 
     @property
     def tiers(self) -> dict[str, str]:
-        """Block -> home tier, as the model's first program decided it."""
+        """The home tier of each block."""
         return {block: slab.tier for block, slab in self.slabs.items()}
 
     def blocks(self) -> dict[str, str]:
-        """Parameter -> home block."""
+        """Returns parameter -> home block."""
         return {name: place.block for name, place in self.places.items()}
 
     def adopt(self, blocks: Mapping[str, str], tiers: Mapping[str, str], parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Moves every named parameter that has no home yet into its block's slab, and every slab where its tier says."""
+        """Moves every named parameter without a home into its block's slab, and every slab to its tier."""
         new: dict[str, list[str]] = {}
         for name, block in blocks.items():
             if name not in self.places and name in parameters:
                 new.setdefault(block, []).append(name)
         for wanted, names in new.items():
-            # A block whose slab is full gets another one, on the host: the first program did not know of it.
+            # A block that already has a slab gets another one, on the host: the first program did not plan for it.
             block, tier = (wanted, tiers[wanted]) if wanted not in self.slabs else (f"{wanted}+{len(self.slabs)}", "host")
             offsets, nbytes = {}, 0
             for name in names:
@@ -108,7 +108,7 @@ class ParameterStore:
         at_home.copy_(parameter.data)
         grad = parameter.grad
         if grad is not None and grad.device != at_home.device:
-            parameter.grad = None  # a gradient is where its parameter is
+            parameter.grad = None  # a gradient must be on its parameter's device; put back below
         before, parameter.data = parameter.device, at_home
         if before != at_home.device:
             if grad is not None:
@@ -117,18 +117,18 @@ class ParameterStore:
         self.places[name] = ParameterPlace(parameter, block, layout, offset, at_home.data_ptr())
 
     def restore(self, name: str, parameter: torch.nn.Parameter) -> None:
-        """Notices a replaced ``p.data`` or a replaced Parameter: its values move into the slab."""
+        """Moves the values of a replaced ``p.data`` or a replaced Parameter into the slab."""
         place = self.places.get(name)
         if place is None or (place.parameter is parameter and parameter.data_ptr() == place.pointer):
             return
         if place.parameter is not parameter and place.parameter.data_ptr() == place.pointer:
-            place.parameter.data = place.parameter.data.clone()  # the replaced one keeps its values, on its own
+            place.parameter.data = place.parameter.data.clone()  # the old Parameter keeps its values, in its own memory
         values = parameter.data
         self._place(name, parameter, place.block, place.layout, place.offset)
         self.replaced(parameter, values)
 
     def gradient_slab(self, nbytes: int) -> torch.Tensor:
-        """A slab of at least that size that nobody else holds; reused once the old gradients are gone."""
+        """Returns a slab of at least that size that nothing else holds. A slab is reused once its gradients are gone."""
         for slab, own_holders in self._gradients:
             if slab.numel() >= nbytes and storage_holders(slab) <= own_holders:
                 return slab

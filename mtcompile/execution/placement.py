@@ -1,4 +1,4 @@
-"""The placement of a step's inputs: the protocol that each door implements, and what their implementations share."""
+"""The placement of a step's inputs: the protocol that each door implements, and helpers that the doors share."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ class Placement(Protocol):
     (``execution/model_door``), torch.compile's graphs (``backend``), a forecast (``forecast/request``)."""
 
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
-        """Says where the inputs of a step are at home, before anything is planned."""
+        """Says where the inputs of a step have their homes, before anything is planned."""
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str] | None]:
-        """The budgets, and the home tier of each block where earlier programs have decided it."""
+        """Returns the budgets, and the home tier of each block if earlier programs have decided it."""
 
 
 class RunnablePlacement(Placement, Protocol):
     """The placement of a step that will run."""
 
     def needs_loss_head(self, joint: fx.GraphModule) -> bool:
-        """Tells whether ``loss_chunks`` makes no sense for a training graph without a loss head."""
+        """Tells whether ``loss_chunks`` is an error for a training graph without a loss head."""
 
     def give_up_residents(self, error: DoesNotFit) -> bool:
-        """Sends resident parameters home if that may make planning succeed; tells whether it did."""
+        """Sends resident parameters home if that may make planning succeed. Tells whether it sent any."""
 
     def refusal(self, error: DoesNotFit) -> BudgetError:
-        """The error for a user whose budget no plan fits."""
+        """Returns the error to raise if no plan fits the user's budget."""
 
     def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
         """Puts parameters where a proven plan wants them, before it first runs."""
@@ -48,13 +48,13 @@ class RunnablePlacement(Placement, Protocol):
 
 
 def random_reserve_nbytes(step: fx.GraphModule) -> int:
-    """Device bytes held beside a schedule: the generator's state as a step found it, and as a backward did (on the emulated
-    device both are in the memory that counts)."""
+    """Returns the device bytes held beside a schedule: the generator's states before the forward and before the backward (on
+    the emulated device, both count)."""
     return 2 * aligned(generator_nbytes(step.meta["device"])) if has_random(step) else 0
 
 
 def conversions(step: fx.GraphModule) -> dict[str, Any]:
-    """The kernels of a step's conversions: a result is cast as it is written to its place."""
+    """Returns the kernels of a step's conversions. They change nothing: writing a result to its place casts it."""
     return {node.name: _unchanged for node in calls(step) if is_convert(node)}
 
 
@@ -63,7 +63,7 @@ def _unchanged(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def budget_error(error: DoesNotFit, name: str, budget: int, reserved_nbytes: int) -> BudgetError:
-    """``name``: what the user calls the budget. ``reserved_nbytes``: held by training steps in progress."""
+    """Makes the error. ``name``: what the user calls the budget. ``reserved_nbytes``: held by training steps in progress."""
     largest = "\n".join(f"  {gib(nbytes):>12}  {what}" for what, nbytes in error.causes)
     beside = f" beside {gib(reserved_nbytes)} held by a training step in progress" if reserved_nbytes else ""
     minimum = error.minimum + reserved_nbytes

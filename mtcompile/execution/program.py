@@ -1,4 +1,4 @@
-"""One program: one captured graph under one input signature, as Dynamo calls it and as autograd sees it."""
+"""A program: one captured graph for one input signature, as Dynamo calls it and as autograd sees it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Collector:
 class Program:
     """A captured graph, called with its flat inputs; returns its flat outputs.
 
-    ``micro``: of a program of several micro-batches, ``description`` being that of one.
+    ``micro``: given for a program of several micro-batches; ``description`` is then that of one.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Program:
         self.compiled: CompiledSteps = {}
         self._of_micro_batches: dict[tuple[int, ...], Program] = {}  # by the inputs that are split
         scalars = tuple(differentiable and scalar for _, differentiable, scalar in description.computed)
-        # The first trace follows the loss; a gradient arriving at another output traces once for that pattern.
+        # The first trace assumes a gradient at scalar outputs, the loss; another pattern is traced when it occurs.
         self.pattern = scalars if any(scalars) else tuple(differentiable for _, differentiable, _ in description.computed)
 
     @property
@@ -76,14 +76,14 @@ class Program:
         return tuple(_rebuilt(output, inputs, computed) for output in self.description.outputs)
 
     def compile(self) -> CompiledStep:
-        """Compiles what a call now runs. Raises CaptureError and BudgetError."""
+        """Compiles the step that a call would run now. Raises CaptureError and BudgetError."""
         return self._compile(self.captured(self.pattern if self.trains else None))
 
     def captured(self, tangents: Tangents) -> CapturedStep:
         return CapturedStep(self.description, tangents, self.micro)
 
     def compile_again(self, captured: CapturedStep) -> CompiledStep:
-        """The step for gradients that arrive otherwise than was traced; later forwards expect them so."""
+        """Compiles the step for another pattern of gradients than was traced; later forwards expect this pattern."""
         self.description = captured.description
         compiled = self._compile(captured)
         assert captured.tangents is not None
@@ -94,7 +94,7 @@ class Program:
         return self.session.compile(captured, self.compiled)
 
     def _collect(self, batch: MicroBatchCalls, inputs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-        """Takes one micro-batch's call; the last one runs them all, and returns what they compute together."""
+        """Collects one micro-batch's call. The last call runs them all and returns their joint results."""
         batch.calls.append((self, inputs))
         if any(program is not self for program, _ in batch.calls):
             raise DifferentMicroBatches(

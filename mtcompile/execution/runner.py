@@ -1,4 +1,4 @@
-"""The runner: executes one phase of a compiled step. It knows arenas, parameters and a device; a listener hears what ran."""
+"""The runner: executes one phase of a compiled step with arenas, parameters and a device, and tells a listener what ran."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from mtcompile.runtime.workers import DeferredQueue
 
 @dataclass(frozen=True, slots=True)
 class PhaseRun:
-    """One phase that has run. ``records``: when its instructions ran, from the phase's start. ``exact``: by a clock that tells
-    (a GPU's own; the host's says only when work was issued). ``peak_nbytes``: device bytes at the most, where measured."""
+    """One phase that has run. ``records``: when its instructions ran, from the phase's start. ``exact``: False if they say
+    only when work was issued (a GPU not timed by its own clock). ``peak_nbytes``: peak of device bytes, if measured."""
 
     frame: Frame
     phase: Phase
@@ -37,7 +37,7 @@ class PhaseRun:
 
 
 class Listener(Protocol):
-    """Hears what a runner does."""
+    """Is told what a runner does."""
 
     def wants_device_times(self, compiled: CompiledStep) -> bool:
         """Tells whether to ask the device's clock when the instructions of a step run."""
@@ -45,12 +45,12 @@ class Listener(Protocol):
     def phase_ran(self, run: PhaseRun) -> None: ...
 
     def step_ran(self, frame: Frame) -> None:
-        """Called when a whole step has run, updates that went on behind the next forward included."""
+        """Called when a whole step has run, including updates that continued during the next forward."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingUpdates:
-    """Updates that a backward left to run behind the next forward of its program, over its frame's memory."""
+    """Updates that a backward left to run during the next forward of its program, in its frame's memory."""
 
     frame: Frame
     queue: DeferredQueue
@@ -58,7 +58,7 @@ class PendingUpdates:
 
 
 class Runner:
-    """Runs phases of one session. ``paced``: the emulated device takes at least the time its throttle says."""
+    """Runs the phases of one session. ``paced``: the emulated device takes at least the time that its throttle says."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Runner:
         self.pending: PendingUpdates | None = None
 
     def drain(self) -> None:
-        """Waits for pending updates. Raises what stopped them."""
+        """Waits for pending updates. Raises the error that stopped them, if any."""
         pending, self.pending = self.pending, None
         if pending is not None:
             try:
@@ -89,13 +89,13 @@ class Runner:
         snapshots: Mapping[int, torch.Tensor] | None = None,
         write_back: bool = True,
     ) -> tuple[Frame, tuple[torch.Tensor, ...]]:
-        """Runs the forward. Buffers change only when all of it has succeeded; on an error the generator is put back.
+        """Runs the forward. Buffers change only after all of it has succeeded; an error restores the generator's state.
 
-        ``snapshots``: what the buffers that the step changes held, where that is not what they hold now.
+        ``snapshots``: the values to read of buffers that the step changes, if not their current ones.
         """
         device = str(self.device.where)
         generator = generator_state(device) if compiled.random else None
-        if snapshots is None:  # the old version is what this step reads, also after the new one has been written
+        if snapshots is None:  # this step reads the old version, even after the new one has been written
             snapshots = {i: inputs[i].detach().clone() for i in compiled.mutated}
         arenas, views = self.arenas.lend(compiled)
         memory = self.device.memory(compiled.schedule, compiled.layouts, arenas, knobs.check(), compiled.settled, views)
@@ -112,7 +112,7 @@ class Runner:
                 set_generator_state(device, generator)
             memory.tensors.clear()
             raise
-        if pending is not None:  # updates behind this forward have counted versions up
+        if pending is not None:  # updates during this forward have raised versions
             frame.versions = tuple(version_of(t) for t in inputs)
         if write_back:
             with torch.no_grad():
@@ -129,7 +129,7 @@ class Runner:
         return frame, tuple(outputs)
 
     def backward(self, frame: Frame, tangents: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """Gradients for every input, None where none was asked for. Weights, buffers and old gradients are not touched."""
+        """Returns the gradient of every input, None where none is needed. Leaves weights, buffers and old gradients alone."""
         compiled, memory = frame.compiled, frame.memory
         device = str(self.device.where)
         generator = generator_state(device) if compiled.random else None
@@ -157,7 +157,7 @@ class Runner:
             if spec.role == "tangent":
                 tangent, layout = tangents[spec.index], compiled.layouts[name]
                 assert tangent is not None
-                if tuple(tangent.stride()) != layout.stride:  # some backward formulas give other bits for other strides
+                if tuple(tangent.stride()) != layout.stride:  # the bits of some backward formulas depend on strides
                     like = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=tangent.device)
                     tangent = like.copy_(tangent)
                 memory.bind(name, tangent)
@@ -171,17 +171,17 @@ class Runner:
             offset += placed(buffers[name].nbytes)
 
     def _execute(self, frame: Frame, phase: Phase, pending: PendingUpdates | None = None) -> None:
-        """Runs one phase. ``pending``: updates that the previous step left; they are drained at its end."""
+        """Runs one phase. ``pending``: updates that the previous step left; the phase ends when they are done."""
         compiled, memory = frame.compiled, frame.memory
         delays = Delays(knobs.check_seed()) if memory.check else None
-        # The host waits for what the caller may read or change next: weights, and at the end of a backward gradients.
+        # The host waits for what the caller may read or change next: weights and, after a backward, gradients.
         visible: tuple[Queue, ...] = ("h2d", "d2h") if phase == "backward" or compiled.mutated else ("h2d",)
         fence = self.device.fence(visible, timed=self.listener.wants_device_times(compiled))
         deferred = DeferredQueue() if phase == "backward" and compiled.schedule.run_ahead else None
         previous = None if pending is None else pending.queue
         options = PhaseOptions(delays, fence, self.paced, previous, deferred)
         began_us = max((r.end_us for r in frame.records), default=0.0)
-        if phase == "forward":  # the allocator knows the size of what is freed only if it saw it made
+        if phase == "forward":  # whole steps only: the profiler must see the allocation of whatever the backward frees
             frame.measured = knobs.check() or not compiled.settled
         base = self._device_nbytes(memory) + self.frames.nbytes() if frame.measured else 0
         with torch.no_grad(), without_autocast(self.device.where.type), _measured(frame.measured, self.device.where) as peak:
@@ -201,8 +201,8 @@ class Runner:
         self.listener.step_ran(pending.frame)
 
     def _device_nbytes(self, memory: CpuMemory) -> int:
-        """Bytes on the device when a phase starts: persistent state, the arena, and what the allocator gave for the rest (a
-        generator's state is planned as a value of the device, but is in host memory)."""
+        """Returns the bytes on the device when a phase starts: persistent state, the arena, and allocations for the rest. A
+        GPU's generator state is planned as a device value but is in host memory, so it does not count."""
         schedule = memory.schedule
         fixed = schedule.arena_nbytes.get("device", 0) + schedule.resident_nbytes.get("device", 0)
         buffers = (schedule.buffers[name] for name in memory.tensors)
@@ -233,7 +233,7 @@ def _bind_forward(
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """The counter that an in-place change raises; tensors of torch.inference_mode have none."""
+    """Returns the counter that in-place changes raise; 0 for tensors of torch.inference_mode, which have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -243,7 +243,7 @@ def _measured(measure: bool, where: torch.device) -> contextlib.AbstractContextM
 
 @contextlib.contextmanager
 def without_autocast(device: str) -> Iterator[None]:
-    """Bodies are ATen after autocast: casting again would change the numbers."""
+    """Turns autocast off: kernels were captured after autocast, and casting again would change the numbers."""
     with torch.autocast("cpu", enabled=False):
         if device == "cpu" or not torch.amp.is_autocast_available(device):
             yield

@@ -1,5 +1,5 @@
-"""A session: what lives between the steps of one compiled callable. It compiles programs when they are first needed, runs
-them through its ``Runner``, and tells listeners what ran."""
+"""A session: the state that one compiled callable keeps between steps. It compiles programs when they are first needed, runs
+them with its ``Runner``, and tells listeners what ran."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.trace import Trace
 
 Refusal = tuple[str, int]  # why nothing fits, and the smallest budget that does
-# With the version of the parameters' places that it was compiled for.
+# Each with the version of the parameters' places that it was compiled for.
 CompiledSteps = MutableMapping[Hashable, tuple[int, CompiledStep | Refusal]]
 
 
@@ -39,40 +39,41 @@ class StepListener(Protocol):
     """Listens to the steps of a session."""
 
     def wants_device_times(self, schedule: Schedule) -> bool:
-        """Tells whether to ask the device's clock when the next step runs."""
+        """Tells whether the next step is to be timed by the device's clock."""
 
     def step_ran(self, compiled: CompiledStep, measured: Trace | None) -> None:
-        """``measured``: None where the records say only when work was issued."""
+        """Called after a step. ``measured``: None if the records say only when work was issued."""
 
 
 class Door(RunnablePlacement, Protocol):
-    """The differences between the doors to a session: a compiled model, and torch.compile's graphs."""
+    """What differs between the two ways into a session: a compiled model, and torch.compile's graphs."""
 
     def plan_key(self) -> Hashable:
-        """Returns whatever else a plan depends on that may change between calls."""
+        """Returns a key of whatever else a plan depends on and may change between calls."""
 
     def make_room(self, frames: LiveFrames) -> bool:
-        """Evicts waiting forwards if that may make compiling succeed; tells whether it did."""
+        """Evicts waiting forwards if that may make compiling succeed. Tells whether it evicted any."""
 
     def before_forward(self, frames: LiveFrames) -> None:
-        """Raises StepError where a training forward cannot start now."""
+        """Raises StepError if a training forward cannot start now."""
 
     def backward(self, node: Any, frame: Frame, tangents: Sequence[torch.Tensor | None]) -> AbstractContextManager[None]:
-        """Surrounds a backward; ``node``: of autograd's graph. Raises StepError where it cannot start."""
+        """Surrounds a backward. ``node``: its node in autograd's graph. Raises StepError if it cannot start."""
 
     def before_accumulation(self, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Called before autograd adds gradients to those that are there."""
+        """Called before autograd adds gradients to existing ones."""
 
     def optimizer_state_was_made(self) -> bool:
-        """Tells whether the last backward allocated optimizer state, which later ones find there."""
+        """Tells whether the last backward allocated optimizer state."""
 
     def state_nbytes(self) -> dict[str, int]:
-        """Bytes of weights, gradients and optimizer state as they are now, by name."""
+        """Returns the current bytes of weights, masters, gradients and optimizer state, by name."""
 
 
 class Session:
-    """``door``: where inputs live and what plans keep to. ``last``: the program that last trained (or ran, before any
-    training). ``last_step``: the schedule of the last whole step, and when its instructions ran by the device's clock."""
+    """The session of one compiled callable. ``door``: says where inputs live, and sets the limits on plans. ``last``: the
+    program that last trained (or ran, before any training). ``last_step``: the schedule of the last whole step, and when its
+    instructions ran by the device's clock."""
 
     def __init__(
         self,
@@ -97,14 +98,14 @@ class Session:
         self.peak_device_bytes = self.peak_host_bytes = 0
 
     def drain(self) -> None:
-        """Waits for the updates that the last backward left to run behind a forward. Raises what stopped them."""
+        """Waits for updates that the last backward left to run during a forward. Raises the error that stopped them, if any."""
         self.runner.drain()
 
     # ------------------------------------------------------------------------------------------------------- compiling
 
     def compile(self, captured: CapturedStep, known: CompiledSteps) -> CompiledStep:
-        """The step planned for this thread count and free memory; ``known`` holds what was compiled before. Raises CaptureError
-        and BudgetError."""
+        """Returns the step compiled for this thread count and free memory, from ``known`` if it was compiled before. Raises
+        CaptureError and BudgetError."""
         try:
             return self._known_or_compiled(captured, known)
         except BudgetError:
@@ -124,7 +125,7 @@ class Session:
             except BudgetError as error:
                 if not reserved:
                     raise
-                # Every step would ask again. Not the error itself: its traceback would hold the call's tensors.
+                # Keep the refusal, or every step would plan again. Not the error: its traceback holds the call's tensors.
                 compiled = str(error), error.minimum_bytes
             known[key] = self.parameters.version, compiled
         if isinstance(compiled, tuple):
@@ -142,14 +143,14 @@ class Session:
     # --------------------------------------------------------------------------------------------------------- running
 
     def infer(self, compiled: CompiledStep, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """A forward that nobody will differentiate; allowed at any time, in what memory a live step leaves."""
+        """Runs a forward without a backward. Allowed at any time, in the memory that a waiting step leaves free."""
         self.drain()
         _, outputs = self.runner.forward(compiled, inputs)
         self.last = self.last or compiled
         return outputs
 
     def forward(self, compiled: CompiledStep, inputs: tuple[torch.Tensor, ...]) -> tuple[Frame, tuple[torch.Tensor, ...]]:
-        """A training forward, which waits for its backward."""
+        """Runs a training forward. Its frame waits for the backward."""
         self.last = compiled
         frame, outputs = self.runner.forward(compiled, inputs)
         self.frames.add(frame)
@@ -163,9 +164,9 @@ class Session:
         tangents: Sequence[torch.Tensor | None],
         compile_again: Callable[[CapturedStep], CompiledStep],
     ) -> tuple[torch.Tensor | None, ...]:
-        """Gradients for every input of a forward. Where they arrive at other outputs or under another autocast than was traced,
-        or what the forward saved has been given up, the forward first runs again as it was, by what ``compile_again``
-        returns."""
+        """Returns the gradient of every input of a forward. The forward first runs again, as the step that ``compile_again``
+        returns, if gradients arrive at other outputs or under another autocast than was traced, or if its saved values have
+        been evicted."""
         frame.spent = True
         pattern = tuple(t is not None for t in tangents)
         autocast = enabled_autocast(self.device.where)
@@ -197,7 +198,7 @@ class Session:
 
     def phase_ran(self, run: PhaseRun) -> None:
         compiled, frame = run.frame.compiled, run.frame
-        # Optimizer state counts as resident from the start: measured is a backward that finds it there.
+        # Optimizer state counts as resident from the start, so a backward that allocates it is not measured.
         if not (frame.measured and run.phase == "backward" and self.door.optimizer_state_was_made()):
             compiled.completed_phases.add(run.phase)
             if run.peak_nbytes is not None:
@@ -227,14 +228,14 @@ class Session:
             )
 
     def note_host_bytes(self, compiled: CompiledStep | None) -> None:
-        """Counts the host memory held now: the training state that is not on the device, and the arena."""
+        """Updates the host peak with the memory held now: the training state that is not on the device, and the arena."""
         resident = compiled.schedule.resident_nbytes.get("device", 0) if compiled else 0
         state = max(0, sum(self.door.state_nbytes().values()) - resident)
         self.peak_host_bytes = max(self.peak_host_bytes, state + self.arenas.nbytes("host"))
 
 
 def _check_versions(frame: Frame, captured: CapturedStep, again: bool) -> None:
-    """Raise when a tensor that the backward reads (or the forward, when it is to run ``again``) has changed since."""
+    """Raises StepError if a tensor has changed since the forward, and the backward (or the forward, ``again``) reads it."""
     compiled = frame.compiled
     for index in range(len(frame.inputs)) if again else compiled.read_in_backward:
         if index not in compiled.mutated and version_of(frame.inputs[index]) != frame.versions[index]:

@@ -1,5 +1,5 @@
-"""Compiles kernels in worker processes: each fills Inductor's disk cache, from which this process then loads. Graphs go to the
-workers (``compile_worker.py``) as text; only "done" comes back."""
+"""Compiles kernels in worker processes. They fill Inductor's disk cache, from which this process then loads. Graphs go to the
+workers (``compile_worker.py``) as text; only "done", or the name of an error, comes back."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from mtcompile.passes.graph_json import graph_to_json
 
 _FEWEST = 3  # kernels worth the start of a process that imports torch
 _MOST_WORKERS = 8
-_FEWEST_CORES = 4  # below, their start costs what they save: in one process Inductor runs the C++ compiler in parallel
+_FEWEST_CORES = 4  # with fewer, starting workers costs what they save: one process already runs C++ compilers in parallel
 
 
 def record_compiled(kernel: fx.GraphModule) -> None:
-    """Note beside Inductor's disk cache that it has held this kernel."""
+    """Records, beside Inductor's disk cache, that the cache has held this kernel."""
     record = _record_of(kernel)
-    with contextlib.suppress(OSError):  # a disk that refuses costs the next run its time
+    with contextlib.suppress(OSError):  # without the record, the next run only takes longer
         record.parent.mkdir(parents=True, exist_ok=True)
         record.touch()
 
 
 def _record_of(kernel: fx.GraphModule) -> Path:
-    """The file that says so, by the kernel's body and shapes, the thread count and torch's version."""
+    """Returns the path of that record, named by the kernel's body and shapes, the thread count and torch's version."""
     text = f"{torch.__version__} {torch.get_num_threads()} {kernel.meta['key']}"
     return Path(torch_private.inductor_cache(), "mtcompile", hashlib.sha256(text.encode()).hexdigest())
 
 
 def compile_ahead(kernels: Sequence[fx.GraphModule]) -> Iterator[None]:
-    """Compile the kernels that the disk cache lacks, as many at once as there are cores; yields once per kernel as it is done.
+    """Compiles the kernels that the disk cache lacks, one per core at a time, at most eight. Yields as each one is done.
 
-    A worker that fails leaves its kernels to the caller, who meets the same error and can say so.
+    If a worker fails, the caller compiles its kernels, meets the same error and reports it.
     """
     new = [kernel for kernel in kernels if not _record_of(kernel).exists()]
     if len(new) < _FEWEST or _cores() < _FEWEST_CORES:
         return
     count = min(len(new), _cores(), _MOST_WORKERS)
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for kernel in sorted(new, key=lambda k: -len(k.graph.nodes)):  # the longest first, so that none is left alone at the end
+    for kernel in sorted(new, key=lambda k: -len(k.graph.nodes)):  # longest first, so that no long one runs alone at the end
         waiting.put(graph_to_json(kernel))
     progress: queue.SimpleQueue[bool] = queue.SimpleQueue()
     threads = [threading.Thread(target=_feed, args=(waiting, progress), daemon=True) for _ in range(count)]
@@ -63,7 +63,7 @@ def compile_ahead(kernels: Sequence[fx.GraphModule]) -> Iterator[None]:
 
 
 def _feed(waiting: queue.SimpleQueue[str], progress: queue.SimpleQueue[bool]) -> None:
-    """Feed one worker from this process; reports True for each kernel compiled, False at the end."""
+    """Feeds one worker from this process. Reports True for each kernel that is done, and False at the end."""
     command = [sys.executable, "-m", "mtcompile.kernels.compile_worker", str(torch.get_num_threads())]
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": torch_private.inductor_cache(), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     try:

@@ -18,7 +18,7 @@ def main() -> int:
     for line in sys.stdin:
         try:
             compile_kernel(graph_from_json(line), torch.device("cpu"))
-        except Exception as error:  # the process that asked meets it again, and says it
+        except Exception as error:  # the parent process meets it again and reports it
             print(type(error).__name__, flush=True)
         else:
             print("done", flush=True)

@@ -1,8 +1,7 @@
-"""Kernels as CUDA graphs, where issuing their operations one by one takes longer than running them.
+"""Kernels as CUDA graphs, for kernels whose operations take longer to issue one by one than to run.
 
-A graph reads and writes memory of its own: its inputs are copied in, its results copied out, and that memory is held as
-long as the kernel is. So only small kernels can gain, and whether one does is measured first. Off unless MT_CUDA_GRAPHS=1:
-*not yet measured* on a GPU.
+A graph reads and writes its own memory: inputs are copied in, results are copied out, and the memory is held as long as the
+kernel. So only small kernels can gain, and each is measured first. Off unless MT_CUDA_GRAPHS=1; not yet measured on a GPU.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from mtcompile.runtime.schedule import aligned
 
 Call = Callable[..., Sequence[torch.Tensor]]
 _LARGEST = 64 * 2**20  # bytes of inputs and results; copying more costs more than issuing a few operations
-_WORTH = 0.9  # of the time without a graph
+_WORTH = 0.9  # a graph must take at most this share of the time without it
 _RUNS = 7
 
 
 class Graphs(Protocol):
-    """The part of torch.cuda's graphs that is used here, so that everything else can be tested without a GPU."""
+    """The part of torch.cuda's graphs that this module uses, so that the rest can be tested without a GPU."""
 
     def capture(self, call: Callable[[], Sequence[torch.Tensor]]) -> tuple[Callable[[], None], Sequence[torch.Tensor]]:
-        """Record ``call``; returns a function that replays it, and the results that each replay writes."""
+        """Records ``call``. Returns a function that replays it, and the results that each replay writes."""
 
     def synchronize(self) -> None: ...
 
@@ -56,8 +55,8 @@ class TorchGraphs:
 
 
 def graphed(kernel: fx.GraphModule, call: Call, workspace: int, graphs: Graphs, examples: Callable[[], Any]) -> Any:
-    """Returns (the kernel as a graph, the bytes it holds) where it gives the same bits and is measured to be faster; else None.
-    ``examples`` makes inputs of the kernel's layouts, with valid contents."""
+    """Returns (the kernel as a graph, the bytes it holds) if it gives the same bits and is measured to be faster; else None.
+    ``examples``: makes inputs with the kernel's layouts and valid contents."""
     nodes = kernel.graph.nodes
     nbytes = sum(aligned(storage_nbytes(n.meta["val"])) for n in (*placeholders(kernel.graph), *body_outputs(kernel)))
     if nbytes > _LARGEST or any(is_random(n) or n.target in (save_rng, replay) for n in nodes):
@@ -80,7 +79,7 @@ def graphed(kernel: fx.GraphModule, call: Call, workspace: int, graphs: Graphs, 
 
 
 def _varied(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with contents that show a mistake; integers stay what they are, which is valid as indices."""
+    """Fills a floating-point tensor with values that reveal a mistake. Integers stay as they are, valid as indices."""
     return tensor.uniform_(0.5, 1.5) if tensor.is_floating_point() else tensor
 
 

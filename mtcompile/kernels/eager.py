@@ -1,4 +1,4 @@
-"""Eager kernels: a region's body run operation by operation, and the bytes that it needs, measured once."""
+"""Eager kernels: run a region's body operation by operation; the bytes that it needs are measured once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mtcompile.kernels.measure import Call, copied, example_inputs, measure
 @dataclass(frozen=True, slots=True)
 class Built:
     """A kernel that can be called. ``workspace``: the bytes it needs beside its operands and results. ``why_eager``: why
-    Inductor did not compile it, where it should have."""
+    Inductor did not compile it although it was asked to."""
 
     call: Call
     workspace: int
@@ -22,8 +22,8 @@ class Built:
 
 
 class EagerKernels:
-    """Bodies run operation by operation, each intermediate dropped after its last use; measured, by kernel and thread
-    count, at most once. ``device``: where they run."""
+    """Makes kernels that run a body operation by operation and drop each intermediate after its last use. Measures each kernel
+    once per thread count. ``device``: where they run."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -39,7 +39,7 @@ class EagerKernels:
         return self(kernel).workspace
 
     def examples(self, kernel: fx.GraphModule) -> Callable[[], list[torch.Tensor]]:
-        """A function that makes inputs of the kernel's layouts."""
+        """Returns a function that makes inputs with the kernel's layouts."""
         return lambda: example_inputs(kernel, self.device)
 
 
@@ -49,7 +49,7 @@ def _eager_kernel(kernel: fx.GraphModule, device: torch.device) -> Built:
         return Built(kernel.forward, measured.workspace)
 
     def call(*args: torch.Tensor) -> list[torch.Tensor]:
-        """Copies results that hold more bytes than declared: some operations return the start of a larger storage."""
+        """Copies results that hold more bytes than declared: some operations return a view of a larger storage."""
         results = list(kernel.forward(*args))
         for position in measured.larger:
             results[position] = copied(results[position])

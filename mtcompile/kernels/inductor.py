@@ -1,4 +1,4 @@
-"""Kernels compiled by Inductor, each distinct one once; one stays eager where its results cannot replace the eager ones."""
+"""Kernels compiled by Inductor, each distinct one once. A kernel stays eager if its results cannot replace the eager ones."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from mtcompile.runtime.schedule import aligned
 
 
 class InductorKernels:
-    """Kernels compiled by Inductor, one per distinct body and thread count; eager where it cannot. ``device``: where they
-    run."""
+    """Compiles kernels by Inductor, once per distinct body and thread count; some stay eager. ``device``: where they run."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.known: dict[tuple[str, int], Built] = {}
 
     def build(self, kernels: Iterable[fx.GraphModule], eager: EagerKernels) -> dict[str, Built]:
-        """Build every kernel; returns them by name. Says on standard error, once per kernel, why one is eager."""
+        """Builds every kernel, and returns them by name. Prints to stderr, once per kernel, why it stays eager."""
         from rich.console import Console
         from rich.progress import track
 
@@ -38,7 +37,7 @@ class InductorKernels:
         new = [k for k in kernels if (k.meta["key"], threads) not in self.known]
         console = Console(stderr=True)
         quiet = not console.is_terminal or len(new) < 2
-        # Worker processes are for the C++ compiler; for a GPU Inductor has its own, and each of ours would take its memory.
+        # Worker processes serve the C++ compiler only. For a GPU, Inductor has its own, and each of ours would take GPU memory.
         ahead = compile_ahead(new) if self.device.type == "cpu" else iter(())
         for _ in track(ahead, "compiling kernels", len(new), console=console, transient=True, disable=quiet):
             pass
@@ -51,7 +50,7 @@ class InductorKernels:
 
 
 def compile_kernel(kernel: fx.GraphModule, device: torch.device) -> Call:
-    """Compile a kernel by Inductor, or load it from Inductor's disk cache."""
+    """Compiles a kernel by Inductor, or loads it from Inductor's disk cache."""
     random = any(is_random(n) or n.target in (save_rng, replay) for n in kernel.graph.nodes)
     if random:
         examples = [generator_state(str(device)), *example_inputs(kernel, device)]
@@ -79,7 +78,7 @@ def _inductor_kernel(kernel: fx.GraphModule, eager: EagerKernels, device: torch.
 
 
 def _difference(kernel: fx.GraphModule, inputs: list[torch.Tensor], results: Any) -> str:
-    """Why results cannot replace the eager ones: another layout, more bytes, or memory of another tensor; "" if they can."""
+    """Says why results cannot replace the eager ones: another layout, more bytes, or shared memory; "" if they can."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in inputs if tensor.numel()}
     for node, tensor in zip(body_outputs(kernel), results, strict=True):
         val = node.meta["val"]

@@ -1,4 +1,4 @@
-"""Measures kernels and operations by running them once on inputs of their layouts: bytes of workspace, strides of results."""
+"""Measures kernels and operations by running them once on inputs with their layouts: bytes of workspace, strides of results."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measurements of one run of a kernel. ``workspace``: bytes of device memory allocated beside results. ``larger``: which
-    results hold more bytes than declared. ``unreleased``: bytes still held when the results are gone."""
+    """Measurements of one run of a kernel. ``workspace``: bytes of device memory allocated beside results. ``larger``: the
+    positions of results that hold more bytes than declared. ``unreleased``: bytes still held after the results are gone."""
 
     workspace: int
     larger: tuple[int, ...] = ()
@@ -31,8 +31,8 @@ class Measured:
 
 
 def measure(kernel: fx.GraphModule, call: Call, device: torch.device) -> Measured:
-    """Measure a kernel by the allocator's own events around one run; estimate it from shapes alone where another profiler is
-    active, or where a GPU has no room for a run of its own beside what it holds."""
+    """Measures a kernel by the allocator's own events around one run. Estimates it from shapes if another profiler is active or
+    if a GPU has no room for the run."""
     declared = [aligned(storage_nbytes(node.meta["val"])) for node in body_outputs(kernel)]
     try:
         inputs = example_inputs(kernel, device)
@@ -49,14 +49,14 @@ def measure(kernel: fx.GraphModule, call: Call, device: torch.device) -> Measure
 
 
 def _value_dependent_nbytes(kernel: fx.GraphModule) -> int:
-    """Room for operations whose own buffers depend on the values they are given, which the measurement's inputs do not show: as
-    many bytes as their operands and results have."""
+    """Returns extra bytes for operations whose buffers depend on their input values, which example inputs do not show: as many
+    bytes as their operands and results have."""
     nodes = [n for n in kernel.graph.nodes if "_embedding_bag" in str(n.target)]
     return sum(aligned(storage_nbytes(v)) for n in nodes for around in (n, *n.all_input_nodes) for v in iter_tensors(around))
 
 
 def strides_on(device: torch.device) -> Observe:
-    """A function that runs an operation once on zeros of its operands' layouts, and returns its results' strides."""
+    """Returns a function that runs an operation once, on zeros with its operands' layouts, and returns its results' strides."""
     known: dict[str, list[tuple[int, ...] | None] | None] = {}
 
     def observe(node: fx.Node) -> list[tuple[int, ...] | None] | None:
@@ -82,12 +82,12 @@ def _result_strides(node: fx.Node, device: torch.device) -> list[tuple[int, ...]
 
 
 def example_inputs(kernel: fx.GraphModule, device: torch.device) -> list[torch.Tensor]:
-    """Inputs of the kernel's layouts, valid whatever it does with them."""
+    """Makes inputs with the kernel's layouts, valid whatever it does with them."""
     return [example(node, device) for node in placeholders(kernel.graph)]
 
 
 def example(node: fx.Node, device: torch.device) -> torch.Tensor:
-    """Zeros of the node's layout (valid as indices); a generator's state where one is taken."""
+    """Makes zeros with the node's layout (valid as indices), or a generator's state if that is what the node stands for."""
     if any(user.target is replay and user.args[0] is node for user in node.users):
         return generator_state(str(device))
     val = node.meta["val"]
@@ -97,7 +97,7 @@ def example(node: fx.Node, device: torch.device) -> torch.Tensor:
 
 
 def _read_by_the_host(node: fx.Node) -> bool:
-    """True for the seed and offset of memory-efficient attention, which are in host memory: its backward reads them there."""
+    """Tells whether a node is the seed or offset of memory-efficient attention, whose backward reads them in host memory."""
     for user in node.users:
         if "efficient_attention_backward" in str(user.target):
             names = [argument.name for argument in user.target._schema.arguments]  # type: ignore[union-attr]
@@ -107,5 +107,5 @@ def _read_by_the_host(node: fx.Node) -> bool:
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides and no more bytes than they span."""
+    """Returns a copy with the same strides and no more bytes than they span."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -1,9 +1,9 @@
 """Random operations in compiled kernels: the generator's state becomes a value.
 
-A compiler may move or drop what looks free of effects, so inside a kernel each random operation is one opaque operator
-from (state, tensors) to (results, next state), and the state goes from one to the next as any value does. The kernel
-takes the generator's state first and returns it last; ``with_generator`` puts it back. Every number drawn is the one that
-the plain run draws.
+A compiler may move or drop operations that seem to have no effects. So inside a kernel, each random operation is one opaque
+operator from (state, tensors) to (results, next state), and the state passes from one to the next like any value. The kernel
+takes the generator's state as first input and returns it as last output; ``with_generator`` puts it back. Every random number
+is the one that the plain run draws.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mtcompile.passes.step_graph import body_outputs, is_random, placeholders
 
 
 def with_explicit_state(kernel: fx.GraphModule, device: str) -> fx.GraphModule:
-    """``kernel`` with the state of the device's generator as first input and last output, and no hidden effects."""
+    """Returns ``kernel`` with the state of the device's generator as first input and last output, and no hidden effects."""
     body = fx.Graph()
     state = body.placeholder("generator_state")
     env = {node: body.node_copy(node) for node in placeholders(kernel.graph)}
@@ -38,7 +38,7 @@ def with_explicit_state(kernel: fx.GraphModule, device: str) -> fx.GraphModule:
         else:
             env[node] = body.node_copy(node, env.__getitem__)
     outputs = [env[node] for node in body_outputs(kernel)]
-    # A state that leaves must be memory of its own.
+    # A state that leaves the kernel needs its own memory.
     for position, node in enumerate(body_outputs(kernel)):
         if node.target is save_rng:
             outputs[position] = body.call_function(torch.ops.aten.clone.default, (outputs[position],))
@@ -47,7 +47,7 @@ def with_explicit_state(kernel: fx.GraphModule, device: str) -> fx.GraphModule:
 
 
 def with_generator(call: Callable[..., Any], device: str) -> Callable[..., Sequence[torch.Tensor]]:
-    """A kernel of ``with_explicit_state`` as one that reads and advances the device's generator."""
+    """Wraps a kernel of ``with_explicit_state`` so that it reads and advances the device's generator."""
 
     def run(*args: torch.Tensor) -> Sequence[torch.Tensor]:
         results: Sequence[torch.Tensor] = call(generator_state(device), *args)
@@ -60,7 +60,7 @@ def with_generator(call: Callable[..., Any], device: str) -> Callable[..., Seque
 def _draw(
     body: fx.Graph, device: str, state: fx.Node, target: Any, args: Any, kwargs: Any, env: dict[fx.Node, fx.Node]
 ) -> tuple[fx.Node, fx.Node]:
-    """The results of a random operation (a tuple's are read by the getitems that follow it), and the next state."""
+    """Returns the results of a random operation (getitems that follow it read those of a tuple), and the next state."""
     tensors: list[fx.Node] = []
 
     def operand(node: fx.Node) -> Any:
@@ -83,7 +83,7 @@ def _last(results: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class _Operand:
-    """A tensor operand by its position among those of its operation."""
+    """Stands for a tensor operand, by its position among the operation's tensors."""
 
     def __init__(self, position: int) -> None:
         self.position = position
@@ -93,8 +93,8 @@ class _Operand:
 
 
 def _filled(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The argument with its tensors. A function of its own: one that calls itself from a closure is a reference cycle,
-    and would keep the tensors until the next collection."""
+    """Returns the argument with its tensors filled in. It is no closure: a closure that calls itself is a reference cycle, and
+    would keep the tensors until the next garbage collection."""
     if isinstance(value, _Operand):
         return tensors[value.position]
     if isinstance(value, (tuple, list)):
@@ -103,7 +103,7 @@ def _filled(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def _operator(device: str, target: Any, args: Any, kwargs: Any) -> Any:
-    """The operator for one random operation with these arguments, registered on first sight."""
+    """Returns the operator for one random operation with these arguments, registered on first use."""
     text = f"{device} {target} {args!r} {kwargs!r}"
     name = f"random_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     namespace = torch.ops.mtcompile

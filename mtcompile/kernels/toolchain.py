@@ -1,4 +1,4 @@
-"""Builds the kernels that a plan calls, and lowers the plan again with the workspace that they need."""
+"""Builds the kernels that a plan calls, then lowers the plan again with the workspace that they need."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Bodies = Mapping[str, fx.GraphModule]
 
 @dataclass(frozen=True, slots=True)
 class Toolchain:
-    """The makers of kernels on one device. ``fuses``: Inductor compiles them where it can. ``graphs``: those that gain by it
-    run as CUDA graphs."""
+    """Builds kernels on one device. ``fuses``: whether Inductor compiles those it can. ``graphs``: makes CUDA graphs of those
+    that gain by it; None: of none."""
 
     where: torch.device
     fuses: bool
@@ -46,7 +46,7 @@ class Toolchain:
     def _compiled(
         self, planned: Planned, machine: Machine, bodies: Bodies, eager: Mapping[str, Built]
     ) -> tuple[Planned, dict[str, Built]]:
-        """Compiles by Inductor. Kernels that need more than was planned for stay eager if the plan would not fit otherwise."""
+        """Compiles by Inductor. If the plan then no longer fits, kernels that need more workspace than eager stay eager."""
         compiled = self.inductor.build(bodies.values(), self.eager)
         lowered = relowered(planned, machine, lambda body: compiled[body.meta["name"]].workspace)
         limit = planned.schedule.budget_nbytes.get("device")
@@ -58,7 +58,7 @@ class Toolchain:
     def _graphed(
         self, graphs: Graphs, planned: Planned, machine: Machine, bodies: Bodies, built: Mapping[str, Built]
     ) -> tuple[Planned, dict[str, Callable[..., Any]]]:
-        """Makes CUDA graphs of the kernels that gain by it, as long as the memory they hold fits beside the plan."""
+        """Turns kernels that gain by it into CUDA graphs, as long as the memory they hold fits beside the plan."""
         calls: dict[str, Callable[..., Any]] = {name: kernel.call for name, kernel in built.items()}
         limit = planned.schedule.budget_nbytes.get("device")
         room, held = None if limit is None else limit - planned.schedule.peak_nbytes["device"], 0
