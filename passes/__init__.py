@@ -1,17 +1,17 @@
 """Analyses, planning and rewrites of a step graph, and lowering to a schedule; installed as ``mtcompile.passes``.
 
-The whole composition, on one screen:
+The whole pipeline, on one screen:
 
     joint graph --normalize--> --build--> step graph          once per program
     step graph  --PIPELINE (given a Plan)--> rewritten        once per candidate plan
-    rewritten   --lower--> Schedule --verify--> proven        the candidate that is chosen
+    rewritten   --lower--> Schedule --verify--> proven        the chosen candidate
 
-One block before any rewrite: its values are on the device, and what its forward saves stays there for its backward.
+One block before any rewrite: its values are on the device, and the values that its forward saves stay there for its backward.
 
     W, x --> block_forward --> y          ...          W, saved, dy --> block_backward --> dx, dW
                     \\----------------- saved ---------------/
 
-The same block under a plan with W at home on the host, x waiting there, recomputation and updates in the backward:
+The same block under a plan that keeps W on the host, lets x wait there, recomputes, and updates in the backward:
 
     host     W                 x'   ...   W  x'                               dW --> update --> W
              | prefetch        ^          |  |  prefetch                      ^
@@ -40,22 +40,22 @@ from mtcompile.passes.step_graph import copy_step
 Pass = Callable[[fx.GraphModule, Plan], fx.GraphModule]
 
 PIPELINE: tuple[Pass, ...] = (
-    recompute,  # a block's saved values are made again in its backward
-    repeat_forward,  # values between blocks are made again by running forward regions once more
-    trim,  # what nothing reads any longer is dropped
-    stream_params,  # parameters, buffers and inputs come in before they are used
-    offload_activations,  # activations that wait on the host go there and come back
-    offload_gradients,  # gradients and new buffers go home
-    place_updates,  # parameters are updated in the backward
-    cast_on_host,  # casts move to the side of the link where fewer bytes cross
+    recompute,  # recomputes a block's saved values in its backward
+    repeat_forward,  # runs forward regions again for values between blocks
+    trim,  # drops what nothing reads any longer
+    stream_params,  # brings parameters, buffers and inputs in before they are used
+    offload_activations,  # sends activations to the host and brings them back
+    offload_gradients,  # sends gradients and new buffers home
+    place_updates,  # puts updates of parameters into the backward
+    cast_on_host,  # moves casts to the side of the link where fewer bytes cross
 )
 
 
 def rewrite(
     step: fx.GraphModule, plan: Plan, after: Callable[[str, fx.GraphModule], None] | None = None, lint: bool = True
 ) -> fx.GraphModule:
-    """A rewritten copy of ``step``; linted after every pass (not where it is one of many candidates), and shown to
-    ``after(name, step)`` if given. Its graph is what counts: its Python code is not generated (``step.recompile()`` does)."""
+    """Returns a rewritten copy of ``step``. ``after``: called with (name, step) after each pass. ``lint``: checks the graph
+    after each pass; False for one of many candidates. Generates no Python code; ``step.recompile()`` does."""
     step = copy_step(step)
     for transform in PIPELINE:
         step = transform(step, plan)

@@ -1,8 +1,7 @@
-"""The candidate plans of one step: evaluated once, varied by local search, and chosen from for any budget.
+"""The candidate plans of one step: evaluated once and varied by local search, they serve every budget.
 
-Candidates are judged by the simulator. They and their order do not depend on the budget: over (peak, time) they form one
-frontier, of which a budget takes the last point it can pay for. So a larger budget is never slower, and the peak grows with
-it.
+The simulator judges candidates. They and their order do not depend on the budget: over (peak, time) they form one frontier,
+and a budget takes the last point that fits. So a larger budget is never slower, and the peak grows with it.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProbl
 from mtcompile.passes.planning.search import neighbours, signature
 from mtcompile.passes.step_graph import calls, is_convert, kernel_of, regions
 
-# Limits in evaluations, not seconds: the same input gives the same plan. One costs time in proportion to the regions.
-_REGIONS_PER_LADDER = 150  # evaluated, but ...
-_FEWEST_POINTS, _MOST_POINTS = 6, 12  # ... at least and at most so many plans of each
-_SEARCHED, _MOST_SEARCHED = 4_000_000, 300  # local search: so many plans over the square of a step's operations, at most
+# Limits count evaluations, not seconds, so that the same input gives the same plan. One takes time in proportion to regions.
+_REGIONS_PER_LADDER = 150  # regions to evaluate per ladder, but ...
+_FEWEST_POINTS, _MOST_POINTS = 6, 12  # ... at least and at most this many plans
+_SEARCHED, _MOST_SEARCHED = 4_000_000, 300  # plans of local search: the first over the square of a step's operations; at most
 
 
 class Store(Protocol):
@@ -42,8 +41,8 @@ class _Stale(Exception):
 
 
 class Candidates:
-    """The candidate plans of one step, each evaluated once: ``best`` chooses among them, budget after budget. ``store``: where
-    they are kept between runs, for these sources, this step, machine and state, and whatever device and host bytes."""
+    """The candidate plans of one step, each evaluated once; ``best`` chooses among them for any budget. ``store``: keeps them
+    between runs; it is specific to the sources, step, machine and state, and independent of device and host bytes."""
 
     def __init__(self, problem: PlanningProblem, progress: Progress = no_progress, store: Store | None = None) -> None:
         self.problem, self.progress, self.store = problem, progress, store
@@ -60,8 +59,8 @@ class Candidates:
 
     @cached_property
     def ladders(self) -> tuple[Ladder, ...]:
-        """Lists of candidates from the floor up; where activations may go home, every fixed policy's plan is one, so that no
-        policy is ever better than what is searched."""
+        """Lists of candidates from the floor up. If activations may go home, they include every fixed policy's plan, so that no
+        policy beats the search."""
         step, host = self.problem.step, self.problem.budgets.host_activations
         searched = ladders(step, self.base, self.problem.machine, self.open_params, host)
         if host:
@@ -70,14 +69,14 @@ class Candidates:
         return searched
 
     def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:
-        """The fastest candidate within these bytes. ``known``: the plan found for all of this before; taken without a search if
-        it still fits. Raises DoesNotFit."""
+        """Returns the fastest candidate within these bytes. ``known``: the plan found for the same request before; it is taken
+        without a search if it still fits. Raises DoesNotFit."""
         problem = self._within(device, host)
         if known is not None and fits((again := self.evaluate(known)).plan, problem.budgets):
             return completed(problem, again, known.minimum_device_bytes)
         if not self._points:
             resident = self._everything()
-            if fits(resident.plan, problem.budgets):  # nothing need be searched; the floor is said all the same
+            if fits(resident.plan, problem.budgets):  # no search is needed; the floor is reported anyway
                 floor = self.evaluate(self.ladders[0][0]).plan
                 minimum = min(floor.peak_bytes["device"], resident.plan.peak_bytes["device"])
                 return completed(problem, self._with_late_updates(resident, problem.budgets), minimum)
@@ -89,19 +88,19 @@ class Candidates:
             return self._chosen(problem)
 
     def least(self) -> Planned:
-        """The plan that needs least of the device, whatever the budgets."""
+        """Returns the plan that needs least device memory, whatever the budgets."""
         with contextlib.suppress(DoesNotFit):
             self.best(0, None)
         least = self.evaluate(min(self._points, key=lambda point: (point.peak, point.time_us)).plan)
         return completed(self.problem, least, least.plan.peak_bytes["device"])
 
     def needs(self, tier: str, limits: Mapping[str, int]) -> int | None:
-        """The fewest bytes of a tier with which some plan keeps to ``limits`` of others; after ``best`` found none."""
+        """Returns the fewest bytes of a tier with which some plan keeps to ``limits`` on others, after ``best`` found none."""
         peaks = [point.plan.peak_bytes for point in self._points]
         return min((p[tier] for p in peaks if all(p[other] <= n for other, n in limits.items())), default=None)
 
     def by_policy(self, policy: str, budgets: Budgets) -> Planned:
-        """The plan of a fixed policy. Raises DoesNotFit."""
+        """Returns the plan of a fixed policy. Raises DoesNotFit."""
         planned = self.evaluate(POLICIES[policy](self.problem.step, self.base, self.open_params))
         peaks = planned.schedule.peak_nbytes
         for tier, limit in budgets.nbytes.items():
@@ -118,7 +117,7 @@ class Candidates:
         return self.evaluate(everything(self.problem.step, self.base, self.open_params))
 
     def _chosen(self, problem: PlanningProblem) -> Planned:
-        """The best of the evaluated points for these budgets, and of what lies between them. Raises DoesNotFit and _Stale."""
+        """Returns the best plan for these budgets, at an evaluated point or between two. Raises DoesNotFit and _Stale."""
         budgets = problem.budgets
         frontier = self._frontier(budgets)
         point = choose(frontier, self._points, lambda plan: self.evaluate(plan).plan, budgets)
@@ -126,14 +125,14 @@ class Candidates:
         return completed(problem, planned, min(frontier[0].peak, planned.plan.peak_bytes["device"]))
 
     def _planned(self, point: Point) -> Planned:
-        """The point's graph and schedule. Raises _Stale."""
+        """Returns the point's graph and schedule. Raises _Stale."""
         planned = self.evaluate(point.plan)
         if (planned.plan.peak_bytes, planned.plan.total_us) != (point.plan.peak_bytes, point.time_us):
             raise _Stale
         return planned
 
     def _frontier(self, budgets: Budgets) -> list[Point]:
-        """Points by rising peak, each faster than all before it. Raises DoesNotFit when no candidate fits."""
+        """Returns points by rising peak, each faster than all before it. Raises DoesNotFit if no candidate fits."""
         points = self._points
         least = min(points, key=lambda point: point.peak)
         if budgets.device is not None and least.peak > budgets.device:
@@ -145,14 +144,14 @@ class Candidates:
         return pareto(fits_host)
 
     def _with_casts_in_place(self, planned: Planned, budgets: Budgets) -> Planned:
-        """The plan with casts where they were captured, if that is faster: the host may be busier than the link."""
+        """Returns the plan with casts where they were captured, if that is faster: the host may be busier than the link."""
         if not any(is_convert(call) for call in calls(planned.step)):
             return planned
         unmoved = self.evaluate(replace(planned.plan, narrow=False))
         return unmoved if fits(unmoved.plan, budgets) and unmoved.plan.total_us < planned.plan.total_us else planned
 
     def _with_late_updates(self, planned: Planned, budgets: Budgets) -> Planned:
-        """The plan with as many updates left until after the backward as is fastest."""
+        """Returns the plan with the fastest number of updates left until after the backward."""
         updates = planned.plan.updates
         if updates is None or not updates.run_ahead or updates.held:
             return planned
@@ -165,14 +164,14 @@ class Candidates:
     # ------------------------------------------------------------------------------------------------------- searching
 
     def _stored_points(self) -> list[Point]:
-        """The points that an earlier search stored; none where there are none, or where they make no sense."""
+        """Returns the points that an earlier search stored; none if there are none or they cannot be read."""
         text = self.store.read() if self.store else None
         with contextlib.suppress(ValueError, TypeError, KeyError, IndexError, AttributeError):
             return points_from_json(text, self.ladders) if text else []
         return []
 
     def _search(self, resident: Plan) -> list[Point]:
-        """Evaluates plans spread over every ladder, then what local search varies of them."""
+        """Evaluates plans spread over every ladder, then varies them by local search."""
         step_regions = regions(self.problem.step)
         per_ladder = min(max(_FEWEST_POINTS, _REGIONS_PER_LADDER // len(step_regions)), _MOST_POINTS)
         points = [Point(resident, (resident,), 0)]
@@ -192,7 +191,7 @@ class Candidates:
         return points
 
     def _explore(self, points: list[Point], remaining: int) -> None:
-        """Adds to ``points`` what local search evaluates, at most ``remaining`` plans."""
+        """Adds plans that local search evaluates to ``points``, at most ``remaining`` of them."""
         blocks = blocks_of(self.problem.step, self.problem.machine)
         host = self.problem.budgets.host_activations
         seen = {signature(point.plan, blocks, self.sizes) for point in points}
@@ -212,7 +211,7 @@ class Candidates:
 
 
 def _decided(problem: PlanningProblem, sizes: Mapping[str, int]) -> Plan:
-    """The plan with only what is decided before any search: the fixed homes."""
+    """Returns the plan with only the decisions made before any search: the fixed homes."""
     homes = problem.fixed_homes
     fixed = tuple(
         Decision("params", block, homes.get(block, "host"), sizes.get(block, 0), "decided by the model's first program")

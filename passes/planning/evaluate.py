@@ -1,4 +1,4 @@
-"""Evaluates one plan: its rewritten step graph and schedule, with the peaks and times that plans are compared by."""
+"""Evaluates one plan: makes its step graph and schedule, and finds the peaks and times by which plans are compared."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mtcompile.runtime.trace import busy_us
 
 
 def evaluate(problem: PlanningProblem, plan: Plan) -> Planned:
-    """Rewrites and lowers the step with ``plan`` and fills in the plan's peaks and predicted times. The graph is not linted
-    and has no Python code yet: ``completed`` does that for the candidate that is chosen."""
+    """Rewrites and lowers the step with ``plan``, and fills in the plan's peaks and predicted times. Leaves linting and
+    generating Python code to ``completed``, for the chosen candidate only."""
     step, machine, budgets = problem.step, problem.machine, problem.budgets
     sizes = param_nbytes(step)
     rewritten = rewrite(step, plan, lint=False)
@@ -29,7 +29,7 @@ def evaluate(problem: PlanningProblem, plan: Plan) -> Planned:
 
 
 def completed(problem: PlanningProblem, planned: Planned, minimum: int) -> Planned:
-    """The chosen candidate with what its reader and its executor need: budgets, limits, the limiting resource, and
+    """Completes the chosen candidate for its reader and its executor: adds budgets, limits, the limiting resource, and
     ``minimum``, the smallest device budget that works, in bytes."""
     planned.step.graph.lint()
     planned.step.recompile()
@@ -48,12 +48,12 @@ def completed(problem: PlanningProblem, planned: Planned, minimum: int) -> Plann
 
 
 def shortfall(planned: Planned, tier: str) -> DoesNotFit:
-    """The error to raise when even this candidate needs more of ``tier`` than there is."""
+    """Returns the error to raise if even this candidate needs more of ``tier`` than there is."""
     return DoesNotFit(tier, planned.schedule.peak_nbytes[tier], _largest_parts(planned, tier))
 
 
 def _largest_parts(planned: Planned, tier: str) -> tuple[tuple[str, int], ...]:
-    """The three largest parts of a tier's peak, in bytes."""
+    """Returns the three largest parts of a tier's peak, in bytes."""
     schedule = planned.schedule
     parts = [("placed slots (weights and values in transit)", schedule.arena_nbytes.get(tier, 0))]
     parts.append(("persistent state", schedule.resident_nbytes.get(tier, 0)))

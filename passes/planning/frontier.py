@@ -1,4 +1,4 @@
-"""The frontier of candidate plans over (peak, time): which are worth their bytes, what to vary next, what a budget takes."""
+"""The frontier of candidate plans over (peak, time): which are worth their bytes, which to vary next, which a budget takes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROUNDS, _MOST_CROSSING, _POINTS_BETWEEN = 3, 2, 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Point:
-    """A candidate that was evaluated: ``plan``, with its peaks and times, is the ``position``-th of a ladder."""
+    """An evaluated candidate. ``plan``, with its peaks and times, is at ``position`` on ``ladder``."""
 
     plan: Plan
     ladder: Ladder
@@ -40,7 +40,7 @@ def fits(plan: Plan, budgets: Budgets) -> bool:
 
 
 def pareto(points: Iterable[Point]) -> list[Point]:
-    """The points by rising peak, each faster than all before it."""
+    """Returns points by rising peak, each faster than all before it."""
     frontier: list[Point] = []
     for point in sorted(points, key=lambda p: (p.peak, p.time_us)):
         if not frontier or point.time_us < frontier[-1].time_us:
@@ -49,8 +49,8 @@ def pareto(points: Iterable[Point]) -> list[Point]:
 
 
 def most_promising(points: list[Point], unvaried: list[Point]) -> Point:
-    """The point to vary next: of the frontier's points that were not varied yet, the one with the largest gap to a neighbour;
-    when there is none, the point that comes nearest to the frontier in time."""
+    """Returns the point to vary next: of the frontier's points that were not varied yet, the one with the largest gap to a
+    neighbour; if there is none, the point nearest to the frontier in time."""
     frontier = pareto(points)
     unvaried_ids = {id(point) for point in unvaried}
     gaps = [(a.time_us - b.time_us) * (b.peak - a.peak) for a, b in itertools.pairwise(frontier)]
@@ -63,11 +63,11 @@ def most_promising(points: list[Point], unvaried: list[Point]) -> Point:
 
 
 def choose(frontier: list[Point], points: list[Point], evaluate: Callable[[Plan], Plan], budgets: Budgets) -> Point:
-    """The point that these budgets take: the frontier's last that fits, or a better one between it and the next.
+    """Returns the point that these budgets take: the frontier's last that fits, or a better one between it and the next.
 
-    On the ladders that cross the gap between these two, plans between those that were evaluated are tried, round after round
-    in the gap that is left. A round depends on the ends of its gap alone, and only points that lie between these in peak and in
-    time count, so that what a budget gets still grows with it. ``evaluate``: gives a plan its peaks and times."""
+    Ladders that cross the gap between these two have plans that were not evaluated yet. Each round evaluates some of them and
+    narrows the gap. A round depends only on the ends of its gap, and only points between these in peak and in time count, so
+    that a larger budget is still never slower. ``evaluate``: gives a plan its peaks and times."""
     evaluated = list(points)
     for _ in range(_ROUNDS):
         fitting = [p for p in frontier if fits(p.plan, budgets)][-1]
@@ -94,8 +94,8 @@ def choose(frontier: list[Point], points: list[Point], evaluate: Callable[[Plan]
 
 
 def _crossing(points: list[Point], fitting: Point, following: Point) -> list[tuple[Point, Point]]:
-    """Pairs of evaluated points on one ladder, with plans between them that may lie between ``fitting`` and ``following``;
-    the fastest few."""
+    """Returns the fastest few pairs of evaluated points on one ladder, such that plans between them may lie between ``fitting``
+    and ``following``."""
     by_ladder: dict[int, list[Point]] = {}
     for point in points:
         by_ladder.setdefault(id(point.ladder), []).append(point)
@@ -109,7 +109,7 @@ def _crossing(points: list[Point], fitting: Point, following: Point) -> list[tup
 
 
 def points_to_json(points: Sequence[Point], ladders: Sequence[Ladder]) -> str:
-    """Points with their peaks and times as text: one on ``ladders`` by its ladder and position, any other by its plan."""
+    """Writes points with their peaks and times as text: those on ``ladders`` by ladder and position, all others by plan."""
     numbers = {id(ladder): number for number, ladder in enumerate(ladders)}
     rows = []
     for point in points:
@@ -120,8 +120,8 @@ def points_to_json(points: Sequence[Point], ladders: Sequence[Ladder]) -> str:
 
 
 def points_from_json(text: str, ladders: Sequence[Ladder]) -> list[Point]:
-    """The points that ``points_to_json`` wrote. Raises ValueError, TypeError, KeyError or IndexError for any text that it did
-    not write for these ladders."""
+    """Reads the points that ``points_to_json`` wrote. Raises ValueError, TypeError, KeyError or IndexError for any text that it
+    did not write for these ladders."""
     points = []
     for place, peaks, step_time_us, update_us in json.loads(text):
         ladder = (plan_from_json(place),) if isinstance(place, str) else ladders[place[0]]

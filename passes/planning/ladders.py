@@ -1,7 +1,7 @@
-"""Ladders of candidate plans, from the floor to everything resident: each plan of a ladder holds more than the one before.
+"""Ladders of candidate plans, from the floor to everything resident: each plan keeps more on the device than the one before.
 
-They do not depend on the budget, so that a larger budget can only choose among more of them. Blocks that share a kernel
-are decided one after the other, the last block first (what it saves lives shortest).
+Ladders do not depend on the budget, so a larger budget only adds choices. Blocks that share a kernel are decided one after the
+other, starting with the last block, whose saved values live shortest.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class _Upgrade:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block and what a plan may decide about it. ``saved``: what its forward saves for the backward, of which ``variants``
-    keep more or less; ``crossing``: what later blocks read; ``others``: what its backward makes and later regions read."""
+    """A block and what a plan may decide about it. ``saved``: values that its forward saves for the backward; ``variants`` keep
+    more or fewer of them. ``crossing``: values that later blocks read. ``others``: values that its backward makes and later
+    regions read."""
 
     index: int
     name: str
@@ -49,10 +50,10 @@ class Block:
 def ladders(
     step: fx.GraphModule, base: Plan, machine: Machine, param_nbytes: Mapping[str, int], host: bool = True
 ) -> tuple[Ladder, ...]:
-    """The ladders to search; the first starts at the floor. ``base``: what is decided already. ``param_nbytes``: bytes of the
-    home blocks whose tier is still open. ``host``: whether activations may go home."""
+    """Returns the ladders to search; the first starts at the floor. ``base``: decisions already made. ``param_nbytes``: bytes
+    of the home blocks whose tier is still open. ``host``: whether activations may go home."""
     blocks = blocks_of(step, machine)
-    lightest = [b for b in blocks if b.variants[0].positions]  # where that is lighter than recomputing everything
+    lightest = [b for b in blocks if b.variants[0].positions]  # blocks where that is lighter than recomputing everything
     why = "weighs less than what replaying needs"
     base = _with(base, [variant_decision(b.name, b.saved, b.variants[0], why) for b in lightest])
     param_upgrades = _param_upgrades(param_nbytes, machine)
@@ -74,13 +75,13 @@ def ladders(
         searched.append(_ladder(device, [*_by_density(variant_upgrades), *param_upgrades]))
     for length in _chain_lengths(len(blocks)):
         searched += [(_with(start, _chains(blocks, length)),) for start in ((device, base) if host else (device,))]
-    if not host:  # what cannot go home can be halved and halved again
+    if not host:  # values that cannot go home: recompute recursively, in halves of halves
         searched += [(replace(_with(device, _chains(blocks, len(blocks))), span=span),) for span in (1, 2, 4)]
     return tuple(searched)
 
 
 def everything(step: fx.GraphModule, base: Plan, param_nbytes: Mapping[str, int], fused: bool = False) -> Plan:
-    """The plan that moves nothing and recomputes nothing, except what costs nothing in ``fused`` kernels."""
+    """Returns the plan that moves nothing and recomputes nothing, except what is free in ``fused`` kernels."""
     why = "everything fits"
     activations = Decision("activation", "*", "device", 0, why)
     variant_decisions = []
@@ -94,7 +95,7 @@ def everything(step: fx.GraphModule, base: Plan, param_nbytes: Mapping[str, int]
 
 
 def blocks_of(step: fx.GraphModule, machine: Machine) -> list[Block]:
-    """The step's blocks in forward order; equal blocks share their variants."""
+    """Returns the step's blocks in forward order; equal blocks share their variants."""
     backward: dict[int, list[fx.Node]] = {}
     for region in regions(step):
         if region.meta["phase"] == "backward":
@@ -133,19 +134,19 @@ def _ladder(start: Plan, upgrades: Iterable[_Upgrade]) -> Ladder:
 
 
 def _by_density(upgrades: list[_Upgrade]) -> list[_Upgrade]:
-    """The upgrades by falling time saved per byte. A block's own variants come in order, since they lie on a convex hull."""
+    """Sorts upgrades by time saved per byte, largest first. A block's variants stay in order: they lie on a convex hull."""
     return sorted(upgrades, key=lambda u: (-u.gain_us / max(1, u.nbytes), u.order))
 
 
 def variant_decision(block: str, saved: tuple[fx.Node, ...], variant: Variant, reason: str) -> Decision:
-    """The decision that keeps of a block's ``saved`` values those of ``variant``."""
+    """Returns the decision to keep, of a block's ``saved`` values, those of ``variant``."""
     values = tuple(saved[i].name for i in variant.positions)
     choice = "save" if len(values) == len(saved) else "keep" if values else "recompute"
     return Decision("variant", block, choice, variant.nbytes, reason, () if choice == "save" else values)
 
 
 def _variant_upgrades(block: Block) -> list[_Upgrade]:
-    """An upgrade to each next variant, what it keeps more of being on the device."""
+    """Returns an upgrade to each next variant; the values that it additionally keeps stay on the device."""
     upgrades = []
     for step, (lighter, heavier) in enumerate(itertools.pairwise(block.variants)):
         gain, nbytes = lighter.time_us - heavier.time_us, max(0, heavier.nbytes - lighter.nbytes)
@@ -186,7 +187,7 @@ def _param_upgrades(param_nbytes: Mapping[str, int], machine: Machine) -> list[_
 
 
 def _chain_lengths(blocks: int) -> list[int]:
-    """Chain lengths worth trying: 2, 4, ... up to twice the square root of the number of blocks."""
+    """Returns chain lengths worth trying: 2, 4, ... up to twice the square root of the number of blocks."""
     lengths, length = [], 2
     while length < blocks and length <= 2 * blocks**0.5:
         lengths.append(length)
@@ -195,7 +196,7 @@ def _chain_lengths(blocks: int) -> list[int]:
 
 
 def _chains(blocks: list[Block], length: int) -> list[Decision]:
-    """Decisions that keep only what enters the first of every ``length`` blocks; the rest is computed again from there."""
+    """Returns decisions that keep only what enters the first of every ``length`` blocks; the rest is recomputed from there."""
     return [
         Decision("activation", value.name, "recompute", value.meta["nbytes"], f"computed again in chains of {length} blocks")
         for position, block in enumerate(blocks)

@@ -1,6 +1,6 @@
-"""The planner: of a fixed set of candidate plans, the fastest whose lowered schedule fits.
+"""The planner: finds, among the candidate plans, the fastest whose lowered schedule fits.
 
-``make_plan(problem) -> Planned`` is the interface; ``Candidates`` keeps what a search evaluated for the next budget.
+``make_plan(problem) -> Planned`` is the interface; ``Candidates`` keeps evaluated plans for the next budget.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from mtcompile.passes.planning.problem import Planned, PlanningProblem
 def make_plan(
     problem: PlanningProblem, policy: str = "fastest", known: Plan | None = None, store: Store | None = None
 ) -> Planned:
-    """The plan for a problem, with its rewritten graph and schedule (deps derived, not yet proven): the fastest that fits, or
-    that of a fixed ``policy``. ``known``: as for ``Candidates.best``; ``store``: as for ``Candidates``. Raises DoesNotFit."""
+    """Returns the fastest plan that fits, or that of a fixed ``policy``, with its rewritten graph and schedule (deps derived,
+    not yet proven). ``known``: as for ``Candidates.best``. ``store``: as for ``Candidates``. Raises DoesNotFit."""
     candidates, budgets = Candidates(problem, store=store), problem.budgets
     if policy != "fastest":
         return candidates.by_policy(policy, budgets)
@@ -30,8 +30,8 @@ def make_plan(
 
 
 def resident_plan(problem: PlanningProblem) -> Planned | None:
-    """The plan with everything on the device and nothing recomputed but what is free in fused kernels; None when it does not
-    fit."""
+    """Returns the plan with everything on the device and nothing recomputed except what is free in fused kernels; None if it
+    does not fit."""
     candidates = Candidates(problem)
     plan = everything(problem.step, candidates.base, candidates.open_params, fused=True)
     if any(plan.params(block) != "device" for block in candidates.sizes):
@@ -50,7 +50,7 @@ def may_be_resident(problem: PlanningProblem) -> bool:
 
 
 def relowered(planned: Planned, machine: Machine, workspace: Workspace, held: int = 0) -> Planned:
-    """The same plan lowered for other kernels. ``workspace``: what these need beside their operands, in bytes; ``held``: device
+    """Lowers the same plan for other kernels. ``workspace``: bytes that these need beside their operands. ``held``: device
     bytes that they keep from call to call."""
     resident = dict(planned.schedule.resident_nbytes)
     resident["device"] = resident.get("device", 0) + held

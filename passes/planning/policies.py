@@ -1,4 +1,4 @@
-"""Fixed strategies, such as other systems use: one plan each, to compare a searched plan with in the same runtime."""
+"""Fixed strategies such as other systems use: one plan each, for comparison with a searched plan in the same runtime."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.ladders import everything
 from mtcompile.passes.step_graph import regions
 
-# (step graph, what is decided already, bytes of the home blocks still open) -> plan
+# (step graph, plan with the decisions already made, bytes of the home blocks still open) -> plan
 Policy = Callable[[fx.GraphModule, Plan, Mapping[str, int]], Plan]
 
 
 def _checkpoint_all(step: fx.GraphModule, base: Plan, open_params: Mapping[str, int]) -> Plan:
-    """Keeps state on the device and what enters a block too; all else is recomputed."""
+    """Keeps state and what enters a block on the device; all else is recomputed."""
     params = [Decision("params", block, "device", nbytes, "policy") for block, nbytes in open_params.items()]
     return _with(replace(base, lookahead=1), [*params, _entering("device")])
 
 
 def _megatrain(step: fx.GraphModule, base: Plan, open_params: Mapping[str, int]) -> Plan:
-    """Keeps state on the host and streams weights in for the forward and again for the backward, the next block's while this
-    one computes; what enters a block waits on the device, all else is recomputed."""
+    """Keeps state on the host. Streams weights in for the forward and again for the backward, the next block's while this one
+    computes. What enters a block waits on the device; all else is recomputed."""
     return _with(replace(base, lookahead=1), [_entering("device")])
 
 
 def _zero3_offload(step: fx.GraphModule, base: Plan, open_params: Mapping[str, int]) -> Plan:
-    """Does as ``megatrain``, but fetches each block's weights when it is about to run."""
+    """Works like ``megatrain``, but fetches each block's weights only when the block is about to run."""
     return _with(base, [_entering("device")])
 
 

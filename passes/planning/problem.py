@@ -1,4 +1,4 @@
-"""The planner's question and its answer: a ``PlanningProblem``, and ``Planned`` or ``DoesNotFit``."""
+"""The planner's input, a ``PlanningProblem``, and its output, ``Planned`` or ``DoesNotFit``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FUSED = "kernels by Inductor: within rounding of plain PyTorch, and the same bit
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanningProblem:
-    """A step to be planned. ``step``: the step graph, not rewritten. ``workspace``: bytes that a kernel's body needs beside
-    its operands. ``fixed_homes``: home tier per block where earlier programs of the same model have decided it; None where
-    every block is open. ``numerics``: the contract in words."""
+    """A step to be planned. ``step``: the step graph before any rewrite. ``workspace``: bytes that a kernel's body needs beside
+    its operands. ``fixed_homes``: home tier per block, if earlier programs of the same model have decided it; None: every
+    block is open. ``numerics``: the contract in words."""
 
     step: fx.GraphModule
     machine: Machine
@@ -42,8 +42,8 @@ class Planned:
 
 
 class DoesNotFit(Exception):
-    """Raised when even the floor needs more. ``minimum`` bytes of ``tier`` are the least that works; ``causes`` are the
-    largest parts of it, in bytes."""
+    """Raised when even the leanest plan needs more. ``minimum``: the fewest bytes of ``tier`` that work. ``causes``: their
+    largest parts, in bytes."""
 
     def __init__(self, tier: str, minimum: int, causes: tuple[tuple[str, int], ...]) -> None:
         super().__init__(f"{tier}: needs {minimum}")

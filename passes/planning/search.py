@@ -1,6 +1,6 @@
-"""Local search over plans: those that differ from a good plan in one decision.
+"""Local search over plans: tries those that differ from a good plan in one decision.
 
-It knows no budget: it grows the frontier over (peak, time), from which every budget then chooses.
+It does not depend on a budget: it improves the frontier over (peak, time), from which every budget then chooses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WHY = "found by local search"
 
 
 def signature(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, int]) -> tuple[object, ...]:
-    """A key that is equal for plans that decide the same, whatever their reasons and however they say it."""
+    """Returns a key that is equal for plans that decide the same, whatever their reasons and however they express it."""
     homes = tuple(plan.params(home) for home in param_nbytes)
     values = []
     for block in blocks:
@@ -28,7 +28,7 @@ def signature(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, in
 
 
 def neighbours(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, int], host: bool) -> Iterator[Plan]:
-    """Plans that differ from ``plan`` in one decision about one block, or in how far ahead they fetch. ``host``: whether
+    """Yields plans that differ from ``plan`` in one decision about one block, or in how far ahead they fetch. ``host``: whether
     activations may go home."""
     for home, nbytes in param_nbytes.items():
         other: Choice = "host" if plan.params(home) == "device" else "device"

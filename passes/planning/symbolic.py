@@ -1,8 +1,8 @@
 """Expresses the peaks of a fixed plan by batch and sequence.
 
-A step is traced at a few sizes. Where its graphs are the same but for sizes, every value's bytes are a polynomial of batch
-and sequence, which those traces determine; the peak is a maximum of sums of them. Slots are stacked here without filling
-holes, so that an expression says at least what the planner needs wherever no size is rounded up.
+A step is traced at a few sizes. If its graphs differ only in sizes, every value's bytes are a polynomial in batch and sequence,
+which those traces determine, and the peak is a maximum of sums of such polynomials. Slots are stacked here without filling
+holes, so an expression gives at least what the planner needs, unless sizes are rounded up.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ MONOMIALS: Mapping[str, tuple[Monomial, ...]] = {  # what varies -> the monomial
 
 
 class NotPolynomial(ValueError):
-    """Raised when the traces are not the same graph with other sizes."""
+    """Raised if the traces differ in more than sizes."""
 
 
 def peak_expressions(
     planned: Sequence[Planned], points: Sequence[Point], monomials: Sequence[Monomial]
 ) -> dict[str, sympy.Expr]:
-    """The peak of each tier in bytes, from the same plan at as many points as there are monomials. Raises NotPolynomial."""
+    """Returns each tier's peak in bytes, from the same plan at as many points as there are monomials. Raises NotPolynomial."""
     schedules = [p.schedule for p in planned]
     first = schedules[0]
     if any([_shape(i) for i in s.instructions] != [_shape(i) for i in first.instructions] for s in schedules):
@@ -62,7 +62,7 @@ def peak_expressions(
 
 
 def evaluated(expression: sympy.Expr, batch: int, seq: int) -> int:
-    """The bytes at a batch and sequence, rounded up."""
+    """Returns the bytes at a batch and sequence, rounded up."""
     return int(sympy.ceiling(expression.subs({BATCH: batch, SEQ: seq})))
 
 
@@ -71,7 +71,7 @@ def _shape(instruction: Instruction) -> tuple[object, ...]:
 
 
 def _body_nbytes(bodies: Sequence[fx.GraphModule]) -> list[Bytes]:
-    """The live bytes beside the outputs, at each position of a kernel's body."""
+    """Returns the live bytes beside the outputs, at each position of a kernel's body."""
     lives = [body_lives(body.graph) for body in bodies]
     if len({len(live) for live in lives}) > 1:
         raise NotPolynomial("expected the same operations at every size, found others")
@@ -80,7 +80,7 @@ def _body_nbytes(bodies: Sequence[fx.GraphModule]) -> list[Bytes]:
 
 
 def _live(planned: Sequence[Planned]) -> Iterator[Bytes]:
-    """The bytes of pooled values, workspace and tangents at each instruction, as in ``lower``, at every size at once."""
+    """Yields the bytes of pooled values, workspace and tangents at each instruction, as ``lower`` does, for all sizes."""
     schedules = [p.schedule for p in planned]
     tangents = [sum(b.nbytes for b in s.buffers.values() if b.role == "tangent" and b.tier == "device") for s in schedules]
     none = (0,) * len(planned)
@@ -103,8 +103,8 @@ def _live(planned: Sequence[Planned]) -> Iterator[Bytes]:
 
 
 def _arena(schedules: Sequence[Schedule], tier: Tier, polynomial: Callable[[Bytes], Polynomial]) -> list[Polynomial]:
-    """The largest ends of a tier's slots, each slot above all those before it whose lives meet its own; in the order of the
-    largest size."""
+    """Returns the largest ends of a tier's slots. Slots are stacked from the largest down, each above all earlier ones whose
+    lives overlap with its own."""
     lives: dict[str, list[int]] = {}
     for position, instruction in enumerate(schedules[0].instructions):
         if instruction.op in ("alloc", "free"):
@@ -124,7 +124,7 @@ def _arena(schedules: Sequence[Schedule], tier: Tier, polynomial: Callable[[Byte
 
 
 def _largest(polynomials: Iterable[Polynomial]) -> list[Polynomial]:
-    """The polynomials that no other one is at least as large as, coefficient by coefficient."""
+    """Returns the polynomials that no other one dominates, coefficient by coefficient."""
     largest: list[Polynomial] = []
     for polynomial in sorted(set(polynomials), reverse=True):
         if not any(all(a >= b for a, b in zip(other, polynomial, strict=True)) for other in largest):
@@ -133,7 +133,7 @@ def _largest(polynomials: Iterable[Polynomial]) -> list[Polynomial]:
 
 
 def _expression(polynomials: Sequence[Polynomial], monomials: Sequence[Monomial]) -> sympy.Expr:
-    """The maximum of the polynomials."""
+    """Returns the maximum of the polynomials."""
     terms = [BATCH**i * SEQ**j for i, j in monomials]
     sums = [sum(sympy.Rational(c.numerator, c.denominator) * t for c, t in zip(p, terms, strict=True)) for p in polynomials]
     return sympy.Max(*sums) if sums else sympy.Integer(0)

@@ -1,4 +1,4 @@
-"""Variants of a block: how much of what its forward saves is kept for its backward, from all of it to nothing."""
+"""Variants of a block: how many of the values that its forward saves are kept for its backward, from all to none."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mtcompile.passes.analysis.kernels import saved_states
 from mtcompile.passes.analysis.saved import saved_values
 from mtcompile.passes.step_graph import body_outputs, is_random, is_view, kernel_of, results
 
-_MANY = 48  # saved values from which on the order of dropping is taken from each one's cost alone
-_POINTS = 5  # of a block's trade-off, its two ends included
+_MANY = 48  # with more saved values, the order of dropping follows from each one's cost alone
+_POINTS = 5  # variants kept of a block's trade-off, including its two ends
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A choice of what a block saves. ``positions``: those it keeps, among the block's saved values. ``nbytes``: the bytes of
-    these, and of the generator states that the others need. ``time_us``: to make the others again, operation by operation."""
+    """A choice of the saved values that a block keeps. ``positions``: which ones. ``nbytes``: bytes of these, and of the
+    generator states that recomputing the others needs. ``time_us``: time to recompute the others, operation by operation."""
 
     positions: tuple[int, ...]
     nbytes: int
@@ -29,11 +29,11 @@ class Variant:
 
 
 def variants(step: fx.GraphModule, region: fx.Node, machine: Machine) -> tuple[Variant, ...]:
-    """The block's variants from the fewest bytes to those that cost no time, each with more bytes and less time than the one
+    """Returns the block's variants, from the fewest bytes to no recomputation, each with more bytes and less time than the one
     before.
 
-    From save-all downwards, the value that costs least time per byte is dropped next; of these points the lower convex hull
-    over (bytes, time) is what a planner needs.
+    Starts from saving everything and drops the value that costs least time per byte, again and again. The lower convex hull of
+    these points over (bytes, time) is what a planner needs.
     """
     body = kernel_of(step, region)
     outputs = body_outputs(body)
@@ -65,18 +65,18 @@ def variants(step: fx.GraphModule, region: fx.Node, machine: Machine) -> tuple[V
 
 
 def save_all(region: fx.Node) -> Variant:
-    """The variant that keeps everything."""
+    """Returns the variant that keeps everything."""
     saved = saved_values(region)
     return Variant(tuple(range(len(saved))), sum(item.meta["nbytes"] for item in saved), 0.0)
 
 
 def fused_variant(step: fx.GraphModule, region: fx.Node) -> Variant:
-    """The variant for kernels that fuse pointwise operations: what those alone make from other saved values or from inputs is
-    not kept, since reading it would cost what making it again costs."""
+    """Returns the variant for kernels that fuse pointwise operations. It does not keep values that such operations alone make
+    from other saved values or inputs: recomputing them costs no more than reading them."""
     outputs = body_outputs(kernel_of(step, region))
     saved = [outputs[int(item.args[1])] for item in saved_values(region)]
     positions = set(range(len(saved)))
-    for position in reversed(range(len(saved))):  # the last first: each from those before it
+    for position in reversed(range(len(saved))):  # last first: each is recomputed from those before it
         again = _recomputed([saved[position]], {saved[i] for i in positions if i != position})
         if all(torch.Tag.pointwise in getattr(node.target, "tags", ()) and not is_random(node) for node in again):
             positions.discard(position)
@@ -89,8 +89,8 @@ def _size(region: fx.Node, position: int) -> int:
 
 
 def _recomputed(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.Node]:
-    """The operations that make ``wanted`` from the body's inputs and ``given``; views and getitems cost nothing and are left
-    out."""
+    """Returns the operations that make ``wanted`` from the body's inputs and ``given``, without views and getitems, which cost
+    nothing."""
     operations: dict[fx.Node, None] = {}
     stack = list(wanted)
     while stack:
@@ -102,8 +102,8 @@ def _recomputed(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.Node]:
 
 
 def _lower_hull(points: list[Variant]) -> list[Variant]:
-    """The lower convex hull of time over bytes, from the fewest bytes on. That is not always recompute-all: replaying a
-    random operation may keep a generator's state that weighs more than its result."""
+    """Returns the lower convex hull of time over bytes, by rising bytes. The first point is not always to recompute all:
+    replaying a random operation may keep a generator's state that is larger than its result."""
     hull: list[Variant] = []
     for point in sorted(points, key=lambda v: (v.nbytes, v.time_us, len(v.positions))):
         if hull and point.time_us >= hull[-1].time_us:
