@@ -34,11 +34,53 @@ _OPTIONS = ("activation_memory", "offload", "kernels", "loss_chunks")
 _backends: weakref.WeakValueDictionary[tuple[int, torch.device], Backend] = weakref.WeakValueDictionary()
 
 
-class GraphDoor:
-    """The door of torch.compile to a session: all inputs of a graph stay where they are, on the device."""
+class Backend:
+    """All graphs of one torch.compile call on one device, which share one budget. ``given``: the call's options object, kept
+    alive because its id identifies this backend."""
 
-    def __init__(self, options: Options, frames: LiveFrames) -> None:
-        self.options, self.frames = options, frames
+    def __init__(self, given: Mapping[str, Any], device: Device) -> None:
+        unknown = sorted(set(given) - set(_OPTIONS))
+        if unknown:
+            raise ValueError(f"expected options among {', '.join(_OPTIONS)}, found {', '.join(unknown)}")
+        memory = parse_bytes(given.get("activation_memory"))
+        options = Options(memory=memory, **{name: given[name] for name in _OPTIONS[1:] if name in given})
+        self.given, self.device, self.options = given, device, options
+        self.frames = LiveFrames()
+        self.session = Session(device, options, self, ParameterStore(device), self.frames)
+        self.programs = 0
+
+    def graph(self, graph: fx.GraphModule, inputs: list[Any]) -> Any:
+        """Returns the callable for one graph that Dynamo captured."""
+        if not any(is_symbolic(value) for value in inputs):
+            return self._program(graph, inputs)
+        sizes: dict[Key, tuple[Program, list[int]]] = {}
+
+        def call(*values: Any) -> Any:  # a graph for any size: each concrete size is planned and checked separately
+            key = size_key(values)
+            if key not in sizes:
+                tensors = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor)]
+                sizes[key] = self._program(*specialize(graph, values)), tensors
+            program, tensors = sizes[key]
+            return program(*(values[i] for i in tensors))
+
+        return call
+
+    def _program(self, graph: fx.GraphModule, inputs: Any) -> Program:
+        self.programs += 1
+        return Program(self.session, describe(graph, inputs, lambda tensor: None, self.device.where, at_home=False))
+
+    def report(self) -> dict[str, Any]:
+        """Returns bytes: budget, measured and planned peak, and what stays allocated from step to step."""
+        session = self.session
+        return {
+            "budget_device_bytes": session.options.memory,
+            "peak_device_bytes": session.peak_device_bytes,
+            "planned_peak_device_bytes": session.last.schedule.peak_nbytes["device"] if session.last else 0,
+            "arena_device_bytes": session.arenas.nbytes("device"),
+            "programs": self.programs,
+        }
+
+    # ------------------------------------------------------------------------------------------- the door to the session
 
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
         return InputHomes(all_on_device=True)
@@ -90,53 +132,6 @@ class GraphDoor:
 
     def state_nbytes(self) -> dict[str, int]:
         return {}
-
-
-class Backend:
-    """All graphs of one torch.compile call on one device, which share one budget. ``given``: the call's options object, kept
-    alive because its id identifies this backend."""
-
-    def __init__(self, given: Mapping[str, Any], device: Device) -> None:
-        unknown = sorted(set(given) - set(_OPTIONS))
-        if unknown:
-            raise ValueError(f"expected options among {', '.join(_OPTIONS)}, found {', '.join(unknown)}")
-        memory = parse_bytes(given.get("activation_memory"))
-        options = Options(memory=memory, **{name: given[name] for name in _OPTIONS[1:] if name in given})
-        frames = LiveFrames()
-        self.given, self.device = given, device
-        self.session = Session(device, options, GraphDoor(options, frames), ParameterStore(device), frames)
-        self.programs = 0
-
-    def graph(self, graph: fx.GraphModule, inputs: list[Any]) -> Any:
-        """Returns the callable for one graph that Dynamo captured."""
-        if not any(is_symbolic(value) for value in inputs):
-            return self._program(graph, inputs)
-        sizes: dict[Key, tuple[Program, list[int]]] = {}
-
-        def call(*values: Any) -> Any:  # a graph for any size: each concrete size is planned and checked separately
-            key = size_key(values)
-            if key not in sizes:
-                tensors = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor)]
-                sizes[key] = self._program(*specialize(graph, values)), tensors
-            program, tensors = sizes[key]
-            return program(*(values[i] for i in tensors))
-
-        return call
-
-    def _program(self, graph: fx.GraphModule, inputs: Any) -> Program:
-        self.programs += 1
-        return Program(self.session, describe(graph, inputs, lambda tensor: None, self.device.where, at_home=False))
-
-    def report(self) -> dict[str, Any]:
-        """Returns bytes: budget, measured and planned peak, and what stays allocated from step to step."""
-        session = self.session
-        return {
-            "budget_device_bytes": session.options.memory,
-            "peak_device_bytes": session.peak_device_bytes,
-            "planned_peak_device_bytes": session.last.schedule.peak_nbytes["device"] if session.last else 0,
-            "arena_device_bytes": session.arenas.nbytes("device"),
-            "programs": self.programs,
-        }
 
 
 def mtcompile_backend(graph: fx.GraphModule, inputs: list[Any], *, options: Any = None, mode: str | None = None) -> Any:

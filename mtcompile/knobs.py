@@ -17,7 +17,7 @@ def check_seed() -> int:
 
 
 def debug() -> int:
-    """MT_DEBUG=0..5: 1 prints the plan, 2 the schedule, 3 the step graph after each pass; commands show tracebacks."""
+    """MT_DEBUG=0..3: 1 prints the plan, 2 the schedule, 3 the step graph after each pass; commands show tracebacks."""
     return int(os.environ.get("MT_DEBUG", "0") or 0)
 
 

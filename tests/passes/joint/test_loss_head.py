@@ -116,9 +116,9 @@ def test_the_peak_falls_by_about_the_logits(door: str) -> None:
             options = {"loss_chunks": chunks}
             losses[chunks] = torch.compile(model, backend="mtcompile", options=options)(**inputs)
             losses[chunks].backward()
-            from mtcompile.backend import _doors
+            from mtcompile.backend import _backends
 
-            report = _doors[id(options), torch.device("cpu")].report()
+            report = _backends[id(options), torch.device("cpu")].report()
         assert report["peak_device_bytes"] <= report["planned_peak_device_bytes"]
         peaks[chunks] = report["peak_device_bytes"]
     whole, chunked, saved = (n / 2**20 for n in (peaks[1], peaks[8], logits))
