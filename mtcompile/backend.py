@@ -109,14 +109,14 @@ class Backend:
     def plan_key(self) -> Hashable:
         return None
 
-    def make_room(self, frames: LiveFrames) -> bool:
+    def make_room(self) -> bool:
         """Evicts earlier graphs of this step: their forwards will run again before their backwards."""
-        waiting = frames.waiting()
+        waiting = self.frames.waiting()
         for frame in waiting:
             frame.evict()
         return bool(waiting)
 
-    def before_forward(self, frames: LiveFrames) -> None:
+    def before_forward(self) -> None:
         """Several graphs of one step may wait for their backward."""
 
     def backward(

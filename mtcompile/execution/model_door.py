@@ -114,17 +114,17 @@ class ModelDoor:
     def plan_key(self) -> Hashable:
         return None if self.updates is None else self.updates.parameter_ids()
 
-    def make_room(self, frames: LiveFrames) -> bool:
+    def make_room(self) -> bool:
         return False
 
-    def before_forward(self, frames: LiveFrames) -> None:
+    def before_forward(self) -> None:
         """Raises StepError if an earlier training forward still waits for its backward, or if an error left the model half
         updated."""
         if self.updates is not None:
             self.updates.before_forward()
-        if frames.waiting():
+        if self.frames.waiting():
             gc.collect()  # frees a loss that only a reference cycle holds
-        if not (waiting := frames.waiting()):
+        if not (waiting := self.frames.waiting()):
             return
         if _skipped(waiting[-1]):
             waiting[-1].abandon()

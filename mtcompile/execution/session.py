@@ -46,15 +46,15 @@ class StepListener(Protocol):
 
 
 class Door(RunnablePlacement, Protocol):
-    """What differs between the two ways into a session: a compiled model, and torch.compile's graphs."""
+    """The differences between the two ways into a session: a compiled model, and torch.compile's graphs."""
 
     def plan_key(self) -> Hashable:
         """Returns a key of whatever else a plan depends on and may change between calls."""
 
-    def make_room(self, frames: LiveFrames) -> bool:
+    def make_room(self) -> bool:
         """Evicts waiting forwards if that may make compiling succeed. Tells whether it evicted any."""
 
-    def before_forward(self, frames: LiveFrames) -> None:
+    def before_forward(self) -> None:
         """Raises StepError if a training forward cannot start now."""
 
     def backward(self, node: Any, frame: Frame, tangents: Sequence[torch.Tensor | None]) -> AbstractContextManager[None]:
@@ -109,7 +109,7 @@ class Session:
         try:
             return self._known_or_compiled(captured, known)
         except BudgetError:
-            if not self.door.make_room(self.frames):
+            if not self.door.make_room():
                 raise
             return self._known_or_compiled(captured, known)
 

@@ -31,7 +31,7 @@ _LARGE_HEAD, MOST_CHUNKS = 0.02, 64  # a loss head is cut if its logits take mor
 
 @dataclass(frozen=True, slots=True)
 class ForecastRequest:
-    """What a forecast is asked for, except batch and sequence."""
+    """The request of a forecast, except batch and sequence."""
 
     model: str | nn.Module | Callable[..., Any]
     data: Mapping[str, Any] | None

@@ -31,7 +31,7 @@ RegionId = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class InputHomes:
-    """Where a step's inputs are at home. ``known``: home block by parameter, where earlier programs of the same model have
+    """The homes of a step's inputs. ``known``: home block by parameter, where earlier programs of the same model have
     decided it; any other parameter is at home in the block that reads it first. ``all_on_device``: every input is on the device
     and no parameter has a home that a plan could move. ``updated``: the parameters that a plan with updates in the backward
     updates; None: all that have gradients."""
