@@ -18,6 +18,7 @@ from torch.utils import _pytree
 from mtcompile.errors import StepError
 
 pytree = _pytree  # as a public name
+set_grad_enabled = torch._C._set_grad_enabled  # what torch.no_grad() is in Dynamo's graphs
 
 # ---------------------------------------------------------------------------------------------------------------- dynamo
 
