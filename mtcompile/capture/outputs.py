@@ -114,7 +114,7 @@ def fake_of(node: fx.Node) -> torch.Tensor:
 
 
 def storage_of(node: fx.Node) -> int:
-    return int(fake_of(node).untyped_storage()._cdata)
+    return torch_private.storage_id(fake_of(node))
 
 
 def _without_grad(graph: fx.Graph) -> set[fx.Node]:
@@ -167,7 +167,7 @@ def _parent(node: fx.Node) -> fx.Node | None:
 def _storages(node: fx.Node) -> set[int]:
     """Returns the storages of a node's value, which may be several tensors."""
     tensors = [t for t in pytree.tree_leaves(node.meta.get("example_value")) if isinstance(t, torch.Tensor)]
-    return {int(tensor.untyped_storage()._cdata) for tensor in tensors}
+    return {torch_private.storage_id(tensor) for tensor in tensors}
 
 
 def _in_place(node: fx.Node) -> bool:

@@ -68,7 +68,8 @@ class Program:
             if spec.role == "param":
                 self.session.parameters.restore(spec.name, tensor)  # type: ignore[arg-type]
         if self.trains:
-            self.session.door.before_forward()
+            names = (spec.name for spec in self.description.inputs)
+            self.session.door.before_forward(dict(zip(names, inputs, strict=True)))
             # Before autograd looks at the inputs: planning may send a parameter to another device.
             computed = _Step.apply(self, self.compile(), *inputs)  # type: ignore[no-untyped-call]
         else:
