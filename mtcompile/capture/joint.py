@@ -13,6 +13,7 @@ from torch import fx
 from mtcompile import torch_private
 from mtcompile.capture.description import Description, autocast_state
 from mtcompile.capture.outputs import fake_of, storage_of
+from mtcompile.capture.plain_torch import plain_kernels
 from mtcompile.errors import CaptureError
 from mtcompile.passes.generators import rng_preserved
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, is_random
@@ -27,7 +28,8 @@ def joint_graph(description: Description, tangents: tuple[bool, ...] | None) -> 
     """
     with _tracing(description, tangents) as (stack, graph, fakes):
         try:
-            joint = torch_private.export_joint(stack, graph, fakes)
+            with plain_kernels():
+                joint = torch_private.export_joint(stack, graph, fakes)
         except CaptureError:
             raise
         except Exception as error:
