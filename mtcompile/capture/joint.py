@@ -12,9 +12,11 @@ from torch import fx
 
 from mtcompile import torch_private
 from mtcompile.capture.description import Description, autocast_state, fake_of, storage_of
-from mtcompile.errors import CaptureError
+from mtcompile.errors import CaptureError, shows_part
+from mtcompile.passes.analysis.storages import inputs_read_by_place
 from mtcompile.passes.generators import rng_preserved
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, is_random
+from mtcompile.runtime.devices.arena import fills_storage
 from mtcompile.torch_private import pytree
 
 
@@ -34,6 +36,7 @@ def joint_graph(description: Description, tangents: tuple[bool, ...] | None) -> 
                 f"the backward of this model could not be traced: {type(error).__name__}: "
                 + next(iter(str(error).splitlines()), "")
             ) from error
+    _check_storages(joint, fakes, description)
     return _annotate(joint, description)
 
 
@@ -176,6 +179,15 @@ def _check_generator(node: fx.Node, device: torch.device) -> None:
             f"{node.target} draws random numbers on {val.device}, expected on {device}, where the graph computes: "
             f"pass device= to it"
         )
+
+
+def _check_storages(joint: fx.GraphModule, fakes: tuple[torch.Tensor, ...], description: Description) -> None:
+    """Raise CaptureError where an operation could see what a parameter does not show of its storage: it moves without that.
+    Inputs may differ from call to call, and are checked in each."""
+    for node in inputs_read_by_place(joint.graph):
+        position = getattr(node.meta["desc"], "idx", None)
+        if position is not None and description.inputs[position].role == "param" and not fills_storage(fakes[position]):
+            raise CaptureError(shows_part(description.inputs[position].name))
 
 
 def _is_none(value: Any) -> bool:
