@@ -12,6 +12,7 @@ from torch import fx
 
 from mtcompile import torch_private
 from mtcompile.capture.description import Description, autocast_state, fake_of, storage_of
+from mtcompile.capture.refusals import not_compiled, refuse
 from mtcompile.errors import CaptureError, shows_part
 from mtcompile.passes.analysis.storages import inputs_read_by_place
 from mtcompile.passes.generators import rng_preserved
@@ -32,10 +33,7 @@ def joint_graph(description: Description, tangents: tuple[bool, ...] | None) -> 
         except CaptureError:
             raise
         except Exception as error:
-            raise CaptureError(
-                f"the backward of this model could not be traced: {type(error).__name__}: "
-                + next(iter(str(error).splitlines()), "")
-            ) from error
+            refuse(not_compiled(error, "the backward of this model could not be traced"), error)
     _check_storages(joint, fakes, description)
     return _annotate(joint, description)
 
