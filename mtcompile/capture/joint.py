@@ -12,6 +12,7 @@ from torch import fx
 
 from mtcompile import torch_private
 from mtcompile.capture.description import Description, autocast_state, fake_of, storage_of
+from mtcompile.capture.effects import drop_tokens
 from mtcompile.capture.refusals import not_compiled, refuse
 from mtcompile.errors import CaptureError, shows_part
 from mtcompile.passes.analysis.storages import inputs_read_by_place
@@ -34,6 +35,7 @@ def joint_graph(description: Description, tangents: tuple[bool, ...] | None) -> 
             raise
         except Exception as error:
             refuse(not_compiled(error, "the backward of this model could not be traced"), error)
+    drop_tokens(joint)
     _check_storages(joint, fakes, description)
     return _annotate(joint, description)
 
@@ -129,7 +131,7 @@ def _annotate(joint: fx.GraphModule, description: Description) -> fx.GraphModule
         elif kind == "TangentAOTInput" and type(desc.output).__name__ == "PlainAOTOutput":
             specs.append(InputSpec("tangent", f"grad of {computed[desc.output.idx][0]}", desc.output.idx))
         else:
-            raise CaptureError(f"the traced graph takes {desc.expr()}, which is not supported (a tensor subclass or effect)")
+            raise CaptureError(f"the traced graph takes {desc.expr()}, which is not supported (a tensor subclass)")
     results, described = [], []
     output = joint.graph.output_node()
     for value, desc in zip(
