@@ -9,6 +9,8 @@ import torch
 from torch import fx
 
 from mtcompile.kernels.measure import Call, copied, example_inputs, measure
+from mtcompile.passes.analysis.storages import reads_storage
+from mtcompile.runtime.devices.arena import own_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +45,23 @@ class EagerKernels:
         return lambda: example_inputs(kernel, self.device)
 
 
+def in_own_storages(kernel: fx.GraphModule, call: Call) -> Call:
+    """Returns ``call`` so that it sees each operand in a storage of its own, in place of the arena that the operand may be part
+    of, if an operation of the kernel reads storages."""
+    if not any(reads_storage(node) for node in kernel.graph.nodes):
+        return call
+    return lambda *args: call(*map(own_storage, args))
+
+
 def _eager_kernel(kernel: fx.GraphModule, device: torch.device) -> Built:
-    measured = measure(kernel, kernel.forward, device)
+    plain_call = in_own_storages(kernel, kernel.forward)
+    measured = measure(kernel, plain_call, device)
     if not measured.larger:
-        return Built(kernel.forward, measured.workspace)
+        return Built(plain_call, measured.workspace)
 
     def call(*args: torch.Tensor) -> list[torch.Tensor]:
         """Copies results that hold more bytes than declared: some operations return a view of a larger storage."""
-        results = list(kernel.forward(*args))
+        results = list(plain_call(*args))
         for position in measured.larger:
             results[position] = copied(results[position])
         return results

@@ -12,7 +12,7 @@ from torch import fx
 
 from mtcompile import torch_private
 from mtcompile.kernels.compile_pool import compile_ahead, record_compiled
-from mtcompile.kernels.eager import Built, EagerKernels
+from mtcompile.kernels.eager import Built, EagerKernels, in_own_storages
 from mtcompile.kernels.measure import Call, example_inputs, measure
 from mtcompile.kernels.random import with_explicit_state, with_generator
 from mtcompile.passes.generators import generator_state, replay, rng_preserved, save_rng
@@ -61,7 +61,7 @@ def compile_kernel(kernel: fx.GraphModule, device: torch.device) -> Call:
 
 def _inductor_kernel(kernel: fx.GraphModule, eager: EagerKernels, device: torch.device) -> Built:
     try:
-        call = compile_kernel(kernel, device)
+        call = in_own_storages(kernel, compile_kernel(kernel, device))
         record_compiled(kernel)
         inputs = example_inputs(kernel, device)
         with rng_preserved(str(device)), torch.no_grad():

@@ -9,7 +9,7 @@ from torch import fx
 
 from mtcompile.passes.insert import add_restride
 from mtcompile.passes.joint.strides import Observe, correct_strides
-from mtcompile.passes.step_graph import InputSpec, OutputSpec, is_random
+from mtcompile.passes.step_graph import InputSpec, OutputSpec, must_run
 
 # Operations whose saved statistics have the dtype of their weight, and where that is among their arguments.
 _WEIGHT_OF_NORM = {
@@ -30,7 +30,7 @@ def normalize(joint: fx.GraphModule, observe: Observe | None = None) -> fx.Graph
 
     Afterwards: no get_attr of a tensor (placeholders with role ``constant``), no detach or alias, no output that is an
     input or another output (a clone instead), every parameter's gradient strided like its parameter, no dead node
-    except random ones (dropping those would move the generator's stream), and ``meta['phase']`` on every node.
+    except random ones (dropping those would move the generator's stream) and checks, and ``meta['phase']`` on every node.
     Raises NotImplementedError naming a higher-order operator that cannot be cut (the capture turns it into an error
     with the user's line).
     """
@@ -46,7 +46,7 @@ def normalize(joint: fx.GraphModule, observe: Observe | None = None) -> fx.Graph
     _correct_dropout(joint.graph)
     _mark_phases(joint.graph)
     _own_outputs(joint)
-    joint.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or is_random(n))
+    joint.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or must_run(n))
     joint.graph.lint()
     joint.recompile()
     return joint

@@ -69,3 +69,15 @@ def compiled_run(
     compiled = mtcompile.compile(copied, memory=memory, optimizer=optimizer)
     log = train(compiled, optimizer, data, steps)
     return log, compiled.memory_report(), compiled
+
+
+def equal_to_plain(model: nn.Module, data: dict[str, Any], steps: int = 2, **options: Any) -> bool:
+    """True where a compiled copy trains with the bits of a plain one, the inputs' changes included."""
+    logs = []
+    for compiled in (False, True):
+        copied, inputs = copy.deepcopy(model), copy.deepcopy(data)
+        if compiled:
+            copied = mtcompile.compile(copied, **{"memory": "1GiB", **options})
+        log = train(copied, torch.optim.SGD(copied.parameters(), lr=0.1), inputs, steps)
+        logs.append([*log, [value for value in inputs.values() if isinstance(value, torch.Tensor)]])
+    return same(*logs)
