@@ -15,9 +15,10 @@ import torch
 from torch import fx, nn
 
 from mtcompile import torch_private, torch_private_dynamo
-from mtcompile.capture.description import Computed, Description, describe
+from mtcompile.capture.description import Description, describe
 from mtcompile.capture.dynamo import front_end
 from mtcompile.capture.joint import joint_graph, joint_key
+from mtcompile.capture.outputs import Computed
 from mtcompile.errors import CaptureError
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.step_graph import InputSpec, OutputSpec
