@@ -15,8 +15,7 @@ _DATA = (
     "expected shapes and Python values that do not depend on what tensors hold; try torch.where or a tensor operation at "
     "that line, or compute the value outside forward and pass it"
 )
-_TIPS = (  # for the first expression that occurs in torch's report; the last one is for all others
-    ("^Data-dependent", _DATA),
+_TIPS = (  # for the first expression that occurs in the first line of torch's report, or else in all of it
     ("backwards hooks", "remove the module's backward hooks; those on parameters and outputs (tensor.register_hook) work"),
     (
         r"[Rr]andom|\brandn?\b|Generator\b|seed\b|_rng\b",
@@ -24,11 +23,10 @@ _TIPS = (  # for the first expression that occurs in torch's report; the last on
         "outside forward: draw others outside and pass them as tensors",
     ),
     (r"(?i)data.dependent|\.item\(\)|tolist|nonzero|unbacked|dynamic shape", _DATA),
-    (
-        "",
-        "expected a forward without data-dependent Python control flow or unsupported calls; "
-        "try torch.where / a tensor operation at that line, or compile the submodules that do not contain it",
-    ),
+)
+_OTHERWISE = (
+    "expected a forward without data-dependent Python control flow or unsupported calls; "
+    "try torch.where / a tensor operation at that line, or compile the submodules that do not contain it"
 )
 
 
@@ -51,7 +49,8 @@ def not_captured(error: BaseException) -> CaptureError:
     context = re.search(r"Developer debug context: *(\S[^\n]*)", text)
     reason = first_line(error) + (f" ({context[1]})" if context else "")
     report = text.partition("from user code")[0]
-    tip = next(tip for expression, tip in _TIPS if re.search(expression, report))
+    tips = (tip for words in (first_line(error), report) for expression, tip in _TIPS if re.search(expression, words))
+    tip = next(tips, _OTHERWISE)
     return CaptureError(f"the model's forward could not be captured as one graph: {reason}{place_in(text)}\n  {tip}")
 
 

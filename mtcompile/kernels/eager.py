@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from mtcompile.kernels.measure import Call, copied, example_inputs, measure
+from mtcompile.kernels.measure import Call, copied, example_inputs, measure, on_zeros
 from mtcompile.passes.analysis.storages import reads_storage
 from mtcompile.runtime.devices.arena import own_storage
 
@@ -54,16 +54,22 @@ def in_own_storages(kernel: fx.GraphModule, call: Call) -> Call:
 
 
 def _eager_kernel(kernel: fx.GraphModule, device: torch.device) -> Built:
-    plain_call = in_own_storages(kernel, kernel.forward)
-    measured = measure(kernel, plain_call, device)
+    zeros = in_own_storages(kernel, on_zeros(kernel, device))
+    call = in_own_storages(kernel, kernel.forward)
+    measured = measure(kernel, zeros, device)
     if not measured.larger:
-        return Built(plain_call, measured.workspace)
+        return Built(call, measured.workspace)
+    return Built(_copying(call, measured.larger), measure(kernel, _copying(zeros, measured.larger), device).workspace)
 
-    def call(*args: torch.Tensor) -> list[torch.Tensor]:
-        """Copies results that hold more bytes than declared: some operations return a view of a larger storage."""
-        results = list(plain_call(*args))
-        for position in measured.larger:
+
+def _copying(call: Call, positions: Sequence[int]) -> Call:
+    """Returns ``call`` with copies of the results that hold more bytes than declared: some operations return a view of a larger
+    storage."""
+
+    def copying(*args: torch.Tensor) -> list[torch.Tensor]:
+        results = list(call(*args))
+        for position in positions:
             results[position] = copied(results[position])
         return results
 
-    return Built(call, measure(kernel, call, device).workspace)
+    return copying
