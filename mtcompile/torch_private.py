@@ -31,6 +31,7 @@ def capture_settings(signatures: int) -> contextlib.AbstractContextManager[Any]:
         specialize_float=True,
         automatic_dynamic_shapes=False,
         skip_nnmodule_hook_guards=False,  # a hook that comes or goes is another computation
+        enable_dynamo_decompositions=False,  # of addcmul_ and the like: they round otherwise
         recompile_limit=signatures,
         accumulated_recompile_limit=8 * signatures,
     )

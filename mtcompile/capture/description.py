@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mtcompile.capture.plain_torch import Question
 from mtcompile.errors import CaptureError
 from mtcompile.passes.step_graph import InputSpec
 from mtcompile.torch_private import pytree
@@ -48,7 +49,8 @@ class Description:
     ``inputs``: a spec per input of the graph. ``outputs``: how to rebuild each of its outputs. ``computed``: the outputs
     the program must produce: (name, differentiable, is a scalar). ``autocast``: (device, enabled, dtype) at the call;
     ``backward_autocast``: (device, dtype) of those enabled when backward is called, which is mostly outside autocast.
-    ``device``: where it computes. ``at_home``: whether its parameters need not be there.
+    ``device``: where it computes. ``at_home``: whether its parameters need not be there. ``told``: the places in its code that
+    were told that they are being compiled.
     """
 
     graph: fx.GraphModule
@@ -59,6 +61,7 @@ class Description:
     device: torch.device
     at_home: bool
     backward_autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    told: tuple[Question, ...] = ()
 
 
 def autocast_state(device: torch.device) -> tuple[tuple[str, bool, torch.dtype], ...]:
@@ -141,7 +144,8 @@ def describe(
     )
     output.args = (tuple(positions),)
     graph.recompile()
-    return Description(graph, tuple(specs), tuple(outputs), computed, autocast_state(device), device, at_home)
+    autocast, told = autocast_state(device), graph.meta.get("told", ())
+    return Description(graph, tuple(specs), tuple(outputs), computed, autocast, device, at_home, told=told)
 
 
 _RANDOM_FACTORIES = (torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal)

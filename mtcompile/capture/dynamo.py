@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from mtcompile import torch_private
-from mtcompile.capture import masks
+from mtcompile.capture import masks, plain_torch
 from mtcompile.errors import CaptureError, MtcompileError
 
 _CPU = torch.device("cpu")
@@ -30,10 +30,12 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
     Raises CaptureError with the user's own source line where ``fn`` cannot be captured.
     """
     without_packed = True
+    answers = plain_torch.Answers()
 
     def checked(graph: fx.GraphModule, inputs: Any) -> Any:
         if without_packed:
             masks.check_positions(graph.graph)
+        graph.meta["told"] = answers.told()
         return backend(graph, inputs)
 
     compiled = torch.compile(fn, backend=checked, fullgraph=True, dynamic=False)
@@ -44,7 +46,8 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal without_packed
         try:
-            with settings, devices, masks.without_packed() if without_packed else contextlib.nullcontext():
+            packing = masks.without_packed() if without_packed else contextlib.nullcontext()
+            with settings, devices, packing, plain_torch.plain_answers(answers):
                 return compiled(*args, **kwargs)
         except Exception as error:
             cause = torch_private.cause_in_dynamo(error)
@@ -55,6 +58,8 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
                 return call(*args, **kwargs)
             if isinstance(cause, MtcompileError):
                 raise cause from None
+            if answers.concede():
+                return call(*args, **kwargs)
             raise CaptureError(_capture_message(error)) from error
 
     return call
