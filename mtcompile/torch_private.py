@@ -32,6 +32,7 @@ def capture_settings(signatures: int) -> contextlib.AbstractContextManager[Any]:
         specialize_float=True,
         automatic_dynamic_shapes=False,
         skip_nnmodule_hook_guards=False,  # a hook that comes or goes is another computation
+        enable_dynamo_decompositions=False,  # of addcmul_ and the like: they round otherwise
         recompile_limit=signatures,
         accumulated_recompile_limit=8 * signatures,
         use_numpy_random_stream=True,  # numpy's random numbers are refused, not drawn from torch's generator

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from mtcompile.capture.outputs import Output, fake_of, outputs_of
+from mtcompile.capture.plain_torch import Question
 from mtcompile.capture.refusals import place_of
 from mtcompile.errors import CaptureError
 from mtcompile.passes.step_graph import InputSpec
@@ -26,7 +27,8 @@ class Description:
     ``inputs``: a spec per input of the graph. ``outputs``: how to rebuild each of its outputs. ``computed``: the outputs
     the program must produce: (name, differentiable, is a scalar). ``autocast``: (device, enabled, dtype) at the call;
     ``backward_autocast``: (device, dtype) of those enabled when backward is called, which is mostly outside autocast.
-    ``device``: where it computes. ``at_home``: whether its parameters need not be there.
+    ``device``: where it computes. ``at_home``: whether its parameters need not be there. ``told``: the places in its code that
+    were told that they are being compiled.
     """
 
     graph: fx.GraphModule
@@ -37,6 +39,7 @@ class Description:
     device: torch.device
     at_home: bool
     backward_autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    told: tuple[Question, ...] = ()
 
 
 def autocast_state(device: torch.device) -> tuple[tuple[str, bool, torch.dtype], ...]:
@@ -94,7 +97,8 @@ def describe(
     )
     graph.graph.output_node().args = (computed_nodes,)
     graph.recompile()
-    return Description(graph, tuple(specs), outputs, computed, autocast_state(device), device, at_home)
+    autocast, told = autocast_state(device), graph.meta.get("told", ())
+    return Description(graph, tuple(specs), outputs, computed, autocast, device, at_home, told=told)
 
 
 def _return_items(graph: fx.GraphModule) -> None:

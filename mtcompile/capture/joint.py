@@ -53,7 +53,7 @@ def joint_key(description: Description, tangents: tuple[bool, ...] | None) -> st
     except Exception:  # an operation, setting or torch version that it does not know to be safe
         return None
     about = description.inputs, description.computed, description.device, description.at_home, description.backward_autocast
-    return repr((traced, about, tangents, modules, trace_settings(description.device)))
+    return repr((traced, about, description.told, tangents, modules, trace_settings(description.device)))
 
 
 def trace_settings(device: torch.device) -> tuple[Any, ...]:
@@ -164,7 +164,8 @@ def _annotate(joint: fx.GraphModule, description: Description) -> fx.GraphModule
         results.append(value)
         described.append(spec)
     output.args = (tuple(results),)
-    joint.meta.update(inputs=tuple(specs), outputs=tuple(described), device=str(description.device))
+    told = tuple(dict.fromkeys(f"{_module_path(q.module) or 'the model'} at {q.place}" for q in description.told))
+    joint.meta.update(inputs=tuple(specs), outputs=tuple(described), device=str(description.device), told=told)
     for node in joint.graph.nodes:
         _check_generator(node, description.device)
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")

@@ -145,7 +145,7 @@ def test_names_we_call_exist() -> None:
         assert hasattr(resolved(parent), last) or resolved(name), name
     for setting in (
         *("specialize_float", "automatic_dynamic_shapes", "skip_nnmodule_hook_guards", "ignore_logging_functions"),
-        *("recompile_limit", "accumulated_recompile_limit", "use_numpy_random_stream"),
+        *("recompile_limit", "accumulated_recompile_limit", "use_numpy_random_stream", "enable_dynamo_decompositions"),
     ):
         assert hasattr(torch._dynamo.config, setting)
     for setting in ("fake_tensor_prefer_device_type", "backward_pass_autocast"):
