@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import copyreg
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -83,6 +84,7 @@ class CompiledModule(nn.Module):
 
     def bind(self, optimizer: torch.optim.Optimizer) -> CompiledModule:
         """Tells the planner which optimizer will step this model, if you created it after ``compile``. Returns the model."""
+        _check_optimizer(optimizer)
         self._mt_model.door.bind(optimizer)
         return self
 
@@ -112,10 +114,34 @@ class CompiledModule(nn.Module):
             "after compile. Convert the model first, then compile it"
         )
 
+    def __copy__(self) -> nn.Module:
+        """Returns a plain model with the same parameters."""
+        return self._plain_copy(self._plain_state())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Returns a plain copy: plans and memory stay with this model."""
+        copied = memo[id(self)] = self._plain_copy(None)
+        copied.__setstate__(copy.deepcopy(self._plain_state(), memo))
+        return copied
+
+    def _plain_state(self) -> Any:
+        """Returns the state that a copy of the plain model takes."""
+        state = super().__reduce_ex__(4)[2]  # of the class's own __getstate__, if it has one
+        return {name: value for name, value in state.items() if name != "_mt_model"} if isinstance(state, dict) else state
+
+    def _plain_copy(self, state: Any) -> nn.Module:
+        plain = _plain_class(type(self))
+        copied: nn.Module = plain.__new__(plain)
+        if state is not None:
+            copied.__setstate__(state)
+        return copied
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Makes copies (deepcopy, save) plain models: plans and memory stay with this one."""
-        state = {k: v for k, v in self.__dict__.items() if k != "_mt_model"}
-        return copyreg.__newobj__, (_plain_class(type(self)),), state  # type: ignore[attr-defined]
+        """Saves (pickle, torch.save) as a plain model, which can be loaded without mtcompile."""
+        make, arguments, *state = copy.deepcopy(self).__reduce_ex__(protocol)
+        if make is copyreg.__newobj__:  # type: ignore[attr-defined]  # whose class must be that of the object itself
+            make, arguments = object.__new__, (arguments[0],)
+        return (make, arguments, *state)
 
 
 def master_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -219,6 +245,8 @@ def _compiled(model: Any, options: Options, device: Device, optimizer: torch.opt
         if optimizer is not None:
             raise TypeError("expected no optimizer= when compiling a class; call model.bind(optimizer) on the instance")
         return _compiling_subclass(model, options, device)
+    if optimizer is not None:
+        _check_optimizer(optimizer)
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected an nn.Module or a class of modules, found {type(model).__name__}")
     if isinstance(model, CompiledModule):
@@ -226,6 +254,14 @@ def _compiled(model: Any, options: Options, device: Device, optimizer: torch.opt
     model.__class__ = _compiled_class(type(model))
     _attach(model, options, device, optimizer)
     return model
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
+        found = repr(optimizer) if isinstance(optimizer, str) else getattr(optimizer, "__name__", type(optimizer).__name__)
+        raise TypeError(
+            f"expected an optimizer of this model's parameters, as in torch.optim.AdamW(model.parameters()), found {found}"
+        )
 
 
 def _compiling_subclass(cls: type[nn.Module], options: Options, device: Device) -> type[nn.Module]:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from mtcompile.capture.description import describe, device_of
-from mtcompile.capture.specialize import Key, is_symbolic, size_key, specialize
+from mtcompile.capture.specialize import Key, is_symbolic, numbers_among, size_key, specialize, with_numbers
 from mtcompile.errors import BudgetError
 from mtcompile.execution.compiled import Frame, LiveFrames
 from mtcompile.execution.parameters import ParameterStore
@@ -51,11 +51,13 @@ class Backend:
 
     def graph(self, graph: fx.GraphModule, inputs: list[Any]) -> Any:
         """Returns the callable for one graph that Dynamo captured."""
-        if not any(is_symbolic(value) for value in inputs):
+        numbers = numbers_among(graph)
+        if not numbers and not any(is_symbolic(value) for value in inputs):
             return self._program(graph, inputs)
         sizes: dict[Key, tuple[Program, list[int]]] = {}
 
         def call(*values: Any) -> Any:  # a graph for any size: each concrete size is planned and checked separately
+            values = tuple(with_numbers(values, numbers))
             key = size_key(values)
             if key not in sizes:
                 tensors = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor)]

@@ -20,7 +20,7 @@ from mtcompile.errors import CaptureError, shows_part
 from mtcompile.passes.analysis.storages import inputs_read_by_place
 from mtcompile.passes.generators import rng_preserved
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, is_random
-from mtcompile.runtime.devices.arena import fills_storage
+from mtcompile.runtime.devices.arena import fills_storage, overlaps
 from mtcompile.torch_private import pytree
 
 
@@ -126,15 +126,17 @@ def _annotate(joint: fx.GraphModule, description: Description) -> fx.GraphModule
     """Replace torch's descriptors by InputSpec and OutputSpec, so that no pass knows them."""
     inputs, computed = description.inputs, description.computed
     specs = []
+    described_inputs: dict[int, fx.Node] = {}
     for node in joint.graph.find_nodes(op="placeholder"):
         desc = node.meta["desc"]
         kind = type(desc).__name__
         if kind == "PlainAOTInput":
             specs.append(inputs[desc.idx])
+            described_inputs[desc.idx] = node
         elif kind == "TangentAOTInput" and type(desc.output).__name__ == "PlainAOTOutput":
             specs.append(InputSpec("tangent", f"grad of {computed[desc.output.idx][0]}", desc.output.idx))
         else:
-            raise CaptureError(f"the traced graph takes {desc.expr()}, which is not supported (a tensor subclass)")
+            raise CaptureError(_refused_input(desc, inputs))
     results, described = [], []
     output = joint.graph.output_node()
     for value, desc in zip(
@@ -155,9 +157,11 @@ def _annotate(joint: fx.GraphModule, description: Description) -> fx.GraphModule
         elif kind == "InputMutationAOTOutput" and type(desc.mutated_input).__name__ == "PlainAOTInput":
             spec = OutputSpec("mutation", desc.mutated_input.idx, inputs[desc.mutated_input.idx].name)
             if inputs[spec.index].role == "param" or inputs[spec.index].differentiable:
+                raise CaptureError(_changed_in_place(spec.name))
+            if overlaps(value.meta["val"]) or overlaps(described_inputs[spec.index].meta["val"]):
                 raise CaptureError(
-                    f"forward changes {spec.name} in place, which is trained; expected only buffers or inputs "
-                    "that need no gradient to be changed in place: do it outside forward"
+                    f"forward changes {spec.name} in place, of which several elements are one place in memory (as after "
+                    "expand), which torch refuses too; pass a copy (clone)"
                 )
         else:
             raise CaptureError(f"the traced graph returns {desc.expr()}, which is not supported")
@@ -183,6 +187,27 @@ def _check_generator(node: fx.Node, device: torch.device) -> None:
             f"{node.target} draws random numbers on {val.device}, expected on {device}, where the graph computes: "
             f"pass device= to it"
         )
+
+
+def _refused_input(description: Any, inputs: tuple[InputSpec, ...]) -> str:
+    """Why a graph that takes such an input is refused."""
+    mutated = getattr(getattr(description, "output", None), "mutated_input", None)
+    if (position := getattr(mutated, "idx", None)) is not None:
+        return _changed_in_place(inputs[position].name)
+    viewed = getattr(description, "base_of", None)
+    if (position := getattr(viewed, "idx", None)) is not None:
+        return (
+            f"{inputs[position].name} shares memory with another input, and forward changes one of them in place; expected "
+            "inputs that are changed to have memory of their own: pass a copy (clone)"
+        )
+    return f"the traced graph takes {description.expr()}, which is not supported (a tensor subclass)"
+
+
+def _changed_in_place(name: str) -> str:
+    return (
+        f"forward changes {name} in place, which is trained (an embedding with max_norm= does); expected only buffers or inputs "
+        "that need no gradient to be changed in place: do it outside forward"
+    )
 
 
 def _check_storages(joint: fx.GraphModule, fakes: tuple[torch.Tensor, ...], description: Description) -> None:

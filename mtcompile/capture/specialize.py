@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,17 @@ def is_symbolic(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride(), value.storage_offset()))
     return True
+
+
+def numbers_among(graph: fx.GraphModule) -> frozenset[int]:
+    """The positions of the inputs that are Python numbers, which Dynamo passes as tensors."""
+    arguments = (node.meta.get("grapharg") for node in graph.graph.find_nodes(op="placeholder"))
+    return frozenset(i for i, argument in enumerate(arguments) if not getattr(argument, "is_tensor", True))
+
+
+def with_numbers(inputs: Sequence[Any], numbers: Collection[int]) -> list[Any]:
+    """The inputs of a call, with Python numbers as what they are."""
+    return [v.item() if i in numbers and isinstance(v, torch.Tensor) else v for i, v in enumerate(inputs)]
 
 
 def size_key(inputs: Sequence[Any]) -> Key:
@@ -36,7 +47,8 @@ def specialize(graph: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphMo
 
     class Recorder(fx.Interpreter):
         def run_node(self, node: fx.Node) -> Any:
-            values[node] = super().run_node(node)
+            number = node.target == "item" and values[node.args[0]]  # of a number that is passed as a tensor
+            values[node] = number if number is not False and _is_number(number) else super().run_node(node)
             return values[node]
 
     with mode, torch.enable_grad():

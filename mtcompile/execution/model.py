@@ -12,6 +12,7 @@ from torch import nn
 from mtcompile.capture.arguments import micro_batches, sent
 from mtcompile.capture.description import describe
 from mtcompile.capture.dynamo import front_end
+from mtcompile.errors import CaptureError
 from mtcompile.execution.compiled import LiveFrames
 from mtcompile.execution.model_door import ModelDoor
 from mtcompile.execution.program import Collector, DifferentMicroBatches, MicroBatchCalls, Program
@@ -43,11 +44,13 @@ class CompiledModel:
             self.door.bind(optimizer)
         for parameter in model.parameters():  # at home on the host, all of them
             self.door.parameters.moved(parameter)
-        self._collector = Collector()
+        self._collector, self._initialized = Collector(), False
         self._captured = front_end(call, self._backend, device.where)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model. Sends host tensors among the arguments to the device first."""
+        if not self._initialized:
+            self._initialized = _check_initialized(self.door.names_of_lazy_parameters())
         if self.device.where.type != "cpu":
             (args, kwargs), self.door.sent_nbytes = sent((args, kwargs), self.device.where)
         if self.options.accumulate == 1 or not torch.is_grad_enabled():
@@ -93,3 +96,14 @@ class CompiledModel:
             "state_bytes": sum(state.values()),
             **{f"{name}_bytes": nbytes for name, nbytes in state.items()},
         }
+
+
+def _check_initialized(lazy: list[str]) -> bool:
+    """Raises CaptureError for lazy parameters: captured, their modules would be initialized with other random numbers than in a
+    plain run. Returns True if there are none."""
+    if lazy:
+        raise CaptureError(
+            f"{lazy[0]} is not initialized yet (a lazy module); expected parameters with values: call the model once before "
+            "mtcompile.compile, as in model(example)"
+        )
+    return True

@@ -178,6 +178,12 @@ class ModelDoor:
         names: dict[int, tuple[str, str]] = {id(b): ("buffer", n) for n, b in model.named_buffers()}
         return names | {id(p): ("param", n) for n, p in model.named_parameters()}
 
+    def names_of_lazy_parameters(self) -> list[str]:
+        """Returns the names of parameters and buffers that a lazy module has not initialized yet."""
+        model = self._model()
+        tensors = (*nn.Module.named_parameters(model), *model.named_buffers())
+        return [name for name, tensor in tensors if nn.parameter.is_lazy(tensor)]
+
     def _model(self) -> nn.Module:
         model = self.model()
         assert model is not None

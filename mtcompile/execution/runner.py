@@ -14,6 +14,7 @@ from mtcompile.errors import CaptureError, shows_part
 from mtcompile.execution.arenas import ArenaPool
 from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames
 from mtcompile.execution.parameters import ParameterStore
+from mtcompile.kernels.measure import copied
 from mtcompile.machine.device import allocator_peak
 from mtcompile.passes.generators import generator_state, set_generator_state
 from mtcompile.runtime.devices.arena import fills_storage, view
@@ -101,7 +102,7 @@ class Runner:
         device = str(self.device.where)
         generator = generator_state(device) if compiled.random else None
         if snapshots is None:  # this step reads the old version, even after the new one has been written
-            snapshots = {i: inputs[i].detach().clone() for i in compiled.mutated}
+            snapshots = {i: copied(inputs[i].detach()) for i in compiled.mutated}
         arenas, views = self.arenas.lend(compiled)
         memory = self.device.memory(compiled.schedule, compiled.layouts, arenas, knobs.check(), compiled.settled, views)
         new_versions = {spec.index: name for spec, name in compiled.outputs if spec.kind == "mutation"}
@@ -234,7 +235,7 @@ def _bind_forward(
             memory.bind(name, snapshots.get(spec.index, inputs[spec.index].detach()))
     for index, name in new_versions.items():
         if compiled.schedule.buffers[name].kind == "home":
-            memory.bind(name, torch.empty_like(snapshots[index]))
+            memory.bind(name, copied(snapshots[index]))
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -13,9 +13,10 @@ import torch
 
 from mtcompile import knobs, torch_private
 from mtcompile.capture.description import enabled_autocast
+from mtcompile.capture.refusals import not_compiled, place_of, refuse
 from mtcompile.capture.tracing import collecting_later
 from mtcompile.compiler import CapturedStep, Target, compile_step
-from mtcompile.errors import BudgetError, StepError
+from mtcompile.errors import BudgetError, MtcompileError, StepError
 from mtcompile.execution.arenas import ArenaPool
 from mtcompile.execution.calibration import Calibrator, known_machine, speeds
 from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames
@@ -136,7 +137,13 @@ class Session:
         self.machine = known_machine(self.device, self.options)
         target = Target(self.options, self.device, self.toolchain, self.machine)
         with collecting_later(), torch_private.lasting(), without_autocast(self.device.where.type):
-            compiled = compile_step(captured, target, self.door)
+            try:
+                compiled = compile_step(captured, target, self.door)
+            except MtcompileError:
+                raise
+            except Exception as error:
+                doing = f"{self.title or 'the model'} could not be planned"
+                refuse(not_compiled(error, doing, place_of(captured.description.graph.graph.nodes)), error)
         dump(compiled)
         return compiled
 

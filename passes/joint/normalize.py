@@ -195,7 +195,7 @@ def _mark_phases(graph: fx.Graph) -> None:
 
 
 def _own_outputs(joint: fx.GraphModule) -> None:
-    """Gives every output memory of its own, and every gradient the strides of its parameter."""
+    """Gives every output memory of its own, every gradient the strides of its parameter, and every new version those of the old."""
     graph, output = joint.graph, joint.graph.output_node()
     inputs = {
         spec.index: node
@@ -209,7 +209,7 @@ def _own_outputs(joint: fx.GraphModule) -> None:
         phase = "backward" if spec.kind == "grad" else "forward"
         val = value.meta["val"]
         copy = None
-        if spec.kind == "grad" and val.stride() != inputs[spec.index].meta["val"].stride():
+        if spec.kind in ("grad", "mutation") and val.stride() != inputs[spec.index].meta["val"].stride():
             with graph.inserting_before(output):
                 copy = add_restride(graph, value, inputs[spec.index].meta["val"])
         elif value.op == "placeholder" or value in seen:

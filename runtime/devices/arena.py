@@ -64,6 +64,16 @@ def own_storage(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(own, 0, tensor.shape, tensor.stride())
 
 
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Tells whether several elements of a tensor are one place in memory, as after ``expand``."""
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < extent:
+            return tensor.numel() > 0
+        extent = max(extent, stride * (size - 1) + extent)
+    return False
+
+
 def fills_storage(tensor: torch.Tensor) -> bool:
     """Tells whether a tensor's elements begin and end where its storage does."""
     return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == span_nbytes(tensor)
