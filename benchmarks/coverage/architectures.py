@@ -17,6 +17,10 @@ from benchmarks.coverage.inputs import IGNORED, Data, guesses
 
 # The heads of each family; an architecture is entered with the first of them that it has.
 FAMILIES = {
+    "audio": ("CTC", "SPEECH_SEQ_2_SEQ", "AUDIO_CLASSIFICATION"),
+    "multimodal": (
+        "IMAGE_TEXT_TO_TEXT", "ZERO_SHOT_IMAGE_CLASSIFICATION", "VISUAL_QUESTION_ANSWERING", "DOCUMENT_QUESTION_ANSWERING",
+    ),
     "sequence to sequence": ("SEQ_TO_SEQ_CAUSAL_LM",),
     "masked": ("MASKED_LM",),
     "causal": ("CAUSAL_LM",),
@@ -24,17 +28,14 @@ FAMILIES = {
         "IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "SEMANTIC_SEGMENTATION", "DEPTH_ESTIMATION", "OBJECT_DETECTION",
         "UNIVERSAL_SEGMENTATION", "IMAGE_TO_IMAGE", "MASKED_IMAGE_MODELING", "BACKBONE",
     ),
-    "audio": ("CTC", "SPEECH_SEQ_2_SEQ", "AUDIO_CLASSIFICATION"),
-    "multimodal": (
-        "IMAGE_TEXT_TO_TEXT", "ZERO_SHOT_IMAGE_CLASSIFICATION", "VISUAL_QUESTION_ANSWERING", "DOCUMENT_QUESTION_ANSWERING",
-        "MULTIMODAL_LM",
-    ),
 }  # fmt: skip
 _FIRST = (  # what most people train
-    "llama gpt2 qwen2 qwen3 mistral mixtral gemma gemma2 gemma3_text phi phi3 t5 bart bert roberta distilbert electra albert "
-    "deberta-v2 vit clip whisper wav2vec2 mamba mamba2 gpt_neox opt bloom falcon olmo qwen2_moe qwen3_moe deepseek_v2 deepseek_v3 "
-    "mbart pegasus marian mt5 xlm-roberta modernbert swin convnext deit beit dinov2 resnet segformer siglip blip llava hubert"
-).split()
+    "llama", "gpt2", "qwen2", "qwen3", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "t5",
+    "bart", "bert", "roberta", "distilbert", "electra", "albert", "deberta-v2", "vit", "clip", "whisper", "wav2vec2",
+    "mamba", "mamba2", "gpt_neox", "opt", "bloom", "falcon", "olmo", "qwen2_moe", "qwen3_moe", "deepseek_v2",
+    "deepseek_v3", "mbart", "pegasus", "marian", "mt5", "xlm-roberta", "modernbert", "swin", "convnext", "deit", "beit",
+    "dinov2", "resnet", "segformer", "siglip", "blip", "llava", "hubert",
+)  # fmt: skip
 _MOST_PARAMETERS = 30_000_000
 
 
@@ -149,10 +150,10 @@ def _with_options(recipe: _Recipe, entry: str) -> Iterator[_Recipe]:
     options: list[tuple[str, Callable[[_Recipe], Data | None]]] = [
         ("", lambda r: r.data),
         ("padding mask", _padded),
-        ("-100 labels", _unlabelled),
-        ("inputs_embeds", _embedded),
-        ("bf16 weights", _in_bf16),
         ("autocast", lambda r: r.data),
+        ("-100 labels", _unlabelled),
+        ("bf16 weights", _in_bf16),
+        ("inputs_embeds", _embedded),
         ("gradient checkpointing", lambda r: r.data if r.model_class.supports_gradient_checkpointing else None),
     ]
     start = zlib.crc32(entry.encode()) % len(options)

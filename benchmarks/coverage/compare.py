@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 EQUAL, REFUSED, WRONG, INTERNAL, EXCLUDED = "equal", "refused", "WRONG", "INTERNAL", "excluded"
-ROOMY = 1 << 30
+ROOMY_BYTES = 1 << 30
+ROOMY, MIDDLE, SMALLEST = BUDGETS = ("roomy", "middle", "smallest")
 _STEPS = 2  # the first of a program is measured, the second is as all that follow
 _ROOT = Path(__file__).parents[2]
 
@@ -49,7 +50,7 @@ class Verdict:
 Build = Callable[[], Subject]
 
 
-def judge(build: Build) -> Verdict:
+def judge(build: Build, budgets: Collection[str] = BUDGETS) -> Verdict:
     """Compares the subject that ``build`` makes, each time with the same weights and inputs, with itself compiled."""
     import mtcompile
 
@@ -63,20 +64,22 @@ def judge(build: Build) -> Verdict:
     if differing := differences(plain, again):
         return Verdict(EXCLUDED, f"plain PyTorch differs from itself: {', '.join(differing[:4])}")
     try:
-        peak, verdict = _at(build, plain, "roomy", ROOMY, "fastest")
-        if verdict is not None:
-            return verdict
-        if build().searched:
-            smallest = _smallest(build, "fastest")
-            budgets = {"smallest": (smallest, "fastest"), "middle": ((smallest + peak) // 2, "fastest")}
-        else:
-            budgets = {policy: (_smallest(build, policy), policy) for policy in ("offload-all", "checkpoint-all")}
-        for name, (memory, policy) in budgets.items():
-            if verdict := _at(build, plain, name, memory, policy)[1]:
-                return verdict
+        peak, verdict = _at(build, plain, ROOMY, ROOMY_BYTES, "fastest")
+        for name, (memory, policy) in ({} if verdict else _tight(build, peak, budgets)).items():
+            verdict = verdict or _at(build, plain, name, memory, policy)[1]
     except mtcompile.BudgetError as error:
         return Verdict(INTERNAL, f"refused at the memory that it named: {_sentence(error)}")
-    return Verdict(EQUAL)
+    return verdict or Verdict(EQUAL)
+
+
+def _tight(build: Build, peak: int, budgets: Collection[str]) -> dict[str, tuple[int, str]]:
+    """Returns the budgets below ``peak``, by name: bytes, and the policy that plans within them."""
+    if not build().searched:
+        policies = {SMALLEST: "offload-all", MIDDLE: "checkpoint-all"}
+        return {name: (_smallest(build, policies[name]), policies[name]) for name in policies if name in budgets}
+    smallest = _smallest(build, "fastest") if set(budgets) - {ROOMY} else 0
+    memory = {SMALLEST: smallest, MIDDLE: (smallest + peak) // 2}
+    return {name: (memory[name], "fastest") for name in memory if name in budgets}
 
 
 def _at(build: Build, plain: Mapping[str, Any], name: str, memory: int, policy: str) -> tuple[int, Verdict | None]:
@@ -198,7 +201,8 @@ def _weighted(value: Tensor) -> Tensor:
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Returns the names whose values differ in any bit that counts: NaN equals NaN."""
-    absent = [f"{name} is missing" for name in one if name not in other] + [f"{name} is new" for name in other if name not in one]
+    absent = [f"{name} is missing" for name in one if name not in other]
+    absent += [f"{name} is new" for name in other if name not in one]
     return absent + [name for name in one if name in other and not _equal(one[name], other[name])]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 VOCABULARY, SPECIAL = 120, 100  # ids below 100 are words, those of special tokens lie above
@@ -18,11 +18,13 @@ _EVERYWHERE: tuple[tuple[str, int], ...] = (
     (r"shared_experts?$|first_k_dense|^topk_group|^n_group$", 1),
     (r"(num|n|moe|local|routed|global)_.*experts$|num_experts$|num_local_experts|moe_num_experts|n_routed", 4),
     (r"layer(s|_num)?$|^depth$|num_blocks$|blocks_per|_depth$|hidden_layers|n_blocks", LAYERS),
-    (r"max_.*position|n_positions|n_ctx|max_seq|seq_length|context_length|max_length|block_size|max_2d|max_source|max_target", POSITIONS),
+    (r"max_.*position|n_positions|n_ctx|max_seq|seq_length|context_length|max_length|block_size|max_2d", POSITIONS),
+    (r"max_source|max_target", POSITIONS),
     (r"sliding_window|^window_size$|attention_window|local_attention|attn_window|attention_chunk", 8),
     (r"image_size|crop_size|img_size|input_resolution", IMAGE),
     (r"num_mel_bins|^mel_bins$|feature_size|n_mels", MELS),
     (r"num_frames$", 4),
+    (r"^n_groups$|^mamba_n_groups$", 2),
     (r"num_queries|num_query_tokens|num_latents|num_object_queries|n_queries", 8),
 )
 _WIDTHS: tuple[tuple[str, int], ...] = (
@@ -34,9 +36,10 @@ _WIDTHS: tuple[tuple[str, int], ...] = (
     (r"intermediate|ffn_dim|ffw|mlp_dim|d_ff|n_inner|ff_dim|feed_?forward|inner_dim|linear_units|mlp_hidden", 48),
     (r"state_size|ssm_state|d_state|num_conv_pos_embeddings$", 8),
     (r"^(num|n)_conv_pos_embedding_groups|pos_embedding_groups", 2),
-    (r"ratio|expan|factor|scale|kernel|stride|dropout|num_channels|in_channels|channels_in|_channel$|num_groups|n_groups|_iter", 1 << 30),
-    (r"hidden_size|d_model|embed_dim|embedding_size|n_embd|hidden_dim|projection_dim|_dim$|^dim$|_width$|_size$|_channels$|d_embed", WIDTH),
+    (r"ratio|expan|factor|scale|kernel|stride|dropout|num_channels|in_channels|_channel$|num_groups|_iter", 1 << 30),
+    (r"hidden_size|d_model|embed_dim|embedding_size|n_embd|hidden_dim|_dim$|^dim$|_width$|_size$|_channels$|d_embed", WIDTH),
 )
+_NEEDED = {"num_experts_per_tok": 2, "vocab_size": VOCABULARY}  # where the default is None
 _DEEP = re.compile(r"depths?$|num_blocks$|layers$|layer_nums")
 _HEADS = re.compile(r"head")
 _WIDE = re.compile(r"hidden_sizes?$|dims?$|channels$|embed_dims?$|conv_dim$|widths?$")
@@ -55,12 +58,17 @@ def narrow_with_wide_heads(name: str, value: int) -> int:
     return min(value, 16) if re.search(r"head_dim|d_kv|head_size", name) else narrow(name, value)
 
 
+def narrow_with_more_heads(name: str, value: int) -> int:
+    """Makes everything small, with as many heads as a state twice as wide as the model has."""
+    return min(value, 8) if re.search(r"^num_heads$|n_heads$|mamba_num_heads", name) else narrow(name, value)
+
+
 def shallow(name: str, value: int) -> int:
     """Makes everything but the widths small."""
     return _first(_EVERYWHERE, name, value)
 
 
-RULES: tuple[Rule, ...] = (narrow, narrow_with_wide_heads, shallow)
+RULES: tuple[Rule, ...] = (narrow, narrow_with_more_heads, narrow_with_wide_heads, shallow)
 
 
 def _first(patterns: tuple[tuple[str, int], ...], name: str, value: int) -> int:
@@ -75,22 +83,30 @@ def shrunk(config_class: Any, rule: Rule, default: Any = None) -> Any:
     default = config_class() if default is None else default
     if not dataclasses.is_dataclass(default):
         raise TypeError(f"{config_class.__name__} is no dataclass")
-    layers = next((getattr(default, n) for n in ("num_hidden_layers", "num_layers", "n_layer") if _is_int(getattr(default, n, None))), -1)
     declared = {field.name: field for field in dataclasses.fields(default)}
+    layers = -1 if "depths" in declared else _first_int(default, declared, "num_hidden_layers", "num_layers", "n_layer")
+    heads = _first_int(default, declared, "num_attention_heads", "num_heads", "n_head")
     values: dict[str, Any] = {}
     for name, field in declared.items():
         value = getattr(default, name, None)
         small = _small(name, value, rule, layers)
-        if small is not value and small != value and not _is_derived(field, name):
+        if value == heads and re.search(r"(kv|key_value)_heads", name):
+            small = rule("num_attention_heads", value)  # all heads have keys of their own
+        if small is not value and small != value and (hasattr(small, "to_dict") or not _is_derived(field, name)):
             values[name] = small
     if "use_cache" in declared:
         values["use_cache"] = False
     return type(default)(**values)
 
 
+def _first_int(config: Any, declared: Container[str], *names: str) -> int:
+    return next((value for name in names if name in declared and _is_int(value := getattr(config, name, None))), -1)
+
+
 def _is_derived(field: Any, name: str) -> bool:
     """Whether the configuration fills in a field itself: its own default is None, and it is no size of its own."""
-    return field.default is None and not name.endswith(("_config", "token_id")) and "layer_types" not in name and "hidden" not in name
+    sized = name.endswith(("_config", "token_id")) or "layer_types" in name or "hidden" in name or name in _NEEDED
+    return field.default is None and not sized
 
 
 def _small(name: str, value: Any, rule: Rule, layers: int) -> Any:
@@ -98,6 +114,8 @@ def _small(name: str, value: Any, rule: Rule, layers: int) -> Any:
         return shrunk(type(value), rule, value)
     if re.search(r"token_(id|index)$|_token_idx$", name):
         return _special(name, value)
+    if value is None and name in _NEEDED:
+        return _NEEDED[name]
     if _is_int(value):
         return rule(name, value)
     if isinstance(value, (list, tuple)) and value and len(value) == layers:

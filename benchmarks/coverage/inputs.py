@@ -30,11 +30,10 @@ def _language(model: Any, names: set[str]) -> Iterator[Data]:
     extra = {}
     if "bbox" in names:
         extra["bbox"] = torch.tensor([0, 0, 20, 20]).expand(BATCH, SEQ, 4).clone()
-    for labelled in ({"labels": ids.clone()}, {}):
+    labels, decoded = {"labels": ids.clone()}, {"decoder_input_ids": ids}
+    for labelled in (labels, {**labels, **decoded}, decoded, {}):
         data = {"input_ids": ids, **extra, **labelled}
         yield {name: value for name, value in data.items() if name in names or name == "input_ids"}
-    if "decoder_input_ids" in names:
-        yield {"input_ids": ids, "decoder_input_ids": _ids(BATCH, SEQ)}
 
 
 def _vision(model: Any, names: set[str]) -> Iterator[Data]:
@@ -65,7 +64,7 @@ def _audio(model: Any, names: set[str]) -> Iterator[Data]:
     sounds: list[Data] = [{"input_values": torch.randn(BATCH, SAMPLES)}]
     for shape in ((mels, frames), (frames, mels), (64, mels), (mels, 3000), (_field(model.config, ("max_length",), 64), mels)):
         sounds += [{"input_features": torch.randn(BATCH, *shape)}, {"input_values": torch.randn(BATCH, *shape)}]
-    labels = {"labels": _ids(BATCH, 4)}
+    labels = {"labels": _ids(BATCH, 4).clamp(max=_field(model.config, ("vocab_size",), 100) - 1)}
     classes = {"labels": torch.arange(BATCH) % 2}
     for sound in sounds:
         if set(sound) <= names:
@@ -103,8 +102,8 @@ def _with_picture_tokens(model: Any, ids: Tensor, picture: Tensor, names: set[st
             except Exception:  # it wants pictures in another form
                 continue
             features = getattr(features, "pooler_output", features)
-            count = sum(f.shape[-2] * (f.shape[0] if f.ndim == 3 else 1) for f in features) if isinstance(features, (list, tuple)) \
-                else features.shape[:-1].numel()
+            parts = features if isinstance(features, (list, tuple)) else [features]
+            count = sum(part.shape[:-1].numel() for part in parts)
             tokens = torch.cat([ids, torch.full((BATCH, count // BATCH), token), _ids(BATCH, 4)], dim=1)
             labels = torch.where(tokens == token, IGNORED, tokens)
             data = {"input_ids": tokens, "pixel_values": picture, **extra, "labels": labels}

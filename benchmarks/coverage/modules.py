@@ -52,7 +52,8 @@ def build(entry: str) -> Subject:
     torch.manual_seed(1)
     constructor, call = sample.constructor_input, sample.forward_input
     module = info.module_cls(*constructor.args, **constructor.kwargs).train()
-    about = f"{sample.desc or 'sample'}, {constructor.args} {constructor.kwargs}" if constructor.args or constructor.kwargs else ""
+    given = [*map(str, constructor.args), *(f"{name}={value}" for name, value in constructor.kwargs.items())]
+    about = " ".join(" ".join([sample.desc, *given]).split())[:100]
     if form == BARE:
         return Subject(module, tuple(call.args), dict(call.kwargs), about=about, searched=index == "0")
     return between(Subject(module, tuple(call.args), dict(call.kwargs), about=about, searched=False))

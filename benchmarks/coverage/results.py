@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,30 +78,35 @@ def worst(rows: Iterable[Row]) -> str:
     return next(verdict for verdict in _WORST if verdict in verdicts)
 
 
-def page(rows: Mapping[str, Row]) -> str:
-    """Returns the text of docs/coverage.md."""
+def page(rows: Mapping[str, Row], missing: Collection[str]) -> str:
+    """Returns the text of docs/coverage.md. ``missing``: libraries that are not installed."""
     modules = {name: row for name, row in rows.items() if name.startswith("nn.")}
     others = {name: row for name, row in rows.items() if not name.startswith("nn.")}
     now = next(iter(rows.values()), {})
     libraries = ", ".join(f"{name} {now[name]}" for name in ("torch", "transformers") if name in now)
+    absent = f" Not installed, so not run: {', '.join(missing)}." if missing else ""
     lines = [
         "# Coverage",
         "",
-        "Written by `make coverage`; rows in `benchmarks/results/coverage.jsonl`. Each entry is trained for two steps in plain",
-        "PyTorch and under mtcompile at three budgets: 1 GiB, the smallest that `BudgetError.minimum_bytes` names, and halfway.",
-        "Equal means that losses, outputs, every gradient, buffers and the random generators have the same bits at all three. An",
-        "entry that plain PyTorch cannot train on this CPU, or that differs from itself when it is run twice, is excluded.",
+        "Written by `make coverage`, from the rows in `benchmarks/results/coverage.jsonl`.",
         "",
-        f"{libraries}, CPU.",
+        "Each entry is trained for two steps in plain PyTorch, and under mtcompile at three budgets: 1 GiB, the smallest that",
+        "`BudgetError.minimum_bytes` names, and halfway (for all samples of a module but the first: the least memory of the",
+        'policies "offload-all" and "checkpoint-all"). Equal means that losses, outputs, all gradients, buffers and the random',
+        "generators have the same bits every time. An entry that plain PyTorch cannot train here, or whose results differ from",
+        "run to run in plain PyTorch, is excluded. A module counts as equal if all its samples are that were not excluded; an",
+        "architecture, if all its heads are.",
+        "",
+        f"On a CPU, with {libraries}.{absent}",
         "",
         "| | equal | refused | wrong | internal error | excluded | equal, of those counted |",
         "|---|---|---|---|---|---|---|",
         _counts("modules of torch", _by_subject(modules)),
-        _counts("their samples", {name: [row] for name, row in modules.items()}),
-        _counts("architectures of Transformers", _by_subject(others)),
+        _counts("their samples, bare and between linear layers", {name: [row] for name, row in modules.items()}),
+        _counts("architectures", _by_subject(others)),
     ]
     for name in sorted({family(entry) for entry in others}):
-        lines.append(_counts(f"— {name}", {entry: [row] for entry, row in others.items() if family(entry) == name}))
+        lines.append(_counts(f"of these, {name}", {entry: [row] for entry, row in others.items() if family(entry) == name}))
     lines += ["", *_table("Not equal", [row for row in rows.values() if row["verdict"] in (WRONG, INTERNAL, REFUSED)])]
     lines += _table("Excluded", [row for row in rows.values() if row["verdict"] == EXCLUDED])
     return "\n".join(lines).rstrip() + "\n"
@@ -131,7 +136,7 @@ def _table(heading: str, rows: list[Row]) -> list[str]:
         return [f"## {heading}", "", "None.", ""]
     lines = [f"## {heading}", "", "| entries | verdict | reason |", "|---|---|---|"]
     for (verdict, reason), members in sorted(groups.items(), key=lambda item: (_WORST.index(item[0][0]), -len(item[1]))):
-        names = [row["entry"] + (f" ({row['about']})" if row.get("about") and not row["entry"].startswith("nn.") else "") for row in members]
+        names = [row["entry"] + (f" ({row['about']})" if row.get("about") else "") for row in members]
         shown = ", ".join(sorted(names)[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         where = f" ({members[0]['where']})" if members[0].get("where") else ""
         lines.append(f"| {_cell(shown)} | {verdict} | {_cell(reason)}{where} |")

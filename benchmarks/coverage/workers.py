@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 Work = Callable[[str], dict[str, Any]]
@@ -86,7 +87,7 @@ def _start(entry: str, work: Work, limits: Limits) -> tuple[Connection, int]:
     code = 1
     try:
         _quiet()
-        held = int(open("/proc/self/statm").read().split()[5]) * resource.getpagesize()  # bytes of data and stack
+        held = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()  # bytes of data and stack
         resource.setrlimit(resource.RLIMIT_DATA, (held + limits.nbytes, held + limits.nbytes))
         with tempfile.TemporaryDirectory() as folder:
             os.environ["MT_CACHE"] = folder  # one search of plans serves the three budgets
