@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -215,8 +216,10 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _sentence(error: BaseException) -> str:
-    """Returns an error's type and the beginning of its message on one line."""
+    """Returns an error's type and the beginning of its message on one line, without the folders of this machine."""
     text = " ".join(str(error).split())
+    for folder in (_ROOT, Path(torch.__file__).parents[1], Path(os.__file__).parent):
+        text = text.replace(f"{folder}/", "")
     return f"{type(error).__name__}: {text[:300]}".rstrip(": ")
 
 
