@@ -56,7 +56,11 @@ def main() -> None:
         entries = [entry for entry in entries if any(fnmatch.fnmatch(entry, pattern) for pattern in arguments.only)]
     part, parts = map(int, arguments.slice.split("/"))
     finished = results.read(arguments.store)
-    entries = [e for e in entries[part::parts] if not results.is_done(finished.get(e), arguments.again, arguments.any_source)]
+
+    def is_done(entry: str) -> bool:
+        return results.is_done(finished.get(entry), arguments.budgets, arguments.again, arguments.any_source)
+
+    entries = [entry for entry in entries[part::parts] if not is_done(entry)]
     entries = entries[: arguments.limit]
     print(f"{len(entries)} entries to judge", flush=True)
     if entries:
@@ -70,7 +74,7 @@ def main() -> None:
     for entry, row in workers.rows(entries, timed, arguments.jobs, limits):
         if "crash" in row:
             row = {"verdict": INTERNAL, "reason": row["crash"], "where": "", "about": "", "seconds": 0.0}
-        row = {"entry": entry, **row, **results.versions()}
+        row = {"entry": entry, **row, "budgets": list(arguments.budgets), **results.versions()}
         results.append(arguments.store, row)
         print(f"{row['verdict']:9} {row['seconds']:6.1f} s  {entry}  {row['reason'][:160]}", flush=True)
     results.tidy(arguments.store)

@@ -10,14 +10,14 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.coverage.compare import EQUAL, EXCLUDED, INTERNAL, REFUSED, WRONG
+from benchmarks.coverage.compare import BUDGETS, EQUAL, EXCLUDED, INTERNAL, REFUSED, WRONG
 
 ROOT = Path(__file__).parents[2]
 STORE, PAGE = ROOT / "benchmarks/results/coverage.jsonl", ROOT / "docs/coverage.md"
 _SOURCES = ("mtcompile", "passes", "runtime")
 _WORST = (WRONG, INTERNAL, REFUSED, EQUAL, EXCLUDED)
 
-Row = dict[str, Any]  # entry, verdict, reason, where, about, seconds, and the versions below
+Row = dict[str, Any]  # entry, verdict, reason, where, about, budgets, seconds, and the versions below
 
 
 @functools.cache
@@ -55,10 +55,10 @@ def tidy(path: Path) -> None:
     path.write_text("".join(json.dumps(rows[name], ensure_ascii=False) + "\n" for name in sorted(rows)), encoding="utf-8")
 
 
-def is_done(row: Row | None, again: Iterable[str], any_source: bool) -> bool:
-    """Whether an entry's row holds for the sources and libraries of now. ``again``: verdicts to be judged anew;
-    ``any_source``: a row made with older sources counts too."""
-    if row is None or row["verdict"] in again:
+def is_done(row: Row | None, budgets: Collection[str], again: Collection[str], any_source: bool) -> bool:
+    """Whether an entry's row holds for the sources and libraries of now, at these budgets. ``again``: verdicts to be judged
+    anew; ``any_source``: a row made with older sources counts too."""
+    if row is None or row["verdict"] in again or (row["verdict"] == EQUAL and set(budgets) - set(row["budgets"])):
         return False
     return all(row.get(name) == value for name, value in versions().items() if not (any_source and name == "source"))
 
@@ -97,7 +97,7 @@ def page(rows: Mapping[str, Row], missing: Collection[str]) -> str:
         "run to run in plain PyTorch, is excluded. A module counts as equal if all its samples are that were not excluded; an",
         "architecture, if all its heads are.",
         "",
-        f"On a CPU, with {libraries}.{absent}",
+        f"On a CPU, with {libraries}.{absent}{_partly(rows)}",
         "",
         "| | equal | refused | wrong | internal error | excluded | equal, of those counted |",
         "|---|---|---|---|---|---|---|",
@@ -110,6 +110,12 @@ def page(rows: Mapping[str, Row], missing: Collection[str]) -> str:
     lines += ["", *_table("Not equal", [row for row in rows.values() if row["verdict"] in (WRONG, INTERNAL, REFUSED)])]
     lines += _table("Excluded", [row for row in rows.values() if row["verdict"] == EXCLUDED])
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _partly(rows: Mapping[str, Row]) -> str:
+    """Says how many entries have not run at all budgets yet, if any."""
+    count = sum(row["verdict"] == EQUAL and set(row["budgets"]) != set(BUDGETS) for row in rows.values())
+    return f" {count} of the equal entries have run at the budget of 1 GiB only so far." if count else ""
 
 
 def _by_subject(rows: Mapping[str, Row]) -> dict[str, list[Row]]:

@@ -90,15 +90,20 @@ def test_an_entry_that_crashes_costs_one_row() -> None:
 
 def test_rows_of_the_same_sources_are_done(tmp_path: Path) -> None:
     store = tmp_path / "rows.jsonl"
-    row = {"entry": "nn.Linear/0/bare", "verdict": EQUAL, "reason": "", **results.versions()}
+    row = {"entry": "nn.Linear/0/bare", "verdict": EQUAL, "reason": "", "budgets": [ROOMY], **results.versions()}
     for verdict in (WRONG, EQUAL):
         results.append(store, {**row, "verdict": verdict})
     (newest,) = results.read(store).values()
-    assert newest == row and results.is_done(newest, (), any_source=False)
-    assert not results.is_done(newest, (EQUAL,), any_source=False) and not results.is_done(None, (), any_source=True)
+
+    def is_done(row: results.Row | None, budgets: Any = (ROOMY,), again: Any = (), any_source: bool = False) -> bool:
+        return results.is_done(row, budgets, again, any_source)
+
+    assert newest == row and is_done(newest)
+    assert not is_done(newest, again=(EQUAL,)) and not is_done(None, any_source=True)
+    assert not is_done(newest, compare.BUDGETS) and is_done({**newest, "verdict": WRONG}, compare.BUDGETS)
     older = {**row, "source": "older"}
-    assert not results.is_done(older, (), any_source=False) and results.is_done(older, (), any_source=True)
-    assert not results.is_done({**older, "torch": "older"}, (), any_source=True)
+    assert not is_done(older) and is_done(older, any_source=True)
+    assert not is_done({**older, "torch": "older"}, any_source=True)
     results.tidy(store)
     assert [json.loads(line) for line in store.read_text().splitlines()] == [row]
 
@@ -108,7 +113,9 @@ def test_the_page_counts_a_module_by_its_worst_sample() -> None:
         "nn.Linear/0/bare": EQUAL, "nn.Linear/1/bare": EXCLUDED, "nn.RNN/0/bare": EQUAL, "nn.RNN/1/bare": REFUSED,
         "nn.GELU/0/bare": EXCLUDED, "causal/gpt2": EQUAL, "masked/gpt2": WRONG, "masked/bert": EQUAL,
     }  # fmt: skip
-    page = results.page({e: {"entry": e, "verdict": v, "reason": "a | b", "about": ""} for e, v in verdicts.items()}, ["timm"])
+    row = {"reason": "a | b", "about": "", "budgets": [ROOMY]}
+    page = results.page({entry: {"entry": entry, "verdict": v, **row} for entry, v in verdicts.items()}, ["timm"])
+    assert "4 of the equal entries have run at the budget of 1 GiB only" in page
     assert "| modules of torch | 1 | 1 | 0 | 0 | 1 | 50.0% of 2 |" in page
     assert "| architectures | 1 | 0 | 1 | 0 | 0 | 50.0% of 2 |" in page
     assert "| of these, masked | 1 | 0 | 1 | 0 | 0 | 50.0% of 2 |" in page
