@@ -11,7 +11,9 @@ import torch
 from torch import fx
 
 from mtcompile import torch_private
-from mtcompile.capture.description import Description, autocast_state, fake_of, storage_of
+from mtcompile.capture.description import Description, autocast_state
+from mtcompile.capture.outputs import fake_of, storage_of
+from mtcompile.capture.plain_torch import plain_kernels
 from mtcompile.errors import CaptureError
 from mtcompile.passes.generators import rng_preserved
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, is_random
@@ -26,7 +28,8 @@ def joint_graph(description: Description, tangents: tuple[bool, ...] | None) -> 
     """
     with _tracing(description, tangents) as (stack, graph, fakes):
         try:
-            joint = torch_private.export_joint(stack, graph, fakes)
+            with plain_kernels():
+                joint = torch_private.export_joint(stack, graph, fakes)
         except CaptureError:
             raise
         except Exception as error:
@@ -102,11 +105,11 @@ def _with_detached(graph: fx.Graph, tangents: tuple[bool, ...] | None) -> fx.Gra
     env: dict[fx.Node, fx.Node] = {}
     copied.graph_copy(graph, env)
     results = []
-    seen: set[int] = set()
+    seen = {storage_of(node) for node in graph.find_nodes(op="placeholder")}
     for position, value in enumerate(graph.output_node().args[0]):  # type: ignore[arg-type]
         node = env[value]
         storage = storage_of(value)
-        if storage in seen:  # two results that overlap in storage: give the second its own
+        if storage in seen:  # of an input or an earlier result: give this one its own
             node = copied.call_method("clone", (node,))
         seen.add(storage)
         if tangents is not None and not tangents[position]:
