@@ -148,7 +148,7 @@ def train(subject: Subject, phase: list[str] | None = None, steps: int = _STEPS)
     results |= {f"buffer {name}": buffer.detach().clone() for name, buffer in subject.module.named_buffers()}
     results["generator of torch"] = torch.get_rng_state()
     results["generator of Python"] = random.getstate()
-    results["generator of numpy"] = torch.from_numpy(np.asarray(np.random.get_state()[1]).astype(np.int64))
+    results["generator of numpy"] = str(np.random.get_state(legacy=False))
     return results
 
 
