@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Container
 from typing import Any
 
-VOCABULARY, SPECIAL = 120, 100  # ids below 100 are words, those of special tokens lie above
+VOCABULARY, SPECIAL = 128, 100  # ids below 100 are words, those of special tokens lie above
 POSITIONS, LAYERS, WIDTH, HEADS, IMAGE, PATCH, MELS = 64, 2, 32, 4, 32, 8, 16
 
 # The first pattern that a field's name contains says what it becomes. A number stands for itself, at most the default.
@@ -63,12 +63,17 @@ def narrow_with_more_heads(name: str, value: int) -> int:
     return min(value, 8) if re.search(r"^num_heads$|n_heads$|mamba_num_heads", name) else narrow(name, value)
 
 
+def narrow_with_sections(name: str, value: int) -> int:
+    """Makes everything small, and so the parts of a head that say when, how high and how far to the right."""
+    return narrow(name, value)
+
+
 def shallow(name: str, value: int) -> int:
     """Makes everything but the widths small."""
     return _first(_EVERYWHERE, name, value)
 
 
-RULES: tuple[Rule, ...] = (narrow, narrow_with_more_heads, narrow_with_wide_heads, shallow)
+RULES: tuple[Rule, ...] = (narrow, narrow_with_more_heads, narrow_with_wide_heads, narrow_with_sections, shallow)
 
 
 def _first(patterns: tuple[tuple[str, int], ...], name: str, value: int) -> int:
@@ -88,19 +93,34 @@ def shrunk(config_class: Any, rule: Rule, default: Any = None) -> Any:
     heads = _first_int(default, declared, "num_attention_heads", "num_heads", "n_head")
     values: dict[str, Any] = {}
     for name, field in declared.items():
-        value = getattr(default, name, None)
+        value = _value(default, name)
         small = _small(name, value, rule, layers)
         if value == heads and re.search(r"(kv|key_value)_heads", name):
             small = rule("num_attention_heads", value)  # all heads have keys of their own
         if small is not value and small != value and (hasattr(small, "to_dict") or not _is_derived(field, name)):
             values[name] = small
+    if rule is narrow_with_sections and isinstance(rope := _value(default, "rope_parameters"), dict):
+        values["rope_parameters"] = {**rope, "mrope_section": _sections(rope)}
     if "use_cache" in declared:
         values["use_cache"] = False
     return type(default)(**values)
 
 
+def _sections(rope: dict[str, Any]) -> list[int]:
+    half = int(WIDTH // HEADS * rope.get("partial_rotary_factor", 1)) // 2
+    return [half - 2 * (half // 3), half // 3, half // 3]
+
+
 def _first_int(config: Any, declared: Container[str], *names: str) -> int:
-    return next((value for name in names if name in declared and _is_int(value := getattr(config, name, None))), -1)
+    return next((value for name in names if name in declared and _is_int(value := _value(config, name))), -1)
+
+
+def _value(config: Any, name: str) -> Any:
+    """Returns a field's value; None for one that differs from layer to layer, which some configurations refuse to name."""
+    try:
+        return getattr(config, name, None)
+    except Exception:
+        return None
 
 
 def _is_derived(field: Any, name: str) -> bool:
