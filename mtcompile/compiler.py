@@ -34,6 +34,7 @@ from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.check import check_schedule, same_computation
 from mtcompile.passes.joint.accumulate import Micro, repeat, weights_of
 from mtcompile.passes.joint.build import build
+from mtcompile.passes.joint.exceptions import exceptions
 from mtcompile.passes.joint.loss_head import chunk_loss
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.lower import Workspace
@@ -131,6 +132,8 @@ def rewrite_joint(
 ) -> JointStep:
     """Returns ``joint`` with its loss head, if any, in ``chunks``, and repeated for all micro-batches. Raises CaptureError."""
     contract = [precision.contract(), FUSED if fuses else BIT_EQUAL]
+    if not fuses and (differing := exceptions(joint)):
+        contract[-1] += f", except ({') and ('.join(differing)})"
     rewritten = joint if chunks == 1 else copy_step(joint)
     chunks = chunks if chunks == 1 or chunk_loss(rewritten, chunks) else 1
     if micro is not None:

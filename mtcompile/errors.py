@@ -23,3 +23,11 @@ class StepError(MtcompileError):
     """Raised if a step is used in a way that would give wrong numbers, such as a second backward, a second training forward
     while one waits for its backward, or weights changed between forward and backward. Also raised for a loss or gradient that
     is not finite (``nonfinite="stop"``), and for questions that need a step that has not run yet."""
+
+
+def shows_part(name: str) -> str:
+    """Returns why a tensor that is a view of a larger one cannot be read by place."""
+    return (
+        f"forward finds elements of {name} by their place in its storage (as_strided), of which {name} shows only a part; "
+        "expected a tensor that fills its storage: pass a copy (clone)"
+    )

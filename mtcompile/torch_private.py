@@ -32,8 +32,10 @@ def capture_settings(signatures: int) -> contextlib.AbstractContextManager[Any]:
         specialize_float=True,
         automatic_dynamic_shapes=False,
         skip_nnmodule_hook_guards=False,  # a hook that comes or goes is another computation
+        enable_dynamo_decompositions=False,  # of addcmul_ and the like: they round otherwise
         recompile_limit=signatures,
         accumulated_recompile_limit=8 * signatures,
+        use_numpy_random_stream=True,  # numpy's random numbers are refused, not drawn from torch's generator
     )
 
 
@@ -54,11 +56,12 @@ class _SortableSet(set[Any]):
 
 def cause_in_dynamo(error: Exception) -> BaseException | None:
     """The exception behind one that Dynamo raised, or that one itself; None for an exception that is not Dynamo's."""
-    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.exc import InternalTorchDynamoError, TorchDynamoException
 
     if not isinstance(error, TorchDynamoException):
         return None
-    return getattr(error, "inner_exception", None) or error.__cause__ or error
+    internal = error.__context__ if isinstance(error, InternalTorchDynamoError) else None
+    return getattr(error, "inner_exception", None) or error.__cause__ or internal or error
 
 
 def mixing_devices(device: torch.device) -> contextlib.AbstractContextManager[Any]:

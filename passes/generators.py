@@ -32,7 +32,7 @@ def save_rng(device: str) -> torch.Tensor:
     return generator_state(device)
 
 
-def replay(state: torch.Tensor, device: str, target: Any, *args: Any, **kwargs: Any) -> Any:
+def replay(state: torch.Tensor, device: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Runs a random operation from a saved generator state and leaves the generator's stream where it was."""
     with rng_preserved(device):
         set_generator_state(device, state)

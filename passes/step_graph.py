@@ -109,6 +109,17 @@ def is_random(node: fx.Node) -> bool:
     return True
 
 
+def is_check(node: fx.Node) -> bool:
+    """True for an operation that returns nothing: it checks its operands, and raises."""
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and not schema.returns
+
+
+def must_run(node: fx.Node) -> bool:
+    """True for an operation that a run needs even if nothing reads its results."""
+    return is_random(node) or is_check(node)
+
+
 _SEEDS = ("philox_seed", "philox_offset", "rng_state", "unused")  # results of attention, by the names in its schema
 
 

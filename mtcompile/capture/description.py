@@ -11,6 +11,8 @@ import torch
 from torch import fx
 
 from mtcompile.capture.outputs import Output, fake_of, outputs_of
+from mtcompile.capture.plain_torch import Question
+from mtcompile.capture.refusals import place_of
 from mtcompile.errors import CaptureError
 from mtcompile.passes.step_graph import InputSpec
 from mtcompile.torch_private import pytree
@@ -25,7 +27,8 @@ class Description:
     ``inputs``: a spec per input of the graph. ``outputs``: how to rebuild each of its outputs. ``computed``: the outputs
     the program must produce: (name, differentiable, is a scalar). ``autocast``: (device, enabled, dtype) at the call;
     ``backward_autocast``: (device, dtype) of those enabled when backward is called, which is mostly outside autocast.
-    ``device``: where it computes. ``at_home``: whether its parameters need not be there.
+    ``device``: where it computes. ``at_home``: whether its parameters need not be there. ``told``: the places in its code that
+    were told that they are being compiled.
     """
 
     graph: fx.GraphModule
@@ -36,6 +39,7 @@ class Description:
     device: torch.device
     at_home: bool
     backward_autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    told: tuple[Question, ...] = ()
 
 
 def autocast_state(device: torch.device) -> tuple[tuple[str, bool, torch.dtype], ...]:
@@ -71,6 +75,8 @@ def describe(
     if at_home and device.type != "cpu":
         _check_factories(graph, device)
         _retarget(graph, device)
+    _return_items(graph)
+    _check_values(graph)
     specs = []
     input_nodes = list(graph.graph.find_nodes(op="placeholder"))
     for index, (node, tensor) in enumerate(zip(input_nodes, inputs, strict=True)):
@@ -91,7 +97,54 @@ def describe(
     )
     graph.graph.output_node().args = (computed_nodes,)
     graph.recompile()
-    return Description(graph, tuple(specs), outputs, computed, autocast_state(device), device, at_home)
+    autocast, told = autocast_state(device), graph.meta.get("told", ())
+    return Description(graph, tuple(specs), outputs, computed, autocast, device, at_home, told=told)
+
+
+def _return_items(graph: fx.GraphModule) -> None:
+    """Makes ``x.item()`` that is only returned, as for a log, a copy of x: Dynamo's caller makes a number of it."""
+    nodes = graph.graph
+    for item in nodes.find_nodes(op="call_method", target="item"):
+        tensor = item.args[0]
+        for user in [user for user in item.users if user.target is torch.scalar_tensor]:
+            value = fake_of(tensor)
+            with nodes.inserting_before(item):
+                detached = nodes.call_method("detach", (tensor,))
+                scalar = nodes.call_method("reshape", (detached, ()))
+                copy = nodes.call_method("clone", (scalar,))
+            with value.fake_mode:  # type: ignore[attr-defined]
+                fake = torch.empty((), dtype=value.dtype, device=value.device)
+            for node in (detached, scalar, copy):
+                node.meta = {**user.meta, "example_value": fake}
+            user.replace_all_uses_with(copy)
+            nodes.erase_node(user)
+        if not item.users:
+            nodes.erase_node(item)
+
+
+def _check_values(graph: fx.GraphModule) -> None:
+    """Raise CaptureError where a shape or Python value that is used depends on what tensors hold, or a generator is seeded."""
+    for module in graph.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if getattr(node.target, "__module__", "") == "torch.random":
+                raise CaptureError(
+                    f"forward calls torch.{node.target.__name__}, which a graph cannot hold{place_of([node])}\n"
+                    "  expected random numbers from torch's default generator, seeded outside forward"
+                )
+            values = pytree.tree_leaves(node.meta.get("example_value"))
+            if node.op != "placeholder" and node.users and any(map(depends_on_values, values)):
+                raise CaptureError(
+                    f"a shape or Python value depends on what tensors hold{place_of([node, *node.users])}\n"
+                    "  expected static shapes; try torch.where or a tensor operation at that line in place of .item(), a "
+                    "boolean mask as an index, nonzero or unique, or compute the value outside forward and pass it"
+                )
+
+
+def depends_on_values(value: Any) -> bool:
+    """True for a symbolic number, and for a tensor with a symbolic size."""
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(size, torch.SymInt) for size in value.shape)
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 _RANDOM_FACTORIES = (torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal)

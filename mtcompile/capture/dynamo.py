@@ -8,18 +8,24 @@ buffers lifted to inputs.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
-from mtcompile import torch_private
-from mtcompile.capture import masks
+from mtcompile import torch_private, torch_private_dynamo
+from mtcompile.capture import masks, plain_torch
+from mtcompile.capture.refusals import not_captured, not_compiled, place_in, refuse, with_place
 from mtcompile.errors import CaptureError, MtcompileError
+from mtcompile.torch_private_dynamo import refusing_random_numbers
 
 _CPU = torch.device("cpu")
+_DOING = "the model's forward could not be captured as one graph"
+_RANDOM = (
+    "forward uses a random.Random or Python's random module, whose numbers cannot be part of a graph\n"
+    "  expected random numbers from torch's default generator only; draw others outside forward and pass them as tensors"
+)
 _MOST_SIGNATURES = 512  # of one model; Dynamo's own default of 8 is for functions, not for training runs
 
 
@@ -30,10 +36,12 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
     Raises CaptureError with the user's own source line where ``fn`` cannot be captured.
     """
     without_packed = True
+    answers = plain_torch.Answers()
 
     def checked(graph: fx.GraphModule, inputs: Any) -> Any:
         if without_packed:
             masks.check_positions(graph.graph)
+        graph.meta["told"] = answers.told()
         return backend(graph, inputs)
 
     compiled = torch.compile(fn, backend=checked, fullgraph=True, dynamic=False)
@@ -44,20 +52,29 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal without_packed
         try:
-            with settings, devices, masks.without_packed() if without_packed else contextlib.nullcontext():
+            answering = plain_torch.plain_answers(answers)
+            with settings, devices, refusing_random_numbers(_RANDOM), _masks(without_packed), answering:
                 return compiled(*args, **kwargs)
         except Exception as error:
             cause = torch_private.cause_in_dynamo(error)
-            if cause is None:
-                raise
             if isinstance(cause, masks.Packed):
                 without_packed = False
                 return call(*args, **kwargs)
+            if cause is None and not torch_private_dynamo.raised_in_capture(error):
+                raise
+            if (cause is None or type(cause) is CaptureError or not isinstance(cause, MtcompileError)) and answers.concede():
+                return call(*args, **kwargs)
             if isinstance(cause, MtcompileError):
-                raise cause from None
-            raise CaptureError(_capture_message(error)) from error
+                refuse(with_place(cause, error), error)
+            if cause is None or torch_private_dynamo.failed_inside(error):
+                refuse(not_compiled(cause or error, _DOING, place_in(str(error))), error)
+            refuse(not_captured(error), error)
 
     return call
+
+
+def _masks(without_packed: bool) -> contextlib.AbstractContextManager[None]:
+    return masks.without_packed() if without_packed else contextlib.nullcontext()
 
 
 def _logging_functions() -> set[Any]:
@@ -69,19 +86,3 @@ def _logging_functions() -> set[Any]:
         return {logger.warning_once, logger.warning, logger.info, logger.debug}
     except (ImportError, AttributeError):
         return set()
-
-
-def _capture_message(error: BaseException) -> str:
-    """A message with the reason and the user's line out of Dynamo's report."""
-    text = str(error)
-    reason = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
-    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(\S[^\n]*)', text)
-    frames = [frame for frame in frames if "/torch/" not in frame[0]] or frames
-    place = "\n  at {}:{} in {}: {}".format(*frames[-1]) if frames else ""
-    tip = (
-        "expected a forward without data-dependent Python control flow or unsupported calls; "
-        "try torch.where / a tensor operation at that line, or compile the submodules that do not contain it"
-    )
-    if "backwards hooks" in reason:
-        tip = "remove the module's backward hooks; those on parameters and outputs (tensor.register_hook) work"
-    return f"the model's forward could not be captured as one graph: {reason}{place}\n  {tip}"

@@ -12,11 +12,15 @@ from torch import fx
 
 from mtcompile import torch_private
 from mtcompile.capture.description import Description, autocast_state
+from mtcompile.capture.effects import drop_tokens
 from mtcompile.capture.outputs import fake_of, storage_of
 from mtcompile.capture.plain_torch import plain_kernels
-from mtcompile.errors import CaptureError
+from mtcompile.capture.refusals import not_compiled, refuse
+from mtcompile.errors import CaptureError, shows_part
+from mtcompile.passes.analysis.storages import inputs_read_by_place
 from mtcompile.passes.generators import rng_preserved
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, is_random
+from mtcompile.runtime.devices.arena import fills_storage
 from mtcompile.torch_private import pytree
 
 
@@ -33,10 +37,9 @@ def joint_graph(description: Description, tangents: tuple[bool, ...] | None) -> 
         except CaptureError:
             raise
         except Exception as error:
-            raise CaptureError(
-                f"the backward of this model could not be traced: {type(error).__name__}: "
-                + next(iter(str(error).splitlines()), "")
-            ) from error
+            refuse(not_compiled(error, "the backward of this model could not be traced"), error)
+    drop_tokens(joint)
+    _check_storages(joint, fakes, description)
     return _annotate(joint, description)
 
 
@@ -50,7 +53,7 @@ def joint_key(description: Description, tangents: tuple[bool, ...] | None) -> st
     except Exception:  # an operation, setting or torch version that it does not know to be safe
         return None
     about = description.inputs, description.computed, description.device, description.at_home, description.backward_autocast
-    return repr((traced, about, tangents, modules, trace_settings(description.device)))
+    return repr((traced, about, description.told, tangents, modules, trace_settings(description.device)))
 
 
 def trace_settings(device: torch.device) -> tuple[Any, ...]:
@@ -131,7 +134,7 @@ def _annotate(joint: fx.GraphModule, description: Description) -> fx.GraphModule
         elif kind == "TangentAOTInput" and type(desc.output).__name__ == "PlainAOTOutput":
             specs.append(InputSpec("tangent", f"grad of {computed[desc.output.idx][0]}", desc.output.idx))
         else:
-            raise CaptureError(f"the traced graph takes {desc.expr()}, which is not supported (a tensor subclass or effect)")
+            raise CaptureError(f"the traced graph takes {desc.expr()}, which is not supported (a tensor subclass)")
     results, described = [], []
     output = joint.graph.output_node()
     for value, desc in zip(
@@ -161,7 +164,8 @@ def _annotate(joint: fx.GraphModule, description: Description) -> fx.GraphModule
         results.append(value)
         described.append(spec)
     output.args = (tuple(results),)
-    joint.meta.update(inputs=tuple(specs), outputs=tuple(described), device=str(description.device))
+    told = tuple(dict.fromkeys(f"{_module_path(q.module) or 'the model'} at {q.place}" for q in description.told))
+    joint.meta.update(inputs=tuple(specs), outputs=tuple(described), device=str(description.device), told=told)
     for node in joint.graph.nodes:
         _check_generator(node, description.device)
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
@@ -179,6 +183,15 @@ def _check_generator(node: fx.Node, device: torch.device) -> None:
             f"{node.target} draws random numbers on {val.device}, expected on {device}, where the graph computes: "
             f"pass device= to it"
         )
+
+
+def _check_storages(joint: fx.GraphModule, fakes: tuple[torch.Tensor, ...], description: Description) -> None:
+    """Raise CaptureError where an operation could see what a parameter does not show of its storage: it moves without that.
+    Inputs may differ from call to call, and are checked in each."""
+    for node in inputs_read_by_place(joint.graph):
+        position = getattr(node.meta["desc"], "idx", None)
+        if position is not None and description.inputs[position].role == "param" and not fills_storage(fakes[position]):
+            raise CaptureError(shows_part(description.inputs[position].name))
 
 
 def _is_none(value: Any) -> bool:

@@ -10,9 +10,19 @@ from typing import Any
 import torch
 from torch import fx
 
+from mtcompile.passes.analysis.storages import inputs_read_by_place
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
-from mtcompile.passes.step_graph import InputSpec, OutputSpec, has_random, placeholders, source, step_outputs
+from mtcompile.passes.step_graph import (
+    InputSpec,
+    OutputSpec,
+    has_random,
+    kernel_of,
+    placeholders,
+    regions,
+    source,
+    step_outputs,
+)
 from mtcompile.runtime.devices.arena import Layout, layout_of
 from mtcompile.runtime.devices.cpu import CpuMemory
 from mtcompile.runtime.executor import Prepared, prepare
@@ -37,6 +47,7 @@ class CompiledStep:
     mutated: frozenset[int]
     read_in_backward: frozenset[int]
     outputs_read_in_backward: frozenset[int]
+    read_by_place: frozenset[int]
     random: bool
     phases: Mapping[Phase, Prepared]
     problem: PlanningProblem
@@ -70,10 +81,25 @@ def compiled_step(tangents: Tangents, planned: Planned, problem: PlanningProblem
         frozenset(spec.index for spec, _ in outputs if spec.kind == "mutation"),
         frozenset(spec.index for spec, name in inputs if name in backward_reads and spec.role in ("param", "input", "buffer")),
         frozenset(spec.index for spec, name in outputs if spec.kind == "output" and name in values),
+        _read_by_place(step),
         any(buffer.role == "rng" for buffer in schedule.buffers.values()) or has_random(step),
         {phase: prepare(schedule, phase) for phase in PHASES if phase == "forward" or any(schedule.phase(phase))},
         problem,
     )
+
+
+def _read_by_place(step: fx.GraphModule) -> frozenset[int]:
+    """Returns the indices of the inputs in whose storage a kernel finds elements by their place."""
+    specs = {node: spec for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True)}
+    indices = set()
+    for region in regions(step):
+        operands: Any = region.args
+        body = kernel_of(step, region).graph
+        by_place = inputs_read_by_place(body)
+        for operand, node in zip(operands, placeholders(body), strict=True):
+            if node in by_place and (spec := specs.get(source(operand))) is not None:
+                indices.add(spec.index)
+    return frozenset(indices - {-1})
 
 
 @dataclass

@@ -10,12 +10,13 @@ from typing import Any, Protocol
 import torch
 
 from mtcompile import knobs
+from mtcompile.errors import CaptureError, shows_part
 from mtcompile.execution.arenas import ArenaPool
 from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames
 from mtcompile.execution.parameters import ParameterStore
 from mtcompile.machine.device import allocator_peak
 from mtcompile.passes.generators import generator_state, set_generator_state
-from mtcompile.runtime.devices.arena import view
+from mtcompile.runtime.devices.arena import fills_storage, view
 from mtcompile.runtime.devices.cpu import CpuMemory
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.executor import Delays, PhaseOptions, execute
@@ -93,6 +94,10 @@ class Runner:
 
         ``snapshots``: the values to read of buffers that the step changes, if not their current ones.
         """
+        for source, _ in compiled.inputs if compiled.read_by_place else ():
+            if source.index in compiled.read_by_place and source.role in ("input", "buffer"):
+                if not fills_storage(inputs[source.index]):
+                    raise CaptureError(shows_part(source.name))
         device = str(self.device.where)
         generator = generator_state(device) if compiled.random else None
         if snapshots is None:  # this step reads the old version, even after the new one has been written

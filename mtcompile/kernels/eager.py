@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from mtcompile.kernels.measure import Call, copied, example_inputs, measure
+from mtcompile.kernels.measure import Call, copied, example_inputs, measure, on_zeros
+from mtcompile.passes.analysis.storages import reads_storage
+from mtcompile.runtime.devices.arena import own_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +45,31 @@ class EagerKernels:
         return lambda: example_inputs(kernel, self.device)
 
 
-def _eager_kernel(kernel: fx.GraphModule, device: torch.device) -> Built:
-    measured = measure(kernel, kernel.forward, device)
-    if not measured.larger:
-        return Built(kernel.forward, measured.workspace)
+def in_own_storages(kernel: fx.GraphModule, call: Call) -> Call:
+    """Returns ``call`` so that it sees each operand in a storage of its own, in place of the arena that the operand may be part
+    of, if an operation of the kernel reads storages."""
+    if not any(reads_storage(node) for node in kernel.graph.nodes):
+        return call
+    return lambda *args: call(*map(own_storage, args))
 
-    def call(*args: torch.Tensor) -> list[torch.Tensor]:
-        """Copies results that hold more bytes than declared: some operations return a view of a larger storage."""
-        results = list(kernel.forward(*args))
-        for position in measured.larger:
+
+def _eager_kernel(kernel: fx.GraphModule, device: torch.device) -> Built:
+    zeros = in_own_storages(kernel, on_zeros(kernel, device))
+    call = in_own_storages(kernel, kernel.forward)
+    measured = measure(kernel, zeros, device)
+    if not measured.larger:
+        return Built(call, measured.workspace)
+    return Built(_copying(call, measured.larger), measure(kernel, _copying(zeros, measured.larger), device).workspace)
+
+
+def _copying(call: Call, positions: Sequence[int]) -> Call:
+    """Returns ``call`` with copies of the results that hold more bytes than declared: some operations return a view of a larger
+    storage."""
+
+    def copying(*args: torch.Tensor) -> list[torch.Tensor]:
+        results = list(call(*args))
+        for position in positions:
             results[position] = copied(results[position])
         return results
 
-    return Built(call, measure(kernel, call, device).workspace)
+    return copying

@@ -12,8 +12,8 @@ from torch import fx
 
 from mtcompile import torch_private
 from mtcompile.kernels.compile_pool import compile_ahead, record_compiled
-from mtcompile.kernels.eager import Built, EagerKernels
-from mtcompile.kernels.measure import Call, example_inputs, measure
+from mtcompile.kernels.eager import Built, EagerKernels, in_own_storages
+from mtcompile.kernels.measure import Call, example_inputs, looks_up_values, measure
 from mtcompile.kernels.random import with_explicit_state, with_generator
 from mtcompile.passes.generators import generator_state, replay, rng_preserved, save_rng
 from mtcompile.passes.step_graph import body_outputs, is_random, storage_nbytes
@@ -60,8 +60,10 @@ def compile_kernel(kernel: fx.GraphModule, device: torch.device) -> Call:
 
 
 def _inductor_kernel(kernel: fx.GraphModule, eager: EagerKernels, device: torch.device) -> Built:
+    if device.type != "cpu" and looks_up_values(kernel):
+        return replace(eager(kernel), why_eager="it computes indices, which made-up inputs may put out of range")
     try:
-        call = compile_kernel(kernel, device)
+        call = in_own_storages(kernel, compile_kernel(kernel, device))
         record_compiled(kernel)
         inputs = example_inputs(kernel, device)
         with rng_preserved(str(device)), torch.no_grad():

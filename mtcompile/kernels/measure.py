@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,13 +10,24 @@ from typing import Any
 import torch
 from torch import fx
 
+from mtcompile.errors import CaptureError
 from mtcompile.machine.device import allocator_peak
 from mtcompile.passes.analysis.memory import output_nbytes, workspace_nbytes
-from mtcompile.passes.generators import generator_state, replay, rng_preserved
+from mtcompile.passes.generators import generator_state, replay, rng_preserved, save_rng
 from mtcompile.passes.joint.strides import Observe
-from mtcompile.passes.step_graph import body_outputs, iter_tensors, placeholders, span_nbytes, storage_nbytes
+from mtcompile.passes.step_graph import (
+    body_outputs,
+    is_check,
+    is_random,
+    is_view,
+    iter_tensors,
+    placeholders,
+    span_nbytes,
+    storage_nbytes,
+)
 from mtcompile.runtime.devices.arena import layout_of
 from mtcompile.runtime.schedule import aligned
+from mtcompile.torch_private import pytree
 
 Call = Callable[..., Any]
 
@@ -31,8 +43,8 @@ class Measured:
 
 
 def measure(kernel: fx.GraphModule, call: Call, device: torch.device) -> Measured:
-    """Measures a kernel by the allocator's own events around one run. Estimates it from shapes if another profiler is active or
-    if a GPU has no room for the run."""
+    """Measures a kernel by the allocator's own events around one run of ``call`` on example inputs. Estimates it from shapes if
+    another profiler is active, or if the run fails, as on a GPU without room for it."""
     declared = [aligned(storage_nbytes(node.meta["val"])) for node in body_outputs(kernel)]
     try:
         inputs = example_inputs(kernel, device)
@@ -40,12 +52,123 @@ def measure(kernel: fx.GraphModule, call: Call, device: torch.device) -> Measure
             results = call(*inputs)
             actual = [tensor.untyped_storage().nbytes() for tensor in results]
             del results
-    except torch.OutOfMemoryError:
-        return Measured(workspace_nbytes(kernel) + _value_dependent_nbytes(kernel))
+    except CaptureError:
+        raise
+    except Exception:
+        return Measured(workspace_nbytes(kernel) + _scratch_nbytes(kernel) + _value_dependent_nbytes(kernel))
     larger = tuple(i for i, (one, other) in enumerate(zip(actual, declared, strict=True)) if one > other)
     if peak.nbytes is None:
         return Measured(workspace_nbytes(kernel), larger)
     return Measured(aligned(max(0, peak.nbytes - output_nbytes(kernel))) + _value_dependent_nbytes(kernel), larger, peak.kept)
+
+
+def on_zeros(kernel: fx.GraphModule, device: torch.device) -> Call:
+    """Returns a function that runs a kernel's body to measure it: each operation sees zeros, whatever those before it made.
+
+    So an index is never out of range. Checks are left out. An operation that refuses zeros is stood in for by its declared
+    results and a generous workspace."""
+    return lambda *inputs: _OnZeros(kernel, device).run(*inputs)
+
+
+class _OnZeros(fx.Interpreter):
+    def __init__(self, kernel: fx.GraphModule, device: torch.device) -> None:
+        super().__init__(kernel)
+        self.device = device
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function" or is_view(n) or n.target in (operator.getitem, save_rng, replay):
+            return super().run_node(n)
+        if is_check(n):
+            return None
+        custom = not str(n.target).startswith(("aten.", "prims."))
+        before = generator_state(str(self.device)) if custom else None
+        try:
+            if not _runs_on(self.device, n):
+                raise ValueError("zeros")
+            result = super().run_node(n)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            return _stand_in(n, self.device)
+        if before is not None and not is_random(n) and not torch.equal(before, generator_state(str(self.device))):
+            raise CaptureError(
+                f"{_operation(n)} draws random numbers and does not say so, so what is computed again would draw others\n"
+                "  expected the tag torch.Tag.nondeterministic_seeded on an operation that changes none of its arguments"
+            )
+        for value in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+        return result
+
+
+def _operation(node: fx.Node) -> str:
+    inner = next((argument for argument in node.args if hasattr(argument, "_schema")), node.target)
+    return str(inner)
+
+
+def _stand_in(node: fx.Node, device: torch.device) -> Any:
+    """Returns zeros in place of what an operation would return, after having taken as much memory as it may take."""
+    scratch = torch.empty(_around_nbytes(node), dtype=torch.uint8, device=device)
+    vals = node.meta["val"]
+    results = [v if v is None else _zeros(v, device) for v in (vals if isinstance(vals, (tuple, list)) else [vals])]
+    del scratch
+    return tuple(results) if isinstance(vals, (tuple, list)) else results[0]
+
+
+def _around_nbytes(node: fx.Node) -> int:
+    """Returns twice the bytes of an operation's operands and results, a bound on what it allocates inside: a copy of each in
+    another order, and as much to work in."""
+    return 2 * sum(aligned(storage_nbytes(v)) for around in (node, *node.all_input_nodes) for v in iter_tensors(around))
+
+
+def _scratch_nbytes(kernel: fx.GraphModule) -> int:
+    """Returns a bound on what any one operation of a kernel allocates inside."""
+    return max((_around_nbytes(n) for n in kernel.graph.nodes if n.op == "call_function" and not is_view(n)), default=0)
+
+
+def _runs_on(device: torch.device, node: fx.Node) -> bool:
+    """Tells whether an operation can be given zeros on ``device``. On a GPU, a value that an operation refuses ends the process's
+    use of the GPU; so one that may look at values, since it takes integers or draws numbers, is first run on the host."""
+    operands = [val for operand in node.all_input_nodes for val in iter_tensors(operand)]
+    integers = any(not val.is_floating_point() and not val.is_complex() and val.dtype != torch.bool for val in operands)
+    if device.type == "cpu" or not (integers or is_random(node)):
+        return True
+    cpu = torch.device("cpu")
+
+    def on_host(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            val = value.meta["val"]
+            return torch.zeros((), dtype=val.dtype).expand(val.shape)  # one element: only the values matter
+        return cpu if isinstance(value, torch.device) else value
+
+    args, kwargs = pytree.tree_map(on_host, (node.args, dict(node.kwargs)), is_leaf=lambda value: isinstance(value, fx.Node))
+    target: Any = node.target
+    try:
+        with rng_preserved("cpu"), torch.no_grad():
+            target(*args, **kwargs)
+    except NotImplementedError:  # an operation of GPUs alone, such as attention's
+        return True
+    except Exception:
+        return False
+    return True
+
+
+def looks_up_values(kernel: fx.GraphModule) -> bool:
+    """Tells whether a kernel's operations may look at integers that it computes from its inputs, as an index: made of zeros, they
+    may be out of range."""
+    computed: set[fx.Node] = set()
+    for node in kernel.graph.nodes:
+        integers = [operand for operand in node.all_input_nodes if operand in computed and _is_integer(operand)]
+        if integers and not is_view(node) and torch.Tag.pointwise not in getattr(node.target, "tags", ()) and node.op != "output":
+            return True
+        if node.op == "placeholder" or any(operand in computed or operand.op == "placeholder" for operand in node.all_input_nodes):
+            if node.op != "placeholder":
+                computed.add(node)
+    return False
+
+
+def _is_integer(node: fx.Node) -> bool:
+    return any(not v.is_floating_point() and not v.is_complex() and v.dtype != torch.bool for v in iter_tensors(node))
 
 
 def _value_dependent_nbytes(kernel: fx.GraphModule) -> int:
@@ -72,10 +195,12 @@ def strides_on(device: torch.device) -> Observe:
 def _result_strides(node: fx.Node, device: torch.device) -> list[tuple[int, ...] | None] | None:
     operands: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: example(n, device))
     target: Any = node.target
+    if is_check(node) or not _runs_on(device, node):
+        return None
     try:
         with rng_preserved(str(device)), torch.no_grad():
             result = target(*operands[0], **operands[1])
-    except (RuntimeError, ValueError, ArithmeticError, LookupError):  # no room, or an operation that refuses zeros
+    except Exception:  # no room, or an operation that refuses zeros
         return None
     results = result if isinstance(result, (tuple, list)) else [result]
     return [tuple(each.stride()) if isinstance(each, torch.Tensor) else None for each in results]
@@ -90,8 +215,11 @@ def example(node: fx.Node, device: torch.device) -> torch.Tensor:
     """Makes zeros with the node's layout (valid as indices), or a generator's state if that is what the node stands for."""
     if any(user.target is replay and user.args[0] is node for user in node.users):
         return generator_state(str(device))
-    val = node.meta["val"]
-    device = torch.device("cpu") if _read_by_the_host(node) else device
+    return _zeros(node.meta["val"], torch.device("cpu") if _read_by_the_host(node) else device)
+
+
+def _zeros(val: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Makes zeros with the layout of ``val``."""
     elements = span_nbytes(val) // val.element_size()
     return torch.zeros(elements, dtype=val.dtype, device=device).as_strided(tuple(val.shape), tuple(val.stride()))
 

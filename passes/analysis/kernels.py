@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from mtcompile.passes.generators import save_rng
-from mtcompile.passes.step_graph import body_outputs, is_random, iter_tensors
+from mtcompile.passes.step_graph import body_outputs, iter_tensors, must_run
 
 Kernels = dict[str, fx.GraphModule]  # key -> kernel; one registry for a step graph and all rewritten copies of it
 
@@ -62,8 +62,8 @@ def attach(owner: torch.nn.Module, kernel: fx.GraphModule) -> str:
 
 
 def drop_dead(body: fx.Graph) -> None:
-    """Drops operations whose results nothing reads; those that advance the generator stay."""
-    body.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or is_random(n))
+    """Drops operations whose results nothing reads; those that must run stay."""
+    body.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or must_run(n))
 
 
 def saved_states(body: fx.GraphModule) -> dict[str, int]:

@@ -9,7 +9,7 @@ from torch import fx
 
 from mtcompile.passes.insert import add_restride
 from mtcompile.passes.joint.strides import Observe, correct_strides
-from mtcompile.passes.step_graph import InputSpec, OutputSpec, is_random
+from mtcompile.passes.step_graph import InputSpec, OutputSpec, must_run, span_nbytes
 
 # Operations whose saved statistics have the dtype of their weight, and where that is among their arguments.
 _WEIGHT_OF_NORM = {
@@ -17,6 +17,14 @@ _WEIGHT_OF_NORM = {
     torch.ops.aten.native_layer_norm.default: 2,
     torch.ops.aten.native_group_norm.default: 1,
 }
+_UNINITIALIZED = (
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.empty_permuted.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+)
 _IDENTITIES = (
     torch.ops.aten.detach.default,
     torch.ops.aten.alias.default,
@@ -28,9 +36,9 @@ def normalize(joint: fx.GraphModule, observe: Observe | None = None) -> fx.Graph
     """Changes ``joint`` in place and returns it. ``observe`` gives the strides that the device's kernels make; without it, the
     traced ones are believed.
 
-    Afterwards: no get_attr of a tensor (placeholders with role ``constant``), no detach or alias, no output that is an
+    Afterwards: no get_attr of a tensor (placeholders with role ``constant``), no detach or alias, no uninitialized memory, no output that is an
     input or another output (a clone instead), every parameter's gradient strided like its parameter, no dead node
-    except random ones (dropping those would move the generator's stream), and ``meta['phase']`` on every node.
+    except random ones (dropping those would move the generator's stream) and checks, and ``meta['phase']`` on every node.
     Raises NotImplementedError naming a higher-order operator that cannot be cut (the capture turns it into an error
     with the user's line).
     """
@@ -41,12 +49,13 @@ def normalize(joint: fx.GraphModule, observe: Observe | None = None) -> fx.Graph
         if node.op == "call_function" and node.target in _IDENTITIES:
             node.replace_all_uses_with(node.args[0])
             joint.graph.erase_node(node)
+    _fill_factories(joint.graph)
     _correct_copies(joint.graph)
     _correct_statistics(joint.graph)
     _correct_dropout(joint.graph)
     _mark_phases(joint.graph)
     _own_outputs(joint)
-    joint.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or is_random(n))
+    joint.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or must_run(n))
     joint.graph.lint()
     joint.recompile()
     return joint
@@ -79,6 +88,23 @@ def _lift_constants(joint: fx.GraphModule) -> None:
         graph.erase_node(node)
     joint.meta["inputs"] = tuple(inputs)
     joint.meta["constants"] = constants
+
+
+def _fill_factories(graph: fx.Graph) -> None:
+    """Makes zeros of uninitialized memory, which may hold other numbers when it is made again, or no valid index when a kernel is
+    run to measure it."""
+    for node in [n for n in graph.nodes if n.op == "call_function" and n.target in _UNINITIALIZED]:
+        val = node.meta["val"]
+        contiguous = val.is_contiguous()
+        size = tuple(val.shape) if contiguous else (span_nbytes(val) // val.element_size(),)
+        with graph.inserting_before(node):
+            zeros = graph.call_function(torch.ops.aten.full.default, (size, 0), {"dtype": val.dtype, "device": val.device})
+            zeros.meta = {**node.meta, "val": val if contiguous else val.new_empty(size)}
+            if not contiguous:
+                zeros = graph.call_function(torch.ops.aten.as_strided.default, (zeros, tuple(val.shape), tuple(val.stride()), 0))
+                zeros.meta = dict(node.meta)
+        node.replace_all_uses_with(zeros)
+        graph.erase_node(node)
 
 
 def _correct_copies(graph: fx.Graph) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mtcompile.passes.analysis.storages import reads_by_place
 from mtcompile.passes.insert import add_restride
 from mtcompile.passes.step_graph import is_random, is_view, iter_tensors
 from mtcompile.runtime.devices.arena import same_strides
@@ -22,8 +23,6 @@ Observe = Callable[[fx.Node], Sequence[tuple[int, ...] | None] | None]
 
 aten = torch.ops.aten
 _ROW_MAJOR = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)  # whatever they are given
-# What these make of an operand depends on where its elements lie.
-_READ_STORAGE = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
 
 
 def correct_strides(graph: fx.Graph, observe: Observe) -> None:
@@ -78,7 +77,7 @@ def _with_strides(value: Any, strides: Sequence[tuple[int, ...] | None] | None) 
 @torch.no_grad()
 def _traced_again(node: fx.Node) -> Any:
     """The node's value for its operands as they are traced now; None where it cannot take them."""
-    if node.op != "call_function" or node.target in _READ_STORAGE or not callable(node.target):
+    if node.op != "call_function" or reads_by_place(node) or not callable(node.target):
         return None
     operands: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     try:

@@ -22,7 +22,7 @@ from mtcompile.passes.analysis.saved import saved_values
 from mtcompile.passes.generators import replay, save_rng
 from mtcompile.passes.insert import add_call
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.step_graph import body_outputs, is_random, is_region, kernel_of, placeholders, regions, results
+from mtcompile.passes.step_graph import body_outputs, is_check, is_random, is_region, kernel_of, placeholders, regions, results
 
 # ------------------------------------------------------------------------------------------------- variants of a block
 
@@ -151,7 +151,9 @@ def _inline(
     outputs = body_outputs(kernel)
     env.update({outputs[position]: node for position, node in (given or {}).items()})
     for node in kernel.graph.nodes:
-        if node.op != "call_function" or node in env or (states is not None and node.target is save_rng):
+        if node.op != "call_function" or node in env:
+            continue
+        if states is not None and (node.target is save_rng or is_check(node)):  # checked once, in the forward
             continue
         operands, keywords = map_arg((node.args, node.kwargs), env.__getitem__)
         target: Any = node.target

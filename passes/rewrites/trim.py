@@ -8,19 +8,19 @@ from torch import fx
 
 from mtcompile.passes.analysis.kernels import attach, drop_dead, install
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.step_graph import body_outputs, is_random, kernel_of, placeholders, regions, results
+from mtcompile.passes.step_graph import body_outputs, kernel_of, must_run, placeholders, regions, results
 
 
 def trim(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-    """Drops results without a reader, the operations that only they needed, and regions with nothing left. Random operations
-    stay."""
+    """Drops results without a reader, the operations that only they needed, and regions with nothing left. What must run
+    stays."""
     for region in reversed(regions(step)):
         items = results(region)
         used = [item for item in items if item.users]
         old = kernel_of(step, region)
         if len(used) == len(body_outputs(old)):
             continue
-        if not used and not any(is_random(n) for n in old.graph.nodes):
+        if not used and not any(must_run(n) for n in old.graph.nodes):
             for item in items:
                 step.graph.erase_node(item)
             step.graph.erase_node(region)

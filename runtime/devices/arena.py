@@ -54,6 +54,21 @@ def part(memory: torch.Tensor, offset: int, layout: Layout) -> torch.Tensor:
     return view(own, 0, layout)
 
 
+def own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the same elements, in the same memory, seen as a storage that begins and ends with them."""
+    if fills_storage(tensor) or tensor.is_conj() or tensor.is_neg():
+        return tensor
+    storage, nbytes = tensor.untyped_storage(), span_nbytes(tensor)
+    start = tensor.storage_offset() * tensor.element_size()
+    own = torch.UntypedStorage(0, device=tensor.device) if nbytes == 0 else storage[start : start + nbytes]
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(own, 0, tensor.shape, tensor.stride())
+
+
+def fills_storage(tensor: torch.Tensor) -> bool:
+    """Tells whether a tensor's elements begin and end where its storage does."""
+    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == span_nbytes(tensor)
+
+
 def span_nbytes(tensor: torch.Tensor) -> int:
     """Returns the bytes from the first to the last element."""
     if tensor.numel() == 0:

@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import fx, nn
 
-from mtcompile import torch_private
-from mtcompile.capture.description import Computed, Description, describe
+from mtcompile import torch_private, torch_private_dynamo
+from mtcompile.capture.description import Description, describe
 from mtcompile.capture.dynamo import front_end
 from mtcompile.capture.joint import joint_graph, joint_key
+from mtcompile.capture.outputs import Computed
 from mtcompile.errors import CaptureError
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.step_graph import InputSpec, OutputSpec
@@ -126,8 +127,9 @@ def test_the_allocators_events_see_what_an_operation_makes_inside() -> None:
 
 
 def test_names_we_call_exist() -> None:
-    """Every private name of torch that ``torch_private`` imports or reads, and the settings it changes."""
-    names = {name for name, _ in private_torch(ast.parse(inspect.getsource(torch_private)))}
+    """Every private name of torch that ``torch_private`` and its siblings import or read, and the settings they change."""
+    modules = torch_private, torch_private_dynamo
+    names = {name for module in modules for name, _ in private_torch(ast.parse(inspect.getsource(module)))}
     assert {
         "torch._guards.detect_fake_mode",
         "torch._C._autograd._get_current_graph_task_keep_graph",
@@ -143,7 +145,7 @@ def test_names_we_call_exist() -> None:
         assert hasattr(resolved(parent), last) or resolved(name), name
     for setting in (
         *("specialize_float", "automatic_dynamic_shapes", "skip_nnmodule_hook_guards", "ignore_logging_functions"),
-        *("recompile_limit", "accumulated_recompile_limit"),
+        *("recompile_limit", "accumulated_recompile_limit", "use_numpy_random_stream", "enable_dynamo_decompositions"),
     ):
         assert hasattr(torch._dynamo.config, setting)
     for setting in ("fake_tensor_prefer_device_type", "backward_pass_autocast"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import mtcompile
 from mtcompile.capture import plain_torch
-from tests.helpers.plain import assert_plain
+from tests.helpers.training import assert_plain
 
 aten = torch.ops.aten
 
@@ -114,3 +116,116 @@ def test_torchs_own_kernels_are_back_after_a_trace() -> None:
         assert not aten.upsample_bicubic2d.vec.py_kernels.keys() & set(plain_torch._COMPOSED)
     assert before[aten.upsample_bicubic2d.vec]
     assert {operator: dict(operator.py_kernels) for operator in plain_torch._operators()} == before
+
+
+class Asking(nn.Module):
+    """Asks in every way that there is whether it is compiled, and computes something else then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        for asked in (torch.compiler.is_compiling(), torch.compiler.is_dynamo_compiling(), torch._dynamo.is_compiling()):
+            x = x.cos() if asked else x.sin()
+        return x.cos().sum() if is_being_compiled() else x.sin().sum()
+
+
+def is_being_compiled() -> bool:
+    return torch.compiler.is_compiling()
+
+
+def test_code_that_asks_takes_the_branch_of_a_plain_run() -> None:
+    torch.manual_seed(0)
+    model = Asking()
+    assert "told" not in assert_plain(model, torch.randn(4, 8)).plan.numerics
+    torch.compiler.reset()
+    told = torch.compile(model, backend="eager", fullgraph=True)(torch.ones(1, 8))
+    assert torch.equal(told, model.layer(torch.ones(1, 8)).cos().cos().cos().cos().sum())  # elsewhere Dynamo answers as ever
+
+
+class Looking(nn.Module):
+    """Looks at its values in a plain run, which cannot be captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Asking(), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not is_being_compiled() and bool(x.isnan().any()):
+            raise ValueError("not a number")
+        return self.last(x).square().sum() + self.first(x)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Looking()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_the_contract_names_a_branch_that_could_not_be_the_plain_runs() -> None:
+    torch.manual_seed(0)
+    numerics = assert_plain(Nested(), torch.randn(4, 8)).plan.numerics
+    assert f"except (inner at {__file__}:" in numerics and "inner.first" not in numerics
+    line = int(numerics.partition(f"{__file__}:")[2].partition(":")[0])
+    assert "is_being_compiled()" in linecache.getline(__file__, line)
+
+
+class Unsupported(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x) if torch.compiler.is_compiling() else self.layer(x) * 2
+        return x.sum() if bool(x.isnan().any()) else x.square().sum()
+
+
+def test_what_cannot_be_captured_either_way_is_refused() -> None:
+    with pytest.raises(mtcompile.CaptureError, match="isnan"):
+        mtcompile.compile(Unsupported())(torch.randn(4, 8))
+
+
+def fused(x: torch.Tensor) -> torch.Tensor:
+    a, b, c = x.unbind(1)
+    total = torch.addcdiv(a, b, c, value=0.3) + torch.addcmul(a, b, c, value=0.3)
+    return total + (a * 1).addcmul_(b, c, value=0.7) + (a * 1).addcdiv_(b, c, value=0.7)
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(200, 3) + 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return fused(self.weight * x).sum()
+
+
+def test_calls_that_dynamo_would_rewrite() -> None:
+    torch.manual_seed(0)
+    assert_plain(Fused(), torch.rand(200, 3) + 1)
+
+
+@pytest.mark.slow
+def test_mamba() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 96, "state_size": 8, "time_step_rank": 4}
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, use_cache=False)).train()
+    assert_plain(Losing(model), torch.randint(0, 96, (2, 16)))
+
+
+class Losing(nn.Module):
+    """The loss of a language model on its own input."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(input_ids=tokens, labels=tokens).loss
+        return loss

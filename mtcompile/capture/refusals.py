@@ -1,0 +1,83 @@
+"""Words for what cannot be captured: the reason, the user's own line, and what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NoReturn
+
+from torch import fx
+
+from mtcompile import knobs
+from mtcompile.errors import CaptureError, MtcompileError
+
+_DATA = (
+    "expected shapes and Python values that do not depend on what tensors hold; try torch.where or a tensor operation at "
+    "that line, or compute the value outside forward and pass it"
+)
+_TIPS = (  # for the first expression that occurs in the first line of torch's report, or else in all of it
+    ("backwards hooks", "remove the module's backward hooks; those on parameters and outputs (tensor.register_hook) work"),
+    (
+        r"[Rr]andom|\brandn?\b|Generator\b|seed\b|_rng\b",
+        "expected random numbers from torch's default generator only (torch.rand(..., device=x.device), dropout, ...), seeded "
+        "outside forward: draw others outside and pass them as tensors",
+    ),
+    (r"(?i)data.dependent|\.item\(\)|tolist|nonzero|unbacked|dynamic shape", _DATA),
+)
+_OTHERWISE = (
+    "expected a forward without data-dependent Python control flow or unsupported calls; "
+    "try torch.where / a tensor operation at that line, or compile the submodules that do not contain it"
+)
+
+
+def place_in(text: str) -> str:
+    """The last line of the user's own code that a report or a traceback in ``text`` names, as a sentence's end; "" for none."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(\S[^\n]*)', text)
+    frames = [frame for frame in frames if "/torch/" not in frame[0] and "/mtcompile/" not in frame[0]]
+    return "\n  at {}:{} in {}: {}".format(*frames[-1]) if frames else ""
+
+
+def place_of(nodes: Iterable[fx.Node]) -> str:
+    """The user's line that made the first of ``nodes`` for which one is known."""
+    places = (place_in(str(node.meta.get("stack_trace") or "")) for node in nodes)
+    return next((place for place in places if place), "")
+
+
+def not_captured(error: BaseException) -> CaptureError:
+    """Why Dynamo could not capture a forward."""
+    text = str(error)
+    context = re.search(r"Developer debug context: *(\S[^\n]*)", text)
+    reason = first_line(error) + (f" ({context[1]})" if context else "")
+    report = text.partition("from user code")[0]
+    tips = (tip for words in (first_line(error), report) for expression, tip in _TIPS if re.search(expression, words))
+    tip = next(tips, _OTHERWISE)
+    return CaptureError(f"the model's forward could not be captured as one graph: {reason}{place_in(text)}\n  {tip}")
+
+
+def not_compiled(error: BaseException, doing: str, place: str = "") -> CaptureError:
+    """What went wrong while a captured step was traced, planned or measured."""
+    return CaptureError(
+        f"{doing}: {type(error).__name__}: {first_line(error)}{place_in(str(error)) or place}\n"
+        "  rewrite that line with other operations, or compile the submodules that do not contain it; MT_DEBUG=1 shows where "
+        "this was raised"
+    )
+
+
+def with_place(error: MtcompileError, report: BaseException) -> MtcompileError:
+    """``error``, with the user's line that ``report``, in which Dynamo passes it on, names, and without Dynamo's own words."""
+    if type(error) is not CaptureError:
+        return error
+    text = str(error).partition("\n\nfrom user code")[0]
+    if "\n  at " not in text:
+        reason, _, tip = text.partition("\n")
+        text = "\n".join(filter(None, (reason + place_in(str(report)), tip)))
+    return CaptureError(text)
+
+
+def refuse(refusal: MtcompileError, error: BaseException) -> NoReturn:
+    """Raise ``refusal`` in place of ``error``, which is chained under MT_DEBUG."""
+    raise refusal from (error if knobs.debug() else None)
+
+
+def first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

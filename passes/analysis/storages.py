@@ -1,0 +1,44 @@
+"""Operations that see more of an operand than its elements: what they make depends on its storage."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mtcompile.passes.step_graph import is_view
+
+aten = torch.ops.aten
+# These find their elements by their place in the operand's storage, whatever the operand itself shows of it.
+_BY_PLACE = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
+# These copy all of the operand's storage, and return a view of the copy.
+_COPY_STORAGE = (aten.slice_scatter.default, aten.select_scatter.default, aten.diagonal_scatter.default, aten.copy.default)
+
+
+def reads_by_place(node: fx.Node) -> bool:
+    """Tells whether an operation finds elements by their place in the storage of its first operand."""
+    return node.target in _BY_PLACE
+
+
+def reads_storage(node: fx.Node) -> bool:
+    """Tells whether an operation reads its operand's storage. A custom operation that changes its arguments does, as captured:
+    it is given copies of their storages."""
+    if node.op != "call_function":
+        return False
+    return node.target in _BY_PLACE or node.target in _COPY_STORAGE or _name(node.target).startswith("auto_functionalized")
+
+
+def inputs_read_by_place(graph: fx.Graph) -> set[fx.Node]:
+    """Returns the placeholders, seen through views, in whose storage an operation finds elements by their place."""
+    inputs = set()
+    for node in graph.nodes:
+        if reads_by_place(node):
+            base = node.args[0]
+            while is_view(base):
+                base = base.args[0]
+            if base.op == "placeholder":
+                inputs.add(base)
+    return inputs
+
+
+def _name(target: object) -> str:
+    return str(getattr(target, "__name__", ""))
