@@ -113,9 +113,12 @@ def page(rows: Mapping[str, Row], missing: Collection[str]) -> str:
 
 
 def _partly(rows: Mapping[str, Row]) -> str:
-    """Says how many entries have not run at all budgets yet, if any."""
-    count = sum(row["verdict"] == EQUAL and set(row["budgets"]) != set(BUDGETS) for row in rows.values())
-    return f" {count} of the equal entries have run at the budget of 1 GiB only so far." if count else ""
+    """Says how many entries have not run at all budgets yet, and how many only with other sources than now, if any."""
+    few = sum(row["verdict"] == EQUAL and set(row["budgets"]) != set(BUDGETS) for row in rows.values())
+    old = sum(row.get("source") != versions()["source"] for row in rows.values())
+    texts = {f" {few} of the equal entries have run at the budget of 1 GiB only so far.": few}
+    texts |= {f" {old} of {len(rows)} entries ran with earlier sources of mtcompile.": old}
+    return "".join(text for text, count in texts.items() if count)
 
 
 def _by_subject(rows: Mapping[str, Row]) -> dict[str, list[Row]]:

@@ -113,9 +113,10 @@ def test_the_page_counts_a_module_by_its_worst_sample() -> None:
         "nn.Linear/0/bare": EQUAL, "nn.Linear/1/bare": EXCLUDED, "nn.RNN/0/bare": EQUAL, "nn.RNN/1/bare": REFUSED,
         "nn.GELU/0/bare": EXCLUDED, "causal/gpt2": EQUAL, "masked/gpt2": WRONG, "masked/bert": EQUAL,
     }  # fmt: skip
-    row = {"reason": "a | b", "about": "", "budgets": [ROOMY]}
+    row = {"reason": "a | b", "about": "", "budgets": [ROOMY], **results.versions(), "source": "older"}
     page = results.page({entry: {"entry": entry, "verdict": v, **row} for entry, v in verdicts.items()}, ["timm"])
     assert "4 of the equal entries have run at the budget of 1 GiB only" in page
+    assert "8 of 8 entries ran with earlier sources" in page
     assert "| modules of torch | 1 | 1 | 0 | 0 | 1 | 50.0% of 2 |" in page
     assert "| architectures | 1 | 0 | 1 | 0 | 0 | 50.0% of 2 |" in page
     assert "| of these, masked | 1 | 0 | 1 | 0 | 0 | 50.0% of 2 |" in page
