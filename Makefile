@@ -2,6 +2,7 @@
 # make check   lint, types, quick tests
 # make test    lint, types, all tests
 # make long    some of them with more values, budgets and machines
+# make coverage  other people's models, plainly and compiled, into docs/coverage.md (ARGS="--only 'causal/*'"): hours
 # make gpu     on a GPU: its tests, fixtures and benchmark (ARGS="tests"), by GPU_PYTHON, whose torch sees it
 # make clean   remove what was built, .venv included
 #
@@ -24,7 +25,7 @@ READY := $(VENV)/.ready
 # Test processes share the cores, so each computes on one thread. They read no plans of earlier runs.
 PYTEST := MT_CACHE=$$(mktemp -d) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: demo check test long gpu env lint types clean
+.PHONY: demo check test long coverage gpu env lint types clean
 .DEFAULT_GOAL := check
 
 # Its matrices are small: a second thread mostly spins, and on a busy machine it slows every step down many times.
@@ -40,6 +41,10 @@ test: lint types
 
 long: $(READY)
 	@$(PYTEST) -m long
+
+# Goes on where an earlier run of the same sources stopped.
+coverage: $(READY)
+	@nice $(BIN)/python -m benchmarks.coverage --jobs $(JOBS) $(filter-out --compare,$(ARGS))
 
 gpu:
 	@MT_CACHE=0 $(GPU_PYTHON) -m benchmarks.gpu $(filter-out --compare,$(ARGS))
