@@ -130,8 +130,8 @@ class CompiledModule(nn.Module):
         return {name: value for name, value in state.items() if name != "_mt_model"} if isinstance(state, dict) else state
 
     def _plain_copy(self, state: Any) -> nn.Module:
-        plain = _plain_class(type(self))
-        copied: nn.Module = plain.__new__(plain)
+        plain: Any = _plain_class(type(self))
+        copied: Any = plain.__new__(plain)
         if state is not None:
             copied.__setstate__(state)
         return copied

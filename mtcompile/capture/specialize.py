@@ -47,7 +47,8 @@ def specialize(graph: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphMo
 
     class Recorder(fx.Interpreter):
         def run_node(self, node: fx.Node) -> Any:
-            number = node.target == "item" and values[node.args[0]]  # of a number that is passed as a tensor
+            operands: Any = node.args
+            number = node.target == "item" and values[operands[0]]  # of a number that is passed as a tensor
             values[node] = number if number is not False and _is_number(number) else super().run_node(node)
             return values[node]
 
