@@ -12,22 +12,25 @@ from torch import fx
 
 from mtcompile import torch_private
 from mtcompile.capture.description import Description, autocast_state, fake_of, storage_of
+from mtcompile.capture.plain_strides import plain_strides
 from mtcompile.capture.plain_torch import plain_kernels
 from mtcompile.errors import CaptureError
 from mtcompile.passes.generators import rng_preserved
+from mtcompile.passes.joint.strides import Observe
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, is_random
 from mtcompile.torch_private import pytree
 
 
-def joint_graph(description: Description, tangents: tuple[bool, ...] | None) -> fx.GraphModule:
-    """The ATen graph of one program, in the form ``passes.normalize`` takes.
+def joint_graph(description: Description, tangents: tuple[bool, ...] | None, observe: Observe | None = None) -> fx.GraphModule:
+    """The ATen graph of one program, in the form ``passes.normalize`` takes. ``observe`` gives the strides that the device's
+    kernels make; without it, torch's shape functions are believed.
 
     ``tangents[i]``: whether computed output i receives a gradient; others are detached, so that no backward is traced
     for them. None: inference, the forward only. Raises CaptureError.
     """
     with _tracing(description, tangents) as (stack, graph, fakes):
         try:
-            with plain_kernels():
+            with plain_kernels(), plain_strides(observe):
                 joint = torch_private.export_joint(stack, graph, fakes)
         except CaptureError:
             raise
