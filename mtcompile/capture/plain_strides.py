@@ -109,7 +109,7 @@ def _keep_strides(tensor: FunctionalTensor, func: Any) -> None:
         return
     if func._schema.name in _PRODUCTS:
         raise CaptureError(
-            f"{func} adds a product in place to a matrix with strides {tuple(tensor.stride())}; expected one in row-major order: "
+            f"{func} adds a product in place to a matrix with strides {tuple(tensor.stride())}; expected row-major order: "
             "leave the underscore out, or call contiguous() first"
         )
     place = aten.new_empty_strided.default(value, list(value.shape), list(tensor.stride()))
