@@ -134,7 +134,7 @@ class CompiledModule(nn.Module):
         copied: Any = plain.__new__(plain)
         if state is not None:
             copied.__setstate__(state)
-        return copied
+        return copied  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saves (pickle, torch.save) as a plain model, which can be loaded without mtcompile."""

@@ -124,7 +124,8 @@ def joint_of(captured: CapturedStep, target: Target) -> fx.GraphModule:
     joint = cache.read_joint(key)
     if joint is None:
         try:
-            joint = normalize(joint_graph(description, captured.tangents), strides_on(target.device.where))
+            observe = strides_on(target.device.where)
+            joint = normalize(joint_graph(description, captured.tangents, observe), observe)
         except NotImplementedError as error:
             raise CaptureError(f"the model uses {error}; expected ATen operations only") from None
         cache.write_joint(key, joint)

@@ -14,25 +14,28 @@ from mtcompile import torch_private
 from mtcompile.capture.description import Description, autocast_state
 from mtcompile.capture.effects import drop_tokens
 from mtcompile.capture.outputs import fake_of, storage_of
+from mtcompile.capture.plain_strides import plain_strides
 from mtcompile.capture.plain_torch import plain_kernels
 from mtcompile.capture.refusals import not_compiled, refuse
 from mtcompile.errors import CaptureError, shows_part
 from mtcompile.passes.analysis.storages import inputs_read_by_place
 from mtcompile.passes.generators import rng_preserved
+from mtcompile.passes.joint.strides import Observe
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, is_random
 from mtcompile.runtime.devices.arena import fills_storage, overlaps
 from mtcompile.torch_private import pytree
 
 
-def joint_graph(description: Description, tangents: tuple[bool, ...] | None) -> fx.GraphModule:
-    """The ATen graph of one program, in the form ``passes.normalize`` takes.
+def joint_graph(description: Description, tangents: tuple[bool, ...] | None, observe: Observe | None = None) -> fx.GraphModule:
+    """The ATen graph of one program, in the form ``passes.normalize`` takes. ``observe`` gives the strides that the device's
+    kernels make; without it, torch's shape functions are believed.
 
     ``tangents[i]``: whether computed output i receives a gradient; others are detached, so that no backward is traced
     for them. None: inference, the forward only. Raises CaptureError.
     """
     with _tracing(description, tangents) as (stack, graph, fakes):
         try:
-            with plain_kernels():
+            with plain_kernels(), plain_strides(observe):
                 joint = torch_private.export_joint(stack, graph, fakes)
         except CaptureError:
             raise

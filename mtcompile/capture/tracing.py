@@ -71,7 +71,7 @@ def trace_joint(
         results = fx.node.map_arg(graph.graph.output_node().args[0], lambda node: node.meta["example_value"])
         description = describe(graph, inputs, lambda tensor: names.get(id(tensor)), where)
         scalars = tuple(differentiable and scalar for _, differentiable, scalar in description.computed)
-        traces.append((normalize(joint_graph(description, scalars), observe), tuple(inputs)))
+        traces.append((normalize(joint_graph(description, scalars, observe), observe), tuple(inputs)))
         return lambda *_: results  # shapes alone: nothing runs
 
     def call(**inputs: Any) -> Any:  # a frame of our own: Dynamo skips those of torch.nn

@@ -30,6 +30,8 @@ def exceptions(joint: fx.GraphModule) -> list[str]:
         sentences.append(
             f"with a loss term on it outside the model, the gradient of {_listed(shared)}: its uses are added up first"
         )
+    if cast := [f"{name} (to {dtype})" for name, dtype in _cast_at_each_use(joint)]:
+        sentences.append(f"if autocast casts it, the gradient of {_listed(cast)}: plain PyTorch adds its uses up in that dtype")
     return sentences
 
 
@@ -53,6 +55,21 @@ def _has_backward(node: fx.Node) -> bool:
 
 def _shared(joint: fx.GraphModule) -> Iterator[str]:
     """The parameters whose gradients are sums over several uses, in the order that a backward of this graph alone adds them."""
+    for name, uses in _uses(joint):
+        yield f"{name} ({len(uses)} uses)"
+
+
+def _cast_at_each_use(joint: fx.GraphModule) -> Iterator[tuple[str, str]]:
+    """(parameter, dtype) of those that are cast to one lower precision more than once, as a trace under autocast does."""
+    for name, uses in _uses(joint):
+        casts = [str(use.kwargs.get("dtype")).removeprefix("torch.") for use in uses if use.target is aten._to_copy.default]
+        for dtype in dict.fromkeys(casts):
+            if casts.count(dtype) > 1 and dtype in ("bfloat16", "float16"):
+                yield name, dtype
+
+
+def _uses(joint: fx.GraphModule) -> Iterator[tuple[str, list[fx.Node]]]:
+    """(parameter, what reads it in the forward) of those whose gradient is added up from several."""
     rows = zip(joint.meta["inputs"], placeholders(joint.graph), strict=True)
     inputs = {spec.index: node for spec, node in rows if spec.role == "param"}
     for spec, value in zip(joint.meta["outputs"], joint.graph.output_node().args[0], strict=True):
@@ -62,4 +79,4 @@ def _shared(joint: fx.GraphModule) -> Iterator[str]:
         while value.target is restride:
             value = value.args[0]
         if len(uses) > 1 and value.target is aten.add.Tensor and value.meta["phase"] == "backward":
-            yield f"{spec.name} ({len(uses)} uses)"
+            yield spec.name, uses

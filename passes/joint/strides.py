@@ -43,8 +43,8 @@ def correct_strides(graph: fx.Graph, observe: Observe) -> None:
             for operand in changed:
                 _take_a_copy(graph, node, operand, traced[operand])
             val = before
-        if _to_observe(node):
-            val = _with_strides(val, observe(node))
+        if may_differ(node):
+            val = with_strides(val, observe(node))
         if val is before:
             continue
         node.meta = {**node.meta, "val": val}
@@ -56,21 +56,21 @@ def _alike(val: torch.Tensor, strides: Sequence[int]) -> bool:
     return not val.numel() or same_strides(val.shape, val.stride(), strides)
 
 
-def _to_observe(node: fx.Node) -> bool:
-    """Says whether the strides of a node's results may be others than traced."""
+def may_differ(node: fx.Node) -> bool:
+    """Tells whether the strides of a node's results may be others than traced."""
     if not hasattr(node.target, "_schema") or node.target in _ROW_MAJOR or is_view(node) or is_random(node):
         return False
     return any(not val.is_contiguous() for operand in node.all_input_nodes for val in iter_tensors(operand))
 
 
-def _with_strides(value: Any, strides: Sequence[tuple[int, ...] | None] | None) -> Any:
+def with_strides(value: Any, strides: Sequence[tuple[int, ...] | None] | None) -> Any:
     """``value``, its tensors strided as observed; the same object where they are already."""
     if strides is None or not isinstance(value, (torch.Tensor, tuple, list)):
         return value
     if isinstance(value, torch.Tensor):
         stride = strides[0]
         return value if stride is None or _alike(value, stride) else value.new_empty_strided(value.shape, stride)
-    items = [_with_strides(item, strides[i : i + 1]) for i, item in enumerate(value)]
+    items = [with_strides(item, strides[i : i + 1]) for i, item in enumerate(value)]
     return value if all(new is old for new, old in zip(items, value, strict=True)) else tuple(items)
 
 

@@ -29,6 +29,12 @@ def test_parameters_that_are_used_several_times() -> None:
     assert "single" not in sentence and "scale" not in sentence
 
 
+def test_parameters_that_autocast_casts_at_each_use() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, sentence = exceptions(trace(Repeated(), {"x": torch.randn(4, 8)}).joint)
+    assert "shared.weight (to bfloat16), shared.bias (to bfloat16)" in sentence and "single" not in sentence
+
+
 class Product(nn.Module):
     def __init__(self, frozen: bool) -> None:
         super().__init__()

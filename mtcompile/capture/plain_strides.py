@@ -1,0 +1,118 @@
+"""Gives values the strides of a plain run while a program is traced. Uses torch's private APIs, as ``torch_private`` does.
+
+Where operands are not in row-major order, torch's shape functions and its kernels often disagree about a result's order, and an
+operation that changes its operand in place is traced as one that makes a new value. Which order it is decides what comes after:
+whether ``contiguous`` copies, whether ``reshape`` is a view, in which order a kernel walks through the elements. So it must be
+right at once, not when the trace is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+from mtcompile.errors import CaptureError
+from mtcompile.passes.joint.strides import Observe, may_differ, with_strides
+from mtcompile.runtime.devices.arena import same_strides
+from mtcompile.torch_private import pytree
+
+aten = torch.ops.aten
+
+_PRODUCTS = ("aten::addmm_", "aten::addbmm_", "aten::baddbmm_", "aten::addmv_", "aten::addr_")
+
+
+class _Tracing(threading.local):
+    observe: Observe | None = None
+
+
+_tracing = _Tracing()
+
+
+@contextlib.contextmanager
+def plain_strides(observe: Observe | None) -> Iterator[None]:
+    """Traces inside, in this thread, give results the strides that ``observe`` sees; None: those that are there outside."""
+    _replace_dispatch()
+    before, _tracing.observe = _tracing.observe, observe
+    try:
+        yield
+    finally:
+        _tracing.observe = before
+
+
+@functools.cache
+def _replace_dispatch() -> None:
+    """Lets every operation that torch traces pass here. Outside ``plain_strides``, nothing is changed."""
+    FakeTensorMode.dispatch = _as_observed(FakeTensorMode.dispatch)  # type: ignore[method-assign]
+    FunctionalTensorMode.__torch_dispatch__ = _in_place(FunctionalTensorMode.__torch_dispatch__)  # type: ignore[method-assign]
+
+
+def _as_observed(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(dispatch)
+    def observed(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, observe = dispatch(mode, func, types, args, kwargs or {}), _tracing.observe
+        if observe is None or not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
+            return result
+        call = _as_node(func, args, kwargs or {})
+        if not may_differ(call):
+            return result
+        with plain_strides(None), torch._C._DisableAutocast():
+            return with_strides(result, observe(call))
+
+    return observed
+
+
+def _as_node(func: Any, args: Any, kwargs: Any) -> fx.Node:
+    """A node that calls ``func`` with these operands."""
+    graph = fx.Graph()
+
+    def operand(tensor: torch.Tensor) -> fx.Node:
+        node = graph.placeholder("operand")
+        node.meta["val"] = tensor
+        return node
+
+    return graph.call_function(func, *pytree.tree_map_only(torch.Tensor, operand, (tuple(args), dict(kwargs))))
+
+
+def _in_place(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(dispatch)
+    def keeping_strides(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = dispatch(mode, func, types, args, kwargs)
+        if _tracing.observe is not None and args and isinstance(args[0], FunctionalTensor) and _changes_first_operand(func):
+            _keep_strides(args[0], func)
+        return result
+
+    return keeping_strides
+
+
+def _changes_first_operand(func: Any) -> bool:
+    if torch.Tag.inplace_view in func.tags or not func._schema.arguments:
+        return False
+    alias = func._schema.arguments[0].alias_info
+    return alias is not None and alias.is_write
+
+
+def _keep_strides(tensor: FunctionalTensor, func: Any) -> None:
+    """After a change in place by ``func``: puts the new value where the old one was, element by element, as a plain run does.
+    Raises CaptureError for a matrix product, whose kernel rounds by the order in which it writes."""
+    if not tensor.is_base_tensor():  # its values are those of its base, read through its own strides
+        return
+    value = tensor.from_functional()
+    if same_strides(value.shape, value.stride(), tensor.stride()):
+        return
+    if func._schema.name in _PRODUCTS:
+        raise CaptureError(
+            f"{func} adds a product in place to a matrix with strides {tuple(tensor.stride())}; expected row-major order: "
+            "leave the underscore out, or call contiguous() first"
+        )
+    place = aten.new_empty_strided.default(value, list(value.shape), list(tensor.stride()))
+    tensor.replace_(aten.copy.default(place, value))
+    tensor.commit_update()
+    tensor.sync()
