@@ -87,10 +87,10 @@ class Backend:
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
         return InputHomes(all_on_device=True)
 
-    def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str] | None]:
+    def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
         memory = self.options.memory
         free = None if memory is None else memory - self.frames.nbytes()
-        return Budgets(free, None, 0.0, self.options.offload, random_reserve_nbytes(step)), None
+        return Budgets(free, None, 0.0, self.options.offload, random_reserve_nbytes(step)), {}
 
     def needs_loss_head(self, joint: fx.GraphModule) -> bool:
         """Returns False for a graph without a loss, such as a piece between graph breaks."""
@@ -118,7 +118,7 @@ class Backend:
             frame.evict()
         return bool(waiting)
 
-    def before_forward(self) -> None:
+    def before_forward(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Several graphs of one step may wait for their backward."""
 
     def backward(

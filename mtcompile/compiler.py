@@ -26,14 +26,17 @@ from mtcompile.execution.calibration import known_machine
 from mtcompile.execution.compiled import CompiledStep, Tangents, compiled_step
 from mtcompile.execution.placement import Placement, RunnablePlacement
 from mtcompile.kernels.measure import strides_on
-from mtcompile.kernels.toolchain import Toolchain
+from mtcompile.kernels.toolchain import BuiltStep, Toolchain
 from mtcompile.optim.precision import Precision
 from mtcompile.options import FASTEST, Options
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.memory import workspace_nbytes
-from mtcompile.passes.check import check_schedule, same_computation
+from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.check import same_computation
+from mtcompile.passes.check_schedule import Given, check_schedule
 from mtcompile.passes.joint.accumulate import Micro, repeat, weights_of
-from mtcompile.passes.joint.build import build
+from mtcompile.passes.joint.build import InputHomes, build
+from mtcompile.passes.joint.exceptions import exceptions
 from mtcompile.passes.joint.loss_head import chunk_loss
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.lower import Workspace
@@ -100,11 +103,13 @@ def compile_step(captured: CapturedStep, target: Target, placement: RunnablePlac
         best = fastest_loss_head(joint, captured, target, placement)
         if probing is not None:
             probing.join()
-        planned, kernels = target.toolchain.build(best.planned, target.machine)
-        prove(best.joint.graph, planned)
+        built = target.toolchain.build(best.planned, target.machine)
+        planned = built.planned
+        prove(best.joint.graph, built, best.problem.budgets, placement.input_homes(best.joint.graph))
         placement.adopt(best.problem.step, planned)
         if pinned == target.pinned:
-            return compiled_step(captured.tangents, planned, best.problem, {**kernels, **placement.host_kernels(planned.step)})
+            kernels = {**built.kernels, **placement.host_kernels(planned.step)}
+            return compiled_step(captured.tangents, planned, best.problem, kernels)
         target = replace(target, machine=known_machine(target.device, target.options))
         _warn_not_pinned(target.machine)
 
@@ -131,6 +136,8 @@ def rewrite_joint(
 ) -> JointStep:
     """Returns ``joint`` with its loss head, if any, in ``chunks``, and repeated for all micro-batches. Raises CaptureError."""
     contract = [precision.contract(), FUSED if fuses else BIT_EQUAL]
+    if not fuses and (differing := exceptions(joint)):
+        contract[-1] += f", except ({') and ('.join(differing)})"
     rewritten = joint if chunks == 1 else copy_step(joint)
     chunks = chunks if chunks == 1 or chunk_loss(rewritten, chunks) else 1
     if micro is not None:
@@ -161,11 +168,14 @@ def planning_problem(
     return PlanningProblem(step, machine, budgets, workspace, fixed_homes, joint.numerics)
 
 
-def prove(joint: fx.GraphModule, planned: Planned) -> None:
-    """Proves that the schedule is safe and computes what was captured. Raises an error that names the violated invariant."""
-    same_computation(joint, planned.step)
-    check_schedule(planned.step, planned.schedule)
-    verify(planned.schedule)
+def prove(joint: fx.GraphModule, built: BuiltStep, budgets: Budgets, input_homes: InputHomes) -> None:
+    """Proves that the schedule is safe and computes what was captured, in the bytes that its kernels were measured to need and
+    within what was asked for. Raises an error that names the violated invariant."""
+    plan, step, schedule = built.planned.plan, built.planned.step, built.planned.schedule
+    same_computation(joint, step)
+    given = Given(plan, budgets, built.workspace, built.held_nbytes, input_homes.all_on_device)
+    check_schedule(step, schedule, given)
+    verify(schedule)
 
 
 # --------------------------------------------------------------------------------------------------- the loops around it

@@ -18,6 +18,7 @@ from torch.utils import _pytree
 from mtcompile.errors import StepError
 
 pytree = _pytree  # as a public name
+set_grad_enabled = torch._C._set_grad_enabled  # what torch.no_grad() is in Dynamo's graphs
 
 # ---------------------------------------------------------------------------------------------------------------- dynamo
 
@@ -31,6 +32,7 @@ def capture_settings(signatures: int) -> contextlib.AbstractContextManager[Any]:
         specialize_float=True,
         automatic_dynamic_shapes=False,
         skip_nnmodule_hook_guards=False,  # a hook that comes or goes is another computation
+        enable_dynamo_decompositions=False,  # of addcmul_ and the like: they round otherwise
         recompile_limit=signatures,
         accumulated_recompile_limit=8 * signatures,
         use_numpy_random_stream=True,  # numpy's random numbers are refused, not drawn from torch's generator
@@ -178,14 +180,14 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def accumulates(function: Any) -> bool:
-    """True where the backward node that is running was called by ``backward()``, which adds to ``.grad``, and not by
-    ``torch.autograd.grad``."""
+def accumulating(function: Any) -> list[bool]:
+    """Tells for each leaf that the backward node which is running has a gradient for: will this backward add it to ``.grad``?
+    ``backward()`` adds to all of them, with ``inputs=`` to some, ``torch.autograd.grad`` to none."""
     accumulators = [node for node, _ in function.next_functions if node is not None and hasattr(node, "variable")]
     try:
-        return not accumulators or any(torch._C._will_engine_execute_node(node) for node in accumulators)
+        return [torch._C._will_engine_execute_node(node) for node in accumulators]
     except RuntimeError:  # raised for a leaf within torch.autograd.grad
-        return False
+        return [False]
 
 
 def accumulation_hooks(parameter: torch.Tensor) -> bool:
@@ -237,9 +239,19 @@ def counting_losses(losses: list[tuple[int, int, bool]]) -> contextlib.AbstractC
     return Counting()  # type: ignore[no-untyped-call]
 
 
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number of the tensor's storage, while it lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def storage_holders(tensor: torch.Tensor) -> int:
     """The number of tensors and storages that share the tensor's memory, those of C++ included."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def shares_storage(tensor: torch.Tensor, own: int = 1) -> bool:
+    """Tells whether more than ``own`` tensors share the tensor's memory."""
+    return storage_holders(tensor) > storage_holders(torch.empty(1)) - 1 + own
 
 
 # ---------------------------------------------------------------------------------------------------- allocator's events

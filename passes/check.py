@@ -1,204 +1,304 @@
-"""Checks I5: the rewritten step computes exactly the captured graph, and the schedule runs exactly the rewritten step.
+"""Checks I5, first half: the rewritten step computes exactly the captured graph (``check_schedule`` has the second).
 
-Both graphs are expanded to their ATen operations and numbered by value: two operations get the same number when they
-are the same operation on the same numbers, at the same place in the generator's stream. Copies, views made again and
-recomputed operations then fall together; anything else does not.
+Both graphs are numbered by value (``numbering``), and every result of the step must have the number of the captured one.
+Everything else that a step graph says of its inputs, results, updates and values is made out again from the captured graph
+and compared: what a schedule is lowered from and an executor binds by must not be taken on trust.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
-from mtcompile.passes.generators import replay, save_rng
+from mtcompile.passes.generators import generator_nbytes, save_rng
+from mtcompile.passes.numbering import Number, Numbering, phase_of
 from mtcompile.passes.step_graph import (
+    InputSpec,
     body_outputs,
     calls,
-    convert,
     gradient_norms,
-    gradient_scale,
     is_convert,
-    is_random,
+    is_move,
     is_region,
+    is_seed,
     is_update,
     kernel_of,
-    offload,
     placeholders,
     prefetch,
-    recomputes,
     results,
     source,
+    span_nbytes,
     step_outputs,
+    storage_nbytes,
+    update,
 )
-from mtcompile.runtime.schedule import Schedule
+from mtcompile.runtime.schedule import aligned
 
 
 class SameComputationError(ValueError):
-    """Raised where I5 does not hold; the message names the output or region at fault."""
+    """Raised where I5 does not hold; the message names the output, value or call at fault."""
 
 
-class _Numbering:
-    """Value numbers shared by the two graphs; ``stream`` counts the random operations run so far in the current one."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[Any, int] = {}
-        self.stream = 0
-
-    def of(self, key: Any) -> int:
-        return self.numbers.setdefault(key, len(self.numbers))
+def expect(condition: bool, what: Callable[[], str]) -> None:
+    """Raises SameComputationError with what was expected unless it holds."""
+    if not condition:
+        raise SameComputationError(f"I5: expected {what()}")
 
 
 def same_computation(joint: fx.GraphModule, step: fx.GraphModule) -> None:
-    """Raises SameComputationError unless ``step`` computes the outputs of ``joint`` by the same operations."""
-    numbering = _Numbering()
-    captured: list[Any] = _joint_outputs(joint, numbering)
-    stream = numbering.stream
-    numbering.stream = 0
-    rewritten: list[Any] = _step_outputs(step, numbering)
-    if numbering.stream != stream:
-        raise SameComputationError(f"I5: expected {stream} operations to advance the generator, found {numbering.stream}")
-    places = {spec.index: i for i, spec in enumerate(step.meta["inputs"]) if spec.role == "param"}
-    grads = frozenset(one for spec, one in zip(step.meta["outputs"], captured, strict=True) if spec.kind == "update")
-    for spec, one, other in zip(step.meta["outputs"], captured, rewritten, strict=True):
+    """Raises SameComputationError unless ``step`` computes the outputs of ``joint`` by the same operations, under the same
+    names, from the same inputs, and describes each of its values as it is."""
+    _same_names(joint, step)
+    numbering = Numbering(joint.meta["device"])
+    captured = numbering.joint(joint.graph)
+    drawn = numbering.restart()
+    try:
+        rewritten = numbering.step(step)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise SameComputationError(f"I5: expected a step graph whose calls match their kernels, found {error!r}") from error
+    drawn_again = numbering.restart()
+    expect(
+        len(drawn) == len(drawn_again),
+        lambda: f"{len(drawn)} operations to advance the generator, found {len(drawn_again)}",
+    )
+    expect(drawn == drawn_again, lambda: "random numbers to be drawn in the phase in which the captured graph draws them")
+    _same_results(joint, step, captured, rewritten)
+    _same_updates(joint, step, captured, rewritten)
+    _same_values(joint, step, captured, rewritten)
+
+
+def _same_names(joint: fx.GraphModule, step: fx.GraphModule) -> None:
+    """Checks what the executor binds by: the inputs, outputs and constants, each under its name and index."""
+    inputs, taken = joint.meta["inputs"], step.meta["inputs"]
+    expect(len(placeholders(step.graph)) == len(taken) == len(inputs), lambda: f"{len(inputs)} inputs, found {len(taken)}")
+    for spec, other in zip(inputs, taken, strict=True):
+        expect(spec == other, lambda s=spec, o=other: f"input {s}, found {o}")
+    outputs, returned = joint.meta["outputs"], step.meta["outputs"]
+    expect(len(step_outputs(step)) == len(returned) == len(outputs), lambda: f"{len(outputs)} outputs, found {len(returned)}")
+    for spec, other in zip(outputs, returned, strict=True):
+        alike = (spec.index, spec.name) == (other.index, other.name)
+        same = other.kind in (spec.kind, "update" if spec.kind == "grad" else spec.kind)
+        expect(alike and same, lambda s=spec, o=other: f"output {s}, found {o}")
+    constants, given = joint.meta["constants"], step.meta["constants"]
+    for spec in inputs:
+        same = spec.role != "constant" or given.get(spec.name) is constants.get(spec.name)
+        expect(same, lambda s=spec: f"constant {s.name} to be the captured tensor")
+    device = joint.meta["device"]
+    expect(step.meta["device"] == device, lambda: f"kernels on {device}, found {step.meta['device']}")
+
+
+def _same_results(
+    joint: fx.GraphModule, step: fx.GraphModule, captured: Mapping[fx.Node, Number], rewritten: Mapping[fx.Node, Number]
+) -> None:
+    """Checks that each result is computed as in the captured graph, and is there at the end of the same phase."""
+    for spec, one, other in zip(step.meta["outputs"], step_outputs(joint), step_outputs(step), strict=True):
         if spec.kind == "update":
-            param, updated = numbering.of(("input", places[spec.index])), other
-            if updated not in (("update", param, one), ("update", param, one, ("scale", grads))):
-                raise SameComputationError(f"I5: {spec.name} is not updated by its own gradient, or scaled by fewer than all")
-        elif one != other:
-            raise SameComputationError(f"I5: {spec.kind} {spec.name} is not computed as in the captured graph")
+            continue
+        same = captured[one] == rewritten[other]
+        expect(same, lambda s=spec: f"{s.kind} {s.name} to be computed as in the captured graph")
+        for call in _made_by(other):
+            made = call.meta["phase"]
+            expect(made == phase_of(one), lambda s=spec, o=one, m=made: f"{s.kind} {s.name} in {phase_of(o)}, found {m}")
 
 
-def _joint_outputs(joint: fx.GraphModule, numbering: _Numbering) -> list[int]:
-    env: dict[fx.Node, Any] = {}
-    for position, node in enumerate(placeholders(joint.graph)):
-        env[node] = numbering.of(("input", position))
-    # Phases run one after the other, and the generator's stream is counted in the order of execution.
-    for node in joint.graph.nodes:
-        if node.op == "call_function":
-            env[node] = _number(node, env, numbering)
-    return [env[node] for node in joint.graph.output_node().args[0]]
+def _made_by(value: fx.Node) -> Iterator[fx.Node]:
+    """Yields the calls from the one that a value was moved or cast by last, back to the region that made it."""
+    while value.target is operator.getitem:
+        call, position = value.args
+        yield call
+        if not (is_move(call) or is_convert(call)):
+            return
+        value = call.args[position]
 
 
-def _step_outputs(step: fx.GraphModule, numbering: _Numbering) -> list[int]:
-    env: dict[fx.Node, Any] = {}
-    for position, node in enumerate(placeholders(step.graph)):
-        env[node] = numbering.of(("input", position))
-    for node in step.graph.nodes:
-        if is_region(node):
-            env[node] = _body(kernel_of(step, node), [env[a] for a in node.args], numbering)
-        elif is_convert(node):
-            casts = zip(node.args, node.kwargs["casts"], strict=True)
-            env[node] = tuple(_cast(env[value], cast, numbering) for value, cast in casts)
-        elif is_update(node):
-            env[node] = _updated(node, [env[a] for a in node.args])
-        elif node.op == "call_function" and node.target in (prefetch, offload):
-            env[node] = tuple(env[a] for a in node.args)
-        elif node.op == "call_function":
-            env[node] = env[node.args[0]][node.args[1]]
-    return [env[node] for node in step_outputs(step)]
-
-
-def _cast(value: Any, cast: Mapping[str, Any], numbering: _Numbering) -> Any:
-    """Numbers a cast as ``_number`` numbers the operation."""
-    return numbering.of((str(torch.ops.aten._to_copy.default), repr(((_Number(value),), dict(cast))), None))
-
-
-def _updated(node: fx.Node, values: list[Any]) -> tuple[Any, ...]:
-    """Numbers what an update makes, by its operands, and a scale, by the gradients whose norms it is made of."""
-    if node.target is gradient_norms:
-        return (frozenset(values),)
-    if node.target is gradient_scale:
-        return (("scale", frozenset().union(*values)),)
-    count: Any = node.kwargs["count"]
-    pairs = zip(values[:count], values[count : 2 * count], strict=True)
-    return tuple(("update", *pair, *values[2 * count :]) for pair in pairs)
-
-
-def _body(kernel: fx.GraphModule, args: list[Any], numbering: _Numbering) -> tuple[Any, ...]:
-    env: dict[fx.Node, Any] = dict(zip(placeholders(kernel.graph), args, strict=True))
-    for node in kernel.graph.nodes:
-        if node.op == "call_function":
-            env[node] = _number(node, env, numbering)
-    return tuple(env[node] for node in body_outputs(kernel))
-
-
-def _number(node: fx.Node, env: dict[fx.Node, Any], numbering: _Numbering) -> Any:
-    if node.target is save_rng:
-        return ("state", numbering.stream)
-    if node.target is replay:
-        state, _, target, *operands = map_arg(node.args, lambda n: _Number(env[n]))
-        place = state.number[1]
-        key: Any = (str(target), repr((tuple(operands), node.kwargs)), place)
-        return numbering.of(key)
-    operands = map_arg(node.args, lambda n: _Number(env[n]))
-    keywords = map_arg(node.kwargs, lambda n: _Number(env[n]))
-    if node.target is torch.ops.aten.clone.default and not node.kwargs:
-        return operands[0].number  # the same bits in memory of their own
-    if node.target is operator.getitem:
-        return numbering.of(("item", operands[0].number, operands[1]))
-    place = None
-    if is_random(node):
-        place, numbering.stream = numbering.stream, numbering.stream + 1
-    return numbering.of((str(node.target), repr((tuple(operands), keywords)), place))
-
-
-class _Number:
-    """An operand by its value number, in the repr of an argument list."""
-
-    def __init__(self, number: Any) -> None:
-        self.number = number
-
-    def __repr__(self) -> str:
-        return f"%{self.number}"
-
-
-def check_schedule(step: fx.GraphModule, schedule: Schedule) -> None:
-    """Raises SameComputationError unless the schedule runs the step's calls, in order, each with exactly the reads and
-    writes of its kernel, with every operand holding the value that the step graph says, for the block and as the kind of
-    work that it says."""
-    instructions = [i for i in schedule.instructions if i.op in ("copy", "run")]
-    expected = calls(step)
-    _expect(len(instructions) == len(expected), lambda: f"{len(expected)} calls, found {len(instructions)}")
-    for instruction, call in zip(instructions, expected, strict=True):
-        reads = [source(a).name for a in call.args]
-        writes = [source(item).name for item in results(call)]
-        _expect(_values(schedule, instruction.reads) == reads, lambda c=call: f"{c.name} to read {c.args}")
-        _expect(_values(schedule, instruction.writes) == writes, lambda c=call: f"{c.name} to write its results")
-        block, work = step.meta["blocks"][call.meta["block"]], _work(call)
-        _expect(instruction.block == block, lambda c=call, b=block: f"{c.name} to belong to block {b}")
-        _expect(instruction.work == work, lambda c=call, w=work: f"{c.name} to be work of kind {w}")
-        if is_region(call):
-            kernel = kernel_of(step, call)
-            _expect(instruction.kernel == call.target, lambda c=call: f"{c.name} to call {c.target}")
-            _expect(
-                len(instruction.reads) == len(placeholders(kernel.graph))
-                and len(instruction.writes) == len(body_outputs(kernel)),
-                lambda c=call: f"{c.name} to declare all that its kernel reads and writes",
+def _same_updates(
+    joint: fx.GraphModule, step: fx.GraphModule, captured: Mapping[fx.Node, Number], rewritten: Mapping[fx.Node, Number]
+) -> None:
+    """Checks that every parameter with an update is updated once, under its own name, by its own gradient, scaled like all
+    others: by the norms of all gradients that are used, each under the name of its parameter."""
+    inputs = list(zip(step.meta["inputs"], placeholders(step.graph), strict=True))
+    params = {spec.index: (spec, node) for spec, node in inputs if spec.role == "param"}
+    names = {node: spec.name for spec, node in inputs}
+    grads: dict[str, Number] = {}  # of each parameter that is updated, by name
+    for spec, one, other in zip(step.meta["outputs"], step_outputs(joint), step_outputs(step), strict=True):
+        if spec.kind == "update":
+            expect(spec.index in params, lambda s=spec: f"an update of a parameter, found {s}")
+            param_spec, param = params[spec.index]
+            grads[param_spec.name] = captured[one]
+            of_its_own = rewritten[other][:3] == ("update", rewritten[param], captured[one])
+            expect(of_its_own, lambda s=spec: f"{s.name} to be updated by its own gradient")
+            kept = other.meta.get("version_of") == param.name
+            expect(kept, lambda o=other, p=param: f"{o.name} to be the next version of {p.name}")
+    updated: list[str] = []
+    scales: set[Number] = set()
+    for call in calls(step):
+        given = tuple(call.meta.get("names", ())) if is_update(call) else ()
+        if call.target is update:
+            count: Any = call.kwargs["count"]
+            expect(
+                given == tuple(names.get(param) for param in call.args[:count]) and len(results(call)) == count,
+                lambda c=call, g=given: f"{c.name} to update {c.args[: c.kwargs['count']]} under their names, found {g}",
             )
-        elif is_update(call) or is_convert(call):
-            _expect(instruction.kernel == call.name, lambda c=call: f"{c.name} to call itself")
-            replaced = [schedule.buffers[name].version_of for name in instruction.writes]
-            homes = [item.meta.get("version_of", "") for item in results(call)]
-            _expect(replaced == homes, lambda c=call: f"{c.name} to write in place")
+            updated += given
+            scales.add(tuple(rewritten[scale] for scale in call.args[2 * count :]))
+        elif is_update(call):
+            (made,) = results(call)
+            expected = rewritten[made][1:]
+            right = tuple(grads.get(name) for name in given) == expected and rewritten[made][0] in ("norms", "scale")
+            expect(right, lambda c=call, g=given: f"{c.name} to name the parameters whose gradients it takes, found {g}")
+    expect(sorted(updated) == sorted(grads), lambda: f"one update of each of {sorted(grads)}, found {sorted(updated)}")
+    alike = len(scales) <= 1 and all(len(scale) <= 1 for scale in scales)
+    expect(alike, lambda: "all updates to be scaled alike, by one factor or none")
+    for scale in (one for several in scales for one in several):
+        right = scale[0] == "scale" and sorted(scale[1:]) == sorted(grads.values())
+        expect(right, lambda: "updates to be scaled by the norms of all gradients that are used, each once")
 
 
-def _work(call: fx.Node) -> str:
-    """Says what a call does, by what it calls: told here once more, so that a mistake of ``passes/lower`` shows."""
+# ---------------------------------------------------------------------------------------------- what is said of the values
+
+
+class _Layout(NamedTuple):
+    """A value's dtype, shape and strides, and the bytes of its storage."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    nbytes: int
+
+
+def _layout(val: torch.Tensor) -> _Layout:
+    return _Layout(val.dtype, tuple(val.shape), tuple(val.stride()), storage_nbytes(val))
+
+
+def _same_values(
+    joint: fx.GraphModule, step: fx.GraphModule, captured: Mapping[fx.Node, Number], rewritten: Mapping[fx.Node, Number]
+) -> None:
+    """Checks layout, bytes, role and tier of every value."""
+    layouts: dict[Number, set[_Layout]] = {}  # by number, as captured
+    for node, number in captured.items():
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            layouts.setdefault(number, set()).add(_layout(node.meta["val"]))
+    for spec, one, other in zip(step.meta["inputs"], placeholders(joint.graph), placeholders(step.graph), strict=True):
+        _same_input(spec, one, other)
+    roles = _roles(joint, step, captured, rewritten)
+    for call in calls(step):
+        operands: tuple[Any, ...] = call.args
+        if is_region(call):
+            for operand, taken in zip(operands, placeholders(kernel_of(step, call).graph), strict=True):
+                same = _alike(operand.meta["val"], taken.meta["val"])
+                expect(same, lambda c=call, o=operand, t=taken: f"{c.name} to take {o.name} as {_layout(t.meta['val'])}")
+        for item in results(call):
+            layout, nbytes, tier = _expected(step, call, item, layouts.get(rewritten[item], set()))
+            described = _layout(item.meta["val"])[:3]
+            expect(
+                described == layout[:3], lambda i=item, e=layout: f"{i.name} to be {e[:3]}, found {_layout(i.meta['val'])[:3]}"
+            )
+            found = (item.meta["nbytes"], item.meta["tier"])
+            expect(
+                found == (nbytes, tier), lambda i=item, f=found, e=(nbytes, tier): f"{i.name} in (bytes, tier) {e}, found {f}"
+            )
+            role = item.meta["role"]
+            expect(role in roles(item), lambda i=item, r=role: f"{i.name} as one of {roles(i)}, found {r}")
+
+
+def _same_input(spec: InputSpec, one: fx.Node, other: fx.Node) -> None:
+    val, meta = one.meta["val"], other.meta
+    expect(_alike(val, meta["val"]), lambda: f"input {spec.name} to be {_layout(val)[:3]}, found {_layout(meta['val'])[:3]}")
+    expected = (aligned(span_nbytes(val)), spec.role, spec.name)
+    found = (meta["nbytes"], meta["role"], meta["name"])
+    expect(found == expected, lambda: f"input {spec.name} with (bytes, role, name) {expected}, found {found}")
+    tiers = ("device",) if spec.role == "tangent" else (spec.tier, "device")
+    expect(meta["tier"] in tiers, lambda: f"input {spec.name} in one of {tiers}, found {meta['tier']}")
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return _layout(one)[:3] == _layout(other)[:3]
+
+
+def _expected(step: fx.GraphModule, call: fx.Node, item: fx.Node, captured: set[_Layout]) -> tuple[_Layout, int, str]:
+    """Returns the layout, bytes and tier of a call's result. ``captured``: the layouts that its value has in the captured
+    graph. Raises SameComputationError for a kernel whose own description is not one of these."""
+    position: Any = item.args[1]
+    operands: tuple[Any, ...] = call.args
     if is_region(call):
-        return "recompute" if recomputes(call) else "compute"
-    kinds = {convert: "convert", prefetch: "prefetch", offload: "offload"}
-    return kinds.get(call.target, "update")
+        output = body_outputs(kernel_of(step, call))[position]
+        layout = _layout(output.meta["val"])
+        known = layout in captured or layout == _of_body(step, output)
+        expect(known, lambda: f"{call.target} to return {item.name} as one of {captured}, found {layout}")
+        return layout, aligned(layout.nbytes), "device"
+    if is_move(call):
+        operand = operands[position]
+        return _layout(operand.meta["val"]), operand.meta["nbytes"], "device" if call.target is prefetch else "host"
+    if is_convert(call):
+        layout = _layout(operands[position].meta["val"])._replace(dtype=call.kwargs["casts"][position]["dtype"])
+        expect(layout[:3] in {one[:3] for one in captured}, lambda: f"{item.name} as one of {captured}, found {layout[:3]}")
+        return layout, aligned(span_nbytes(item.meta["val"])), "host"
+    tier = call.meta["tier"]
+    count: Any = call.kwargs.get("count", len(operands))
+    moved = operands[: 2 * count]
+    expect(all(operand.meta["tier"] == tier for operand in moved), lambda: f"{call.name} to take operands on the {tier}")
+    if call.target is update:
+        param = operands[position]
+        return _layout(param.meta["val"]), param.meta["nbytes"], tier
+    wide = any(operand.meta["val"].dtype == torch.float64 for operand in operands)
+    dtype = torch.float64 if wide else torch.float32
+    shape = (len(operands),) if call.target is gradient_norms else ()
+    val = torch.empty(shape, dtype=dtype, device="meta")
+    return _layout(val), aligned(val.numel() * dtype.itemsize), tier
 
 
-def _values(schedule: Schedule, names: Iterable[str]) -> list[str]:
-    return [schedule.buffers[name].value for name in names]
+def _of_body(step: fx.GraphModule, output: fx.Node) -> _Layout | None:
+    """Returns the layout of what a body makes without the captured graph having it: a copy in memory of its own, and the state
+    of a generator; else None."""
+    if output.target is torch.ops.aten.clone.default:
+        return _layout(torch.empty_like(output.args[0].meta["val"], device="meta"))
+    if output.target is save_rng:
+        return _layout(torch.empty(generator_nbytes(step.meta["device"]), dtype=torch.uint8, device="meta"))
+    return None
 
 
-def _expect(condition: bool, what: Callable[[], str]) -> None:
-    if not condition:
-        raise SameComputationError(f"I5: expected {what()}")
+def _roles(
+    joint: fx.GraphModule, step: fx.GraphModule, captured: Mapping[fx.Node, Number], rewritten: Mapping[fx.Node, Number]
+) -> Callable[[fx.Node], tuple[str, ...]]:
+    """Returns a function that gives the roles that a value may have. Results and used gradients have one, as all of their
+    copies do; what is computed again of an output may still be called that."""
+    of_kind = {"output": "output", "grad": "grad", "mutation": "buffer"}
+    marked: dict[fx.Node, str] = {}
+
+    def mark(value: fx.Node, role: str) -> None:
+        marked[source(value)] = role
+        call, position = source(value).args if source(value).target is operator.getitem else (None, 0)
+        if isinstance(call, fx.Node) and is_convert(call):
+            mark(call.args[position], role)
+
+    for spec, value in zip(step.meta["outputs"], step_outputs(step), strict=True):
+        if spec.kind != "update":
+            mark(value, of_kind[spec.kind])
+    for call in calls(step):
+        if call.target is update:
+            count: Any = call.kwargs["count"]
+            for grad in call.args[count : 2 * count]:
+                mark(grad, "grad")
+    returned = {captured[value] for value in step_outputs(joint)}
+
+    def roles(item: fx.Node) -> tuple[str, ...]:
+        origin = source(item)
+        if origin in marked:
+            return (marked[origin],)
+        if origin.op == "placeholder":
+            return (origin.meta["role"],)
+        call, position = origin.args
+        if is_convert(call):
+            return roles(call.args[position])
+        if is_update(call):
+            return ("param",) if call.target is update else ("state",)
+        output = body_outputs(kernel_of(step, call))[position]
+        if rewritten[origin][0] == "state" or is_seed(output):
+            return ("rng",)
+        return ("activation", "output") if rewritten[origin] in returned else ("activation",)
+
+    return roles

@@ -74,6 +74,7 @@ def _graph(module: fx.GraphModule) -> dict[str, Any]:
         "outputs": [asdict(spec) for spec in module.meta.get("outputs", ())],
         "blocks": list(module.meta.get("blocks", ())),
         "device": module.meta.get("device", ""),
+        "told": list(module.meta.get("told", ())),
         "homes": dict(module.meta.get("homes", {})),
     }
     kernels = {name: _graph(kernel) for name, kernel in module.named_children() if isinstance(kernel, fx.GraphModule)}
@@ -146,6 +147,7 @@ def _module(data: Mapping[str, Any]) -> fx.GraphModule:
             outputs=tuple(OutputSpec(**row) for row in data["step"]["outputs"]),
             blocks=tuple(data["step"]["blocks"]),
             device=data["step"]["device"],
+            told=tuple(data["step"].get("told", ())),
             homes=data["step"]["homes"],
             constants={},
             kernels={kernel.meta["key"]: kernel for _, kernel in module.named_children()},

@@ -2,9 +2,10 @@
 
 Two instructions that touch the same bytes, one of them writing, must run in list order (read after write, write after
 write, write after read). ``alloc`` and ``free`` count as writes of their buffer, and two placed buffers of one tier
-with bytes in common count as one. Most of that order needs no dependency: a queue is first in, first out; all queues
-drain at the end of each phase; and waiting for one instruction means waiting for everything it waited for. ``derive``
-stores only what remains, at most one earlier instruction per other queue.
+with bytes in common count as one. Most of that order needs no dependency: a queue is first in, first out; a phase starts
+when the earlier ones have ended (on queue host, when those queues have that it awaits); and waiting for one instruction
+means waiting for everything it waited for. ``derive`` stores only what remains, at most one earlier instruction per other
+queue.
 
 ``runtime/verify.py`` proves the result without using anything from this file.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from mtcompile.runtime.schedule import PHASES, QUEUES, Instruction, Schedule, with_deps
+from mtcompile.runtime.schedule import HOST_AWAITS, PHASES, QUEUES, Instruction, Schedule, with_deps
 
 
 @dataclass(slots=True)
@@ -122,6 +123,7 @@ def derive(schedule: Schedule) -> Schedule:
     instructions = schedule.instructions
     memory = _Memory(schedule)
     queues = [QUEUES.index(instruction.queue) for instruction in instructions]
+    host = QUEUES.index("host")
     completed: list[tuple[int, ...]] = []  # per instruction and queue: the latest one complete when the instruction is
     latest: list[tuple[int, ...]] = []  # the same, by queue, for its latest instruction
     deps: list[tuple[int, ...]] = []
@@ -134,7 +136,10 @@ def derive(schedule: Schedule) -> Schedule:
                     "list all instructions of a phase together"
                 )
             phase = instruction.phase
-            latest = [(index - 1,) * len(QUEUES)] * len(QUEUES)  # the barrier: everything so far is complete
+            # The barrier: everything so far is complete. For queue host only what it awaits.
+            so_far = latest[host] if latest else (-1,) * len(QUEUES)
+            latest = [(index - 1,) * len(QUEUES)] * len(QUEUES)
+            latest[host] = tuple(index - 1 if queue in HOST_AWAITS else so_far[k] for k, queue in enumerate(QUEUES))
         queue = queues[index]
         needed = memory.touch(instruction, index)
         clock = latest[queue]

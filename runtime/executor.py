@@ -36,7 +36,8 @@ class Fence(Protocol):
     def begin(self, queues: Iterable[Queue]) -> None: ...
 
     def on(self, queue: Queue) -> AbstractContextManager[Any]:
-        """Return what the thread that issues ``queue`` enters for the length of the phase."""
+        """Return what the thread that issues ``queue`` enters for the length of the phase. That of queue host waits first until
+        earlier phases have ended on all queues of ``schedule.HOST_AWAITS``."""
 
     def wait(self, queue: Queue, index: int) -> None:
         """Make all that is issued to ``queue`` from now on start after instruction ``index``, which has been signalled."""
@@ -85,7 +86,8 @@ class Prepared:
 
 
 def prepare(schedule: Schedule, phase: Phase) -> Prepared:
-    """Prepares one phase. Dependencies on earlier phases are left out: the drain between phases meets them."""
+    """Prepares one phase. Dependencies on earlier phases are left out: the drain between phases meets them, and what the fence
+    makes queue host await before it starts one."""
     listed = dict(schedule.phase(phase))
     awaited = {dep for each in schedule.instructions for dep in (*each.deps, *each.previous_step_deps)}
     lanes: dict[Queue, list[_Item]] = {}

@@ -1,7 +1,8 @@
 """The proof that a schedule is safe, from the schedule alone: it trusts neither the passes that made it nor its deps.
 
 Write ``a ≺ b`` when ``a`` has completed before ``b`` starts in every execution: both are on one queue and ``a`` is
-listed first; or ``b`` waits for ``a``; or ``a`` belongs to an earlier phase; or through a chain of these. ``verify``
+listed first; or ``b`` waits for ``a``; or ``a`` belongs to an earlier phase (for ``b`` on queue host: and to a queue that
+it awaits before it starts a phase, since nothing else has happened for the host); or through a chain of these. ``verify``
 proves, and ``ScheduleError.invariant`` names:
 
 - **I0 well formed**: known ops, queues, phases and buffers; the phases one after the other; waits only for earlier
@@ -21,6 +22,9 @@ proves, and ``ScheduleError.invariant`` names:
   kernel that writes next versions of homes (an update) or makes another gradient of it on the host, once; every home of
   either, and every next version, is written. Checked over two steps in a row: a step ends in the state it began in.
 
+A phase may follow a forward of any program over the same host arena, which was dropped while its copies were in flight. I2 is
+proven for the phase and these copies together, as if they touched all of that arena.
+
 In a schedule that runs ahead, what queue host has not finished at the end of backward runs beside the next forward. I1 and
 I2 are proven for the two together, from the waits of the forward's instructions on the previous step.
 
@@ -30,11 +34,11 @@ blocks and kinds of work are not used. Time grows with instructions x operands x
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from mtcompile.runtime.happens_before import Order
-from mtcompile.runtime.schedule import PHASES, QUEUES, TIERS, Buffer, Schedule
+from mtcompile.runtime.schedule import HOST_AWAITS, PHASES, QUEUES, TIERS, Buffer, Instruction, Queue, Schedule
 from mtcompile.runtime.verify_facts import INVARIANTS, Facts, ScheduleError, error, segments
 from mtcompile.runtime.verify_memory import closed, fits, peaks_reached
 
@@ -52,15 +56,17 @@ COPIES: dict[str, tuple[tuple[str, str], ...]] = {
 RUNS = {"compute": "device", "host": "host"}  # the tier whose bytes kernels on a queue may touch
 
 
-def verify(schedule: Schedule) -> None:
-    """Proves every property in the module's docstring, or raises ScheduleError for the first that fails."""
+def verify(schedule: Schedule, host_awaits: Collection[Queue] = HOST_AWAITS) -> None:
+    """Proves every property in the module's docstring, or raises ScheduleError for the first that fails. ``host_awaits``: as
+    the executor does unless said otherwise, the queues whose earlier phases have ended when queue host starts a phase."""
     _well_formed(schedule)
-    facts = Facts(schedule)
+    facts = Facts(schedule, host_awaits)
     _present(facts)
     _race_free(facts)
     fits(facts)
     closed(facts)
-    _runs_ahead(schedule)
+    _after_a_dropped_forward(schedule, host_awaits)
+    _runs_ahead(schedule, host_awaits)
 
 
 def peak(schedule: Schedule) -> dict[str, int]:
@@ -232,12 +238,34 @@ def _common(schedule: Schedule, a: int, b: int) -> Iterator[str]:
                 yield left if left == right else f"the bytes of {left} and {right}"
 
 
-def _runs_ahead(schedule: Schedule) -> None:
+def _after_a_dropped_forward(schedule: Schedule, host_awaits: Collection[Queue]) -> None:
+    """Proves I2 between each phase and the copies that a forward of any program may have left in flight: they write, and read,
+    all of the host arena, and read what is at home there. Copies to homes are not left: the caller may read these at once."""
+    arena = Buffer("the host arena", "of another step", "host", "placed", schedule.arena_nbytes.get("host", 0), "state", 0)
+    homes = tuple(b.name for b in schedule.buffers.values() if b.kind == "home" and b.tier == "host" and not b.version_of)
+    buffers = {**schedule.buffers, arena.name: arena}
+    for queue, pairs in COPIES.items():
+        if queue in host_awaits:  # for all other queues, the earlier phase has ended
+            continue
+        reads = (arena.name, *homes) if any(read == "host" for read, _ in pairs) else ()
+        writes = (arena.name,) if any(written == "host" for _, written in pairs) else ()
+        left = Instruction("run", queue, PHASES[0], reads=reads, writes=writes, label="left in flight")
+        for phase in PHASES:
+            place = {index: 1 + position for position, (index, _) in enumerate(schedule.phase(phase))}
+            rows = [
+                replace(each, phase=PHASES[1], deps=tuple(place[d] for d in each.deps if d in place), previous_step_deps=())
+                for _, each in schedule.phase(phase)
+            ]
+            together = replace(schedule, instructions=(left, *rows), buffers=buffers, run_ahead=False)
+            _race_free(Facts(together, host_awaits), f"#0: copies on {queue} that a dropped forward left in flight")
+
+
+def _runs_ahead(schedule: Schedule, host_awaits: Collection[Queue]) -> None:
     """Proves I1 and I2 between what a backward leaves on queue host and the next forward: the two as one phase, in which
     the forward's waits on the previous step are waits like any others."""
     if not schedule.run_ahead:
         return
-    before = Order(schedule).before
+    before = Order(schedule, host_awaits).before
     last = {each.queue: i for i, each in schedule.phase(PHASES[1]) if each.queue != "host"}
     on_host = (i for i, each in schedule.phase(PHASES[1]) if each.queue == "host")
     unfinished = [i for i in on_host if not any(before(i, other) for other in last.values())]  # the others have drained

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from mtcompile.runtime.happens_before import Order
-from mtcompile.runtime.schedule import TIERS, Buffer, Schedule, instruction_text
+from mtcompile.runtime.schedule import HOST_AWAITS, TIERS, Buffer, Queue, Schedule, instruction_text
 
 INVARIANTS = {"I0": "well formed", "I1": "present", "I2": "race-free", "I3": "fits", "I4": "closed"}
 CONTEXT_LINES = 10
@@ -29,11 +29,11 @@ class Facts:
 
     __slots__ = ("allocs", "before", "frees", "readers", "schedule", "writers")
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, host_awaits: Collection[Queue] = HOST_AWAITS) -> None:
         self.schedule = schedule
         tables: list[dict[str, list[int]]] = [{name: [] for name in schedule.buffers} for _ in range(4)]
         self.allocs, self.frees, self.writers, self.readers = tables
-        self.before = Order(schedule).before  # before(a, b): a ≺ b
+        self.before = Order(schedule, host_awaits).before  # before(a, b): a ≺ b
         for index, instruction in enumerate(schedule.instructions):
             table = {"alloc": self.allocs, "free": self.frees}.get(instruction.op, self.writers)
             for name in instruction.writes:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from mtcompile.capture.outputs import Output, fake_of, outputs_of
+from mtcompile.capture.plain_torch import Question
 from mtcompile.capture.refusals import place_of
 from mtcompile.errors import CaptureError
 from mtcompile.passes.step_graph import InputSpec
@@ -19,47 +21,25 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
-    """An output that is one of the inputs, or a view of it: rebuilt from the call's own tensor."""
-
-    index: int
-    view: tuple[tuple[int, ...], tuple[int, ...], int] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """An output that the graph computes: the ``position``-th tensor of the program; ``view`` (size, stride, offset) when
-    it shares the storage of that tensor."""
-
-    position: int
-    view: tuple[tuple[int, ...], tuple[int, ...], int] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """An output that is not a tensor."""
-
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
 class Description:
     """The inputs and outputs of a captured graph, and the settings of its call.
 
     ``inputs``: a spec per input of the graph. ``outputs``: how to rebuild each of its outputs. ``computed``: the outputs
     the program must produce: (name, differentiable, is a scalar). ``autocast``: (device, enabled, dtype) at the call;
     ``backward_autocast``: (device, dtype) of those enabled when backward is called, which is mostly outside autocast.
-    ``device``: where it computes. ``at_home``: whether its parameters need not be there.
+    ``device``: where it computes. ``at_home``: whether its parameters need not be there. ``told``: the places in its code that
+    were told that they are being compiled.
     """
 
     graph: fx.GraphModule
     inputs: tuple[InputSpec, ...]
-    outputs: tuple[Passed | Computed | Constant, ...]
+    outputs: tuple[Output, ...]
     computed: tuple[tuple[str, bool, bool], ...]
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     device: torch.device
     at_home: bool
     backward_autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    told: tuple[Question, ...] = ()
 
 
 def autocast_state(device: torch.device) -> tuple[tuple[str, bool, torch.dtype], ...]:
@@ -88,7 +68,7 @@ def describe(
 ) -> Description:
     """Read Dynamo's graph; ``names(tensor)`` gives (role, path) of the model's own parameters and buffers.
 
-    ``graph`` is changed: outputs become those the program computes, each with storage of its own; with ``at_home``, constants
+    ``graph`` is changed: outputs become those the program computes; with ``at_home``, constants
     that name the host, where parameters are read, name ``device``, where they are when they are used.
     Raises CaptureError for inputs or outputs that have no static shape.
     """
@@ -110,41 +90,15 @@ def describe(
         on_device = role == "input" and device.type != "cpu" and tensor.device == device
         specs.append(InputSpec(role, name, index, tensor.requires_grad, "device" if on_device else "host"))  # type: ignore[arg-type]
 
-    output = graph.graph.output_node()
-    outputs: list[Passed | Computed | Constant] = []
-    positions: dict[fx.Node, int] = {}
-    by_storage: dict[int, fx.Node] = {}
-    inputs_by_storage = {storage_of(n): i for i, n in enumerate(input_nodes)}
-    for value in pytree.tree_leaves(output.args[0]):
-        if not isinstance(value, fx.Node):
-            outputs.append(Constant(value))
-            continue
-        val = value.meta.get("example_value")
-        if not isinstance(val, torch.Tensor):
-            raise CaptureError(f"output {value.name} is {type(val).__name__}; expected a tensor of static shape")
-        layout = (tuple(val.shape), tuple(val.stride()), int(val.storage_offset()))
-        storage = storage_of(value)
-        if value.op == "placeholder":
-            outputs.append(Passed(input_nodes.index(value), None))
-        elif value in positions:
-            outputs.append(Computed(positions[value], None))
-        elif storage in inputs_by_storage and val.dtype == fake_of(input_nodes[inputs_by_storage[storage]]).dtype:
-            outputs.append(Passed(inputs_by_storage[storage], layout))
-        elif (
-            storage in by_storage and _covers(fake_of(by_storage[storage])) and val.dtype == fake_of(by_storage[storage]).dtype
-        ):
-            outputs.append(Computed(positions[by_storage[storage]], layout))
-        else:
-            positions[value] = len(positions)
-            by_storage.setdefault(storage, value)
-            outputs.append(Computed(positions[value], None))
+    outputs, computed_nodes = outputs_of(graph.graph)
     computed = tuple(
         (node.name, bool(fake_of(node).requires_grad), fake_of(node).numel() == 1 and fake_of(node).is_floating_point())
-        for node in positions
+        for node in computed_nodes
     )
-    output.args = (tuple(positions),)
+    graph.graph.output_node().args = (computed_nodes,)
     graph.recompile()
-    return Description(graph, tuple(specs), tuple(outputs), computed, autocast_state(device), device, at_home)
+    autocast, told = autocast_state(device), graph.meta.get("told", ())
+    return Description(graph, tuple(specs), outputs, computed, autocast, device, at_home, told=told)
 
 
 def _return_items(graph: fx.GraphModule) -> None:
@@ -224,19 +178,6 @@ def _retarget(graph: fx.GraphModule, device: torch.device) -> None:
                 node.args = tuple(device if argument == "cpu" else argument for argument in node.args)
             if node.op == "call_method" and node.target == "cpu":
                 node.target, node.args = "to", (node.args[0], device)
-
-
-def fake_of(node: fx.Node) -> torch.Tensor:
-    return node.meta["example_value"]  # type: ignore[no-any-return]
-
-
-def storage_of(node: fx.Node) -> int:
-    return int(fake_of(node).untyped_storage()._cdata)
-
-
-def _covers(val: torch.Tensor) -> bool:
-    """True where a new tensor of the same strides would hold every byte of this one's storage."""
-    return val.storage_offset() == 0 and val.untyped_storage().nbytes() == val.numel() * val.element_size()
 
 
 def _input_name(node: fx.Node) -> str:

@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 from mtcompile import torch_private, torch_private_dynamo
-from mtcompile.capture import masks
+from mtcompile.capture import masks, plain_torch
 from mtcompile.capture.refusals import not_captured, not_compiled, place_in, refuse, with_place
-from mtcompile.errors import MtcompileError
+from mtcompile.errors import CaptureError, MtcompileError
 from mtcompile.torch_private_dynamo import refusing_random_numbers
 
 _CPU = torch.device("cpu")
@@ -36,10 +36,12 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
     Raises CaptureError with the user's own source line where ``fn`` cannot be captured.
     """
     without_packed = True
+    answers = plain_torch.Answers()
 
     def checked(graph: fx.GraphModule, inputs: Any) -> Any:
         if without_packed:
             masks.check_positions(graph.graph)
+        graph.meta["told"] = answers.told()
         return backend(graph, inputs)
 
     compiled = torch.compile(fn, backend=checked, fullgraph=True, dynamic=False)
@@ -50,17 +52,20 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal without_packed
         try:
-            with settings, devices, refusing_random_numbers(_RANDOM), _masks(without_packed):
+            answering = plain_torch.plain_answers(answers)
+            with settings, devices, refusing_random_numbers(_RANDOM), _masks(without_packed), answering:
                 return compiled(*args, **kwargs)
         except Exception as error:
             cause = torch_private.cause_in_dynamo(error)
             if isinstance(cause, masks.Packed):
                 without_packed = False
                 return call(*args, **kwargs)
-            if isinstance(cause, MtcompileError):
-                refuse(with_place(cause, error), error)
             if cause is None and not torch_private_dynamo.raised_in_capture(error):
                 raise
+            if (cause is None or type(cause) is CaptureError or not isinstance(cause, MtcompileError)) and answers.concede():
+                return call(*args, **kwargs)
+            if isinstance(cause, MtcompileError):
+                refuse(with_place(cause, error), error)
             if cause is None or torch_private_dynamo.failed_inside(error):
                 refuse(not_compiled(cause or error, _DOING, place_in(str(error))), error)
             refuse(not_captured(error), error)

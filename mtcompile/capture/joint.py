@@ -11,8 +11,10 @@ import torch
 from torch import fx
 
 from mtcompile import torch_private
-from mtcompile.capture.description import Description, autocast_state, fake_of, storage_of
+from mtcompile.capture.description import Description, autocast_state
 from mtcompile.capture.effects import drop_tokens
+from mtcompile.capture.outputs import fake_of, storage_of
+from mtcompile.capture.plain_torch import plain_kernels
 from mtcompile.capture.refusals import not_compiled, refuse
 from mtcompile.errors import CaptureError, shows_part
 from mtcompile.passes.analysis.storages import inputs_read_by_place
@@ -30,7 +32,8 @@ def joint_graph(description: Description, tangents: tuple[bool, ...] | None) -> 
     """
     with _tracing(description, tangents) as (stack, graph, fakes):
         try:
-            joint = torch_private.export_joint(stack, graph, fakes)
+            with plain_kernels():
+                joint = torch_private.export_joint(stack, graph, fakes)
         except CaptureError:
             raise
         except Exception as error:
@@ -50,7 +53,7 @@ def joint_key(description: Description, tangents: tuple[bool, ...] | None) -> st
     except Exception:  # an operation, setting or torch version that it does not know to be safe
         return None
     about = description.inputs, description.computed, description.device, description.at_home, description.backward_autocast
-    return repr((traced, about, tangents, modules, trace_settings(description.device)))
+    return repr((traced, about, description.told, tangents, modules, trace_settings(description.device)))
 
 
 def trace_settings(device: torch.device) -> tuple[Any, ...]:
@@ -105,11 +108,11 @@ def _with_detached(graph: fx.Graph, tangents: tuple[bool, ...] | None) -> fx.Gra
     env: dict[fx.Node, fx.Node] = {}
     copied.graph_copy(graph, env)
     results = []
-    seen: set[int] = set()
+    seen = {storage_of(node) for node in graph.find_nodes(op="placeholder")}
     for position, value in enumerate(graph.output_node().args[0]):  # type: ignore[arg-type]
         node = env[value]
         storage = storage_of(value)
-        if storage in seen:  # two results that overlap in storage: give the second its own
+        if storage in seen:  # of an input or an earlier result: give this one its own
             node = copied.call_method("clone", (node,))
         seen.add(storage)
         if tangents is not None and not tangents[position]:
@@ -165,7 +168,8 @@ def _annotate(joint: fx.GraphModule, description: Description) -> fx.GraphModule
         results.append(value)
         described.append(spec)
     output.args = (tuple(results),)
-    joint.meta.update(inputs=tuple(specs), outputs=tuple(described), device=str(description.device))
+    told = tuple(dict.fromkeys(f"{_module_path(q.module) or 'the model'} at {q.place}" for q in description.told))
+    joint.meta.update(inputs=tuple(specs), outputs=tuple(described), device=str(description.device), told=told)
     for node in joint.graph.nodes:
         _check_generator(node, description.device)
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")

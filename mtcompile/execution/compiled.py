@@ -93,9 +93,10 @@ def _read_by_place(step: fx.GraphModule) -> frozenset[int]:
     specs = {node: spec for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True)}
     indices = set()
     for region in regions(step):
+        operands: Any = region.args
         body = kernel_of(step, region).graph
         by_place = inputs_read_by_place(body)
-        for operand, node in zip(region.args, placeholders(body), strict=True):
+        for operand, node in zip(operands, placeholders(body), strict=True):
             if node in by_place and (spec := specs.get(source(operand))) is not None:
                 indices.add(spec.index)
     return frozenset(indices - {-1})

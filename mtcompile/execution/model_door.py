@@ -24,6 +24,7 @@ from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
 from mtcompile.runtime.devices.protocol import Device
+from mtcompile.torch_private import shares_storage
 
 
 class ModelDoor:
@@ -61,7 +62,7 @@ class ModelDoor:
         updated = None if self.updates is None or not _trains(joint) else self.updates.updated_names()
         return InputHomes(self.parameters.blocks(), updated=updated)
 
-    def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str] | None]:
+    def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
         copies, updates = state_copies_of(self.options.precision, self.optimizer), None
         if self.updates is not None and _trains(step):
             updates = self.updates.plan_updates(copies)
@@ -69,14 +70,16 @@ class ModelDoor:
         budgets = Budgets(self._available_nbytes(step), self.options.host, copies, reserve=reserve, updates=updates)
         return budgets, self._fixed_homes(step)
 
-    def _fixed_homes(self, step: fx.GraphModule) -> Mapping[str, str] | None:
+    def _fixed_homes(self, step: fx.GraphModule) -> Mapping[str, str]:
         blocks, tiers = step.meta["homes"], self.parameters.tiers
         if tiers:
             new = {block: "host" for name, block in blocks.items() if name not in self.parameters.places}
             return {**new, **tiers}
         if self.masters is not None and not self.masters.may_be_on(self.device.where, self.optimizer):
             return dict.fromkeys(blocks.values(), "host")
-        return None
+        # Memory that other tensors share stays where they see it.
+        parameters = dict(nn.Module.named_parameters(self._model()))
+        return {blocks[name]: "host" for name in blocks if name in parameters and shares_storage(parameters[name])}
 
     def _available_nbytes(self, step: fx.GraphModule) -> int | None:
         """Returns the device budget, less waiting forwards and resident parameters that this program does not read."""
@@ -93,6 +96,8 @@ class ModelDoor:
         if error.tier != "device" or "device" not in self.parameters.tiers.values() or self.frames.waiting():
             return False
         if self.device.where.type != "cpu" and self.frames.in_backward:  # autograd expects gradients where parameters were
+            return False
+        if self.device.where.type != "cpu" and self.parameters.held_elsewhere("device"):  # the holder would not see them move
             return False
         self.parameters.send_home()
         return True
@@ -117,11 +122,11 @@ class ModelDoor:
     def make_room(self) -> bool:
         return False
 
-    def before_forward(self) -> None:
+    def before_forward(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Raises StepError if an earlier training forward still waits for its backward, or if an error left the model half
         updated."""
         if self.updates is not None:
-            self.updates.before_forward()
+            self.updates.before_forward(inputs)
         if self.frames.waiting():
             gc.collect()  # frees a loss that only a reference cycle holds
         if not (waiting := self.frames.waiting()):
@@ -141,7 +146,8 @@ class ModelDoor:
             yield
             return
         outputs = [ref() for ref in frame.outputs]
-        self.updates.begin_backward(frame.compiled.step.meta.get("updated"), outputs, tangents, torch_private.accumulates(node))
+        planned = frame.compiled.step.meta.get("updated")
+        self.updates.begin_backward(planned, outputs, tangents, torch_private.accumulating(node))
         with marking_failure(self.updates):
             yield
         self.updates.end_backward()

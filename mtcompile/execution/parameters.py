@@ -7,20 +7,23 @@ from dataclasses import dataclass
 
 import torch
 
+from mtcompile.errors import StepError
 from mtcompile.passes.step_graph import span_nbytes
 from mtcompile.runtime.devices.arena import Layout, layout_of, part, view
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import placed
-from mtcompile.torch_private import storage_holders
+from mtcompile.torch_private import shares_storage, storage_holders, storage_id
 
 
 @dataclass(slots=True)
 class ParameterPlace:
-    """One parameter's place at home: ``offset`` bytes into its block's slab. ``pointer``: the address of its data there."""
+    """One parameter's place. ``home``: its bytes in its block's slab, ``offset`` bytes from the start; None for a parameter
+    that has stayed in the user's memory from the start. ``pointer``: the address of its data, at home or in the user's memory.
+    """
 
     parameter: torch.nn.Parameter
     block: str
-    layout: Layout
+    home: torch.Tensor | None
     offset: int
     pointer: int
 
@@ -35,6 +38,9 @@ class Slab:
 
 class ParameterStore:
     """The homes of one model's parameters.
+
+    A parameter moves into its block's slab only if nothing else holds its memory. If other tensors share it (weights tied by
+    storage, buffers that are views, backups of ``p.data``), it stays where it is, on the host: they go on seeing each other.
 
     ``moved``: called with a parameter that has moved to another device, so that its state can follow. ``replaced``: called with
     a parameter whose ``.data`` was replaced, and with its new values. ``version``: counts decisions that invalidate earlier
@@ -73,11 +79,16 @@ class ParameterStore:
             block, tier = (wanted, tiers[wanted]) if wanted not in self.slabs else (f"{wanted}+{len(self.slabs)}", "host")
             offsets, nbytes = {}, 0
             for name in names:
-                offsets[name] = nbytes
-                nbytes += placed(span_nbytes(parameters[name].data))
+                if not shares_storage(parameters[name]):
+                    offsets[name] = nbytes
+                    nbytes += placed(span_nbytes(parameters[name].data))
             self.slabs[block] = Slab(tier, self._memory(tier, nbytes))
             for name in names:
-                self._place(name, parameters[name], block, layout_of(parameters[name].data), offsets[name])
+                parameter = parameters[name]
+                self.places[name] = ParameterPlace(parameter, block, None, 0, parameter.data_ptr())
+                if name in offsets:
+                    self._give_home(self.places[name], layout_of(parameter.data), offsets[name])
+                    self._move_in(self.places[name])
         self._arrange()
 
     def send_home(self) -> None:
@@ -91,9 +102,12 @@ class ParameterStore:
             if slab.memory.device == self._where(slab.tier):
                 continue
             slab.memory = self._memory(slab.tier, slab.memory.numel())
-            for name, place in list(self.places.items()):
-                if place.block == block:
-                    self._place(name, place.parameter, block, place.layout, place.offset)
+            for place in self.places.values():
+                if place.block == block and (home := place.home) is not None:
+                    at_home = place.pointer == home.data_ptr()
+                    self._give_home(place, layout_of(home), place.offset)
+                    if at_home:
+                        self._move_in(place)
 
     def _where(self, tier: str) -> torch.device:
         return self.device.where if tier == "device" else torch.device("cpu")
@@ -102,30 +116,69 @@ class ParameterStore:
         where = self._where(tier)
         return self.device.arena("host" if where.type == "cpu" else "device", nbytes)  # type: ignore[no-any-return]
 
-    def _place(self, name: str, parameter: torch.nn.Parameter, block: str, layout: Layout, offset: int) -> None:
-        memory = self.slabs[block].memory
-        at_home = (part if memory.device.type == "cpu" else view)(memory, offset, layout)
-        at_home.copy_(parameter.data)
+    def _give_home(self, place: ParameterPlace, layout: Layout, offset: int) -> None:
+        memory = self.slabs[place.block].memory
+        place.home = (part if memory.device.type == "cpu" else view)(memory, offset, layout)
+        place.offset = offset
+
+    def _move_in(self, place: ParameterPlace) -> None:
+        """Moves a parameter's values home."""
+        parameter, home = place.parameter, place.home
+        assert home is not None
+        home.copy_(parameter.data)
         grad = parameter.grad
-        if grad is not None and grad.device != at_home.device:
+        if grad is not None and grad.device != home.device:
             parameter.grad = None  # a gradient must be on its parameter's device; put back below
-        before, parameter.data = parameter.device, at_home
-        if before != at_home.device:
+        # An alias: a parameter of home itself would be another holder of the tensor, not of its storage.
+        before, parameter.data = parameter.device, home.detach()
+        if before != home.device:
             if grad is not None:
-                parameter.grad = grad.to(at_home.device)
+                parameter.grad = grad.to(home.device)
             self.moved(parameter)
-        self.places[name] = ParameterPlace(parameter, block, layout, offset, at_home.data_ptr())
+        place.pointer = home.data_ptr()
 
     def restore(self, name: str, parameter: torch.nn.Parameter) -> None:
-        """Moves the values of a replaced ``p.data`` or a replaced Parameter into the slab."""
+        """Takes a replaced ``p.data`` or a replaced Parameter: its values move home, unless another tensor shares its memory or
+        that of the home. Then the parameter stays in the memory that the user gave it."""
         place = self.places.get(name)
         if place is None or (place.parameter is parameter and parameter.data_ptr() == place.pointer):
             return
-        if place.parameter is not parameter and place.parameter.data_ptr() == place.pointer:
-            place.parameter.data = place.parameter.data.clone()  # the old Parameter keeps its values, in its own memory
-        values = parameter.data
-        self._place(name, parameter, place.block, place.layout, place.offset)
+        values, earlier, place.parameter = parameter.data, place.parameter, parameter
+        wanted = self._where(self.slabs[place.block].tier)
+        if place.home is not None and parameter.data_ptr() == place.home.data_ptr():  # back at home
+            place.pointer = parameter.data_ptr()
+        elif self._may_move_in(place, earlier):
+            self._move_in(place)
+        else:
+            if values.device != wanted:
+                raise StepError(
+                    f"{name} was replaced by a tensor on {values.device} that other tensors share; expected one on {wanted}, "
+                    "where the plan keeps it. Copy the values instead: p.data.copy_(values)"
+                )
+            place.pointer = parameter.data_ptr()
         self.replaced(parameter, values)
+
+    def _may_move_in(self, place: ParameterPlace, earlier: torch.nn.Parameter) -> bool:
+        if place.home is None or shares_storage(place.parameter, 2) or layout_of(place.parameter.data) != layout_of(place.home):
+            return False
+        if earlier is not place.parameter and earlier.data_ptr() == place.home.data_ptr():
+            if self._held_elsewhere(place.home, 1):
+                return False
+            earlier.data = earlier.data.clone()  # the old Parameter keeps its values, in its own memory
+        return not self._held_elsewhere(place.home)
+
+    def held_elsewhere(self, tier: str) -> bool:
+        """Tells whether a tensor of the user's shares memory with a home in that tier."""
+        homes = [(self.slabs[place.block].tier, place.home) for place in self.places.values()]
+        return any(home is not None and where == tier and self._held_elsewhere(home) for where, home in homes)
+
+    def _held_elsewhere(self, home: torch.Tensor, others: int = 0) -> bool:
+        """Tells whether a tensor beside the store's own and its parameters, and ``others``, shares memory with ``home``."""
+        tensors = [slab.memory for slab in self.slabs.values()]
+        tensors += [t for place in self.places.values() for t in (place.home, place.parameter) if t is not None]
+        storage = storage_id(home)
+        own = others + sum(storage_id(tensor) == storage for tensor in tensors)
+        return shares_storage(home, own)
 
     def gradient_slab(self, nbytes: int) -> torch.Tensor:
         """Returns a slab of at least that size that nothing else holds. A slab is reused once its gradients are gone."""

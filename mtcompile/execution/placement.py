@@ -24,8 +24,8 @@ class Placement(Protocol):
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
         """Says where the inputs of a step have their homes, before anything is planned."""
 
-    def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str] | None]:
-        """Returns the budgets, and the home tier of each block if earlier programs have decided it."""
+    def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
+        """Returns the budgets, and the home tier of each block that is not the plan's to decide."""
 
 
 class RunnablePlacement(Placement, Protocol):

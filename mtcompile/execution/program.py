@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from mtcompile import torch_private
-from mtcompile.capture.description import Constant, Description, Passed
+from mtcompile.capture.description import Description
+from mtcompile.capture.outputs import Constant, Passed, rebuilt
 from mtcompile.compiler import CapturedStep
 from mtcompile.errors import CaptureError, StepError
 from mtcompile.execution.compiled import CompiledStep, Frame, Tangents
@@ -68,12 +68,13 @@ class Program:
             if spec.role == "param":
                 self.session.parameters.restore(spec.name, tensor)  # type: ignore[arg-type]
         if self.trains:
-            self.session.door.before_forward()
+            names = (spec.name for spec in self.description.inputs)
+            self.session.door.before_forward(dict(zip(names, inputs, strict=True)))
             # Before autograd looks at the inputs: planning may send a parameter to another device.
             computed = _Step.apply(self, self.compile(), *inputs)  # type: ignore[no-untyped-call]
         else:
             computed = self.session.infer(self.compile(), inputs)
-        return tuple(_rebuilt(output, inputs, computed) for output in self.description.outputs)
+        return tuple(rebuilt(output, inputs, computed) for output in self.description.outputs)
 
     def compile(self) -> CompiledStep:
         """Compiles the step that a call would run now. Raises CaptureError and BudgetError."""
@@ -105,7 +106,8 @@ class Program:
             return tuple(inputs[0].new_empty(0) for _ in self.description.outputs)  # nobody will see them
         (_, first), *others = batch.calls
         split = tuple(i for i, tensor in enumerate(first) if any(other[i] is not tensor for _, other in others))
-        if any((isinstance(o, Passed) and o.index in split) or getattr(o, "view", None) for o in self.description.outputs):
+        tensors = [output for output in self.description.outputs if not isinstance(output, Constant)]
+        if any(output.views or (isinstance(output, Passed) and output.index in split) for output in tensors):
             raise CaptureError(
                 f"accumulate={batch.count}: the model returns an input, or a view of another output; return copies (clone)"
             )
@@ -113,13 +115,6 @@ class Program:
             micro = Micro(batch.count, split, len(first), batch.wide)
             self._of_micro_batches[split] = Program(self.session, self.description, self.collector, micro)
         return self._of_micro_batches[split](*first, *(other[i] for _, other in others for i in split))
-
-
-def _rebuilt(output: Any, inputs: Sequence[torch.Tensor], computed: Sequence[torch.Tensor]) -> Any:
-    if isinstance(output, Constant):
-        return output.value
-    tensor = inputs[output.index] if isinstance(output, Passed) else computed[output.position]
-    return tensor if output.view is None else tensor.as_strided(*output.view)
 
 
 class _Step(torch.autograd.Function):

@@ -95,10 +95,10 @@ class Runner:
 
         ``snapshots``: the values to read of buffers that the step changes, if not their current ones.
         """
-        for spec, _ in compiled.inputs if compiled.read_by_place else ():
-            if spec.index in compiled.read_by_place and spec.role in ("input", "buffer"):
-                if not fills_storage(inputs[spec.index]):
-                    raise CaptureError(shows_part(spec.name))
+        for source, _ in compiled.inputs if compiled.read_by_place else ():
+            if source.index in compiled.read_by_place and source.role in ("input", "buffer"):
+                if not fills_storage(inputs[source.index]):
+                    raise CaptureError(shows_part(source.name))
         device = str(self.device.where)
         generator = generator_state(device) if compiled.random else None
         if snapshots is None:  # this step reads the old version, even after the new one has been written

@@ -4,7 +4,7 @@ them with its ``Runner``, and tells listeners what ran."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -55,8 +55,8 @@ class Door(RunnablePlacement, Protocol):
     def make_room(self) -> bool:
         """Evicts waiting forwards if that may make compiling succeed. Tells whether it evicted any."""
 
-    def before_forward(self) -> None:
-        """Raises StepError if a training forward cannot start now."""
+    def before_forward(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Raises StepError if a training forward with these inputs, by name, cannot start now."""
 
     def backward(self, node: Any, frame: Frame, tangents: Sequence[torch.Tensor | None]) -> AbstractContextManager[None]:
         """Surrounds a backward. ``node``: its node in autograd's graph. Raises StepError if it cannot start."""

@@ -64,8 +64,8 @@ class AssumedPlacement:
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
         return InputHomes()
 
-    def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str] | None]:
-        return self.budgets, None
+    def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
+        return self.budgets, {}
 
 
 def sized_step(request: ForecastRequest, batch: int, seq: int, like: SizedStep | None = None) -> SizedStep:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -22,6 +22,20 @@ from mtcompile.passes.planning.problem import Planned
 Bodies = Mapping[str, fx.GraphModule]
 
 
+class BuiltStep(NamedTuple):
+    """A plan with the kernels that it calls. ``workspaces``: the bytes that each kernel needs beside its operands and results,
+    as measured. ``held_nbytes``: the device bytes that all of them keep from call to call."""
+
+    planned: Planned
+    kernels: dict[str, Callable[..., Any]]
+    workspaces: Mapping[str, int]
+    held_nbytes: int = 0
+
+    def workspace(self, body: fx.GraphModule) -> int:
+        """Returns the workspace in bytes of the kernel for a body."""
+        return self.workspaces[str(body.meta["name"])]
+
+
 @dataclass(frozen=True, slots=True)
 class Toolchain:
     """Builds kernels on one device. ``fuses``: whether Inductor compiles those it can. ``graphs``: makes CUDA graphs of those
@@ -33,7 +47,7 @@ class Toolchain:
     inductor: InductorKernels
     graphs: Graphs | None
 
-    def build(self, planned: Planned, machine: Machine) -> tuple[Planned, dict[str, Callable[..., Any]]]:
+    def build(self, planned: Planned, machine: Machine) -> BuiltStep:
         """Returns the plan, lowered again with the workspace its kernels need, and a callable for each kernel."""
         used = {i.kernel for i in planned.schedule.instructions if i.op == "run"}
         bodies: dict[str, Any] = {str(name): body for name, body in planned.step.named_children() if name in used}
@@ -41,7 +55,8 @@ class Toolchain:
         if self.fuses:
             planned, built = self._compiled(planned, machine, bodies, built)
         if self.graphs is None:
-            return planned, {name: kernel.call for name, kernel in built.items()}
+            calls = {name: kernel.call for name, kernel in built.items()}
+            return BuiltStep(planned, calls, {name: kernel.workspace for name, kernel in built.items()})
         return self._graphed(self.graphs, planned, machine, bodies, built)
 
     def _compiled(
@@ -58,7 +73,7 @@ class Toolchain:
 
     def _graphed(
         self, graphs: Graphs, planned: Planned, machine: Machine, bodies: Bodies, built: Mapping[str, Built]
-    ) -> tuple[Planned, dict[str, Callable[..., Any]]]:
+    ) -> BuiltStep:
         """Turns kernels that gain by it into CUDA graphs, as long as the memory they hold fits beside the plan."""
         calls: dict[str, Callable[..., Any]] = {name: kernel.call for name, kernel in built.items()}
         limit = planned.schedule.budget_nbytes.get("device")
@@ -72,7 +87,8 @@ class Toolchain:
                 calls[name] = graph[0]
                 held += graph[1]
         workspaces = {name: kernel.workspace for name, kernel in built.items()}
-        return relowered(planned, machine, lambda body: workspaces[body.meta["name"]], held), calls
+        lowered = relowered(planned, machine, lambda body: workspaces[body.meta["name"]], held)
+        return BuiltStep(lowered, calls, workspaces, held)
 
 
 def toolchain_for(where: torch.device, fuses: bool) -> Toolchain:

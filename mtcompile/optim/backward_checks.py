@@ -34,6 +34,25 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def check_memory(inputs: Mapping[str, Tensor], updated: Mapping[str, nn.Parameter]) -> None:
+    """Raise StepError if another input of the forward shares memory with a parameter that the backward updates: it may be read
+    while it changes."""
+    storages: dict[int, str] = {}
+    shared: dict[int, str] = {}
+    for name, tensor in inputs.items():
+        storage = tensor.untyped_storage().data_ptr()
+        if storage in storages and tensor.numel():
+            shared[storage] = name
+        storages.setdefault(storage, name)
+    for storage, other in shared.items():
+        name = storages[storage]
+        if name in updated or other in updated:
+            raise StepError(
+                f"{name} and {other} share memory; with update=\"backward\" one may be read while the other is updated. "
+                'Use one Parameter for both, or update="step"'
+            )
+
+
 def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise StepError for gradients from elsewhere, and for hooks that would not be called."""
     for name, parameter in parameters.items():

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,14 @@ from torch import Tensor, fx, nn
 
 from mtcompile import torch_private
 from mtcompile.errors import StepError
-from mtcompile.optim.backward_checks import CLIPPING_BY_HAND, check_loss, check_optimizer, check_parameters, check_step
+from mtcompile.optim.backward_checks import (
+    CLIPPING_BY_HAND,
+    check_loss,
+    check_memory,
+    check_optimizer,
+    check_parameters,
+    check_step,
+)
 from mtcompile.optim.backward_kernels import KERNELS, Backward
 from mtcompile.optim.master_weights import Masters
 from mtcompile.optim.update_options import UpdateOptions
@@ -111,10 +118,12 @@ class UpdatesInBackward:
 
     # -------------------------------------------------------------------------------------------------- of one backward
 
-    def before_forward(self) -> None:
-        """Note the settings of the caller's thread; the backward may run in another. Raises as ``check``."""
+    def before_forward(self, inputs: Mapping[str, Tensor]) -> None:
+        """Note the settings of the caller's thread; the backward may run in another. Raises as ``check`` and
+        ``check_memory``."""
         self._threads = torch.get_num_threads()
         self.check()
+        check_memory(inputs, self._parameters())
 
     def check(self) -> None:
         """Raise StepError for a model that a fault left between two steps."""
@@ -130,12 +139,12 @@ class UpdatesInBackward:
         planned: frozenset[str] | None,
         outputs: Sequence[Tensor | None],
         tangents: Sequence[Tensor | None],
-        accumulates: bool,
+        accumulating: Collection[bool],
     ) -> None:
         """Check everything before a backward, while nothing has changed, and note the optimizer's options.
 
-        ``planned``: the names when the forward ran; ``outputs``: those that are still alive; ``accumulates``: this is a call of
-        backward(). Raises StepError.
+        ``planned``: the names when the forward ran; ``outputs``: those that are still alive; ``accumulating``: for each leaf,
+        whether this backward adds to its gradient. Raises StepError.
         """
         self.check()
         parameters, optimizer = self._parameters(), self.optimizer
@@ -147,9 +156,11 @@ class UpdatesInBackward:
                 'a second backward before optimizer.step(): with update="backward" the first one has updated the parameters. '
                 "Call optimizer.step() after each backward; to add up gradients, pass accumulate=k to compile"
             )
-        if not accumulates:
+        if not all(accumulating):
+            called = "backward(inputs=...)" if any(accumulating) else "torch.autograd.grad"
             raise StepError(
-                'torch.autograd.grad was called; with update="backward" gradients are used as they arrive. Call backward()'
+                f'{called} was called; with update="backward" all gradients are used as they arrive, and nothing was changed. '
+                'Call backward() without inputs, or use update="step"'
             )
         check_parameters(parameters)
         check_loss(outputs, tangents, self.options.nonfinite)

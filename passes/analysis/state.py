@@ -36,6 +36,9 @@ class Budgets:
         return {"device": self.device, "host": self.host}
 
 
+NO_LIMITS = Budgets()
+
+
 def param_nbytes(step: fx.GraphModule) -> dict[str, int]:
     """The bytes of parameters by home block."""
     sizes: dict[str, int] = {}
@@ -54,6 +57,14 @@ def resident_nbytes(sizes: Mapping[str, int], plan: Plan, budgets: Budgets) -> d
     for block, nbytes in sizes.items():
         tier = "device" if plan.params(block) == "device" else "host"
         totals[tier] += int(nbytes * copies)
+    return totals
+
+
+def persistent_nbytes(step: fx.GraphModule, plan: Plan, budgets: Budgets) -> dict[str, int]:
+    """All that is held per tier at all times: ``resident_nbytes``, the reserve, and the step counters of optimizers."""
+    totals = resident_nbytes(param_nbytes(step), plan, budgets)
+    totals["device"] += budgets.reserve
+    totals["host"] += len(step.meta["homes"]) * SCALAR_STATE_NBYTES
     return totals
 
 

@@ -47,7 +47,7 @@ class Candidates:
     def __init__(self, problem: PlanningProblem, progress: Progress = no_progress, store: Store | None = None) -> None:
         self.problem, self.progress, self.store = problem, progress, store
         self.sizes = param_nbytes(problem.step)
-        self.open_params = self.sizes if problem.fixed_homes is None else {}
+        self.open_params = {b: nbytes for b, nbytes in self.sizes.items() if b not in problem.fixed_homes}
         self.base = _decided(problem, self.sizes)
         self.evaluations = 0
         self._points: list[Point] = []
@@ -212,11 +212,10 @@ class Candidates:
 
 def _decided(problem: PlanningProblem, sizes: Mapping[str, int]) -> Plan:
     """Returns the plan with only the decisions made before any search: the fixed homes."""
-    homes = problem.fixed_homes
     fixed = tuple(
-        Decision("params", block, homes.get(block, "host"), sizes.get(block, 0), "decided by the model's first program")
+        Decision("params", block, problem.fixed_homes[block], sizes.get(block, 0), "decided before this plan")
         for block in dict.fromkeys(problem.step.meta["homes"].values())
-        if homes is not None
+        if block in problem.fixed_homes
     )
     budgets = problem.budgets
     plan = Plan(decisions=fixed, budget_bytes=budgets.nbytes, machine=problem.machine.name, numerics=problem.numerics)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mtcompile.passes import rewrite
-from mtcompile.passes.analysis.state import SCALAR_STATE_NBYTES, param_nbytes, resident_nbytes, times_us
+from mtcompile.passes.analysis.state import param_nbytes, persistent_nbytes, resident_nbytes, times_us
 from mtcompile.passes.lower import lower
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem
@@ -19,10 +19,7 @@ def evaluate(problem: PlanningProblem, plan: Plan) -> Planned:
     step, machine, budgets = problem.step, problem.machine, problem.budgets
     sizes = param_nbytes(step)
     rewritten = rewrite(step, plan, lint=False)
-    resident = resident_nbytes(sizes, plan, budgets)
-    resident["device"] += budgets.reserve
-    resident["host"] += len(step.meta["homes"]) * SCALAR_STATE_NBYTES
-    schedule = lower(rewritten, plan, machine, resident, problem.workspace)
+    schedule = lower(rewritten, plan, machine, persistent_nbytes(step, plan, budgets), problem.workspace)
     time_us, exposed = times_us(schedule, machine, sizes, plan, budgets)
     peaks = dict(schedule.peak_nbytes)
     return Planned(replace(plan, step_time_us=time_us, update_us=exposed, peak_bytes=peaks), rewritten, schedule)

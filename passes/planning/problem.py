@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -21,14 +21,14 @@ FUSED = "kernels by Inductor: within rounding of plain PyTorch, and the same bit
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanningProblem:
     """A step to be planned. ``step``: the step graph before any rewrite. ``workspace``: bytes that a kernel's body needs beside
-    its operands. ``fixed_homes``: home tier per block, if earlier programs of the same model have decided it; None: every
-    block is open. ``numerics``: the contract in words."""
+    its operands. ``fixed_homes``: home tier of each block that is decided already, by the model's first program or by
+    tensors of the user's that share its memory. ``numerics``: the contract in words."""
 
     step: fx.GraphModule
     machine: Machine
     budgets: Budgets
     workspace: Workspace = workspace_nbytes
-    fixed_homes: Mapping[str, str] | None = None
+    fixed_homes: Mapping[str, str] = field(default_factory=dict)
     numerics: str = BIT_EQUAL
 
 

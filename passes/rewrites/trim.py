@@ -1,4 +1,4 @@
-"""Drop results that nothing reads under this plan."""
+"""Drop results that nothing reads under this plan, and operands that no result needs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from mtcompile.passes.step_graph import body_outputs, kernel_of, must_run, place
 
 
 def trim(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-    """Drops results without a reader, the operations that only they needed, and regions with nothing left. What must run
-    stays."""
+    """Drops results without a reader, the operations that only they needed, operands that no operation left needs (a view made
+    where it is used leaves one behind where it was captured), and regions with nothing left. What must run stays."""
     for region in reversed(regions(step)):
         items = results(region)
         used = [item for item in items if item.users]
         old = kernel_of(step, region)
-        if len(used) == len(body_outputs(old)):
-            continue
         if not used and not any(must_run(n) for n in old.graph.nodes):
             for item in items:
                 step.graph.erase_node(item)
@@ -32,6 +30,8 @@ def trim(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
             body, used_inputs = _with_outputs(old, positions)
             memo[key] = step.get_submodule(install(step, step.meta["kernels"], body)), used_inputs
         kernel, used_inputs = memo[key]
+        if len(used) == len(body_outputs(old)) and len(used_inputs) == len(region.args):
+            continue
         for item in items:
             if not item.users:
                 step.graph.erase_node(item)

@@ -2,7 +2,8 @@
 
 The executor's threads issue: the caller's thread runs kernels on the stream that was current there, each copying queue
 has a thread and a stream of its own. No thread waits for the device; at the end of a phase the compute stream waits for
-the copying ones, and the host only for bytes that it may touch next (``Fence.end``).
+the copying ones, and the host only for bytes that its caller may touch next (``Fence.end``) and, where a phase has kernels on
+the host, before these for all copies of earlier phases (``Fence.on``).
 
 *Not yet measured*: this file is tested through a recording of the calls it makes (tests/helpers/fake_cuda.py), which runs the
 streams in every order that their events permit.
@@ -20,7 +21,7 @@ from mtcompile.runtime.devices.arena import Layout, arena, span_nbytes
 from mtcompile.runtime.devices.cpu import POISON, Arenas, CpuMemory
 from mtcompile.runtime.devices.cuda_driver import Api, Torch
 from mtcompile.runtime.devices.pinned import NotPinned, Staging
-from mtcompile.runtime.schedule import PLACEMENT, Queue, Schedule, Tier
+from mtcompile.runtime.schedule import HOST_AWAITS, PLACEMENT, Queue, Schedule, Tier
 from mtcompile.runtime.trace import Record
 
 _COPYING: tuple[Queue, ...] = ("h2d", "d2h")
@@ -28,12 +29,14 @@ _CHUNKS, _CHUNK_NBYTES = 3, 32 * 2**20  # of a staging ring, per direction
 
 
 class Streams:
-    """The streams of the copying queues, which live as long as the model. ``last``: the stream that computed most recently."""
+    """The streams of the copying queues, which live as long as the model. ``last``: the stream that computed most recently.
+    ``ends``: by queue, the event at the end of the last phase that copied on it."""
 
     def __init__(self, api: Api) -> None:
         self.api = api
         self.copying = {queue: api.new_stream() for queue in _COPYING}
         self.last: Any = None
+        self.ends: dict[Queue, Any] = {}
 
 
 class Fence:
@@ -45,6 +48,8 @@ class Fence:
         self.api, self.visible, self.timed = streams.api, frozenset(visible), timed
         current = streams.api.current_stream()
         self.streams = {"compute": current, **streams.copying}
+        self.ends = streams.ends
+        self.earlier = [end for queue, end in streams.ends.items() if queue in HOST_AWAITS]
         self.events: dict[int, Any] = {}
         self.stamps: list[tuple[int, Queue, Any]] = []
         before, streams.last = streams.last, current
@@ -63,8 +68,15 @@ class Fence:
             for queue in others:
                 self.api.wait(self.streams[queue], start)
 
-    def on(self, queue: Queue) -> contextlib.AbstractContextManager[Any]:
-        return self.api.use(self.streams[queue]) if queue in _COPYING else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def on(self, queue: Queue) -> Iterator[None]:
+        """Issue to the queue's stream. Queue host waits for the copies of earlier phases first: it touches the host's memory as
+        soon as it runs, and an earlier forward, dropped or not, ended without waiting for its copies home."""
+        if queue == "host":
+            for end in self.earlier:
+                self.api.block(end)
+        with self.api.use(self.streams[queue]) if queue in _COPYING else contextlib.nullcontext():
+            yield
 
     def wait(self, queue: Queue, index: int) -> None:
         """Make ``queue`` wait for an event. Queue host is a thread and blocks; what waits for it is issued once it has run."""
@@ -82,7 +94,7 @@ class Fence:
         copy may still need its memory then."""
         for queue in queues:
             if queue in _COPYING:
-                last = self._mark(queue)
+                last = self.ends[queue] = self._mark(queue)
                 self.api.wait(self.streams["compute"], last)
                 if failed or queue in self.visible:
                     self.api.block(last)

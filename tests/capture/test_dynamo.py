@@ -15,9 +15,10 @@ import torch
 from torch import fx, nn
 
 from mtcompile import torch_private, torch_private_dynamo
-from mtcompile.capture.description import Computed, Description, describe
+from mtcompile.capture.description import Description, describe
 from mtcompile.capture.dynamo import front_end
 from mtcompile.capture.joint import joint_graph, joint_key
+from mtcompile.capture.outputs import Computed
 from mtcompile.errors import CaptureError
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.step_graph import InputSpec, OutputSpec
@@ -144,7 +145,7 @@ def test_names_we_call_exist() -> None:
         assert hasattr(resolved(parent), last) or resolved(name), name
     for setting in (
         *("specialize_float", "automatic_dynamic_shapes", "skip_nnmodule_hook_guards", "ignore_logging_functions"),
-        *("recompile_limit", "accumulated_recompile_limit", "use_numpy_random_stream"),
+        *("recompile_limit", "accumulated_recompile_limit", "use_numpy_random_stream", "enable_dynamo_decompositions"),
     ):
         assert hasattr(torch._dynamo.config, setting)
     for setting in ("fake_tensor_prefer_device_type", "backward_pass_autocast"):

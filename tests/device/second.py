@@ -17,20 +17,21 @@ import torch
 from torch import _refs
 from torch._subclasses import fake_impls
 
-from tests.helpers.fake_cuda import Event, FakeCuda, Stream
+from tests.helpers.fake_cuda import FakeCuda
 
 NAME = "hpu"
 SOURCE = Path(__file__).with_name("second_device.cpp")
 
 
 class LateCopies(FakeCuda):
-    """Kernels run as they are called; copies wait until something that needs them is about to run, or the host blocks."""
+    """Kernels run as they are called, after ``catch_up``; copies wait until something that needs them is about to run, or the
+    host blocks, so that they outlive their phase."""
 
-    def wait(self, stream: Stream, event: Event) -> None:
-        if stream is self.main:
-            self.block(event)
-        else:
-            super().wait(stream, event)
+    def catch_up(self) -> None:
+        """Run all that a kernel that is called now comes after."""
+        with self.lock:
+            while self.main.work:
+                assert self._step(), "the streams wait for each other"
 
 
 def built() -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import threading
 from typing import Any
 
 import pytest
@@ -275,6 +276,14 @@ def late(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[LateCopi
         drivers.append(LateCopies(len(drivers), eager=0.0))
         return drivers[-1]
 
+    run_now = cuda.CudaMemory.run
+
+    def run(self: cuda.CudaMemory, *args: Any) -> None:
+        if threading.current_thread().name != "mtcompile-host":
+            self.api.catch_up()
+        run_now(self, *args)
+
+    monkeypatch.setattr(cuda.CudaMemory, "run", run)
     monkeypatch.setattr(cuda, "Torch", driver)
     return drivers
 

@@ -12,12 +12,18 @@ from torch import fx, nn
 from mtcompile.capture import tracing
 from mtcompile.capture.tracing import Traced
 from mtcompile.kernels.measure import strides_on
+from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.saved import saved_values
+from mtcompile.passes.analysis.state import NO_LIMITS, Budgets, persistent_nbytes
+from mtcompile.passes.check_schedule import Given, check_schedule
+from mtcompile.passes.lower import lower
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.step_graph import calls, is_convert, placeholders, regions, results, step_outputs
 from mtcompile.runtime.devices.arena import arena, layout_of
 from mtcompile.runtime.devices.cpu import Arenas, CpuMemory
 from mtcompile.runtime.executor import Delays, PhaseOptions, execute, prepare
+from mtcompile.runtime.schedule import Schedule
 from mtcompile.torch_private import AllocatorPeak
 
 
@@ -39,6 +45,15 @@ def interpret(step: fx.GraphModule, inputs: list[torch.Tensor], seed: int = 3) -
             values.append(step.meta["constants"][spec.name] if spec.role == "constant" else inputs[spec.index])
     with torch.no_grad():
         return [*fx.Interpreter(step).run(*values), torch.get_rng_state()]
+
+
+def lowered(step: fx.GraphModule, plan: Plan, workspace: Any = workspace_nbytes, budgets: Budgets = NO_LIMITS) -> Schedule:
+    """The schedule of a rewritten step, its figures checked against the step."""
+    schedule = lower(
+        step, replace(plan, budget_bytes=budgets.nbytes), Machine(), persistent_nbytes(step, plan, budgets), workspace
+    )
+    check_schedule(step, schedule, Given(plan, budgets, workspace))
+    return schedule
 
 
 def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:

@@ -81,3 +81,30 @@ def equal_to_plain(model: nn.Module, data: dict[str, Any], steps: int = 2, **opt
         log = train(copied, torch.optim.SGD(copied.parameters(), lr=0.1), inputs, steps)
         logs.append([*log, [value for value in inputs.values() if isinstance(value, torch.Tensor)]])
     return same(*logs)
+
+
+def assert_plain(model: nn.Module, *inputs: torch.Tensor, **options: Any) -> Any:
+    """The loss, every gradient, and the generator afterwards are the plain run's. Returns the compiled model."""
+    torch.compiler.reset()
+    compiled = mtcompile.compile(copy.deepcopy(model), **{"memory": "1GiB", "policy": "resident", **options})
+    plain, other = one_backward(model, inputs), one_backward(compiled, inputs)
+    assert plain.keys() == other.keys()
+    differing = {name: (plain[name] - other[name]).abs().max().item() for name in plain if not _equal(plain[name], other[name])}
+    assert not differing, f"largest difference of each: {differing}"
+    return compiled
+
+
+def one_backward(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+    """The loss and gradients by name, the generator's state, and the buffers."""
+    leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    torch.manual_seed(7)
+    loss = model(*leaves)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()} | {str(i): x.grad for i, x in enumerate(leaves)}
+    assert any(gradient is not None for gradient in gradients.values())
+    others = {"loss": loss.detach(), "generator": torch.get_rng_state(), **dict(model.named_buffers())}
+    return others | {f"grad of {name}": gradient for name, gradient in gradients.items() if gradient is not None}
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.stride() == other.stride() and torch.equal(one, other)

@@ -37,7 +37,8 @@ class Normed(nn.Module):
 
 
 class Odd(nn.Module):
-    """Knows that it is being compiled, and computes something else then. ``where``: in its loss, or only in a gradient."""
+    """Looks at its values where it is not being compiled, which cannot be captured, and computes something else where it is.
+    ``where``: in its loss, or only in a gradient."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or bool(y.isnan().all()):
             if self.where == "loss":
                 y = y * 1.001
             elif self.where == "gradient":

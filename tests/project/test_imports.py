@@ -24,7 +24,7 @@ TORCH_IN_RUNTIME = {f"runtime/devices/{name}.py" for name in ("cpu", "cuda", "cu
 TORCH_IN_RUNTIME |= {f"runtime/optim/{name}_kernels.py" for name in ("host", "torch", "device", "triton")}  # on tensors
 TORCH_IN_RUNTIME |= {"runtime/optim/operands.py"}
 # APIs with a leading underscore
-PRIVATE_TORCH = {"mtcompile/torch_private.py", "mtcompile/torch_private_dynamo.py"}
+PRIVATE_TORCH = {"mtcompile/torch_private.py", "mtcompile/torch_private_dynamo.py", "mtcompile/capture/plain_torch.py"}
 UNSAFE_LOADERS = {"pickle", "cPickle", "dill", "cloudpickle"}  # loading runs code from the file
 
 

@@ -19,7 +19,8 @@ from mtcompile.machine.presets import PRESETS
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.saved import crossing_values, saved_values
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.check import check_schedule, same_computation
+from mtcompile.passes.check import same_computation
+from mtcompile.passes.check_schedule import Given, check_schedule
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.planner import make_plan
@@ -52,7 +53,7 @@ def test_ten_budgets_from_floor_to_resident(name: str) -> None:
         plans.append(planned.plan)
         assert planned.plan.peak_bytes["device"] <= budget
         same_computation(traced.joint, planned.step)
-        check_schedule(planned.step, planned.schedule)
+        check_schedule(planned.step, planned.schedule, Given(planned.plan, Budgets(budget), workspaces))
         verify(planned.schedule)
         found, measured = run(planned.step, planned.schedule, traced.inputs, 3, Delays(i, 100.0))
         assert equal(found, expected), budget
@@ -125,7 +126,7 @@ def test_runs_are_recomputed_recursively() -> None:
         planned = candidates.evaluate(replace(base, span=span))
         planned.step.recompile()
         same_computation(traced.joint, planned.step)
-        check_schedule(planned.step, planned.schedule)
+        check_schedule(planned.step, planned.schedule, Given(planned.plan))
         verify(planned.schedule)
         found, _ = run(planned.step, planned.schedule, traced.inputs, 3, Delays(span, 100.0))
         assert equal(found, expected)
@@ -140,7 +141,7 @@ def test_fixed_policies_are_the_same_step(policy: str) -> None:
     traced = trace(*make("llama"))
     planned = make_plan(PlanningProblem(traced.step, Machine(), Budgets()), policy)
     same_computation(traced.joint, planned.step)
-    check_schedule(planned.step, planned.schedule)
+    check_schedule(planned.step, planned.schedule, Given(planned.plan))
     verify(planned.schedule)
     found, _ = run(planned.step, planned.schedule, traced.inputs, 3, None)
     assert equal(found, interpret(traced.step, traced.inputs))

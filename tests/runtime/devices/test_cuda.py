@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import Counter
 from typing import Any
@@ -14,12 +15,15 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.lower import lower
 from mtcompile.passes.step_graph import step_outputs
 from mtcompile.runtime.devices.arena import Layout, arena, view
+from mtcompile.runtime.devices.cpu import Arenas
 from mtcompile.runtime.devices.cuda import CudaDevice, CudaMemory, Fence, NamedMemory, Streams, runs_of_bytes
 from mtcompile.runtime.devices.pinned import NotPinned, Staging, pinned
 from mtcompile.runtime.executor import PhaseOptions, execute, prepare
 from mtcompile.runtime.schedule import Schedule
+from mtcompile.runtime.verify import ScheduleError, verify
 from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.models import make
+from tests.helpers.proof.subjects import Subject, subject
 from tests.helpers.tracing import Traced, bind, equal, interpret, layouts_and_arenas, random_plan, trace
 
 MODELS = ("llama", "tied", "cnn", "gpt2")
@@ -281,3 +285,64 @@ def test_pinned_memory_has_its_exact_size() -> None:
     with pytest.raises(NotPinned, match="refused 4096 bytes with error 2"):
         pinned(4096, Runtime(), lambda: None)
     assert len(calls) == 4
+
+
+def twice_forward(own: Subject, cuda: FakeCuda, fence: type[Fence], first: Subject) -> list[torch.Tensor]:
+    """The results of a step in arenas in which a forward of ``first`` ran and was dropped."""
+    nbytes = {t: max(s.schedule.arena_nbytes[t] for s in (own, first)) for t in ("device", "host")}
+    arenas = Arenas(*(arena(nbytes[tier]) for tier in ("device", "host")))
+    streams = Streams(cuda)
+    results: list[torch.Tensor] = []
+    for ran, phases in ((first, ("forward",)), (own, ("forward", "backward"))):
+        layouts, _ = layouts_and_arenas(ran.step, ran.schedule)
+        memory = CudaMemory(ran.schedule, layouts, arenas, check=False, api=cuda)
+        conversions = bind(memory, ran.step, list(ran.inputs))
+        kernels = {name: cuda.kernel(module) for name, module in ran.step.named_children()}
+        torch.manual_seed(3)
+        for phase in phases:
+            visible: Any = ("h2d", "d2h") if phase == "backward" else ("h2d",)
+            with torch.no_grad():
+                execute(
+                    prepare(ran.schedule, phase),
+                    memory,
+                    {**conversions, **kernels},
+                    PhaseOptions(fence=fence(streams, visible)),
+                )
+        results = [memory.tensors[node.name] for node in step_outputs(ran.step)] if "backward" in phases else []
+    cuda.synchronize()
+    return [*results, torch.get_rng_state()]
+
+
+class WithoutWaiting(Fence):
+    """Queue host starts a phase without waiting for the copies of earlier ones."""
+
+    def on(self, queue: Any) -> Any:
+        return super().on(queue) if queue != "host" else contextlib.nullcontext()
+
+
+@pytest.fixture(scope="module")
+def casting() -> list[Subject]:
+    """Steps that cast on the host, under several plans."""
+    plans = (subject("halved", "by step()", plan) for plan in range(2, 9))
+    return [own for own in plans if any(i.queue == "host" for _, i in own.schedule.phase("forward"))]
+
+
+@pytest.mark.parametrize("fence", [Fence, WithoutWaiting])
+def test_a_dropped_forward_leaves_no_copy_that_lands_in_the_next(casting: list[Subject], fence: type[Fence]) -> None:
+    """Of the same program or of another one. Without the wait on queue host, some order gives other bits."""
+    wrong = 0
+    for number, own in enumerate(casting):
+        expected = interpret(own.step, list(own.inputs))
+        for before in casting:
+            found = twice_forward(own, FakeCuda(number, eager=0.0), fence, before)
+            wrong += not equal(expected, found)
+    assert bool(wrong) == (fence is WithoutWaiting)
+
+
+def test_the_proof_knows_what_the_host_has_waited_for(casting: list[Subject]) -> None:
+    """It refuses all that goes wrong where queue host waits for copies to the device alone, and names the copies in flight."""
+    assert len(casting) >= 3
+    for own in casting:
+        verify(own.schedule)
+        with pytest.raises(ScheduleError, match=r"I2 .* copies on d2h that a dropped forward left in flight"):
+            verify(own.schedule, ("h2d", "host"))

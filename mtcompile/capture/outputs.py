@@ -1,0 +1,195 @@
+"""The outputs of a captured graph: tensors that the program computes, inputs, and views of either.
+
+A view is made as plain PyTorch makes it: by the user's own operations, run again on the tensor that it views. So it shares
+memory with that tensor, has its own strides and ``grad_fn``, and is detached where the user detached it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from mtcompile import torch_private
+from mtcompile.errors import CaptureError
+from mtcompile.torch_private import pytree
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One operation between a tensor, ``_TENSOR`` among its arguments, and its view. ``method``: ``target`` is a method's name.
+    ``without_grad``: the user called it under ``torch.no_grad()``."""
+
+    target: Any
+    method: bool
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    without_grad: bool
+
+    def __call__(self, tensor: Any) -> Any:
+        args, kwargs = pytree.tree_map(lambda value: tensor if value is _TENSOR else value, (self.args, dict(self.kwargs)))
+        with torch.no_grad() if self.without_grad else contextlib.nullcontext():
+            return getattr(args[0], self.target)(*args[1:], **kwargs) if self.method else self.target(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """An output that is an input of the call, or a view of it. ``detached``: no gradient flows through it."""
+
+    index: int
+    views: tuple[View, ...] = ()
+    detached: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """An output that is the ``position``-th tensor of the program, or a view of it. ``detached``: as in ``Passed``."""
+
+    position: int
+    views: tuple[View, ...] = ()
+    detached: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """An output that is not a tensor."""
+
+    value: Any
+
+
+Output = Passed | Computed | Constant
+
+
+class _Tensor:
+    """Stands for the viewed tensor among an operation's arguments."""
+
+    def __repr__(self) -> str:
+        return "tensor"
+
+
+_TENSOR = _Tensor()
+
+
+def rebuilt(output: Output, inputs: Sequence[torch.Tensor], computed: Sequence[torch.Tensor]) -> Any:
+    """Returns what the user's forward returned. ``computed``: the tensors of the program."""
+    if isinstance(output, Constant):
+        return output.value
+    tensor = inputs[output.index] if isinstance(output, Passed) else computed[output.position]
+    for view in output.views:
+        tensor = view(tensor)
+    return tensor.detach() if output.detached and tensor.requires_grad else tensor
+
+
+def outputs_of(graph: fx.Graph) -> tuple[tuple[Output, ...], tuple[fx.Node, ...]]:
+    """Returns how to rebuild each output of Dynamo's graph, and the nodes that the program must compute for that. Raises
+    CaptureError for outputs without a static shape."""
+    inputs = {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
+    positions: dict[fx.Node, int] = {}
+    outputs: list[Output] = []
+    without_grad = _without_grad(graph)
+    for value in pytree.tree_leaves(graph.output_node().args[0]):
+        if not isinstance(value, fx.Node):
+            outputs.append(Constant(value))
+            continue
+        val = value.meta.get("example_value")
+        if not isinstance(val, torch.Tensor):
+            raise CaptureError(f"output {value.name} is {type(val).__name__}; expected a tensor of static shape")
+        base, views = _viewed(value, without_grad)
+        detached = fake_of(base).requires_grad and not val.requires_grad
+        if base in inputs:
+            outputs.append(Passed(inputs[base], views, detached))
+        else:
+            outputs.append(Computed(positions.setdefault(base, len(positions)), views, detached))
+    return tuple(outputs), tuple(positions)
+
+
+def fake_of(node: fx.Node) -> torch.Tensor:
+    return node.meta["example_value"]  # type: ignore[no-any-return]
+
+
+def storage_of(node: fx.Node) -> int:
+    return torch_private.storage_id(fake_of(node))
+
+
+def _without_grad(graph: fx.Graph) -> set[fx.Node]:
+    """Returns the nodes that the user's code runs under ``torch.no_grad()``."""
+    enabled = torch.is_grad_enabled()
+    nodes = set()
+    for node in graph.nodes:
+        if node.target is torch_private.set_grad_enabled:
+            enabled = bool(node.args[0])
+        elif not enabled:
+            nodes.add(node)
+    return nodes
+
+
+def _viewed(output: fx.Node, without_grad: set[fx.Node]) -> tuple[fx.Node, tuple[View, ...]]:
+    """Returns the node whose memory an output shares, and the operations that lead to the output. An output that cannot be made
+    again in this way is its own node: the program computes it."""
+    operations: list[fx.Node] = []
+    base = output
+    while (parent := _parent(base)) is not None:
+        if not _in_place(base):
+            operations.append(base)
+        elif not _alike(fake_of(base), fake_of(parent)):
+            return output, ()
+        base = parent
+    if not isinstance(base.meta["example_value"], torch.Tensor):  # several new tensors, of which the next operation takes one
+        base = operations.pop()
+    views = []
+    for node in reversed(operations):
+        view = _as_view(node, node in without_grad)
+        if view is None:
+            return output, ()
+        views.append(view)
+    try:
+        tensor = rebuilt(Passed(0, tuple(views)), (fake_of(base),), ())
+    except Exception:  # the operation needs more than the tensor that it views
+        return output, ()
+    same = _alike(tensor, fake_of(output)) and (tensor.requires_grad or not fake_of(output).requires_grad)
+    return (base, tuple(views)) if same else (output, ())
+
+
+def _parent(node: fx.Node) -> fx.Node | None:
+    """Returns the operand whose memory a node shares, or None if it has its own."""
+    if node.op not in ("call_function", "call_method"):
+        return None
+    storages = _storages(node)
+    return next((operand for operand in node.all_input_nodes if not storages.isdisjoint(_storages(operand))), None)
+
+
+def _storages(node: fx.Node) -> set[int]:
+    """Returns the storages of a node's value, which may be several tensors."""
+    tensors = [t for t in pytree.tree_leaves(node.meta.get("example_value")) if isinstance(t, torch.Tensor)]
+    return {torch_private.storage_id(tensor) for tensor in tensors}
+
+
+def _in_place(node: fx.Node) -> bool:
+    """Tells whether an operation returns the very tensor that it changes."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place_operator = getattr(operator, name, None) is node.target and name.startswith("i") and hasattr(operator, name[1:])
+    return (name.endswith("_") and not name.endswith("__")) or in_place_operator or "out" in node.kwargs
+
+
+def _alike(one: Any, other: torch.Tensor) -> bool:
+    def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+        place = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+        return tensor.dtype, place, tensor.is_conj(), tensor.is_neg()
+
+    return isinstance(one, torch.Tensor) and layout(one) == layout(other)
+
+
+def _as_view(node: fx.Node, without_grad: bool) -> View | None:
+    """Returns the operation as one on its viewed operand, or None if it has other operands in the graph."""
+    viewed = _parent(node)
+    if set(node.all_input_nodes) != {viewed}:
+        return None
+    arguments: Any = node.args, node.kwargs
+    args, kwargs = map_arg(arguments, lambda operand: _TENSOR)  # type: ignore[arg-type, return-value]
+    return View(node.target, node.op == "call_method", tuple(args), tuple(dict(kwargs).items()), without_grad)

@@ -1,0 +1,186 @@
+"""Lets a trace take the ways through torch and its libraries that a plain run takes. Uses torch's private APIs, as
+``torch_private`` does.
+
+Three things turn a trace into another computation. Its dispatcher first asks operators for kernels in Python, and finds
+decompositions (of upsampling, of margin losses, ...) that a plain run never meets. Dynamo rewrites a few calls. And code that
+asks whether it is compiling is told that it is, and takes another branch. Here the first two are put out of action, and code
+outside torch is told no; where what it does then cannot be captured, it is told yes after all, and that is reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+from torch._ops import OpOverload, OpOverloadPacket
+
+aten = torch.ops.aten
+
+# Python kernels that a trace needs, each with the reason.
+_NEEDED = {
+    aten.native_batch_norm.default,  # changes its running statistics, which its schema does not say: so would the trace not
+    aten.cudnn_batch_norm.default,  # likewise
+    aten.dropout.default,  # saves a mask of one byte per element, where the plain one saves numbers; the passes round it alike
+}
+_COMPOSED = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
+
+_lock = threading.Lock()
+_taken: dict[OpOverload[..., Any], dict[Any, Any]] = {}  # the kernels that are out, by operator
+_traces = 0  # how many are under way
+
+
+@contextlib.contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Traces inside, in any thread, decompose operators as plain runs do: by the kernels of C++."""
+    global _traces
+    with _lock:
+        _traces += 1
+        if _traces == 1:
+            _take_python_kernels()
+    try:
+        yield
+    finally:
+        with _lock:
+            _traces -= 1
+            if _traces == 0:
+                _put_python_kernels_back()
+
+
+def _take_python_kernels() -> None:
+    for operator in _operators():
+        if operator in _NEEDED:
+            continue
+        if kernels := {key: operator.py_kernels.pop(key) for key in _COMPOSED if key in operator.py_kernels}:
+            _taken[operator] = kernels
+            operator._dispatch_cache.clear()
+
+
+def _put_python_kernels_back() -> None:
+    for operator, kernels in _taken.items():
+        operator.py_kernels.update(kernels)
+        operator._dispatch_cache.clear()
+    _taken.clear()
+
+
+def _operators() -> Iterator[OpOverload[..., Any]]:
+    """All operators of ATen that were used since torch was loaded: others have no Python kernels."""
+    for packet in [p for p in vars(aten).values() if isinstance(p, OpOverloadPacket)]:
+        yield from [o for o in vars(packet).values() if isinstance(o, OpOverload)]
+
+
+# ------------------------------------------------------------------------------------------ code that asks about compilation
+
+_Stack = tuple[tuple[str, int], ...]  # (file, line) of each call that leads to a question, innermost first
+_OWN = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)  # torch's files and mtcompile's
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A place in a model's code, or a library's, that asks whether it is compiling. ``stack``: the calls that lead there.
+    ``module``: Dynamo's path of the module that it computes for. ``place``: the line of that module's code."""
+
+    stack: _Stack
+    module: str
+    place: str
+
+
+@dataclass(slots=True)
+class Answers:
+    """What one model's code is told when it asks whether it is compiling. ``conceded``: the places that are told the truth.
+    ``asked``: what the capture under way has asked, the latest question last."""
+
+    conceded: set[_Stack] = field(default_factory=set)
+    asked: dict[_Stack, Question] = field(default_factory=dict)
+
+    def told(self) -> tuple[Question, ...]:
+        """Returns the questions of this capture that were answered as no plain run would."""
+        return tuple(question for stack, question in self.asked.items() if stack in self.conceded)
+
+    def concede(self) -> bool:
+        """After a capture that failed: tells the place that asked last the truth from now on, and if that has been tried every
+        place. Returns False where that has been tried too."""
+        open_questions = [stack for stack in self.asked if stack not in self.conceded]
+        if not open_questions:
+            self.conceded.clear()
+            return False
+        latest = next(reversed(self.asked))
+        self.conceded.update([latest] if latest in open_questions else open_questions)
+        return True
+
+
+class _Capturing(threading.local):
+    answers: Answers | None = None
+
+
+_capturing = _Capturing()
+
+
+@contextlib.contextmanager
+def plain_answers(answers: Answers) -> Iterator[None]:
+    """Captures inside, in this thread, take calls as they are, and answer questions about compilation by ``answers``."""
+    _replace_handlers()
+    before, _capturing.answers = _capturing.answers, answers
+    answers.asked.clear()
+    try:
+        yield
+    finally:
+        _capturing.answers = before
+
+
+@functools.cache
+def _replace_handlers() -> None:
+    """Lets Dynamo ask here first. Outside ``plain_answers``, its own handlers answer as ever."""
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable, tracing_state_functions
+
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    for function, answer in tracing_state_functions().items():
+        if answer is True and function in handlers:
+            handlers[function] = _answering(handlers[function])
+    for call in _REWRITTEN:
+        if call in handlers:
+            handlers[call] = _as_it_is(handlers[call])
+
+
+_REWRITTEN: tuple[Callable[..., Any], ...] = (torch.addcdiv, torch._foreach_lerp_)  # to calls that round otherwise
+
+
+def _answering(handler: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._dynamo.variables.base import VariableTracker
+
+    def answer(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        answers, truth = _capturing.answers, handler(variable, tx, *args, **kwargs)
+        if answers is None or tx.f_code.co_filename.startswith(_OWN):  # torch must know, and so must mtcompile
+            return truth
+        question = _question(tx)
+        answers.asked.pop(question.stack, None)  # to the end
+        answers.asked[question.stack] = question
+        return truth if question.stack in answers.conceded else VariableTracker.build(tx, False)
+
+    return answer
+
+
+def _as_it_is(handler: Callable[..., Any]) -> Callable[..., Any]:
+    def unless_plain(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if _capturing.answers is not None else handler(variable, tx, *args, **kwargs)
+
+    return unless_plain
+
+
+def _question(tx: Any) -> Question:
+    path, cls = next(reversed(tx.nn_module_stack.values()), ("", object))
+    methods = {getattr(member, "__code__", None) for base in cls.__mro__ for member in vars(base).values()}
+    stack, place = [], ""
+    while tx is not None:
+        stack.append((tx.f_code.co_filename, tx.lineno))
+        if not place and tx.f_code in methods:
+            place = "{}:{}".format(*stack[-1])
+        tx = getattr(tx, "parent", None)
+    return Question(tuple(stack), path, place or "{}:{}".format(*stack[0]))

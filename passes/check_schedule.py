@@ -1,0 +1,260 @@
+"""Checks I5, second half: the schedule is exactly the rewritten step's, in every figure and name.
+
+The buffer table and the instructions are made out once more, from the step graph (which ``check`` has compared with the
+captured graph) and from what no graph knows (``Given``), and compared field by field. Left to ``runtime/verify`` is what a
+lowering is free to choose: offsets, where buffers are allocated and freed, and waits. Predicted times prove nothing and are
+not looked at.
+
+It shares no code with ``passes/lower``, whose mistakes it is there to find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from mtcompile.passes.analysis.memory import workspace_nbytes
+from mtcompile.passes.analysis.state import NO_LIMITS, SCALAR_STATE_NBYTES, Budgets
+from mtcompile.passes.check import expect
+from mtcompile.passes.plan import Plan
+from mtcompile.passes.step_graph import (
+    body_outputs,
+    calls,
+    gradient_norms,
+    gradient_scale,
+    is_convert,
+    is_move,
+    is_random,
+    is_region,
+    kernel_of,
+    offload,
+    placeholders,
+    prefetch,
+    recomputes,
+    results,
+    source,
+    step_outputs,
+    update,
+)
+from mtcompile.runtime.schedule import Buffer, Instruction, Schedule, aligned, placed
+from mtcompile.runtime.verify import peak
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a schedule rests on beside its graph. ``plan``: where parameters have their homes. ``budgets``: what was asked for.
+    ``workspace``: the bytes that a kernel needs beside its operands and results, as measured. ``held_nbytes``: device bytes
+    that kernels keep from call to call. ``inputs_on_device``: whether all inputs are there, and no parameter has a home."""
+
+    plan: Plan
+    budgets: Budgets = NO_LIMITS
+    workspace: Callable[[fx.GraphModule], int] = workspace_nbytes
+    held_nbytes: int = 0
+    inputs_on_device: bool = False
+
+
+def check_schedule(step: fx.GraphModule, schedule: Schedule, given: Given) -> None:
+    """Raises SameComputationError unless the schedule runs the step's calls, in order, over a table of exactly the step's
+    values, with the bytes that these and their kernels need; and unless the step does what was asked for."""
+    _homes(step, given)
+    _updates_as_asked(step, given)
+    _nothing_for_nothing(step)
+    _table(step, schedule)
+    _instructions(step, schedule, given)
+    _totals(step, schedule, given)
+
+
+# ------------------------------------------------------------------------------------------------ the step, as asked for
+
+
+def _homes(step: fx.GraphModule, given: Given) -> None:
+    """Checks that inputs are where the executor will find them, and that results leave to where it will look for them."""
+    homes: Mapping[str, str] = step.meta["homes"]
+    tiers: dict[int, str] = {}
+    for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
+        if given.inputs_on_device or spec.role == "tangent":
+            tier = "device"
+        elif spec.role == "param" and spec.name in homes:
+            tier = "device" if given.plan.params(homes[spec.name]) == "device" else "host"
+        else:
+            tier = spec.tier
+        expect(node.meta["tier"] == tier, lambda s=spec, t=tier, n=node: f"{s.name} on the {t}, found {n.meta['tier']}")
+        if spec.role not in ("tangent", "constant"):
+            tiers[spec.index] = tier
+    for spec, value in zip(step.meta["outputs"], step_outputs(step), strict=True):
+        tier = "device" if spec.kind == "output" else tiers[spec.index]
+        at = value.meta["tier"]
+        expect(at == tier, lambda s=spec, t=tier, a=at: f"{s.kind} {s.name} to leave on the {t}, found {a}")
+
+
+def _updates_as_asked(step: fx.GraphModule, given: Given) -> None:
+    """Checks that those parameters are updated in the backward whose updates were asked for there, scaled if asked for."""
+    updates, wanted = given.budgets.updates, step.meta.get("updated")
+    params = {spec.index: spec.name for spec in step.meta["inputs"] if spec.role == "param"}
+    for spec in step.meta["outputs"]:
+        if spec.kind in ("grad", "update"):
+            name = params.get(spec.index)
+            kind = "grad" if updates is None or name is None or (wanted is not None and name not in wanted) else "update"
+            expect(spec.kind == kind, lambda s=spec, k=kind: f"{k} of {s.name}, found {s.kind}")
+    for call in calls(step):
+        if call.target is update:
+            count: Any = call.kwargs["count"]
+            scaled = len(call.args) == 2 * count + (updates is not None and updates.held)
+            expect(scaled, lambda c=call: f"{c.name} to be scaled exactly where the norm of all gradients is asked for")
+
+
+def _nothing_for_nothing(step: fx.GraphModule) -> None:
+    """Checks that every operand and every result of a call is needed: bytes that nothing reads would be moved and held."""
+    for call in calls(step):
+        for item in results(call):
+            expect(bool(item.users), lambda i=item: f"a reader of {i.name}, found none")
+        if is_region(call):
+            kernel = kernel_of(step, call)
+            needed = _needed(kernel)
+            for operand, node in zip(call.args, placeholders(kernel.graph), strict=True):
+                expect(node in needed, lambda c=call, o=operand: f"{c.name} to need {o}, found that its kernel never does")
+
+
+def _needed(kernel: fx.GraphModule) -> set[fx.Node]:
+    """Returns the nodes of a body that its results depend on, or what advances the generator."""
+    waiting = [*body_outputs(kernel), *(node for node in kernel.graph.nodes if is_random(node))]
+    needed: set[fx.Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += node.all_input_nodes
+    return needed
+
+
+# ------------------------------------------------------------------------------------------------------ the buffer table
+
+
+def _table(step: fx.GraphModule, schedule: Schedule) -> None:
+    outputs = set(step_outputs(step))
+    expected = {node.name: _home(node) for node in placeholders(step.graph)}
+    for call in calls(step):
+        for item in results(call):
+            expected[item.name] = _made(call, item, item in outputs)
+    names = schedule.buffers.keys()
+    expect(names == expected.keys(), lambda: f"buffers of the step's values, found {sorted(names ^ expected.keys())} besides")
+    for name, buffer in schedule.buffers.items():
+        described = replace(buffer, offset=None)
+        expect(described == expected[name], lambda e=expected[name], b=described: f"{e}, found {b}")
+        placed_alone = (buffer.offset is not None) == (buffer.kind == "placed")
+        expect(placed_alone, lambda b=buffer: f"an offset of placed buffers alone, found {b}")
+
+
+def _home(node: fx.Node) -> Buffer:
+    meta = node.meta
+    return Buffer(node.name, node.name, meta["tier"], "home", meta["nbytes"], meta["role"])
+
+
+def _made(call: fx.Node, item: fx.Node, leaves: bool) -> Buffer:
+    """Returns the buffer of a call's result. What a region makes comes from the allocator and may leave as it is; what is moved
+    or cast lies in a slot, unless it leaves; an update writes over a home; what scales updates is no user's."""
+    meta = item.meta
+    buffer = Buffer(item.name, source(item).name, meta["tier"], "pooled", meta["nbytes"], meta["role"])
+    if is_region(call):
+        return replace(buffer, returned=leaves)
+    if is_move(call) or is_convert(call):
+        return replace(buffer, kind="home" if leaves else "placed")
+    if call.target is update:
+        position: Any = item.args[1]
+        return replace(buffer, kind="home", version_of=str(call.args[position]))
+    return replace(buffer, kind="pooled" if meta["tier"] == "device" else "placed")
+
+
+# ------------------------------------------------------------------------------------------------------ the instructions
+
+
+def _instructions(step: fx.GraphModule, schedule: Schedule, given: Given) -> None:
+    expected = calls(step)
+    found = [i for i in schedule.instructions if i.op in ("copy", "run")]
+    expect(len(found) == len(expected), lambda: f"{len(expected)} calls, found {len(found)}")
+    for instruction, call in zip(found, expected, strict=True):
+        made = replace(instruction, time_us=0.0, deps=(), previous_step_deps=())
+        again = _instruction(step, call, given)
+        expect(made == again, lambda a=again, m=made: f"{a}, found {m}")
+        if is_region(call):
+            kernel = kernel_of(step, call)
+            declared = len(made.reads), len(made.writes)
+            whole = len(placeholders(kernel.graph)), len(body_outputs(kernel))
+            expect(declared == whole, lambda c=call, d=declared: f"{c.name} to declare all of its kernel's operands, found {d}")
+    for instruction in schedule.instructions:
+        if instruction.op in ("alloc", "free"):
+            plain = Instruction(instruction.op, instruction.queue, instruction.phase, writes=instruction.writes)
+            bare = replace(instruction, deps=(), previous_step_deps=(), block="")
+            expect(bare == plain, lambda p=plain, b=bare: f"{p}, found {b}")
+
+
+def _instruction(step: fx.GraphModule, call: fx.Node, given: Given) -> Instruction:
+    operands: tuple[Any, ...] = call.args
+    written = results(call)
+    row = Instruction(
+        "copy" if is_move(call) else "run",
+        "host",
+        call.meta["phase"],
+        tuple(operand.name for operand in operands),
+        tuple(item.name for item in written),
+        call.name,
+        label=call.name,
+        block=step.meta["blocks"][call.meta["block"]],
+    )
+    if is_region(call):
+        workspace = given.workspace(kernel_of(step, call))
+        work = "recompute" if recomputes(call) else "compute"
+        return replace(row, queue="compute", kernel=str(call.target), workspace=workspace, work=work)
+    if is_move(call):
+        moved = sum(operand.meta["nbytes"] for operand in operands)
+        queue, work = {prefetch: ("h2d", "prefetch"), offload: ("d2h", "offload")}[call.target]
+        return replace(row, queue=queue, kernel="", nbytes=moved, work=work)
+    if is_convert(call):
+        return replace(row, work="convert")
+    expect(call.target in (update, gradient_norms, gradient_scale), lambda: f"a call of the step graph, found {call}")
+    if call.meta["tier"] == "host":
+        return replace(row, work="update")
+    updates, workspace = given.budgets.updates, 0
+    if call.target is update and updates is not None:
+        workspace = aligned(int(sum(item.meta["nbytes"] for item in written) * updates.workspace_copies))
+    return replace(row, queue="compute", workspace=workspace, work="update")
+
+
+# ------------------------------------------------------------------------------------------------------------ the totals
+
+
+def _totals(step: fx.GraphModule, schedule: Schedule, given: Given) -> None:
+    updates = given.budgets.updates
+    ahead = updates is not None and updates.run_ahead
+    expect(schedule.run_ahead == ahead, lambda: f"run_ahead={ahead} as asked for, found {schedule.run_ahead}")
+    limits = {tier: nbytes for tier, nbytes in given.budgets.nbytes.items() if nbytes is not None}
+    _same_bytes("budget", limits, schedule.budget_nbytes)
+    _same_bytes("resident", _resident(step, given), schedule.resident_nbytes)
+    arenas = {"device": 0, "host": 0}
+    for buffer in schedule.buffers.values():
+        if buffer.offset is not None:
+            arenas[buffer.tier] = max(arenas[buffer.tier], buffer.offset + placed(buffer.nbytes))
+    _same_bytes("arena", arenas, schedule.arena_nbytes)
+    _same_bytes("peak", peak(schedule), schedule.peak_nbytes)
+
+
+def _same_bytes(what: str, expected: Mapping[str, int], found: Mapping[str, int]) -> None:
+    expect(dict(expected) == dict(found), lambda: f"{what} bytes {dict(expected)}, found {dict(found)}")
+
+
+def _resident(step: fx.GraphModule, given: Given) -> dict[str, int]:
+    """Returns the bytes that the model holds at all times: weights, optimizer state, gradients that wait for optimizer.step()
+    (an older one may be held while a new one is made), step counters, and what the device holds beside."""
+    budgets, homes = given.budgets, step.meta["homes"]
+    copies = budgets.state_copies + (2 if budgets.updates is None else 1)
+    weights: dict[str, int] = {}  # by home block, whose bytes are rounded together
+    for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
+        if spec.role == "param" and spec.name in homes:
+            weights[homes[spec.name]] = weights.get(homes[spec.name], 0) + placed(node.meta["nbytes"])
+    held = {"device": budgets.reserve + given.held_nbytes, "host": len(homes) * SCALAR_STATE_NBYTES}
+    for block, nbytes in weights.items():
+        held["device" if given.plan.params(block) == "device" else "host"] += int(nbytes * copies)
+    return held

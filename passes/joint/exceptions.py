@@ -1,0 +1,65 @@
+"""Tells where a joint graph cannot have the bits of plain PyTorch, by what is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from mtcompile.passes.step_graph import placeholders, restride
+
+aten = torch.ops.aten
+
+# Plain backward formulas of these look at the values, where a trace takes the formula that is right for any.
+_DEPENDS_ON_VALUES = (aten.prod.default, aten.prod.dim_int, aten.cumprod.default)
+_MOST_NAMES = 12
+
+
+def exceptions(joint: fx.GraphModule) -> list[str]:
+    """Returns a sentence for each reason why values or gradients of a normalized joint graph may differ from plain PyTorch in
+    their last bits, with the modules, operations or parameters that it holds for."""
+    sentences = []
+    if told := joint.meta.get("told", ()):
+        sentences.append(
+            f"{_listed(told)}: told that the model is compiled, for the branch of a plain run could not be captured"
+        )
+    if operations := list(dict.fromkeys(_by_values(joint))):
+        sentences.append(f"the gradient of {_listed(operations)}: its plain formula depends on the values")
+    if shared := list(_shared(joint)):
+        sentences.append(
+            f"with a loss term on it outside the model, the gradient of {_listed(shared)}: its uses are added up first"
+        )
+    return sentences
+
+
+def _listed(names: list[str] | tuple[str, ...]) -> str:
+    rest = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _by_values(joint: fx.GraphModule) -> Iterator[str]:
+    """The operations, with their modules, whose backward is in the graph and takes another formula than a plain run's."""
+    for node in joint.graph.nodes:
+        if node.target in _DEPENDS_ON_VALUES and node.meta["phase"] == "forward" and _has_backward(node):
+            operation = str(node.target).split(".")[1]
+            yield f"{operation} in {node.meta['module_path']}" if node.meta.get("module_path") else operation
+
+
+def _has_backward(node: fx.Node) -> bool:
+    """Tells whether something of the backward reads an operation's result or operand."""
+    return any(user.meta["phase"] == "backward" for value in (node, *node.all_input_nodes) for user in value.users)
+
+
+def _shared(joint: fx.GraphModule) -> Iterator[str]:
+    """The parameters whose gradients are sums over several uses, in the order that a backward of this graph alone adds them."""
+    rows = zip(joint.meta["inputs"], placeholders(joint.graph), strict=True)
+    inputs = {spec.index: node for spec, node in rows if spec.role == "param"}
+    for spec, value in zip(joint.meta["outputs"], joint.graph.output_node().args[0], strict=True):
+        if spec.kind != "grad" or spec.index not in inputs:
+            continue
+        uses = [user for user in inputs[spec.index].users if user.meta["phase"] == "forward"]
+        while value.target is restride:
+            value = value.args[0]
+        if len(uses) > 1 and value.target is aten.add.Tensor and value.meta["phase"] == "backward":
+            yield f"{spec.name} ({len(uses)} uses)"

@@ -1,0 +1,140 @@
+"""Numbers the values of a joint graph and of a step graph: equal numbers, equal bits.
+
+Two operations get the same number when they are the same operation on the same numbers, at the same place in the
+generator's stream. Copies, views made again and recomputed operations then fall together; anything else does not.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from mtcompile.passes.generators import replay, save_rng
+from mtcompile.passes.step_graph import (
+    body_outputs,
+    gradient_norms,
+    gradient_scale,
+    is_convert,
+    is_move,
+    is_random,
+    is_region,
+    is_update,
+    kernel_of,
+    placeholders,
+)
+
+Number = tuple[Any, ...]  # what a value is; of an operation's result, one integer
+
+
+class Numbering:
+    """Value numbers that several graphs share. ``stream``: how many random operations the current graph has run.
+    ``drawn_in``: the phase of each of them, by its place in the stream. ``device``: whose generator is drawn from."""
+
+    def __init__(self, device: str) -> None:
+        self.numbers: dict[Any, int] = {}
+        self.device = device
+        self.stream = 0
+        self.drawn_in: list[str] = []
+
+    def of(self, key: Any) -> Number:
+        return (self.numbers.setdefault(key, len(self.numbers)),)
+
+    def restart(self) -> list[str]:
+        """Begins the next graph; returns the phases in which the last one drew random numbers, in order."""
+        drawn, self.drawn_in, self.stream = self.drawn_in, [], 0
+        return drawn
+
+    def joint(self, graph: fx.Graph) -> dict[fx.Node, Number]:
+        """Returns the numbers of a joint graph's values."""
+        numbers = self._inputs(graph)
+        # Phases run one after the other, and the generator's stream is counted in the order of execution.
+        for node in graph.nodes:
+            if node.op == "call_function":
+                numbers[node] = self._operation(node, numbers, phase_of(node))
+        return numbers
+
+    def step(self, step: fx.GraphModule) -> dict[fx.Node, Number]:
+        """Returns the numbers of a step graph's values."""
+        numbers = self._inputs(step.graph)
+        several: dict[fx.Node, tuple[Number, ...]] = {}  # of a call's results
+        for node in step.graph.nodes:
+            if is_region(node):
+                several[node] = self._body(kernel_of(step, node), [numbers[a] for a in node.args], node.meta["phase"])
+            elif is_convert(node):
+                casts = zip(node.args, node.kwargs["casts"], strict=True)
+                several[node] = tuple(self._cast(numbers[value], cast) for value, cast in casts)
+            elif is_update(node):
+                several[node] = _updated(node, [numbers[a] for a in node.args])
+            elif is_move(node):
+                several[node] = tuple(numbers[a] for a in node.args)
+            elif node.op == "call_function" and node.target is operator.getitem:
+                numbers[node] = several[node.args[0]][node.args[1]]
+            elif node.op not in ("placeholder", "output"):
+                raise ValueError(f"expected calls of the step graph's vocabulary, found {node.format_node()}")
+        return numbers
+
+    def _inputs(self, graph: fx.Graph) -> dict[fx.Node, Number]:
+        return {node: self.of(("input", position)) for position, node in enumerate(placeholders(graph))}
+
+    def _cast(self, value: Number, cast: Mapping[str, Any]) -> Number:
+        """Numbers a cast as the operation that it is."""
+        return self.of((str(torch.ops.aten._to_copy.default), repr(((_Operand(value),), dict(cast))), None))
+
+    def _body(self, kernel: fx.GraphModule, operands: list[Number], phase: str) -> tuple[Number, ...]:
+        numbers: dict[fx.Node, Number] = dict(zip(placeholders(kernel.graph), operands, strict=True))
+        for node in kernel.graph.nodes:
+            if node.op == "call_function":
+                numbers[node] = self._operation(node, numbers, phase)
+        return tuple(numbers[node] for node in body_outputs(kernel))
+
+    def _operation(self, node: fx.Node, numbers: dict[fx.Node, Number], phase: str) -> Number:
+        if node.target is save_rng:
+            return ("state", self.stream, node.args[0])
+        if node.target is replay:
+            state, device, target, *operands = map_arg(node.args, lambda n: _Operand(numbers[n]))
+            if state.number[:1] + state.number[2:] != ("state", device) or device != self.device:
+                return self.of(("replayed elsewhere", state.number, device))
+            keywords = map_arg(node.kwargs, lambda n: _Operand(numbers[n]))
+            return self.of((str(target), repr((tuple(operands), keywords)), state.number[1]))
+        operands = map_arg(node.args, lambda n: _Operand(numbers[n]))
+        keywords = map_arg(node.kwargs, lambda n: _Operand(numbers[n]))
+        if node.target is torch.ops.aten.clone.default and not node.kwargs:
+            return operands[0].number  # the same bits in memory of their own
+        if node.target is operator.getitem:
+            return self.of(("item", operands[0].number, operands[1]))
+        place = None
+        if is_random(node):
+            place, self.stream = self.stream, self.stream + 1
+            self.drawn_in.append(phase)
+        return self.of((str(node.target), repr((tuple(operands), keywords)), place))
+
+
+def phase_of(node: fx.Node) -> str:
+    """The phase of an operation of a joint graph."""
+    return str(node.meta["region"][0] if "region" in node.meta else node.meta["phase"])
+
+
+def _updated(node: fx.Node, values: list[Number]) -> tuple[Number, ...]:
+    """Numbers what an update makes, by its operands; norms and a scale, by the gradients that they are made of, in order."""
+    if node.target is gradient_norms:
+        return (("norms", *values),)
+    if node.target is gradient_scale:
+        return (("scale", *(grad for norms in values for grad in norms[1:])),)
+    count: Any = node.kwargs["count"]
+    pairs = zip(values[:count], values[count : 2 * count], strict=True)
+    return tuple(("update", *pair, *values[2 * count :]) for pair in pairs)
+
+
+class _Operand:
+    """An operand by its value number, in the repr of an argument list."""
+
+    def __init__(self, number: Number) -> None:
+        self.number = number
+
+    def __repr__(self) -> str:
+        return f"%{self.number}"
