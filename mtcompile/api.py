@@ -131,7 +131,7 @@ class CompiledModule(nn.Module):
 
     def _plain_copy(self, state: Any) -> nn.Module:
         plain = _plain_class(type(self))
-        copied: nn.Module = plain.__new__(plain)
+        copied: nn.Module = plain.__new__(plain)  # type: ignore[call-overload]
         if state is not None:
             copied.__setstate__(state)
         return copied

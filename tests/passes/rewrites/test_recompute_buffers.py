@@ -16,7 +16,9 @@ class Convolutions(nn.Module):
         super().__init__()
         blocks = [nn.Sequential(self.block(8, 8), self.block(8, 8)) for _ in range(3)]
         self.blocks = nn.Sequential(*blocks, nn.Sequential(self.block(8, 64, 1)))
-        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(64, 256, 1), nn.Hardswish(), nn.Flatten(), nn.Linear(256, 4))
+        self.head = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Conv2d(64, 256, 1), nn.Hardswish(), nn.Flatten(), nn.Linear(256, 4)
+        )
 
     @staticmethod
     def block(channels: int, wide: int, kernel: int = 3) -> nn.Module:
