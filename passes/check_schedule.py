@@ -27,9 +27,9 @@ from mtcompile.passes.step_graph import (
     gradient_scale,
     is_convert,
     is_move,
-    is_random,
     is_region,
     kernel_of,
+    must_run,
     offload,
     placeholders,
     prefetch,
@@ -120,7 +120,7 @@ def _nothing_for_nothing(step: fx.GraphModule) -> None:
 
 def _needed(kernel: fx.GraphModule) -> set[fx.Node]:
     """Returns the nodes of a body that its results depend on, or what advances the generator."""
-    waiting = [*body_outputs(kernel), *(node for node in kernel.graph.nodes if is_random(node))]
+    waiting = [*body_outputs(kernel), *(node for node in kernel.graph.nodes if must_run(node))]
     needed: set[fx.Node] = set()
     while waiting:
         node = waiting.pop()

@@ -208,8 +208,8 @@ def _refused_input(description: Any, inputs: tuple[InputSpec, ...]) -> str:
 
 def _changed_in_place(name: str) -> str:
     return (
-        f"forward changes {name} in place, which is trained (an embedding with max_norm= does); expected only buffers or inputs "
-        "that need no gradient to be changed in place: do it outside forward"
+        f"forward changes {name} in place, which is trained (an embedding with max_norm= does); expected only buffers or "
+        "inputs that need no gradient to be changed in place: do it outside forward"
     )
 
 

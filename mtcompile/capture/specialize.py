@@ -47,9 +47,11 @@ def specialize(graph: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphMo
 
     class Recorder(fx.Interpreter):
         def run_node(self, node: fx.Node) -> Any:
-            operands: Any = node.args
-            number = node.target == "item" and values[operands[0]]  # of a number that is passed as a tensor
-            values[node] = number if number is not False and _is_number(number) else super().run_node(node)
+            operand: Any = node.args[0] if node.target == "item" else None
+            if isinstance(operand, fx.Node) and _is_number(values[operand]):  # Dynamo passes it as a tensor
+                values[node] = values[operand]
+            else:
+                values[node] = super().run_node(node)
             return values[node]
 
     with mode, torch.enable_grad():

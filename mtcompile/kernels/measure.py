@@ -127,8 +127,9 @@ def _scratch_nbytes(kernel: fx.GraphModule) -> int:
 
 
 def _runs_on(device: torch.device, node: fx.Node) -> bool:
-    """Tells whether an operation can be given zeros on ``device``. On a GPU, a value that an operation refuses ends the process's
-    use of the GPU; so one that may look at values, since it takes integers or draws numbers, is first run on the host."""
+    """Tells whether an operation can be given zeros on ``device``. On a GPU, a value that an operation refuses ends the use of
+    the GPU by this process; so one that may look at values, since it takes integers or draws numbers, is run on the host
+    first."""
     operands = [val for operand in node.all_input_nodes for val in iter_tensors(operand)]
     integers = any(not val.is_floating_point() and not val.is_complex() and val.dtype != torch.bool for val in operands)
     if device.type == "cpu" or not (integers or is_random(node)):
@@ -154,14 +155,21 @@ def _runs_on(device: torch.device, node: fx.Node) -> bool:
 
 
 def looks_up_values(kernel: fx.GraphModule) -> bool:
-    """Tells whether a kernel's operations may look at integers that it computes from its inputs, as an index: made of zeros, they
-    may be out of range."""
+    """Tells whether a kernel's operations may look at integers that it computes from its inputs, as an index: made of zeros,
+    they may be out of range."""
     computed: set[fx.Node] = set()
     for node in kernel.graph.nodes:
         integers = [operand for operand in node.all_input_nodes if operand in computed and _is_integer(operand)]
-        if integers and not is_view(node) and torch.Tag.pointwise not in getattr(node.target, "tags", ()) and node.op != "output":
+        if (
+            integers
+            and not is_view(node)
+            and torch.Tag.pointwise not in getattr(node.target, "tags", ())
+            and node.op != "output"
+        ):
             return True
-        if node.op == "placeholder" or any(operand in computed or operand.op == "placeholder" for operand in node.all_input_nodes):
+        if node.op == "placeholder" or any(
+            operand in computed or operand.op == "placeholder" for operand in node.all_input_nodes
+        ):
             if node.op != "placeholder":
                 computed.add(node)
     return False

@@ -36,9 +36,10 @@ def normalize(joint: fx.GraphModule, observe: Observe | None = None) -> fx.Graph
     """Changes ``joint`` in place and returns it. ``observe`` gives the strides that the device's kernels make; without it, the
     traced ones are believed.
 
-    Afterwards: no get_attr of a tensor (placeholders with role ``constant``), no detach or alias, no uninitialized memory, no output that is an
-    input or another output (a clone instead), every parameter's gradient strided like its parameter, no dead node
-    except random ones (dropping those would move the generator's stream) and checks, and ``meta['phase']`` on every node.
+    Afterwards: no get_attr of a tensor (placeholders with role ``constant``), no detach or alias, no uninitialized
+    memory, no output that is an input or another output (a clone instead), every parameter's gradient strided like its
+    parameter, no dead node except random ones (dropping those would move the generator's stream) and checks, and
+    ``meta['phase']`` on every node.
     Raises NotImplementedError naming a higher-order operator that cannot be cut (the capture turns it into an error
     with the user's line).
     """
@@ -91,8 +92,8 @@ def _lift_constants(joint: fx.GraphModule) -> None:
 
 
 def _fill_factories(graph: fx.Graph) -> None:
-    """Makes zeros of uninitialized memory, which may hold other numbers when it is made again, or no valid index when a kernel is
-    run to measure it."""
+    """Makes zeros of uninitialized memory, which may hold other numbers when it is made again, or no valid index when a kernel
+    is run to measure it."""
     for node in [n for n in graph.nodes if n.op == "call_function" and n.target in _UNINITIALIZED]:
         val = node.meta["val"]
         contiguous = val.is_contiguous()
@@ -101,7 +102,9 @@ def _fill_factories(graph: fx.Graph) -> None:
             zeros = graph.call_function(torch.ops.aten.full.default, (size, 0), {"dtype": val.dtype, "device": val.device})
             zeros.meta = {**node.meta, "val": val if contiguous else val.new_empty(size)}
             if not contiguous:
-                zeros = graph.call_function(torch.ops.aten.as_strided.default, (zeros, tuple(val.shape), tuple(val.stride()), 0))
+                zeros = graph.call_function(
+                    torch.ops.aten.as_strided.default, (zeros, tuple(val.shape), tuple(val.stride()), 0)
+                )
                 zeros.meta = dict(node.meta)
         node.replace_all_uses_with(zeros)
         graph.erase_node(node)
@@ -195,7 +198,8 @@ def _mark_phases(graph: fx.Graph) -> None:
 
 
 def _own_outputs(joint: fx.GraphModule) -> None:
-    """Gives every output memory of its own, every gradient the strides of its parameter, and every new version those of the old."""
+    """Gives every output memory of its own, every gradient the strides of its parameter, and every new version those of the
+    old."""
     graph, output = joint.graph, joint.graph.output_node()
     inputs = {
         spec.index: node

@@ -35,7 +35,9 @@ def recompute(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         if region.meta["phase"] == "forward":
             block = step.meta["blocks"][region.meta["block"]]
             saved = saved_values(region)
-            resident = frozenset(value for value in saved if plan.keeps(block, value.name))
+            # What leaves the step, as a buffer's next version, stays until then, and its readers read it where it is.
+            leaves = {value for value in results(region) if value.meta["role"] not in ("activation", "rng")}
+            resident = frozenset(leaves.union(value for value in saved if plan.keeps(block, value.name)))
             users = [user for value in saved if value not in resident for user in value.users]
             if users:
                 inlined.setdefault(min(users, key=order.__getitem__), []).append((region, resident))

@@ -105,7 +105,11 @@ def changes(model: Model, h: torch.Tensor, y: torch.Tensor, z: torch.Tensor | fl
 
 
 IN_PLACE: dict[str, tuple[Callable[..., Any], Callable[[torch.Tensor], dict[str, torch.Tensor]], str]] = {
-    "parameter": (lambda model, h: h.sum() + model.table(torch.arange(4)).sum(), lambda rows: {}, "table.weight in place.*max_norm"),
+    "parameter": (
+        lambda model, h: h.sum() + model.table(torch.arange(4)).sum(),
+        lambda rows: {},
+        "table.weight in place.*max_norm",
+    ),
     "overlapping inputs": (changes, lambda rows: {"y": rows[1:], "z": rows[:4]}, "shares memory with another input"),
     "expanded": (changes, lambda rows: {"y": rows[:1].expand(4, 8)}, "one place in memory"),
 }
