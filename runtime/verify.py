@@ -45,7 +45,7 @@ from mtcompile.runtime.verify_memory import closed, fits, peaks_reached
 __all__ = ["INVARIANTS", "ScheduleError", "peak", "verify"]
 
 # what each queue can copy: tier read -> tier written
-COPIES: dict[str, tuple[tuple[str, str], ...]] = {
+COPIES: dict[Queue, tuple[tuple[str, str], ...]] = {
     "compute": (("device", "device"),),
     "h2d": (("host", "device"),),
     "d2h": (("device", "host"),),
