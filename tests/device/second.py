@@ -17,7 +17,7 @@ import torch
 from torch import _refs
 from torch._subclasses import fake_impls
 
-from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.fake_cuda import Event, FakeCuda, Stream
 
 NAME = "hpu"
 SOURCE = Path(__file__).with_name("second_device.cpp")
@@ -31,7 +31,23 @@ class LateCopies(FakeCuda):
         """Run all that a kernel that is called now comes after."""
         with self.lock:
             while self.main.work:
-                assert self._step(), "the streams wait for each other"
+                self._advance(self.main)
+
+    def block(self, event: Event) -> None:
+        with self.lock:
+            self.blocked += 1
+            self._reach(event, event.recorded)
+
+    def _reach(self, event: Event, times: int) -> None:
+        """Run what the event comes after, and nothing else."""
+        while event.done < times:
+            self._advance(next(stream for stream in self.streams if ("record", event) in stream.work))
+
+    def _advance(self, stream: Stream) -> None:
+        what, about = stream.work[0]
+        if what == "wait":
+            self._reach(*about)
+        self._do_next(stream)
 
 
 def built() -> Path:
@@ -63,22 +79,22 @@ def _module() -> Any:
     counters = torch.ops.second_device
     module: Any = types.ModuleType(f"torch.{NAME}")
 
-    class Event:
+    class DeviceEvent:
         def __init__(self, enable_timing: bool = False) -> None: ...
 
         def record(self, stream: Any) -> None: ...
 
         def synchronize(self) -> None: ...
 
-        def elapsed_time(self, other: Event) -> float:
+        def elapsed_time(self, other: DeviceEvent) -> float:
             return 0.001
 
-    class Stream:
+    class DeviceStream:
         def __init__(self, device: Any = None) -> None: ...
 
         def wait_event(self, event: Any) -> None: ...
 
-    main = Stream()
+    main = DeviceStream()
 
     @contextlib.contextmanager
     def stream(_: Any) -> Iterator[None]:
@@ -95,8 +111,8 @@ def _module() -> Any:
 
     stats = {"requested_bytes.all.current": counters.live, "requested_bytes.all.peak": counters.peak}
     module.__dict__.update(
-        Event=Event,
-        Stream=Stream,
+        Event=DeviceEvent,
+        Stream=DeviceStream,
         stream=stream,
         cudart=Driver,
         is_available=lambda: True,

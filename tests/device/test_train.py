@@ -300,6 +300,69 @@ def test_bits_are_equal_when_copies_come_as_late_as_their_events_permit(
         assert device.type == "cuda" or (late[-1].copies and late[-1].blocked)
 
 
+class Halved(nn.Module):
+    """fp32 weights that are read in bf16: those at home are cast there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for layer in self.layers:
+            x = x + torch.tanh((x.to(torch.bfloat16) @ layer.weight.to(torch.bfloat16)).float())
+        return x.square().mean(), x
+
+
+def lives_through(compiled: Any, optimizer: torch.optim.Optimizer, device: torch.device, retraced: bool) -> None:
+    """Steps with forwards that are dropped, evaluation between forward and backward and, where ``retraced``, gradients that
+    arrive at outputs for which the forward was not compiled. Bits are those of plain steps."""
+    plain, x = Halved().to(device), torch.randn(16, 64, device=device)
+    homes = [torch.device("cpu") if p.device.type == "cpu" else device for p in compiled.parameters()]
+    weights = [nn.Parameter(w.detach().to(home).clone()) for w, home in zip(plain.parameters(), homes, strict=True)]
+    updates = adamw(weights)
+    for step in range(4):
+        for _ in range(step % 3):
+            compiled(x + step)  # nobody keeps the loss
+        loss, features = compiled(x)
+        with torch.no_grad():
+            assert torch.equal(compiled(x - 1)[0], plain(x - 1)[0]), f"evaluation in step {step}"
+        expected, expected_features = plain(x)
+        assert torch.equal(loss, expected) and torch.equal(features, expected_features), f"forward of step {step}"
+        if retraced and step % 2:
+            loss, expected = loss + features.sum(), expected + expected_features.sum()
+        loss.backward()
+        expected.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for weight, parameter in zip(weights, plain.parameters(), strict=True):
+            assert parameter.grad is not None
+            weight.grad = parameter.grad.to(weight.device)
+        updates.step()
+        updates.zero_grad()
+        plain.zero_grad()
+        for weight, parameter in zip(weights, plain.parameters(), strict=True):
+            parameter.data.copy_(weight.data)
+    compiled.synchronize()
+    for (name, parameter), weight in zip(compiled.named_parameters(), weights, strict=True):
+        assert torch.equal(parameter, weight), name
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "by step()": {},
+    "in the backward": {"update": "backward"},
+    "running ahead": {"update": "backward", "run_ahead": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_copies_that_outlive_their_phase_reach_nothing_else(way: str, device: torch.device, late: list[LateCopies]) -> None:
+    """Casts on the host, and copies home that are in flight when a forward ends."""
+    compiled, optimizer = compiled_at(Halved(), 2**24, device, policy="offload-all", **WAYS[way])
+    lives_through(compiled, optimizer, device, retraced=not WAYS[way])
+    assert {i.queue for _, i in compiled.schedule.phase("forward")} == {"compute", "h2d", "d2h", "host"}
+
+
 @pytest.mark.filterwarnings("ignore:the device peak")
 def test_late_copies_show_a_missing_event(device: torch.device, late: list[LateCopies], monkeypatch: Any) -> None:
     """The test above can fail."""

@@ -118,7 +118,11 @@ class FakeCuda:
         ready = [s for s in self.streams if s.work and not self._held(s.work[0])]
         if not ready:
             return False
-        what, about = self.random.choice(ready).work.popleft()
+        self._do_next(self.random.choice(ready))
+        return True
+
+    def _do_next(self, stream: Stream) -> None:
+        what, about = stream.work.popleft()
         self.clock += 1
         if what == "record":
             about.done += 1
@@ -126,7 +130,6 @@ class FakeCuda:
         elif what == "run":
             with torch.no_grad():
                 about()
-        return True
 
     @staticmethod
     def _held(item: tuple[str, Any]) -> bool:
