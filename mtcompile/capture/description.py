@@ -11,11 +11,11 @@ import torch
 from torch import fx
 
 from mtcompile.capture.outputs import Output, fake_of, outputs_of
-from mtcompile.capture.plain_torch import Question
 from mtcompile.capture.refusals import place_of
 from mtcompile.errors import CaptureError
 from mtcompile.passes.step_graph import InputSpec
 from mtcompile.torch_private import pytree
+from mtcompile.torch_private.plain_torch import Question
 
 _CPU = torch.device("cpu")
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile import torch_private, torch_private_dynamo
-from mtcompile.capture import masks, plain_torch
+from mtcompile import torch_private
+from mtcompile.capture import masks
 from mtcompile.capture.refusals import not_captured, not_compiled, place_in, refuse, with_place
 from mtcompile.errors import CaptureError, MtcompileError
-from mtcompile.torch_private_dynamo import refusing_random_numbers
+from mtcompile.torch_private import plain_torch, refusing_random_numbers
 
 _CPU = torch.device("cpu")
 _DOING = "the model's forward could not be captured as one graph"
@@ -60,13 +60,13 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
             if isinstance(cause, masks.Packed):
                 without_packed = False
                 return call(*args, **kwargs)
-            if cause is None and not torch_private_dynamo.raised_in_capture(error):
+            if cause is None and not torch_private.raised_in_capture(error):
                 raise
             if (cause is None or type(cause) is CaptureError or not isinstance(cause, MtcompileError)) and answers.concede():
                 return call(*args, **kwargs)
             if isinstance(cause, MtcompileError):
                 refuse(with_place(cause, error), error)
-            if cause is None or torch_private_dynamo.failed_inside(error):
+            if cause is None or torch_private.failed_inside(error):
                 refuse(not_compiled(cause or error, _DOING, place_in(str(error))), error)
             refuse(not_captured(error), error)
 

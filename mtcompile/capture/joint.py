@@ -14,8 +14,6 @@ from mtcompile import torch_private
 from mtcompile.capture.description import Description, autocast_state
 from mtcompile.capture.effects import drop_tokens
 from mtcompile.capture.outputs import fake_of, storage_of
-from mtcompile.capture.plain_strides import plain_strides
-from mtcompile.capture.plain_torch import plain_kernels
 from mtcompile.capture.refusals import not_compiled, refuse
 from mtcompile.errors import CaptureError, shows_part
 from mtcompile.passes.analysis.storages import inputs_read_by_place
@@ -24,6 +22,8 @@ from mtcompile.passes.joint.strides import Observe
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, is_random
 from mtcompile.runtime.devices.arena import fills_storage, overlaps
 from mtcompile.torch_private import pytree
+from mtcompile.torch_private.plain_strides import plain_strides
+from mtcompile.torch_private.plain_torch import plain_kernels
 
 
 def joint_graph(description: Description, tangents: tuple[bool, ...] | None, observe: Observe | None = None) -> fx.GraphModule:

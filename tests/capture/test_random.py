@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import mtcompile
-from mtcompile import torch_private_dynamo
+from mtcompile import torch_private
 from tests.helpers.training import equal_to_plain
 
 GENERATOR = torch.Generator()
@@ -117,7 +117,7 @@ def test_every_way_to_draw_from_the_default_generator_is_a_plain_runs(policy: st
 
 def test_dynamo_may_draw_python_numbers_elsewhere() -> None:
     """The refusal ends with the capture, and is of the capturing thread alone."""
-    with torch_private_dynamo.refusing_random_numbers("not here"):
+    with torch_private.refusing_random_numbers("not here"):
         pass
     torch.compiler.reset()
     drawn = torch.compile(lambda x: x * random.randint(3, 3), backend="eager", fullgraph=True)(torch.ones(2))

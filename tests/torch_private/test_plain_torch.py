@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mtcompile
-from mtcompile.capture import plain_torch
+from mtcompile.torch_private import plain_torch
 from tests.helpers.training import assert_plain
 
 aten = torch.ops.aten

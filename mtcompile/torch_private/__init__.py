@@ -1,0 +1,75 @@
+"""Every use of torch's private APIs, by theme, as small functions.
+
+``plain_torch`` and ``plain_strides`` let a trace take the ways of a plain run. The contract test is
+tests/capture/test_dynamo.py."""
+
+from torch.utils import _pytree
+
+from mtcompile.torch_private.allocator import (
+    AllocatorPeak,
+)
+from mtcompile.torch_private.autograd import (
+    accumulating,
+    accumulation_hooks,
+    counting_losses,
+    keeps_graph,
+    refuse_clipping,
+    shares_storage,
+    storage_holders,
+    storage_id,
+)
+from mtcompile.torch_private.dynamo import (
+    capture_settings,
+    cause_in_dynamo,
+    failed_inside,
+    leave_out_of_graphs,
+    mixing_devices,
+    raised_in_capture,
+    refusing_random_numbers,
+    set_grad_enabled,
+)
+from mtcompile.torch_private.fused_kernels import (
+    inductor,
+    inductor_cache,
+    probe_inductor,
+)
+from mtcompile.torch_private.tracing import (
+    export_joint,
+    fake_mode_of,
+    joint_trace_key,
+    lasting,
+    tracing_joint,
+    without_memory,
+)
+
+pytree = _pytree  # as a public name
+
+__all__ = [
+    "AllocatorPeak",
+    "accumulating",
+    "accumulation_hooks",
+    "capture_settings",
+    "cause_in_dynamo",
+    "counting_losses",
+    "export_joint",
+    "failed_inside",
+    "fake_mode_of",
+    "inductor",
+    "inductor_cache",
+    "joint_trace_key",
+    "keeps_graph",
+    "lasting",
+    "leave_out_of_graphs",
+    "mixing_devices",
+    "probe_inductor",
+    "pytree",
+    "raised_in_capture",
+    "refuse_clipping",
+    "refusing_random_numbers",
+    "set_grad_enabled",
+    "shares_storage",
+    "storage_holders",
+    "storage_id",
+    "tracing_joint",
+    "without_memory",
+]

@@ -1,0 +1,91 @@
+"""Autograd: what runs in a backward, hooks, clipping, and who shares a tensor's storage."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from mtcompile.errors import StepError
+
+
+def keeps_graph() -> bool:
+    """True inside a backward that was called with retain_graph=True (or create_graph=True)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def accumulating(function: Any) -> list[bool]:
+    """Tells for each leaf that the backward node which is running has a gradient for: will this backward add it to ``.grad``?
+    ``backward()`` adds to all of them, with ``inputs=`` to some, ``torch.autograd.grad`` to none."""
+    accumulators = [node for node, _ in function.next_functions if node is not None and hasattr(node, "variable")]
+    try:
+        return [torch._C._will_engine_execute_node(node) for node in accumulators]
+    except RuntimeError:  # raised for a leaf within torch.autograd.grad
+        return [False]
+
+
+def accumulation_hooks(parameter: torch.Tensor) -> bool:
+    """True where a parameter has hooks of register_post_accumulate_grad_hook."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def refuse_clipping(parameters: Iterable[torch.Tensor], why: str) -> None:
+    """Make torch's functions that clip gradients raise StepError(why) for these parameters from now on. They would find no
+    gradients and silently do nothing, and no hook of torch's sees that: the functions are wrapped where they are, once."""
+    for parameter in parameters:
+        parameter._mt_not_clipped = why  # type: ignore[attr-defined]
+    clipping = torch.nn.utils.clip_grad
+    for name in ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_"):  # the last: where the first was imported
+        plain = getattr(clipping, name, None)
+        if plain is None or plain.__module__ == __name__:
+            continue
+        wrapped = _refusing(plain)
+        for module in (clipping, torch.nn.utils):
+            if getattr(module, name, None) is plain:
+                setattr(module, name, wrapped)
+
+
+def _refusing(clip: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(clip, assigned=("__name__", "__qualname__", "__doc__"))
+    def refusing(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for tensor in tensors:
+            if why := getattr(tensor, "_mt_not_clipped", None):
+                raise StepError(why)
+        return clip(tensors, *args, **kwargs)
+
+    return refusing
+
+
+def counting_losses(losses: list[tuple[int, int, bool]]) -> contextlib.AbstractContextManager[Any]:
+    """Every cross-entropy that runs inside adds (reduction, tokens that count, whether classes are weighted) to ``losses``."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    kinds = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in kinds:
+                _, target, weight, reduction, ignored = args
+                losses.append((reduction, int((target != ignored).sum()), weight is not None))
+            return func(*args, **(kwargs or {}))
+
+    return Counting()  # type: ignore[no-untyped-call]
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number of the tensor's storage, while it lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storage_holders(tensor: torch.Tensor) -> int:
+    """The number of tensors and storages that share the tensor's memory, those of C++ included."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def shares_storage(tensor: torch.Tensor, own: int = 1) -> bool:
+    """Tells whether more than ``own`` tensors share the tensor's memory."""
+    return storage_holders(tensor) > storage_holders(torch.empty(1)) - 1 + own

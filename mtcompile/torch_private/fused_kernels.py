@@ -1,0 +1,43 @@
+"""Inductor: one kernel at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import fx
+
+
+def inductor(body: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Sequence[torch.Tensor]]:
+    """Compile ``body`` (ATen operations, functional) for tensors like ``inputs``. Inductor caches it on disk
+    (TORCHINDUCTOR_CACHE_DIR), keyed by graph, shapes, torch version and device."""
+    from torch._inductor import standalone_compile
+
+    copied = fx.Graph()  # Inductor's passes change the graph they are given
+    copied.output(copied.graph_copy(body.graph, {}))
+    with torch.no_grad():
+        return standalone_compile(fx.GraphModule(body, copied), list(inputs), dynamic_shapes="from_example_inputs")
+
+
+def probe_inductor() -> threading.Thread:
+    """Import Inductor, and let it find out in a thread which vector instructions run here: that waits for other processes, a
+    second or two, while this one goes on tracing."""
+    from torch._inductor import compile_fx, cpu_vec_isa
+
+    def probe() -> None:
+        with contextlib.suppress(Exception):  # the compilation itself meets the error again
+            cpu_vec_isa.pick_vec_isa()
+
+    assert compile_fx is not None  # its imports are those of a compilation: none is left for the thread
+    thread = threading.Thread(target=probe, daemon=True)
+    thread.start()
+    return thread
+
+
+def inductor_cache() -> str:
+    """The directory of Inductor's disk cache."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return str(cache_dir())

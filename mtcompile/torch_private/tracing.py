@@ -1,0 +1,67 @@
+"""The joint export, its cache key, and tensors without memory."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def fake_mode_of(fakes: Iterable[torch.Tensor]) -> Any:
+    """The mode that the fake tensors were made under, else the one that is active."""
+    from torch._guards import detect_fake_mode
+
+    return next((fake.fake_mode for fake in fakes if hasattr(fake, "fake_mode")), None) or detect_fake_mode()
+
+
+@contextlib.contextmanager
+def tracing_joint(fake_mode: Any, backward_autocast: Iterable[tuple[str, torch.dtype]]) -> Iterator[None]:
+    """The context that ``export_joint`` and ``joint_trace_key`` need. ``backward_autocast``: (device, dtype) of every autocast
+    that is enabled when backward is called."""
+    from torch._functorch import config as functorch_config
+    from torch._guards import TracingContext, tracing
+
+    autocast = [{"device_type": device, "dtype": dtype} for device, dtype in backward_autocast]
+    with tracing(TracingContext(fake_mode)), functorch_config.patch(backward_pass_autocast=autocast):
+        yield
+
+
+def export_joint(stack: contextlib.ExitStack, graph: fx.GraphModule, fakes: tuple[torch.Tensor, ...]) -> fx.GraphModule:
+    """The joint (forward and backward) ATen graph of one of Dynamo's. Placeholders carry ``meta["desc"]``, and so does the
+    output node."""
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    return aot_export_joint_with_descriptors(stack, graph, fakes, ignore_shape_env=True).graph_module
+
+
+def joint_trace_key(graph: fx.GraphModule, fakes: tuple[torch.Tensor, ...]) -> str:
+    """torch's own key of what ``export_joint`` would trace, which knows the settings that tracing depends on. Raises where
+    torch can promise no such key: an operation or setting that it does not know to be safe."""
+    from torch._functorch._aot_autograd.autograd_cache import autograd_cache_key
+    from torch._functorch._aot_autograd.schemas import AOTConfig
+
+    config = AOTConfig(None, None, None, None, 0, 0, False, is_export=True, ignore_shape_env=True)
+    key: Any = autograd_cache_key
+    of_compilers: tuple[Any, ...] = ({},) if "fx_config" in inspect.signature(key).parameters else ()  # torch 2.11
+    return str(key(graph, fakes, config, *of_compilers)[0])
+
+
+def without_memory() -> contextlib.AbstractContextManager[Any]:
+    """Tensors made inside have shapes and devices and no content."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def lasting() -> contextlib.AbstractContextManager[Any]:
+    """Tensors made inside may be written at any time, also when they are made under torch.inference_mode."""
+    if not torch.is_inference_mode_enabled():
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())  # which leaving inference mode would enable
+    return stack
