@@ -24,8 +24,8 @@ from mtcompile.passes.step_graph import calls, is_convert, kernel_of, regions
 
 # Limits count evaluations, not seconds, so that the same input gives the same plan. One takes time in proportion to regions.
 _REGIONS_PER_LADDER = 150  # regions to evaluate per ladder, but ...
-_FEWEST_POINTS, _MOST_POINTS = 6, 12  # ... at least and at most this many plans
-_SEARCHED, _MOST_SEARCHED = 4_000_000, 300  # plans of local search: the first over the square of a step's operations; at most
+_FEWEST_POINTS, MOST_POINTS = 6, 12  # ... at least and at most this many plans
+_SEARCHED, MOST_SEARCHED = 4_000_000, 300  # plans of local search: the first over the square of a step's operations; at most
 
 
 class Store(Protocol):
@@ -173,7 +173,7 @@ class Candidates:
     def _search(self, resident: Plan) -> list[Point]:
         """Evaluates plans spread over every ladder, then varies them by local search."""
         step_regions = regions(self.problem.step)
-        per_ladder = min(max(_FEWEST_POINTS, _REGIONS_PER_LADDER // len(step_regions)), _MOST_POINTS)
+        per_ladder = min(max(_FEWEST_POINTS, _REGIONS_PER_LADDER // len(step_regions)), MOST_POINTS)
         points = [Point(resident, (resident,), 0)]
         sampled = []
         for ladder in self.ladders:
@@ -181,7 +181,7 @@ class Candidates:
             positions = sorted({round(i * last / max(1, count - 1)) for i in range(count)})
             sampled += [(ladder, position) for position in positions]
         operations = sum(len(kernel_of(self.problem.step, region).graph.nodes) for region in step_regions)
-        remaining = min(_MOST_SEARCHED, _SEARCHED // operations**2)
+        remaining = min(MOST_SEARCHED, _SEARCHED // operations**2)
         for done, (ladder, position) in enumerate(sampled):
             self.progress("planning", done, len(sampled) + remaining)
             points.append(Point(self.evaluate(ladder[position]).plan, ladder, position))

@@ -18,6 +18,8 @@ def trim(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         items = results(region)
         used = [item for item in items if item.users]
         old = kernel_of(step, region)
+        if len(used) == len(body_outputs(old)) and all(n.users or n.op == "output" or must_run(n) for n in old.graph.nodes):
+            continue
         if not used and not any(must_run(n) for n in old.graph.nodes):
             for item in items:
                 step.graph.erase_node(item)

@@ -18,7 +18,9 @@ from tests.helpers.models import CASES, make
 from tests.helpers.tracing import interpret, trace
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n in ("gpt2", "llama"))) for n in CASES]
+)  # t5 has all they have
 def test_round_trip(name: str) -> None:
     traced = trace(*make(name))
     text = graph_to_json(traced.step)

@@ -70,7 +70,7 @@ WORKSPACES = EagerKernels(torch.device("cpu")).workspace
 
 @pytest.mark.slow
 @settings(
-    max_examples=45,
+    max_examples=25,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.generate],  # shrinking takes minutes
@@ -79,7 +79,7 @@ WORKSPACES = EagerKernels(torch.device("cpu")).workspace
 )
 @given(operations=st.lists(OPERATION, min_size=3, max_size=14), layered=st.booleans(), data=st.data())
 def test_random_graphs_under_random_plans(operations: Any, layered: bool, data: Any) -> None:
-    """45 graphs, a plan each."""
+    """25 graphs, a plan each."""
     model = RandomModel(operations, layered)
     traced = trace(model, {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(1))})
     expected = interpret(traced.step, traced.inputs)

@@ -61,7 +61,7 @@ def test_corrupted_schedules_of_real_models() -> None:
         plan = Plan(lookahead=seed % 2)
         schedule = lowered(rewrite(traced.step, plan), plan)
         assert why_unsafe(schedule, walks=2, seed=seed) is None
-        for what, mutant in mutants(schedule, seed, per_kind=3):
+        for what, mutant in mutants(schedule, seed, per_kind=2):
             total += 1
             reason = why_unsafe(mutant, walks=3, seed=seed)
             if reason is None:

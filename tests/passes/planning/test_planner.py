@@ -35,7 +35,13 @@ from tests.helpers.tracing import equal, interpret, run, trace
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in CASES if name != "t5"])  # which takes minutes: ten plans of two stacks
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("chain", "cnn", "tied"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in CASES if name not in ("chain", "cnn", "tied", "t5")),
+    ],
+)  # t5 takes minutes: ten plans of two stacks
 def test_ten_budgets_from_floor_to_resident(name: str) -> None:
     traced = trace(*make(name))
     expected = interpret(traced.step, traced.inputs)
@@ -136,7 +142,10 @@ def test_runs_are_recomputed_recursively() -> None:
     assert calls == sorted(calls) and calls[0] < calls[-1] <= len(names) * 4  # n log n
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    [p if p in ("megatrain", "checkpoint-all") else pytest.param(p, marks=pytest.mark.long) for p in POLICIES],
+)
 def test_fixed_policies_are_the_same_step(policy: str) -> None:
     traced = trace(*make("llama"))
     planned = make_plan(PlanningProblem(traced.step, Machine(), Budgets()), policy)
@@ -205,7 +214,7 @@ def test_no_fixed_policy_is_ever_faster(preset: str) -> None:
             assert policy.schedule.peak_nbytes["device"] > budget or best <= policy.plan.total_us
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(st.sampled_from(list(STEPS)), st.floats(0, 1), st.floats(0, 1))
 def test_more_memory_is_never_slower(name: str, one: float, other: float) -> None:
     candidates, least, most = candidates_of(name, Machine())
@@ -215,7 +224,7 @@ def test_more_memory_is_never_slower(name: str, one: float, other: float) -> Non
     assert first.plan.peak_bytes["device"] <= less and second.plan.peak_bytes["device"] <= more
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(st.sampled_from(["wide", "long"]), st.floats(0, 1), *[st.sampled_from([0.1, 1.0, 10.0])] * 2)
 def test_a_faster_link_is_never_slower(name: str, share: float, one: float, other: float) -> None:
     """Each link has a search of its own, which comes within 3 % of the best (``benchmarks/planner.py``): so much is allowed."""
@@ -230,7 +239,7 @@ def test_a_faster_link_is_never_slower(name: str, share: float, one: float, othe
 
 def test_a_slow_link_recomputes_and_a_fast_one_offloads() -> None:
     recomputed, offloaded = [], []
-    for link in (0.05, 0.5, 5.0, 50.0):
+    for link in (0.05, 1.0, 50.0):
         candidates, least, most = candidates_of("long", Machine("link", 3e11, 100.0, link, link, issue_us=0.2))
         step = candidates.best(least + (most - least) // 3, None)
         forwards = sum(i.time_us for i in step.schedule.instructions if i.op == "run")

@@ -1,0 +1,19 @@
+"""Settings of all tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtcompile.passes.planning import candidates
+
+# These look at how good plans are, or at what a search stores. What all other tests show does not depend on it.
+_SEARCHED_WHOLE = ("tests/passes/planning/", "tests/forecast/", "tests/test_cache.py", "tests/project/", "tests/cli/")
+_FEW = 5  # plans of a local search, and of each ladder of candidates
+
+
+@pytest.fixture(autouse=True)
+def short_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets searches stop early, which are most of the time that a small model takes to compile."""
+    if not request.node.nodeid.startswith(_SEARCHED_WHOLE):
+        monkeypatch.setattr(candidates, "MOST_SEARCHED", _FEW)
+        monkeypatch.setattr(candidates, "MOST_POINTS", _FEW)
