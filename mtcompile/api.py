@@ -13,6 +13,7 @@ from torch import nn
 from mtcompile.errors import MtcompileError
 from mtcompile.execution.calibration import Calibration
 from mtcompile.execution.model import CompiledModel
+from mtcompile.execution.parameters import check_movable
 from mtcompile.machine.device import choose
 from mtcompile.machine.presets import named
 from mtcompile.optim.precision import precision_named
@@ -23,7 +24,6 @@ from mtcompile.passes.plan import Plan
 from mtcompile.report.live_timeline import Viewable, timelines, view
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.trace import Trace
-from mtcompile.torch_private import shares_storage
 
 if TYPE_CHECKING:
     from mtcompile.report.explanation import Explanation
@@ -285,19 +285,6 @@ def _plain_class(cls: type) -> type:
     return next(base for base in cls.__mro__ if not issubclass(base, CompiledModule))
 
 
-def _check_moves(model: nn.Module) -> None:
-    """Raises MtcompileError for a tensor on a device whose memory another one shares: after a move they would be two."""
-    tensors = dict((*model.named_parameters(), *model.named_buffers()))
-    for name, tensor in tensors.items():
-        if tensor.device.type != "cpu" and shares_storage(tensor):
-            storage = tensor.untyped_storage().data_ptr()
-            sharing = (n for n, t in tensors.items() if t is not tensor and t.untyped_storage().data_ptr() == storage)
-            raise MtcompileError(
-                f"{name} on {tensor.device} shares memory with {next(sharing, 'a tensor outside the model')}; compile moves "
-                "the model to host memory, where they would be two tensors. Call model.cpu() before they come to share memory"
-            )
-
-
 def _attach(model: nn.Module, options: Options, device: Device, optimizer: torch.optim.Optimizer | None) -> None:
     plain = _plain_class(type(model))
 
@@ -305,7 +292,7 @@ def _attach(model: nn.Module, options: Options, device: Device, optimizer: torch
         return plain.__call__(model, *args, **kwargs)
 
     if any(t.device.type != "cpu" for t in (*model.parameters(), *model.buffers())):
-        _check_moves(model)
+        check_movable(model)
         plain._apply(model, lambda tensor: tensor.cpu())  # type: ignore[attr-defined]
     compiled = CompiledModel(model, call, options, device, optimizer)
     compiled.session.listeners += timelines(options.viz, compiled.session.title)

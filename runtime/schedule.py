@@ -28,9 +28,7 @@ Work = Literal["", "compute", "recompute", "update", "convert", "prefetch", "off
 QUEUES: tuple[Queue, ...] = ("compute", "h2d", "d2h", "disk_read", "disk_write", "host")
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 PHASES: tuple[Phase, ...] = ("forward", "backward")
-# Of which queues' earlier phases queue host waits for the end before it starts a phase. The other queues run on the device,
-# which ends a phase before it starts the next; the host has waited for nothing but what it has waited for. Kernels on the host
-# touch no bytes that queue compute does, so they need not wait for that one.
+# Queue host starts a phase when the earlier phases of these queues have ended. It shares no bytes with queue compute.
 HOST_AWAITS: tuple[Queue, ...] = ("h2d", "d2h", "disk_read", "disk_write", "host")
 ALIGNMENT = 64  # bytes; what torch's CPU allocator aligns to, so that a slot gives the same vectorised bits as a tensor
 

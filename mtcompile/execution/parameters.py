@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mtcompile.errors import StepError
+from mtcompile.errors import MtcompileError, StepError
 from mtcompile.passes.step_graph import span_nbytes
 from mtcompile.runtime.devices.arena import Layout, layout_of, part, view
 from mtcompile.runtime.devices.protocol import Device
@@ -189,3 +189,16 @@ class ParameterStore:
         memory: torch.Tensor = self.device.arena("host", nbytes)
         self._gradients.append((memory, storage_holders(memory)))
         return memory
+
+
+def check_movable(model: torch.nn.Module) -> None:
+    """Raises MtcompileError for a tensor on a device whose memory another one shares: after a move they would be two."""
+    tensors = dict((*model.named_parameters(), *model.named_buffers()))
+    for name, tensor in tensors.items():
+        if tensor.device.type != "cpu" and shares_storage(tensor):
+            storage = tensor.untyped_storage().data_ptr()
+            sharing = (n for n, t in tensors.items() if t is not tensor and t.untyped_storage().data_ptr() == storage)
+            raise MtcompileError(
+                f"{name} on {tensor.device} shares memory with {next(sharing, 'a tensor outside the model')}; compile moves "
+                "the model to host memory, where they would be two tensors. Call model.cpu() before they come to share memory"
+            )

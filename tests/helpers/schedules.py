@@ -1,4 +1,4 @@
-"""Small schedules of the shapes the compiler makes, few enough instructions for tests/helpers/oracle.py to try every order."""
+"""Small schedules of the shapes the compiler makes, short enough for proof/oracle.py to try every order."""
 
 from __future__ import annotations
 

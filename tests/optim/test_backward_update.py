@@ -122,6 +122,14 @@ def test_every_optimizer_that_looks_at_one_parameter_at_a_time(name: str) -> Non
     assert same(wanted, state(model, optimizer))
 
 
+def test_a_backward_for_some_inputs_is_refused_before_anything_changes() -> None:
+    model, _ = compiled()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(mtcompile.StepError, match=r"backward\(inputs=\.\.\.\) was called"):
+        model(**batch(0)).backward(inputs=[next(model.parameters())])
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
 def grouped(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
     named = list(model.named_parameters())
     flat = [p for _, p in named if p.dim() < 2]

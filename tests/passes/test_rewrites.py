@@ -25,9 +25,9 @@ from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import is_seed, kernel_of, listing, regions
 from mtcompile.runtime.schedule import from_json
 from mtcompile.runtime.verify import ScheduleError, verify
-from tests.helpers.corrupt import mutants
 from tests.helpers.models import CASES, make
-from tests.helpers.oracle import why_unsafe
+from tests.helpers.proof.corrupt import mutants
+from tests.helpers.proof.oracle import why_unsafe
 from tests.helpers.tracing import equal, interpret, lowered, random_plan, trace
 
 

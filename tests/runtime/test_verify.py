@@ -15,8 +15,8 @@ from mtcompile.runtime import verify as module
 from mtcompile.runtime.deps import derive
 from mtcompile.runtime.schedule import Instruction, Schedule, with_deps
 from mtcompile.runtime.verify import ScheduleError, peak, verify
-from tests.helpers.corrupt import KINDS, mutants
-from tests.helpers.oracle import why_unsafe
+from tests.helpers.proof.corrupt import KINDS, mutants
+from tests.helpers.proof.oracle import why_unsafe
 from tests.helpers.schedules import (
     UNIT,
     Builder,

@@ -3,7 +3,7 @@
 ``why_unsafe`` says what goes wrong, or None: other numbers under some name, another generator, bytes outside of what was
 declared, results that are not where their reader looks, bytes that move for nothing. It knows nothing of value numbers and
 shares no code with ``passes/check``, ``passes/lower`` or ``runtime/verify``. Orders other than the list's are the business of
-``tests/helpers/oracle``.
+``tests/helpers/proof/oracle``.
 """
 
 from __future__ import annotations
