@@ -16,6 +16,7 @@ _DATA = (
     "that line, or compute the value outside forward and pass it"
 )
 _TIPS = (  # for the first expression that occurs in the first line of torch's report, or else in all of it
+    ("when making fake tensor call", "expected operands that fit together; the plain model most likely raises this too"),
     ("backwards hooks", "remove the module's backward hooks; those on parameters and outputs (tensor.register_hook) work"),
     (
         r"[Rr]andom|\brandn?\b|Generator\b|seed\b|_rng\b",
@@ -47,7 +48,8 @@ def not_captured(error: BaseException) -> CaptureError:
     """Why Dynamo could not capture a forward."""
     text = str(error)
     context = re.search(r"Developer debug context: *(\S[^\n]*)", text)
-    reason = first_line(error) + (f" ({context[1]})" if context else "")
+    raised = re.search(r"when making fake tensor call.*?: got \w+\((['\"])(.*?)\1\)", text, re.DOTALL)  # by an operation
+    reason = (raised[2] if raised else first_line(error)) + (f" ({context[1]})" if context else "")
     report = text.partition("from user code")[0]
     tips = (tip for words in (first_line(error), report) for expression, tip in _TIPS if re.search(expression, words))
     tip = next(tips, _OTHERWISE)

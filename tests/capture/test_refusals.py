@@ -67,6 +67,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "ctc": (connected, DATA),
     "gaussian": (gaussian, DATA),
     "not differentiable": (lambda model, h: (h * Hard.apply(h)).sum(), "compile the submodules"),
+    "shapes": (lambda model, h: h @ torch.ones(9, 2), r"\[4, 8\] X \[9, 2\]"),
     "user's error": (raising, "not this time"),
 }
 
