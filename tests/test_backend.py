@@ -16,6 +16,8 @@ from mtcompile.execution.runner import Frame
 from mtcompile.torch_private import AllocatorPeak
 from tests.helpers.models import Gpt, tokens
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 
 def gpt() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)

@@ -22,6 +22,8 @@ from mtcompile.passes.planning import candidates
 from tests.helpers.models import Gpt, tokens
 from tests.helpers.training import adamw, minimum_bytes, same, train
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 
 @pytest.fixture
 def searches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:

@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 import mtcompile
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 Outputs = Callable[["Layer", Tensor, Tensor], Any]
 
 

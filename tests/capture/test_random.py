@@ -16,6 +16,8 @@ import mtcompile
 from mtcompile import torch_private
 from tests.helpers.training import equal_to_plain
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 GENERATOR = torch.Generator()
 
 

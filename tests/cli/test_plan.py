@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from mtcompile.cli.app import app
 from mtcompile.passes.planning.policies import POLICIES
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 
 def run(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["plan", *arguments])

@@ -20,6 +20,8 @@ from tests.conformance.loops import (
     step,
 )
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 
 def test_groups_keep_hyper_parameters_of_their_own() -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:

@@ -10,6 +10,8 @@ import torch
 import mtcompile
 from tests.conformance.loops import INPUTS, Log, Net, Prepare, adamw, assert_same_bits, log_state, smallest_budget, step
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 
 def test_hooks_on_parameters_change_the_same_gradients() -> None:
     def loop(model: Any, prepare: Prepare, log: Log) -> None:

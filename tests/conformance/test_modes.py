@@ -22,6 +22,8 @@ from tests.conformance.loops import (
     tokens,
 )
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 
 @pytest.mark.parametrize("attached", ["before", "after"])
 @pytest.mark.parametrize("use_buffers", [False, True])

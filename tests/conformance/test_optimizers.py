@@ -13,6 +13,8 @@ from torch.optim import lr_scheduler
 import mtcompile
 from tests.conformance.loops import INPUTS, Log, Mlp, Net, Prepare, adamw, assert_same_bits, log_state, step, tokens
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 # What each class needs to make a visible step on these models.
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adadelta": {"lr": 1.0},

@@ -23,6 +23,8 @@ from tests.conformance.loops import (
     step,
 )
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 
 def through_torch(state: Any) -> Any:
     file = io.BytesIO()

@@ -11,6 +11,8 @@ from torch.optim import lr_scheduler, swa_utils
 
 from tests.conformance.loops import Log, Mlp, Prepare, adamw, assert_same_bits, sgd, step
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 
 def _sequential(optimizer: Any) -> Any:
     parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), lr_scheduler.ExponentialLR(optimizer, 0.5)]

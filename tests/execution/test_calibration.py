@@ -30,6 +30,8 @@ from tests.helpers.models import Gpt, make, tokens
 from tests.helpers.tracing import trace
 from tests.helpers.training import adamw, same, train
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 DATA = {"tokens": tokens(4)}
 
 

@@ -12,6 +12,8 @@ from torch import nn
 from tests.helpers.models import CASES, labels, make
 from tests.helpers.training import adamw, compiled_run, minimum_bytes, same, train
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2),

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import mtcompile
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 POLICIES = ["resident", "megatrain"]
 Trained = tuple[list[Tensor], list[Tensor]]  # losses; parameters, and whatever else must agree
 

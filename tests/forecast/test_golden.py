@@ -13,6 +13,8 @@ import torch
 import mtcompile
 from tests.helpers.models import make, tower
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 FOLDER = Path(__file__).parent / "golden"
 TORCH = "2.13"  # other versions trace other graphs
 MODELS = {  # name -> device memory

@@ -14,6 +14,8 @@ from mtcompile.models.decoders import Shape, fake
 from mtcompile.passes.analysis.cost import Machine
 from tests.helpers.models import make, tower
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 
 @pytest.mark.slow
 def test_the_ledger_adds_up_and_names_every_byte() -> None:

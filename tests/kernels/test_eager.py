@@ -10,6 +10,8 @@ import mtcompile
 from mtcompile.runtime.devices.arena import fills_storage, own_storage
 from tests.helpers.training import equal_to_plain
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 
 class Model(nn.Module):
     def __init__(self) -> None:

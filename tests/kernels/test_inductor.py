@@ -20,6 +20,8 @@ from tests.helpers.models import Gpt, make, tokens
 from tests.helpers.tracing import trace
 from tests.helpers.training import adamw, minimum_bytes, train
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 
 def data() -> dict[str, torch.Tensor]:
     return {"tokens": tokens(4)}

@@ -14,6 +14,8 @@ from mtcompile.kernels.eager import EagerKernels
 from mtcompile.kernels.measure import looks_up_values, measure, on_zeros
 from tests.helpers.training import equal_to_plain
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 CPU = torch.device("cpu")
 
 

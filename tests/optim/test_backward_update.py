@@ -22,6 +22,8 @@ from mtcompile.runtime.verify import ScheduleError, verify
 from tests.helpers.decoder import adamw, batch, same, state
 from tests.helpers.decoder import small_decoder as made
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 RESIDENT, SMALL = "64MiB", "1MiB"
 Optimizer = Callable[..., torch.optim.Optimizer]
 SIZES = [Shape(64, 160, layers, 2, 1, 256, head_dim=32, dtype=torch.float32) for layers in (12, 16, 20)]

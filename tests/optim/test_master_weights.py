@@ -18,6 +18,8 @@ from mtcompile.passes.analysis.cost import Machine
 from tests.helpers.decoder import batch
 from tests.helpers.decoder import small_decoder as made
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 MEMORY = "1MiB"
 
 

@@ -18,6 +18,8 @@ import mtcompile
 from mtcompile.errors import CaptureError, StepError
 from tests.helpers.decoder import same, state
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 WIDTH = 16
 
 

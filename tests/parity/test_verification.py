@@ -16,6 +16,8 @@ from mtcompile.cli.app import app
 from mtcompile.models.decoders import Decoder, Shape
 from mtcompile.parity.verification import Difference, _beyond_rounding, difference_of
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 SHAPE = Shape(32, 64, 1, 2, 1, 256, head_dim=16, dtype=torch.float32)
 
 

@@ -18,6 +18,8 @@ from tests.helpers.proof import steps, tables
 from tests.helpers.proof.replay import why_unsafe
 from tests.helpers.proof.subjects import Subject, few_subjects, lowered_again, subjects
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 KINDS = {*(f"table: {kind}" for kind in tables.KINDS), *(f"step: {kind}" for kind in steps.KINDS)}
 
 

@@ -17,6 +17,8 @@ from mtcompile.passes.step_graph import listing
 from tests.helpers.models import CASES, make
 from tests.helpers.tracing import interpret, trace
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.long] * (n in ("gpt2", "llama"))) for n in CASES]

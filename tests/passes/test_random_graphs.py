@@ -18,6 +18,8 @@ from mtcompile.runtime.executor import Delays
 from mtcompile.runtime.verify import verify
 from tests.helpers.tracing import equal, interpret, lowered, random_plan, run, trace
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 UNARY = {
     "tanh": torch.tanh,
     "gelu": lambda x: F.gelu(x, approximate="tanh"),

@@ -30,6 +30,8 @@ from tests.helpers.proof.corrupt import mutants
 from tests.helpers.proof.oracle import why_unsafe
 from tests.helpers.tracing import equal, interpret, lowered, random_plan, trace
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_bits_after_every_pass(name: str) -> None:

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 import mtcompile
 from tests.helpers.training import assert_plain
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 
 class Cells(nn.Module):
     """Recurrent cells, which change parts of a matrix in place."""

@@ -15,6 +15,8 @@ import mtcompile
 from mtcompile.torch_private import plain_torch
 from tests.helpers.training import assert_plain
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 aten = torch.ops.aten
 
 

@@ -28,6 +28,8 @@ from mtcompile.trainer.checkpoint import CHECKPOINT, TrainingState, load, save
 from mtcompile.trainer.text_data import Windows, read_tokens
 from mtcompile.trainer.trainer import Evaluation, Recipe, Row, learning_rate, train
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
 

@@ -16,6 +16,8 @@ from mtcompile.models.decoders import Decoder, Shape
 from tests.helpers.decoder import adamw, same, state
 from tests.helpers.decoder import small_decoder as made
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 SMALL = "1MiB"
 TEXT = (__doc__ or "").encode() * 40
 

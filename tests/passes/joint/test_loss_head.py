@@ -19,6 +19,8 @@ from mtcompile.passes.step_graph import listing
 from tests.helpers.models import Gpt, make, tokens
 from tests.helpers.tracing import interpret, trace
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 
 class Head(nn.Module):
     """A large vocabulary. ``bias``, ``dtype`` of the product; ``logits``: whether the caller gets them too."""

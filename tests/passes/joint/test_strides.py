@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 import mtcompile
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 
 class Dropped(nn.Module):
     """Dropout whose gradient comes in columns."""

@@ -33,6 +33,8 @@ from mtcompile.runtime.verify import verify
 from tests.helpers.models import CASES, make
 from tests.helpers.tracing import equal, interpret, run, trace
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(

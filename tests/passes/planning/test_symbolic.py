@@ -13,6 +13,8 @@ from mtcompile.passes.planning.symbolic import MONOMIALS, NotPolynomial, evaluat
 from tests.helpers.models import make, tower
 from tests.helpers.tracing import trace
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 
 @pytest.mark.slow
 def test_peaks_are_expressions_of_batch_and_sequence() -> None:

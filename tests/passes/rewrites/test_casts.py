@@ -19,6 +19,8 @@ from tests.helpers.decoder import adamw, batch, same, state
 from tests.helpers.decoder import small_decoder as made
 from tests.helpers.tracing import trace
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 TIGHT = "600KiB"
 # The link is the wall, so that casts are worth the host's time; and the other way round.
 SLOW_LINK = Machine(flops=1e12, memory_gbps=100, h2d_gbps=0.05, d2h_gbps=0.05, host_gbps=20, issue_us=1)
