@@ -181,6 +181,11 @@ def _question(tx: Any) -> Question:
     while tx is not None:
         stack.append((tx.f_code.co_filename, tx.lineno))
         if not place and tx.f_code in methods:
-            place = "{}:{}".format(*stack[-1])
+            place = _shown(*stack[-1])
         tx = getattr(tx, "parent", None)
-    return Question(tuple(stack), path, place or "{}:{}".format(*stack[0]))
+    return Question(tuple(stack), path, place or _shown(*stack[0]))
+
+
+def _shown(file: str, line: int) -> str:
+    """Names a line of code: that of an installed package from the package on."""
+    return f"{file.rpartition('site-packages' + os.sep)[2]}:{line}"
