@@ -48,7 +48,7 @@ def check_memory(inputs: Mapping[str, Tensor], updated: Mapping[str, nn.Paramete
         name = storages[storage]
         if name in updated or other in updated:
             raise StepError(
-                f"{name} and {other} share memory; with update=\"backward\" one may be read while the other is updated. "
+                f'{name} and {other} share memory; with update="backward" one may be read while the other is updated. '
                 'Use one Parameter for both, or update="step"'
             )
 
