@@ -200,8 +200,9 @@ def test_a_block_is_at_home_on_the_host_if_its_memory_is_shared() -> None:
     held = model.first.weight.data
     compiled = mtcompile.compile(model, memory="1GiB")
     compiled(torch.randn(4, 8)).backward()
-    assert compiled._mt_model.door.parameters.tiers["first"] == "host"
-    assert compiled._mt_model.door.parameters.places["first.weight"].home is None
+    parameters = compiled._mt_model.door.parameters
+    place = parameters.places["first.weight"]
+    assert parameters.tiers[place.block] == "host" and place.home is None
     assert held.data_ptr() == model.first.weight.data_ptr()
 
 
