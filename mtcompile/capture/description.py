@@ -65,11 +65,13 @@ def describe(
     names: Callable[[torch.Tensor], tuple[str, str] | None],
     device: torch.device = _CPU,
     at_home: bool = True,
+    views: bool = True,
 ) -> Description:
-    """Read Dynamo's graph; ``names(tensor)`` gives (role, path) of the model's own parameters and buffers.
+    """Read Dynamo's graph; ``names(tensor)`` gives (role, path) of the model's own parameters and buffers. ``views``: as for
+    ``outputs_of``.
 
-    ``graph`` is changed: outputs become those the program computes; with ``at_home``, constants
-    that name the host, where parameters are read, name ``device``, where they are when they are used.
+    ``graph`` is changed: outputs become those the program computes; with ``at_home``, constants that name the host, where
+    parameters are read, name ``device``, where they are when they are used.
     Raises CaptureError for inputs or outputs that have no static shape.
     """
     if at_home and device.type != "cpu":
@@ -90,7 +92,7 @@ def describe(
         on_device = role == "input" and device.type != "cpu" and tensor.device == device
         specs.append(InputSpec(role, name, index, tensor.requires_grad, "device" if on_device else "host"))  # type: ignore[arg-type]
 
-    outputs, computed_nodes = outputs_of(graph.graph)
+    outputs, computed_nodes = outputs_of(graph.graph, views)
     computed = tuple(
         (node.name, bool(fake_of(node).requires_grad), fake_of(node).numel() == 1 and fake_of(node).is_floating_point())
         for node in computed_nodes

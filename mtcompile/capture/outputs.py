@@ -86,9 +86,10 @@ def rebuilt(output: Output, inputs: Sequence[torch.Tensor], computed: Sequence[t
     return tensor.detach() if output.detached and tensor.requires_grad else tensor
 
 
-def outputs_of(graph: fx.Graph) -> tuple[tuple[Output, ...], tuple[fx.Node, ...]]:
-    """Returns how to rebuild each output of Dynamo's graph, and the nodes that the program must compute for that. Raises
-    CaptureError for outputs without a static shape."""
+def outputs_of(graph: fx.Graph, views: bool = True) -> tuple[tuple[Output, ...], tuple[fx.Node, ...]]:
+    """Returns how to rebuild each output of Dynamo's graph, and the nodes that the program must compute for that. ``views``:
+    False computes an output that is a view of a computed tensor by itself. Raises CaptureError for outputs without a static
+    shape."""
     inputs = {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
     positions: dict[fx.Node, int] = {}
     outputs: list[Output] = []
@@ -100,12 +101,14 @@ def outputs_of(graph: fx.Graph) -> tuple[tuple[Output, ...], tuple[fx.Node, ...]
         val = value.meta.get("example_value")
         if not isinstance(val, torch.Tensor):
             raise CaptureError(f"output {value.name} is {type(val).__name__}; expected a tensor of static shape")
-        base, views = _viewed(value, without_grad)
+        base, operations = _viewed(value, without_grad)
+        if not views and base not in inputs:
+            base, operations = value, ()
         detached = fake_of(base).requires_grad and not val.requires_grad
         if base in inputs:
-            outputs.append(Passed(inputs[base], views, detached))
+            outputs.append(Passed(inputs[base], operations, detached))
         else:
-            outputs.append(Computed(positions.setdefault(base, len(positions)), views, detached))
+            outputs.append(Computed(positions.setdefault(base, len(positions)), operations, detached))
     return tuple(outputs), tuple(positions)
 
 

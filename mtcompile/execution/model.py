@@ -73,9 +73,10 @@ class CompiledModel:
 
     def _backend(self, graph: Any, inputs: Any) -> Program:
         """Makes a program from a graph that Dynamo has captured."""
-        names, device = self.door.names(), self.device.where
-        program = Program(self.session, describe(graph, inputs, lambda t: names.get(id(t)), device), self._collector)
-        if device.type != "cpu" and not self.door.parameters.slabs and self._collector.batch is None:
+        names, device, whole = self.door.names(), self.device.where, self._collector.batch is None
+        description = describe(graph, inputs, lambda t: names.get(id(t)), device, views=whole)
+        program = Program(self.session, description, self._collector)
+        if device.type != "cpu" and not self.door.parameters.slabs and whole:
             # Dynamo guards on the devices of parameters when this returns. Send them where they will stay, or the second
             # call is captured again.
             program.compile()

@@ -134,7 +134,7 @@ def test_runs_are_recomputed_recursively() -> None:
         planned = candidates.evaluate(replace(base, span=span))
         planned.step.recompile()
         same_computation(traced.joint, planned.step)
-        check_schedule(planned.step, planned.schedule, Given(planned.plan))
+        check_schedule(planned.step, planned.schedule, Given(planned.plan, inputs_on_device=True))
         verify(planned.schedule)
         found, _ = run(planned.step, planned.schedule, traced.inputs, 3, Delays(span, 100.0))
         assert equal(found, expected)
