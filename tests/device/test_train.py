@@ -61,7 +61,7 @@ def test_a_model_with_resident_parameters_is_captured_once(
     first: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     described: list[Any] = []
-    monkeypatch.setattr(model_file, "describe", lambda *args: described.append(args) or describe(*args))
+    monkeypatch.setattr(model_file, "describe", lambda *args, **options: described.append(args) or describe(*args, **options))
     model, data = make("decoder")
     compiled, optimizer = compiled_at(model, None, device)
     if first == "evaluation":
