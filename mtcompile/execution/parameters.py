@@ -129,8 +129,7 @@ class ParameterStore:
         grad = parameter.grad
         if grad is not None and grad.device != home.device:
             parameter.grad = None  # a gradient must be on its parameter's device; put back below
-        # An alias: a parameter of home itself would be another holder of the tensor, not of its storage.
-        before, parameter.data = parameter.device, home.detach()
+        before, parameter.data = parameter.device, home
         if before != home.device:
             if grad is not None:
                 parameter.grad = grad.to(home.device)
@@ -145,40 +144,43 @@ class ParameterStore:
             return
         values, earlier, place.parameter = parameter.data, place.parameter, parameter
         wanted = self._where(self.slabs[place.block].tier)
-        if place.home is not None and parameter.data_ptr() == place.home.data_ptr():  # back at home
-            place.pointer = parameter.data_ptr()
-        elif self._may_move_in(place, earlier):
+        back = _is_at(parameter, place.home)
+        if not back and self._may_move_in(place, earlier):
             self._move_in(place)
-        else:
-            if values.device != wanted:
-                raise StepError(
-                    f"{name} was replaced by a tensor on {values.device} that other tensors share; expected one on {wanted}, "
-                    "where the plan keeps it. Copy the values instead: p.data.copy_(values)"
-                )
+        elif back or values.device == wanted:
             place.pointer = parameter.data_ptr()
+        else:
+            raise StepError(
+                f"{name} was replaced by a tensor on {values.device} that other tensors share; expected one on {wanted}, "
+                "where the plan keeps it. Copy the values instead: p.data.copy_(values)"
+            )
         self.replaced(parameter, values)
 
     def _may_move_in(self, place: ParameterPlace, earlier: torch.nn.Parameter) -> bool:
         if place.home is None or shares_storage(place.parameter, 2) or layout_of(place.parameter.data) != layout_of(place.home):
             return False
-        if earlier is not place.parameter and earlier.data_ptr() == place.home.data_ptr():
-            if self._held_elsewhere(place.home, 1):
+        if earlier is not place.parameter and _is_at(earlier, place.home):
+            if self._held_elsewhere(place, 1):
                 return False
             earlier.data = earlier.data.clone()  # the old Parameter keeps its values, in its own memory
-        return not self._held_elsewhere(place.home)
+        return not self._held_elsewhere(place)
 
     def held_elsewhere(self, tier: str) -> bool:
         """Tells whether a tensor of the user's shares memory with a home in that tier."""
-        homes = [(self.slabs[place.block].tier, place.home) for place in self.places.values()]
-        return any(home is not None and where == tier and self._held_elsewhere(home) for where, home in homes)
+        places = [place for place in self.places.values() if self.slabs[place.block].tier == tier]
+        return any(self._held_elsewhere(place) for place in places)
 
-    def _held_elsewhere(self, home: torch.Tensor, others: int = 0) -> bool:
-        """Tells whether a tensor beside the store's own and its parameters, and ``others``, shares memory with ``home``."""
-        tensors = [slab.memory for slab in self.slabs.values()]
-        tensors += [t for place in self.places.values() for t in (place.home, place.parameter) if t is not None]
-        storage = storage_id(home)
-        own = others + sum(storage_id(tensor) == storage for tensor in tensors)
-        return shares_storage(home, own)
+    def _held_elsewhere(self, place: ParameterPlace, others: int = 0) -> bool:
+        """Tells whether a tensor beside the slab, its homes, the parameters at these, and ``others``, shares memory with the
+        home of ``place``. A parameter that was tied to another one's home is such a tensor."""
+        if place.home is None:
+            return False
+        tensors = [self.slabs[place.block].memory]
+        for each in self.places.values():
+            if each.block == place.block and each.home is not None:
+                tensors += [each.home, each.parameter] if _is_at(each.parameter, each.home) else [each.home]
+        storage = storage_id(place.home)
+        return shares_storage(place.home, others + sum(storage_id(tensor) == storage for tensor in tensors))
 
     def gradient_slab(self, nbytes: int) -> torch.Tensor:
         """Returns a slab of at least that size that nothing else holds. A slab is reused once its gradients are gone."""
@@ -191,13 +193,16 @@ class ParameterStore:
         return memory
 
 
+def _is_at(parameter: torch.Tensor, home: torch.Tensor | None) -> bool:
+    return home is not None and parameter.data_ptr() == home.data_ptr()
+
+
 def check_movable(model: torch.nn.Module) -> None:
     """Raises MtcompileError for a tensor on a device whose memory another one shares: after a move they would be two."""
     tensors = dict((*model.named_parameters(), *model.named_buffers()))
     for name, tensor in tensors.items():
         if tensor.device.type != "cpu" and shares_storage(tensor):
-            storage = tensor.untyped_storage().data_ptr()
-            sharing = (n for n, t in tensors.items() if t is not tensor and t.untyped_storage().data_ptr() == storage)
+            sharing = (n for n, t in tensors.items() if t is not tensor and storage_id(t) == storage_id(tensor))
             raise MtcompileError(
                 f"{name} on {tensor.device} shares memory with {next(sharing, 'a tensor outside the model')}; compile moves "
                 "the model to host memory, where they would be two tensors. Call model.cpu() before they come to share memory"

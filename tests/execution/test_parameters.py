@@ -141,6 +141,18 @@ def replaced(net: Net, compiled: Callable[..., nn.Module]) -> Trained:
     return losses, [*model.parameters(), old, held]
 
 
+def tied_later(net: Net, compiled: Callable[..., nn.Module]) -> Trained:
+    """A weight is tied to one that has a home, and then that one is replaced: the first keeps what they shared."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = compiled(net, optimizer)
+    losses = steps(model, optimizer)
+    net.second.weight.data = net.first.weight.data
+    losses += steps(model, optimizer)
+    net.first.weight.data = torch.randn(8, 8)
+    losses += steps(model, optimizer)
+    return losses, [*model.parameters()]
+
+
 def restrided(net: Net, compiled: Callable[..., nn.Module]) -> Trained:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     model = compiled(net, optimizer)
@@ -153,7 +165,7 @@ def restrided(net: Net, compiled: Callable[..., nn.Module]) -> Trained:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     "case",
-    [averaged, trained_while_swapped, tied, flat, held_before, held_after, replaced, restrided],
+    [averaged, trained_while_swapped, tied, flat, held_before, held_after, replaced, tied_later, restrided],
     ids=lambda case: case.__name__,
 )
 def test_holders_see_what_plain_pytorch_shows(case: Callable[..., Trained], policy: str) -> None:
