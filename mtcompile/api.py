@@ -258,9 +258,9 @@ def _compiled(model: Any, options: Options, device: Device, optimizer: torch.opt
 
 def _check_optimizer(optimizer: Any) -> None:
     if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
-        found = repr(optimizer) if isinstance(optimizer, str) else getattr(optimizer, "__name__", type(optimizer).__name__)
+        given = repr(optimizer) if isinstance(optimizer, str) else getattr(optimizer, "__name__", type(optimizer).__name__)
         raise TypeError(
-            f"expected an optimizer of this model's parameters, as in torch.optim.AdamW(model.parameters()), found {found}"
+            f"expected an optimizer of this model's parameters, as in torch.optim.AdamW(model.parameters()), found {given}"
         )
 
 

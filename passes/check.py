@@ -101,8 +101,8 @@ def _same_results(
         same = captured[one] == rewritten[other]
         expect(same, lambda s=spec: f"{s.kind} {s.name} to be computed as in the captured graph")
         for call in _made_by(other):
-            made = call.meta["phase"]
-            expect(made == phase_of(one), lambda s=spec, o=one, m=made: f"{s.kind} {s.name} in {phase_of(o)}, found {m}")
+            phase = call.meta["phase"]
+            expect(phase == phase_of(one), lambda s=spec, o=one, p=phase: f"{s.kind} {s.name} in {phase_of(o)}, found {p}")
 
 
 def _made_by(value: fx.Node) -> Iterator[fx.Node]:
@@ -131,8 +131,8 @@ def _same_updates(
             grads[param_spec.name] = captured[one]
             of_its_own = rewritten[other][:3] == ("update", rewritten[param], captured[one])
             expect(of_its_own, lambda s=spec: f"{s.name} to be updated by its own gradient")
-            kept = other.meta.get("version_of") == param.name
-            expect(kept, lambda o=other, p=param: f"{o.name} to be the next version of {p.name}")
+            follows = other.meta.get("version_of") == param.name
+            expect(follows, lambda o=other, p=param: f"{o.name} to be the next version of {p.name}")
     updated: list[str] = []
     scales: set[Number] = set()
     for call in calls(step):
@@ -146,9 +146,9 @@ def _same_updates(
             updated += given
             scales.add(tuple(rewritten[scale] for scale in call.args[2 * count :]))
         elif is_update(call):
-            (made,) = results(call)
-            expected = rewritten[made][1:]
-            right = tuple(grads.get(name) for name in given) == expected and rewritten[made][0] in ("norms", "scale")
+            (item,) = results(call)
+            expected = rewritten[item][1:]
+            right = tuple(grads.get(name) for name in given) == expected and rewritten[item][0] in ("norms", "scale")
             expect(right, lambda c=call, g=given: f"{c.name} to name the parameters whose gradients it takes, found {g}")
     expect(sorted(updated) == sorted(grads), lambda: f"one update of each of {sorted(grads)}, found {sorted(updated)}")
     alike = len(scales) <= 1 and all(len(scale) <= 1 for scale in scales)
@@ -197,9 +197,9 @@ def _same_values(
             expect(
                 described == layout[:3], lambda i=item, e=layout: f"{i.name} to be {e[:3]}, found {_layout(i.meta['val'])[:3]}"
             )
-            found = (item.meta["nbytes"], item.meta["tier"])
+            place = (item.meta["nbytes"], item.meta["tier"])
             expect(
-                found == (nbytes, tier), lambda i=item, f=found, e=(nbytes, tier): f"{i.name} in (bytes, tier) {e}, found {f}"
+                place == (nbytes, tier), lambda i=item, p=place, e=(nbytes, tier): f"{i.name} in (bytes, tier) {e}, found {p}"
             )
             role = item.meta["role"]
             expect(role in roles(item), lambda i=item, r=role: f"{i.name} as one of {roles(i)}, found {r}")
@@ -209,8 +209,8 @@ def _same_input(spec: InputSpec, one: fx.Node, other: fx.Node) -> None:
     val, meta = one.meta["val"], other.meta
     expect(_alike(val, meta["val"]), lambda: f"input {spec.name} to be {_layout(val)[:3]}, found {_layout(meta['val'])[:3]}")
     expected = (aligned(span_nbytes(val)), spec.role, spec.name)
-    found = (meta["nbytes"], meta["role"], meta["name"])
-    expect(found == expected, lambda: f"input {spec.name} with (bytes, role, name) {expected}, found {found}")
+    described = (meta["nbytes"], meta["role"], meta["name"])
+    expect(described == expected, lambda: f"input {spec.name} with (bytes, role, name) {expected}, found {described}")
     tiers = ("device",) if spec.role == "tangent" else (spec.tier, "device")
     expect(meta["tier"] in tiers, lambda: f"input {spec.name} in one of {tiers}, found {meta['tier']}")
 

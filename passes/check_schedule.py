@@ -45,9 +45,10 @@ from mtcompile.runtime.verify import peak
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a schedule rests on beside its graph. ``plan``: where parameters have their homes. ``budgets``: what was asked for.
-    ``workspace``: the bytes that a kernel needs beside its operands and results, as measured. ``held_nbytes``: device bytes
-    that kernels keep from call to call. ``inputs_on_device``: whether all inputs are there, and no parameter has a home."""
+    """The facts that a schedule rests on beside its graph. ``plan``: where parameters have their homes. ``budgets``: what was
+    asked for. ``workspace``: the bytes that a kernel needs beside its operands and results, as measured. ``held_nbytes``:
+    device bytes that kernels keep from call to call. ``inputs_on_device``: whether all inputs are there, and no parameter has a
+    home."""
 
     plan: Plan
     budgets: Budgets = NO_LIMITS
@@ -173,15 +174,15 @@ def _made(call: fx.Node, item: fx.Node, leaves: bool) -> Buffer:
 
 def _instructions(step: fx.GraphModule, schedule: Schedule, given: Given) -> None:
     expected = calls(step)
-    found = [i for i in schedule.instructions if i.op in ("copy", "run")]
-    expect(len(found) == len(expected), lambda: f"{len(expected)} calls, found {len(found)}")
-    for instruction, call in zip(found, expected, strict=True):
-        made = replace(instruction, time_us=0.0, deps=(), previous_step_deps=())
+    listed = [i for i in schedule.instructions if i.op in ("copy", "run")]
+    expect(len(listed) == len(expected), lambda: f"{len(expected)} calls, found {len(listed)}")
+    for instruction, call in zip(listed, expected, strict=True):
+        bare = replace(instruction, time_us=0.0, deps=(), previous_step_deps=())
         again = _instruction(step, call, given)
-        expect(made == again, lambda a=again, m=made: f"{a}, found {m}")
+        expect(bare == again, lambda a=again, b=bare: f"{a}, found {b}")
         if is_region(call):
             kernel = kernel_of(step, call)
-            declared = len(made.reads), len(made.writes)
+            declared = len(bare.reads), len(bare.writes)
             whole = len(placeholders(kernel.graph)), len(body_outputs(kernel))
             expect(declared == whole, lambda c=call, d=declared: f"{c.name} to declare all of its kernel's operands, found {d}")
     for instruction in schedule.instructions:
@@ -241,8 +242,8 @@ def _totals(step: fx.GraphModule, schedule: Schedule, given: Given) -> None:
     _same_bytes("peak", peak(schedule), schedule.peak_nbytes)
 
 
-def _same_bytes(what: str, expected: Mapping[str, int], found: Mapping[str, int]) -> None:
-    expect(dict(expected) == dict(found), lambda: f"{what} bytes {dict(expected)}, found {dict(found)}")
+def _same_bytes(what: str, expected: Mapping[str, int], declared: Mapping[str, int]) -> None:
+    expect(dict(expected) == dict(declared), lambda: f"{what} bytes {dict(expected)}, found {dict(declared)}")
 
 
 def _resident(step: fx.GraphModule, given: Given) -> dict[str, int]:

@@ -81,7 +81,6 @@ def test_dynamo_lists_the_backend() -> None:
     assert "mtcompile" in torch._dynamo.list_backends()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "offload", "budgets"),
     [
@@ -117,7 +116,6 @@ def test_every_budget_from_floor_to_resident_is_met_with_equal_bits(make: Any, o
     assert peaks == sorted(peaks)
 
 
-@pytest.mark.slow
 def test_graph_breaks_and_five_batch_sizes_give_equal_bits() -> None:
     torch.manual_seed(0)
     model = Gpt(layers=4, breaks=(0, 2))
@@ -128,7 +126,6 @@ def test_graph_breaks_and_five_batch_sizes_give_equal_bits() -> None:
     assert same(expected, actual)
 
 
-@pytest.mark.slow
 def test_an_earlier_graph_makes_room_by_running_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget that one graph's saved values leave too little of for the next: its forward runs again in the backward."""
     torch.manual_seed(0)

@@ -118,7 +118,6 @@ class Scaled(torch.nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.slow
 def test_what_is_remembered_is_not_traced_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MT_CACHE", str(tmp_path))
     traced: list[int] = []

@@ -20,9 +20,9 @@ def drop_tokens(joint: fx.GraphModule) -> None:
     graph, output = joint.graph, joint.graph.output_node()
     results = pytree.tree_leaves(output.args[0], is_leaf=lambda value: value is None)
     described = pytree.tree_leaves(output.meta["desc"])
-    kept = [(value, desc) for value, desc in zip(results, described, strict=True) if not _is_token(desc)]
-    output.args = (tuple(value for value, _ in kept),)
-    output.meta["desc"] = [desc for _, desc in kept]
+    values = [(value, desc) for value, desc in zip(results, described, strict=True) if not _is_token(desc)]
+    output.args = (tuple(value for value, _ in values),)
+    output.meta["desc"] = [desc for _, desc in values]
     for node in list(graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects)):
         token: Any = node.args[0]
         target, *args = node.args[1:]

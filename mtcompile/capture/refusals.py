@@ -45,7 +45,7 @@ def place_of(nodes: Iterable[fx.Node]) -> str:
 
 
 def not_captured(error: BaseException) -> CaptureError:
-    """Why Dynamo could not capture a forward."""
+    """Returns the error that says why Dynamo could not capture a forward."""
     text = str(error)
     context = re.search(r"Developer debug context: *(\S[^\n]*)", text)
     raised = re.search(r"when making fake tensor call.*?: got \w+\((['\"])(.*?)\1\)", text, re.DOTALL)  # by an operation
@@ -57,7 +57,7 @@ def not_captured(error: BaseException) -> CaptureError:
 
 
 def not_compiled(error: BaseException, doing: str, place: str = "") -> CaptureError:
-    """What went wrong while a captured step was traced, planned or measured."""
+    """Returns the error for what went wrong while a captured step was traced, planned or measured."""
     return CaptureError(
         f"{doing}: {type(error).__name__}: {first_line(error)}{place_in(str(error)) or place}\n"
         "  rewrite that line with other operations, or compile the submodules that do not contain it; MT_DEBUG=1 shows where "

@@ -115,10 +115,15 @@ def _stand_in(node: fx.Node, device: torch.device) -> Any:
     return tuple(results) if isinstance(vals, (tuple, list)) else results[0]
 
 
+def _operands_nbytes(node: fx.Node) -> int:
+    """Returns the bytes of an operation's operands and results."""
+    return sum(aligned(storage_nbytes(v)) for around in (node, *node.all_input_nodes) for v in iter_tensors(around))
+
+
 def _around_nbytes(node: fx.Node) -> int:
-    """Returns twice the bytes of an operation's operands and results, a bound on what it allocates inside: a copy of each in
-    another order, and as much to work in."""
-    return 2 * sum(aligned(storage_nbytes(v)) for around in (node, *node.all_input_nodes) for v in iter_tensors(around))
+    """Returns a bound on what an operation allocates inside: a copy of each operand and result in another order, and as much
+    to work in."""
+    return 2 * _operands_nbytes(node)
 
 
 def _scratch_nbytes(kernel: fx.GraphModule) -> int:
@@ -130,9 +135,7 @@ def _runs_on(device: torch.device, node: fx.Node) -> bool:
     """Tells whether an operation can be given zeros on ``device``. On a GPU, a value that an operation refuses ends the use of
     the GPU by this process; so one that may look at values, since it takes integers or draws numbers, is run on the host
     first."""
-    operands = [val for operand in node.all_input_nodes for val in iter_tensors(operand)]
-    integers = any(not val.is_floating_point() and not val.is_complex() and val.dtype != torch.bool for val in operands)
-    if device.type == "cpu" or not (integers or is_random(node)):
+    if device.type == "cpu" or not (is_random(node) or any(map(_is_integer, node.all_input_nodes))):
         return True
     cpu = torch.device("cpu")
 
@@ -167,11 +170,8 @@ def looks_up_values(kernel: fx.GraphModule) -> bool:
             and node.op != "output"
         ):
             return True
-        if node.op == "placeholder" or any(
-            operand in computed or operand.op == "placeholder" for operand in node.all_input_nodes
-        ):
-            if node.op != "placeholder":
-                computed.add(node)
+        if any(operand in computed or operand.op == "placeholder" for operand in node.all_input_nodes):
+            computed.add(node)
     return False
 
 
@@ -182,8 +182,7 @@ def _is_integer(node: fx.Node) -> bool:
 def _value_dependent_nbytes(kernel: fx.GraphModule) -> int:
     """Returns extra bytes for operations whose buffers depend on their input values, which example inputs do not show: as many
     bytes as their operands and results have."""
-    nodes = [n for n in kernel.graph.nodes if "_embedding_bag" in str(n.target)]
-    return sum(aligned(storage_nbytes(v)) for n in nodes for around in (n, *n.all_input_nodes) for v in iter_tensors(around))
+    return sum(_operands_nbytes(node) for node in kernel.graph.nodes if "_embedding_bag" in str(node.target))
 
 
 def strides_on(device: torch.device) -> Observe:

@@ -94,7 +94,7 @@ class Question:
 
 @dataclass(slots=True)
 class Answers:
-    """What one model's code is told when it asks whether it is compiling. ``conceded``: the places that are told the truth.
+    """The answers for one model's code when it asks whether it is compiling. ``conceded``: the places that are told the truth.
     ``asked``: what the capture under way has asked, the latest question last."""
 
     conceded: set[_Stack] = field(default_factory=set)

@@ -128,7 +128,6 @@ def test_predictions_are_close_after_calibration() -> None:
     assert again.calibrate().scale["compute"] == pytest.approx(25)
 
 
-@pytest.mark.slow
 def test_bits_stay_the_same_and_the_same_times_give_the_same_plan(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     model, memory = gpt(), 450_000
     expected, first = run(model, 3, memory=memory)

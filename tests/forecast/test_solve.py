@@ -17,7 +17,6 @@ from tests.helpers.models import make, tower
 pytestmark = pytest.mark.slow  # it compiles many models
 
 
-@pytest.mark.slow
 def test_the_ledger_adds_up_and_names_every_byte() -> None:
     forecast = mtcompile.plan("gpt-11m", batch=4, seq=64, memory="40MiB", machine="rtx4090")
     assert forecast.feasible and forecast.ledger is not None and forecast.planned is not None
@@ -53,7 +52,6 @@ def small(batch: int, seq: int) -> Any:
     return fake(SMALL), {"tokens": tokens, "targets": tokens}
 
 
-@pytest.mark.slow
 def test_what_does_not_fit_says_how_much_is_short_and_what_would() -> None:
     def planned(memory: str | int, host: str | None = None, **options: Any) -> mtcompile.Forecast:
         return mtcompile.plan(small, batch=4, seq=64, memory=memory, host=host, **options)
@@ -85,7 +83,6 @@ def test_a_module_of_real_tensors_is_planned_without_being_run() -> None:
     assert forecast.feasible and forecast.parameters == 72
 
 
-@pytest.mark.slow
 def test_precisions_and_updates_count_their_own_bytes() -> None:
     sizes = {}
     for precision, update in (("fp32", "step"), ("bf16", "step"), ("bf16-master32", "step"), ("bf16-master32", "backward")):
@@ -100,14 +97,12 @@ def test_precisions_and_updates_count_their_own_bytes() -> None:
     assert 12 <= sizes["bf16-master32", "backward"] < 12.1  # gradients take slots of the arena, for two regions
 
 
-@pytest.mark.slow
 def test_an_update_as_gradients_arrive_hides_behind_the_backward() -> None:
     slow = replace(Machine(), host_gbps=40.0, flops=1e10)
     after, along = (mtcompile.plan(small, seq=128, memory="4MiB", machine=slow, update=u) for u in ("step", "backward"))
     assert 0 <= along.update_us < after.update_us / 2 and along.step_time_us < after.step_time_us
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("solve", "memory"), [("seq", "30MiB"), pytest.param("batch", "20MiB", marks=pytest.mark.long)])
 def test_solving_finds_the_largest_size_that_fits(solve: str, memory: str) -> None:
     forecast = mtcompile.plan(tower, batch=2, seq=256, memory=memory, machine=Machine(), solve=solve)
@@ -122,7 +117,6 @@ def test_solving_finds_the_largest_size_that_fits(solve: str, memory: str) -> No
         mtcompile.plan(tower, machine=Machine(), solve=solve)
 
 
-@pytest.mark.slow
 def test_solve_memory_says_the_least_that_works() -> None:
     forecast = mtcompile.plan(small, seq=64, memory="200KiB", solve="memory")
     assert forecast.feasible and forecast.solved == {"memory": forecast.budget_bytes["device"]}

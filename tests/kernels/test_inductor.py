@@ -42,7 +42,6 @@ def run(model: torch.nn.Module, memory: int | None, kernels: str) -> tuple[Any, 
         return train(compiled, optimizer, data(), steps=2), compiled
 
 
-@pytest.mark.slow
 def test_inductor_kernels_at_three_budgets(capfd: pytest.CaptureFixture[str]) -> None:
     model = small()
     eager, compiled = run(model, None, "eager")

@@ -121,7 +121,6 @@ def test_rounding_is_no_difference_with_inductor() -> None:
     assert _beyond_rounding(Difference("weight", "", 1, 1, 1), model)  # not finite
 
 
-@pytest.mark.slow
 def test_with_inductor_it_is_rounding_that_counts() -> None:
     found = mtcompile.verify(Odd("none"), {"x": torch.ones(2, 4)}, memory="1MiB", device="cpu", kernels="inductor", steps=2)
     assert found.equal and "equal within rounding" in str(found)
@@ -156,7 +155,6 @@ def test_random_numbers_in_micro_batches_are_not_compared() -> None:
     assert found.equal
 
 
-@pytest.mark.slow
 def test_the_command_ends_with_its_verdict(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "import torch\n"

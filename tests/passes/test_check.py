@@ -44,7 +44,6 @@ def mutants(subject: Subject, seed: int, per_kind: int) -> Iterator[tuple[str, f
             assert error.args == ("disk",)
 
 
-@pytest.mark.slow
 def test_what_is_really_unsafe_is_refused() -> None:
     """Two hundred mutants of four steps, of every kind."""
     refused: Counter[str] = Counter()

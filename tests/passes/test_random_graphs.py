@@ -70,7 +70,6 @@ OPERATION = st.tuples(st.sampled_from([*UNARY, *WEIGHTED, *BINARY]), st.integers
 WORKSPACES = EagerKernels(torch.device("cpu")).workspace
 
 
-@pytest.mark.slow
 @settings(
     max_examples=25,
     deadline=None,

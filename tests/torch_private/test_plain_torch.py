@@ -212,7 +212,6 @@ def test_calls_that_dynamo_would_rewrite() -> None:
     assert_plain(Fused(), torch.rand(200, 3) + 1)
 
 
-@pytest.mark.slow
 def test_mamba() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

@@ -83,7 +83,6 @@ def plain_losses(wanted: Recipe) -> list[float]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -117,7 +116,6 @@ def test_twenty_million_parameters_in_a_quarter_of_their_state(tmp_path: Path, o
     assert [row.loss for row in rows] == plain_losses(wanted)
 
 
-@pytest.mark.slow
 def test_a_resumed_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     wanted = recipe(tmp_path, precision="bf16-master32", update="backward", save=tmp_path / "run")
     whole = losses(replace(wanted, save=None))
@@ -166,7 +164,6 @@ def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     process.communicate()
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_it_after_a_step_with_everything_written(running: tuple[subprocess.Popen[str], Path]) -> None:
     process, metrics = running
     until = time.monotonic() + 120
@@ -184,7 +181,6 @@ def test_ctrl_c_ends_it_after_a_step_with_everything_written(running: tuple[subp
     assert state["step"] == len(rows) == rows[-1]["step"] and f"interrupted after {len(rows)} of 100000 steps" in out
 
 
-@pytest.mark.slow
 def test_the_command_trains_on_tokens_and_says_what_it_did(tmp_path: Path) -> None:
     wanted = recipe(tmp_path)
     np.random.default_rng(0).integers(0, 200, 5000, dtype=np.uint16).tofile(tmp_path / "tokens.bin")

@@ -36,7 +36,6 @@ from tests.helpers.tracing import equal, interpret, run, trace
 pytestmark = pytest.mark.slow  # it compiles many models
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -16,7 +16,6 @@ from tests.helpers.tracing import trace
 pytestmark = pytest.mark.slow  # it compiles many models
 
 
-@pytest.mark.slow
 def test_peaks_are_expressions_of_batch_and_sequence() -> None:
     """Expressions fitted to one plan at six sizes give, at a seventh, the peak of lowering it there, or a little more."""
     points = [(2, 128), (3, 128), (2, 256), (3, 256), (2, 384), (3, 384), (5, 512)]
