@@ -3,8 +3,8 @@
 The whole pipeline, on one screen:
 
     joint graph --normalize--> --build--> step graph          once per program
-    step graph  --PIPELINE (given a Plan)--> rewritten        once per candidate plan
-    rewritten   --lower--> Schedule --verify--> proven        the chosen candidate
+    step graph  --PIPELINE (given a Plan)--> rewritten        once per candidate plan, as a draft
+    rewritten   --lower--> Schedule --verify--> proven        the chosen candidate, as an fx graph
 
 One block before any rewrite: its values are on the device, and the values that its forward saves stay there for its backward.
 
@@ -29,6 +29,7 @@ from collections.abc import Callable
 
 from torch import fx
 
+from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.rewrites.casts import cast_on_host
 from mtcompile.passes.rewrites.recompute import recompute, repeat_forward
@@ -51,16 +52,21 @@ PIPELINE: tuple[Pass, ...] = (
 )
 
 
-def rewrite(
-    step: fx.GraphModule, plan: Plan, after: Callable[[str, fx.GraphModule], None] | None = None, lint: bool = True
-) -> fx.GraphModule:
-    """Returns a rewritten copy of ``step``. ``after``: called with (name, step) after each pass. ``lint``: checks the graph
-    after each pass; False for one of many candidates. Generates no Python code; ``step.recompile()`` does."""
+def rewrite(step: fx.GraphModule, plan: Plan, after: Callable[[str, fx.GraphModule], None] | None = None) -> fx.GraphModule:
+    """Returns a rewritten copy of ``step``. ``after``: called with (name, step) after each pass."""
     step = copy_step(step)
     for transform in PIPELINE:
         step = transform(step, plan)
-        if lint:
-            step.graph.lint()
+        step.graph.lint()
         if after is not None:
             after(transform.__name__, step)
+    step.recompile()
     return step
+
+
+def rewritten_draft(draft: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+    """Returns what ``rewrite`` does, as a draft. ``draft``: of the step graph (``draft_of``)."""
+    draft = draft_of(draft)
+    for transform in PIPELINE:
+        draft = transform(draft, plan)
+    return draft

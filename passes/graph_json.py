@@ -151,6 +151,7 @@ def _module(data: Mapping[str, Any]) -> fx.GraphModule:
             homes=data["step"]["homes"],
             constants={},
             kernels={kernel.meta["key"]: kernel for _, kernel in module.named_children()},
+            memo={},
         )
     else:
         module.meta.update(name=data["name"], key=kernel_key(graph))

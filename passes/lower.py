@@ -39,7 +39,18 @@ def lower(
     resident_nbytes: Mapping[str, int],
     workspace: Workspace = workspace_nbytes,
 ) -> Schedule:
-    """Returns the schedule of a rewritten step graph.
+    """Returns the schedule of a rewritten step graph: ``listed``, with dependencies."""
+    return deps.derive(listed(step, plan, machine, resident_nbytes, workspace))
+
+
+def listed(
+    step: fx.GraphModule,
+    plan: Plan,
+    machine: Machine,
+    resident_nbytes: Mapping[str, int],
+    workspace: Workspace = workspace_nbytes,
+) -> Schedule:
+    """Returns the schedule of a rewritten step graph or of a draft of it, without dependencies.
 
     ``resident_nbytes``: persistent bytes per tier, counted at all times. ``workspace``: bytes a kernel needs beside its
     operands and results (measured, or by shapes). Prefetches and offloads write placed slots, regions make pooled values.
@@ -47,12 +58,12 @@ def lower(
     """
     buffers = _buffers(step)
     work = [_instruction(step, call, plan, buffers, machine, workspace) for call in calls(step)]
-    listed = _with_lives(work, buffers, plan.lookahead)
-    buffers, arenas = assign_offsets(listed, buffers)
+    instructions = _with_lives(work, buffers, plan.lookahead)
+    buffers, arenas = assign_offsets(instructions, buffers)
     limit = {tier: n for tier, n in plan.budget_bytes.items() if n is not None}
     ahead = plan.updates is not None and plan.updates.run_ahead
-    schedule = Schedule(tuple(listed), buffers, arenas, dict(resident_nbytes), limit, run_ahead=ahead)
-    return replace(deps.derive(schedule), peak_nbytes=peaks(schedule))
+    schedule = Schedule(tuple(instructions), buffers, arenas, dict(resident_nbytes), limit, run_ahead=ahead)
+    return replace(schedule, peak_nbytes=peaks(schedule))
 
 
 def work_of(call: fx.Node) -> Work:
@@ -150,12 +161,12 @@ def _with_lives(work: list[Instruction], buffers: Mapping[str, Buffer], lookahea
         if buffers[name].kind != "home" and not buffers[name].returned:
             ending.setdefault(position, []).append(name)
 
-    listed: list[Instruction] = []
+    instructions: list[Instruction] = []
     deferred: list[tuple[str, Instruction]] = []  # buffers to free after the next region, and their last user
 
     def life(op: Op, name: str, user: Instruction) -> None:
         queue = "compute" if buffers[name].kind == "pooled" else user.queue
-        listed.append(Instruction(op, queue, user.phase, writes=(name,), block=user.block))
+        instructions.append(Instruction(op, queue, user.phase, writes=(name,), block=user.block))
 
     def free_deferred() -> None:
         for name, user in deferred:
@@ -166,7 +177,7 @@ def _with_lives(work: list[Instruction], buffers: Mapping[str, Buffer], lookahea
         for name in user.writes:
             if buffers[name].kind != "home":
                 life("alloc", name, user)
-        listed.append(user)
+        instructions.append(user)
         if user.op == "run" and user.queue == "compute":
             free_deferred()
         for name in ending.get(position, ()):
@@ -176,4 +187,4 @@ def _with_lives(work: list[Instruction], buffers: Mapping[str, Buffer], lookahea
                 life("free", name, user)
         if position + 1 == len(work) or work[position + 1].phase != user.phase:
             free_deferred()
-    return listed
+    return instructions

@@ -19,7 +19,8 @@ Of every call: ``phase`` and ``block`` (the index of the forward block it belong
 it computes again.
 ``step.meta``: ``inputs`` (InputSpec per placeholder), ``outputs`` (OutputSpec per output), ``constants`` (tensors),
 ``blocks`` (their names), ``device`` (where its kernels run, as torch names it), ``homes`` (parameter -> home block) and
-``updated`` (the parameters that a backward updates, if not all); ``build`` alone writes them.
+``updated`` (the parameters that a backward updates, if not all); ``build`` alone writes them. ``kernels`` and ``memo`` (kernels
+by body, and by what rewrites made them for) are shared by a step graph and all rewritten copies of it.
 ``fx.Interpreter(step).run(*inputs)`` is the reference execution, in which an update returns the gradients it is given: what
 it makes of them is the optimizer's.
 """
@@ -205,6 +206,9 @@ def is_convert(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is convert
 
 
+_CALLS = frozenset({prefetch, offload, convert, update, gradient_norms, gradient_scale})
+
+
 def recomputes(node: fx.Node) -> tuple[int, ...]:
     """The forward blocks of which a call computes something again."""
     return tuple(node.meta.get("recomputes", ()))
@@ -212,7 +216,7 @@ def recomputes(node: fx.Node) -> tuple[int, ...]:
 
 def calls(step: fx.GraphModule) -> list[fx.Node]:
     """The regions, prefetches, offloads, conversions and updates, in order."""
-    return [n for n in step.graph.nodes if is_region(n) or is_move(n) or is_update(n) or is_convert(n)]
+    return [n for n in step.graph.nodes if n.op == "call_module" or (n.op == "call_function" and n.target in _CALLS)]
 
 
 def regions(step: fx.GraphModule) -> list[fx.Node]:
@@ -252,33 +256,17 @@ def source(value: fx.Node) -> fx.Node:
 
 
 def copy_step(step: fx.GraphModule) -> fx.GraphModule:
-    """A copy with a graph of its own and the same kernels. It cannot be called before ``recompile()``: most copies are
-    candidates that never are, and generating code is a quarter of what planning costs."""
+    """A copy with a graph of its own and the same kernels."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     outputs = graph.graph_copy(step.graph, env)
     graph.output(outputs)
     for old, new in env.items():
         new.meta = dict(old.meta)
-    copied = _NotYetCode(torch.nn.Module(), fx.Graph(), class_name="Step")
-    copied.take(graph)
-    for name in dict.fromkeys(str(node.target) for node in graph.nodes if is_region(node)):
-        copied.add_module(name, step.get_submodule(name))
+    kernels = {str(node.target): kernel_of(step, node) for node in graph.nodes if is_region(node)}
+    copied = fx.GraphModule(kernels, graph, class_name="Step")
     copied.meta.update(step.meta)
     return copied
-
-
-class _NotYetCode(fx.GraphModule):
-    """A GraphModule that takes a graph without generating its code."""
-
-    def take(self, graph: fx.Graph) -> None:
-        self._graph = graph
-        graph.owning_module = self
-        type(self).forward = _no_code  # of this instance: GraphModule makes a class for each
-
-
-def _no_code(self: fx.GraphModule, *inputs: Any) -> Any:
-    raise RuntimeError("call recompile() first")
 
 
 # ------------------------------------------------------------------------------------------------------------- printing

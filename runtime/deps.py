@@ -13,17 +13,21 @@ queue.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mtcompile.runtime.schedule import HOST_AWAITS, PHASES, QUEUES, Instruction, Schedule, with_deps
 
 
 @dataclass(slots=True)
 class _Touched:
-    """The instructions that touched some bytes last: the last writer and, since then, the latest reader of each queue."""
+    """The instructions that touched some bytes last: the last writer and, since then, the latest reader of each queue.
+    ``whole``: these are still all the bytes that it was made for."""
 
     writer: int = -1
     readers: dict[str, int] = field(default_factory=dict)
+    whole: bool = True
 
 
 class _Arena:
@@ -43,83 +47,94 @@ class _Arena:
         k = bisect_left(self.starts, at)
         if k == len(self.starts) or self.starts[k] != at:
             before = self.touched[k - 1]
+            before.whole = False
             self.starts.insert(k, at)
-            self.touched.insert(k, _Touched(before.writer, dict(before.readers)))
+            self.touched[k - 1 : k] = [_Touched(before.writer, dict(before.readers)) for _ in range(2)]
         return k
 
     def entries(self, start: int, end: int) -> list[_Touched]:
         first = self._cut(start)
         return self.touched[first : self._cut(end)]
 
-    def merge(self, start: int, end: int, touched: _Touched) -> None:
+    def merge(self, start: int, end: int) -> _Touched:
+        """Makes a range one entry, and returns it."""
         first = self._cut(start)
         last = self._cut(end)
+        for entry in self.touched[first:last]:
+            entry.whole = False
+        merged = _Touched()
         self.starts[first:last] = [start]
-        self.touched[first:last] = [touched]
+        self.touched[first:last] = [merged]
+        return merged
 
 
 class _Memory:
     """The last accesses to all buffers: placed ones by byte, the others by name."""
 
-    __slots__ = ("arenas", "named", "schedule")
+    __slots__ = ("arenas", "buffers", "last")
 
     def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
+        self.buffers = schedule.buffers
         self.arenas: dict[str, _Arena] = {}
-        self.named: dict[str, _Touched] = {}
+        self.last: dict[str, _Touched] = {}  # by name: the entry for all of a buffer's bytes, as long as it is whole
 
-    def _bytes(self, name: str, index: int) -> tuple[_Arena, int, int] | None:
-        """Returns the arena, start and end of a placed buffer; None for one that shares no bytes with others."""
-        buffer = self.schedule.buffers.get(name)
+    def _entries(self, name: str, index: int, written: bool) -> list[_Touched]:
+        """Returns what is known of a buffer's bytes. If they are ``written``, they are one entry from then on."""
+        buffer = self.buffers.get(name)
         if buffer is None:
             raise ValueError(f"#{index}: expected operands from the buffer table, found {name!r}; add it to the table")
-        if buffer.kind != "placed" or buffer.nbytes == 0:
-            return None
+        if buffer.kind != "placed" or buffer.nbytes == 0:  # it shares no bytes with others; a home's versions share theirs
+            entry = self.last[name] = self.last.setdefault(buffer.version_of or name, _Touched())
+            return [entry]
         if buffer.offset is None or buffer.offset < 0:
             raise ValueError(f"#{index}: expected an offset of 0 or more, found {name} at {buffer.offset}; place it first")
-        return self.arenas.setdefault(buffer.tier, _Arena()), buffer.offset, buffer.offset + buffer.nbytes
-
-    def _own(self, name: str) -> str:
-        """Returns the one name under which a home's bytes are known, whichever version they hold."""
-        return self.schedule.buffers[name].version_of or name
-
-    def read(self, name: str, index: int, queue: str) -> set[int]:
-        """Records a read and returns the instructions it must come after."""
-        place = self._bytes(name, index)
-        entries = place[0].entries(*place[1:]) if place else [self.named.setdefault(self._own(name), _Touched())]
-        for entry in entries:
-            entry.readers[queue] = index
-        return {entry.writer for entry in entries}
-
-    def write(self, name: str, index: int) -> set[int]:
-        """Records a write and returns the instructions it must come after."""
-        place = self._bytes(name, index)
-        if place is None:
-            name = self._own(name)
-            entries = [self.named.get(name, _Touched())]
-            self.named[name] = _Touched(index)
-        else:
-            entries = place[0].entries(*place[1:])
-            place[0].merge(*place[1:], _Touched(index))
-        return {i for entry in entries for i in (entry.writer, *entry.readers.values())}
+        arena = self.arenas.setdefault(buffer.tier, _Arena())
+        entries = arena.entries(buffer.offset, buffer.offset + buffer.nbytes)
+        if written:
+            self.last[name] = arena.merge(buffer.offset, buffer.offset + buffer.nbytes)
+        return entries
 
     def touch(self, instruction: Instruction, index: int) -> set[int]:
         """Records all its accesses, as instruction ``index``, and returns the earlier ones it must come after."""
         needed: set[int] = set()
+        last, queue = self.last, instruction.queue
         for name in instruction.reads:
-            needed |= self.read(name, index, instruction.queue)
+            entry = last.get(name)
+            for touched in (entry,) if entry is not None and entry.whole else self._entries(name, index, False):
+                needed.add(touched.writer)
+                touched.readers[queue] = index
         for name in instruction.writes:
-            needed |= self.write(name, index)
-        return needed - {-1, index}
+            entry = last.get(name)
+            for touched in (entry,) if entry is not None and entry.whole else self._entries(name, index, True):
+                needed.add(touched.writer)
+                needed.update(touched.readers.values())
+            entry = last[name]
+            entry.writer = index
+            entry.readers.clear()
+        needed.discard(-1)
+        needed.discard(index)
+        return needed
+
+
+class Waits(NamedTuple):
+    """What each instruction waits for: ``deps`` in its own step, ``previous_step_deps`` in the one before."""
+
+    deps: Sequence[tuple[int, ...]]
+    previous_step_deps: Sequence[tuple[int, ...]]
 
 
 def derive(schedule: Schedule) -> Schedule:
     """Returns the schedule with the fewest dependencies that order every two conflicting instructions as listed.
 
-    For a schedule that runs ahead, derives also what the next step's forward waits for. Ignores dependencies that
-    ``schedule`` has already. Raises ValueError for an operand that is not in the buffer table or has no place, and for
-    phases that do not follow each other in the list.
+    Ignores dependencies that ``schedule`` has already. Raises ValueError for an operand that is not in the buffer table or has
+    no place, and for phases that do not follow each other in the list.
     """
+    return with_deps(schedule, *waits(schedule))
+
+
+def waits(schedule: Schedule) -> Waits:
+    """Returns the dependencies that ``derive`` puts into a schedule; for one that runs ahead, also what the next step's forward
+    waits for. Raises ValueError as it does."""
     instructions = schedule.instructions
     memory = _Memory(schedule)
     queues = [QUEUES.index(instruction.queue) for instruction in instructions]
@@ -143,17 +158,16 @@ def derive(schedule: Schedule) -> Schedule:
         queue = queues[index]
         needed = memory.touch(instruction, index)
         clock = latest[queue]
-        waits: list[int] = []
+        awaited: list[int] = []
         for earlier in sorted(needed, reverse=True):  # latest first: a later one may imply an earlier one, never back
             if clock[queues[earlier]] < earlier:
-                waits.append(earlier)
+                awaited.append(earlier)
                 clock = tuple(map(max, clock, completed[earlier]))
         clock = (*clock[:queue], index, *clock[queue + 1 :])
         completed.append(clock)
         latest[queue] = clock
-        deps.append(tuple(reversed(waits)))
-    next_step = _next_forward(schedule, memory, deps, latest) if schedule.run_ahead else None
-    return with_deps(schedule, deps, next_step)
+        deps.append(tuple(reversed(awaited)))
+    return Waits(deps, _next_forward(schedule, memory, deps, latest) if schedule.run_ahead else [()] * len(deps))
 
 
 def _next_forward(
@@ -168,18 +182,18 @@ def _next_forward(
     start, reached = len(schedule), [drained] * len(QUEUES)
     reached[host] = start - 1  # in its own order
     completed: list[int] = []
-    waits: list[tuple[int, ...]] = []
+    awaited: list[tuple[int, ...]] = []
     for index, instruction in enumerate(schedule.instructions):
         if instruction.phase != PHASES[0]:
             completed.append(-1)
-            waits.append(())
+            awaited.append(())
             continue
         needed = memory.touch(instruction, start + index)
         previous = (i for i in needed if 0 <= i < start and schedule.instructions[i].queue == "host")
         queue = QUEUES.index(instruction.queue)
         clock = max((reached[queue], *(completed[dep] for dep in deps[index])))
         last = max(previous, default=-1)
-        waits.append((last,) if last > clock else ())
+        awaited.append((last,) if last > clock else ())
         reached[queue] = max(clock, last)
         completed.append(reached[queue])
-    return waits
+    return awaited

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from mtcompile.runtime.schedule import PHASES, Queue, Schedule
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from mtcompile.runtime.deps import Waits
+from mtcompile.runtime.schedule import PHASES, Instruction, Queue, Schedule
 from mtcompile.runtime.trace import Record, Trace
 
 
@@ -13,45 +17,68 @@ def simulate(schedule: Schedule, previous: Trace | None = None) -> Trace:
     ``previous``: the previous step's trace, for a schedule that runs ahead. This step starts when all queues but host have
     drained there. Raises ValueError where an instruction would wait for ever, or where a duration is negative.
     """
-    late: dict[int, float] = {}
-    if previous is not None and schedule.run_ahead:
-        ready = _drained_us(schedule, previous)
-        late = {r.index: r.end_us - ready for r in previous.records if _may_be_late(schedule, r.index)}
-    ends: list[float] = []
-    free_at: dict[Queue, float] = {"host": max(late.values(), default=0.0)}
-    records: list[Record] = []
-    barrier, phase = 0.0, ""
-    for index, instruction in enumerate(schedule.instructions):
-        if instruction.time_us < 0:
-            raise ValueError(f"#{index}: expected a duration of 0 µs or more, found {instruction.time_us}")
-        if instruction.phase != phase:
-            barrier = max(ends, default=0.0) if phase == "" else max((*ends, free_at["host"]))
-            phase = instruction.phase
-        if any(not 0 <= dep < index for dep in instruction.deps):
-            raise ValueError(f"#{index}: expected waits for earlier instructions, found {instruction.deps}; derive deps again")
-        waits = (*(ends[dep] for dep in instruction.deps), *(late.get(dep, 0.0) for dep in instruction.previous_step_deps))
-        start = max((barrier, free_at.get(instruction.queue, 0.0), *waits))
-        end = start + instruction.time_us
-        ends.append(end)
-        free_at[instruction.queue] = end
-        records.append(Record(index, instruction.queue, start, end))
+    late = {} if previous is None else _late_us(schedule, [record.end_us for record in previous.records])
+    rows = zip(schedule.instructions, *clock(schedule, late), strict=True)
+    records = (Record(index, i.queue, start, end) for index, (i, start, end) in enumerate(rows))
     return Trace(tuple(records), "predicted")
 
 
-def period_us(schedule: Schedule) -> float:
+def clock(
+    schedule: Schedule,
+    late: Mapping[int, float] = MappingProxyType({}),
+    waits: Waits | None = None,
+    durations: Sequence[float] | None = None,
+) -> tuple[list[float], list[float]]:
+    """Returns the start and the end of every instruction, in µs. ``late``: ends of the previous step's instructions that are
+    still to come, by index. ``waits`` and ``durations`` (µs): in place of those in the schedule."""
+    starts: list[float] = []
+    ends: list[float] = []
+    free_at: dict[Queue, float] = {"host": max(late.values(), default=0.0)}
+    barrier, phase = 0.0, ""
+    for index, instruction in enumerate(schedule.instructions):
+        duration = instruction.time_us if durations is None else durations[index]
+        if duration < 0:
+            raise ValueError(f"#{index}: expected a duration of 0 µs or more, found {duration}")
+        if instruction.phase != phase:
+            barrier = max(ends, default=0.0) if phase == "" else max((*ends, free_at["host"]))
+            phase = instruction.phase
+        start = max(barrier, free_at.get(instruction.queue, 0.0))
+        deps = instruction.deps if waits is None else waits.deps[index]
+        for dep in deps:
+            if not 0 <= dep < index:
+                raise ValueError(f"#{index}: expected waits for earlier instructions, found {deps}; derive deps again")
+            start = max(start, ends[dep])
+        if late:
+            before = instruction.previous_step_deps if waits is None else waits.previous_step_deps[index]
+            start = max((start, *(late.get(dep, 0.0) for dep in before)))
+        starts.append(start)
+        ends.append(start + duration)
+        free_at[instruction.queue] = start + duration
+    return starts, ends
+
+
+def period_us(schedule: Schedule, waits: Waits | None = None) -> float:
     """Predicts the µs from one step's start to the next one's, in a long sequence of steps. The next step's forward drains
-    what a step leaves to it, so all steps from the second one on take the same time."""
-    first = simulate(schedule)
+    what a step leaves to it, so all steps from the second one on take the same time. ``waits``: in place of those in it."""
+    _, ends = clock(schedule, waits=waits)
     if not schedule.run_ahead:
-        return max((record.end_us for record in first.records), default=0.0)
-    return _drained_us(schedule, simulate(schedule, first))
+        return max(ends, default=0.0)
+    _, ends = clock(schedule, _late_us(schedule, ends), waits)
+    return _drained_us(schedule, ends)
 
 
-def _drained_us(schedule: Schedule, trace: Trace) -> float:
-    """Returns when, in µs, the next step may start."""
-    return max((r.end_us for r in trace.records if not _may_be_late(schedule, r.index)), default=0.0)
+def _late_us(schedule: Schedule, ends: Sequence[float]) -> dict[int, float]:
+    """Returns when, in µs of the next step, the instructions end that this one leaves to it."""
+    if not schedule.run_ahead:
+        return {}
+    ready = _drained_us(schedule, ends)
+    return {i: end - ready for i, end in enumerate(ends) if _may_be_late(schedule.instructions[i])}
 
 
-def _may_be_late(schedule: Schedule, index: int) -> bool:
-    instruction = schedule.instructions[index]
-    return schedule.run_ahead and (instruction.queue, instruction.phase) == ("host", PHASES[1])
+def _drained_us(schedule: Schedule, ends: Sequence[float]) -> float:
+    """Returns when, in µs, the step after one that runs ahead may start."""
+    return max((end for i, end in zip(schedule.instructions, ends, strict=True) if not _may_be_late(i)), default=0.0)
+
+
+def _may_be_late(instruction: Instruction) -> bool:
+    return instruction.queue == "host" and instruction.phase == PHASES[1]

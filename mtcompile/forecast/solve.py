@@ -129,7 +129,7 @@ def _largest(request: ForecastRequest, what: str, batch: int, seq: int) -> Forec
     first = sized_step(request, *at(sizes[-1]))
     steps = [*(sized_step(request, *at(n), first) for n in sizes[:-1]), first]
     leanest = first.candidates.least().plan
-    planned = [sized.candidates.evaluate(leanest) for sized in steps]
+    planned = [sized.candidates.planned(leanest) for sized in steps]
     points = [at(n) for n in sizes]
     expressions = peak_expressions(planned[:-1], points[:-1], MONOMIALS[what])
     for tier, expression in expressions.items():

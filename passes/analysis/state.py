@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import fx
 
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.plan import Plan, Updates
 from mtcompile.passes.step_graph import placeholders
+from mtcompile.runtime.deps import Waits
 from mtcompile.runtime.schedule import ALIGNMENT, Instruction, Schedule, placed
-from mtcompile.runtime.sim import period_us, simulate
-from mtcompile.runtime.trace import span_us
+from mtcompile.runtime.sim import clock, period_us
 
 SCALAR_STATE_NBYTES = ALIGNMENT  # step counters of a parameter's optimizer state, on the host wherever the rest is
 
@@ -69,7 +69,7 @@ def persistent_nbytes(step: fx.GraphModule, plan: Plan, budgets: Budgets) -> dic
 
 
 def times_us(
-    schedule: Schedule, machine: Machine, sizes: Mapping[str, int], plan: Plan, budgets: Budgets
+    schedule: Schedule, waits: Waits, machine: Machine, sizes: Mapping[str, int], plan: Plan, budgets: Budgets
 ) -> tuple[float, float]:
     """Microseconds of forward and backward, and the microseconds that the optimizer's update adds to them. Where updates run in
     the backward, the host works on gradients while others are made, through the memory that copies use too."""
@@ -78,16 +78,21 @@ def times_us(
     device_nbytes = sum(nbytes for block, nbytes in sizes.items() if plan.params(block) == "device")
     host_nbytes = sum(sizes.values()) - device_nbytes
     if budgets.updates is None:
-        return span_us(simulate(schedule)) + contention, machine.update_us(host_nbytes, device_nbytes, budgets.state_copies)
-    without = [replace(i, time_us=0.0) if _is_update(schedule, i) else i for i in schedule.instructions]
-    trace = simulate(replace(schedule, instructions=tuple(without), run_ahead=False))
-    alone = overlapped = span_us(trace)  # without updates; and as much of it as updates may run beside
+        update_us = machine.update_us(host_nbytes, device_nbytes, budgets.state_copies)
+        return _span_us(*clock(schedule, waits=waits)) + contention, update_us
+    without = [0.0 if _is_update(schedule, i) else i.time_us for i in schedule.instructions]
+    starts, ends = clock(schedule, waits=waits, durations=without)
+    alone = overlapped = _span_us(starts, ends)  # without updates; and as much of it as updates may run beside
     if not budgets.updates.run_ahead:
-        starts = (r.start_us for r in trace.records if schedule.instructions[r.index].phase == "backward")
-        overlapped -= min(starts, default=alone)
+        backward = (start for i, start in zip(schedule.instructions, starts, strict=True) if i.phase == "backward")
+        overlapped -= min(backward, default=alone)
         copied = sum(i.nbytes for i in schedule.instructions if i.op == "copy" and i.phase == "backward")
     memory_bound = machine.update_us(host_nbytes, 0, budgets.state_copies) + copied / machine.host_gbps / 1e3 - overlapped
-    return alone + contention, max(period_us(schedule) - alone, 0.0, memory_bound)
+    return alone + contention, max(period_us(schedule, waits) - alone, 0.0, memory_bound)
+
+
+def _span_us(starts: Sequence[float], ends: Sequence[float]) -> float:
+    return max(ends) - min(starts) if ends else 0.0
 
 
 def _is_update(schedule: Schedule, instruction: Instruction) -> bool:

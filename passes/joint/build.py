@@ -108,7 +108,7 @@ def build(
     step.meta.update(
         inputs=joint.meta["inputs"], outputs=specs, constants=joint.meta["constants"], blocks=blocks, kernels=kernels
     )
-    step.meta.update(device=device, homes=homes)
+    step.meta.update(device=device, homes=homes, memo={})
     if input_homes.updated is not None:
         step.meta["updated"] = input_homes.updated
     step.graph.lint()

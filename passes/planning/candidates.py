@@ -13,14 +13,15 @@ from functools import cached_property
 from typing import Protocol
 
 from mtcompile.passes.analysis.state import Budgets, param_nbytes
+from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.evaluate import completed, evaluate, shortfall
 from mtcompile.passes.planning.frontier import Point, choose, fits, most_promising, pareto, points_from_json, points_to_json
 from mtcompile.passes.planning.ladders import Ladder, blocks_of, everything, ladders
 from mtcompile.passes.planning.policies import POLICIES
-from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem, Progress, no_progress
+from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Progress, no_progress
 from mtcompile.passes.planning.search import neighbours, signature
-from mtcompile.passes.step_graph import calls, is_convert, kernel_of, regions
+from mtcompile.passes.step_graph import kernel_of, regions
 
 # Limits count evaluations, not seconds, so that the same input gives the same plan. One takes time in proportion to regions.
 _REGIONS_PER_LADDER = 150  # regions to evaluate per ladder, but ...
@@ -49,13 +50,19 @@ class Candidates:
         self.sizes = param_nbytes(problem.step)
         self.open_params = {b: nbytes for b, nbytes in self.sizes.items() if b not in problem.fixed_homes}
         self.base = _decided(problem, self.sizes)
+        self.draft = draft_of(problem.step)
         self.evaluations = 0
         self._points: list[Point] = []
 
-    def evaluate(self, plan: Plan) -> Planned:
+    def evaluate(self, plan: Plan) -> Candidate:
         """Evaluates a plan, and counts it."""
         self.evaluations += 1
-        return evaluate(self.problem, plan)
+        return evaluate(self.problem, self.draft, plan)
+
+    def planned(self, plan: Plan) -> Planned:
+        """Returns the plan with its rewritten step graph and schedule, whether it fits or not."""
+        candidate = self.evaluate(plan)
+        return completed(self.problem, candidate, candidate.plan.peak_bytes["device"])
 
     @cached_property
     def ladders(self) -> tuple[Ladder, ...]:
@@ -91,8 +98,7 @@ class Candidates:
         """Returns the plan that needs least device memory, whatever the budgets."""
         with contextlib.suppress(DoesNotFit):
             self.best(0, None)
-        least = self.evaluate(min(self._points, key=lambda point: (point.peak, point.time_us)).plan)
-        return completed(self.problem, least, least.plan.peak_bytes["device"])
+        return self.planned(min(self._points, key=lambda point: (point.peak, point.time_us)).plan)
 
     def needs(self, tier: str, limits: Mapping[str, int]) -> int | None:
         """Returns the fewest bytes of a tier with which some plan keeps to ``limits`` on others, after ``best`` found none."""
@@ -101,19 +107,19 @@ class Candidates:
 
     def by_policy(self, policy: str, budgets: Budgets) -> Planned:
         """Returns the plan of a fixed policy. Raises DoesNotFit."""
-        planned = self.evaluate(POLICIES[policy](self.problem.step, self.base, self.open_params))
-        peaks = planned.schedule.peak_nbytes
+        candidate = self.evaluate(POLICIES[policy](self.problem.step, self.base, self.open_params))
+        peaks = candidate.schedule.peak_nbytes
         for tier, limit in budgets.nbytes.items():
             if limit is not None and peaks[tier] > limit:
-                raise shortfall(planned, tier)
-        return completed(replace(self.problem, budgets=budgets), planned, peaks["device"])
+                raise shortfall(candidate, tier)
+        return completed(replace(self.problem, budgets=budgets), candidate, peaks["device"])
 
     # -------------------------------------------------------------------------------------------------------- choosing
 
     def _within(self, device: int | None, host: int | None) -> PlanningProblem:
         return replace(self.problem, budgets=replace(self.problem.budgets, device=device, host=host))
 
-    def _everything(self) -> Planned:
+    def _everything(self) -> Candidate:
         return self.evaluate(everything(self.problem.step, self.base, self.open_params))
 
     def _chosen(self, problem: PlanningProblem) -> Planned:
@@ -121,45 +127,45 @@ class Candidates:
         budgets = problem.budgets
         frontier = self._frontier(budgets)
         point = choose(frontier, self._points, lambda plan: self.evaluate(plan).plan, budgets)
-        planned = self._with_late_updates(self._with_casts_in_place(self._planned(point), budgets), budgets)
-        return completed(problem, planned, min(frontier[0].peak, planned.plan.peak_bytes["device"]))
+        candidate = self._with_late_updates(self._with_casts_in_place(self._again(point), budgets), budgets)
+        return completed(problem, candidate, min(frontier[0].peak, candidate.plan.peak_bytes["device"]))
 
-    def _planned(self, point: Point) -> Planned:
-        """Returns the point's graph and schedule. Raises _Stale."""
-        planned = self.evaluate(point.plan)
-        if (planned.plan.peak_bytes, planned.plan.total_us) != (point.plan.peak_bytes, point.time_us):
+    def _again(self, point: Point) -> Candidate:
+        """Returns the point with its schedule. Raises _Stale."""
+        candidate = self.evaluate(point.plan)
+        if (candidate.plan.peak_bytes, candidate.plan.total_us) != (point.plan.peak_bytes, point.time_us):
             raise _Stale
-        return planned
+        return candidate
 
     def _frontier(self, budgets: Budgets) -> list[Point]:
         """Returns points by rising peak, each faster than all before it. Raises DoesNotFit if no candidate fits."""
         points = self._points
         least = min(points, key=lambda point: point.peak)
         if budgets.device is not None and least.peak > budgets.device:
-            raise shortfall(self._planned(least), "device")
+            raise shortfall(self._again(least), "device")
         fits_host = [p for p in points if budgets.host is None or p.plan.peak_bytes["host"] <= budgets.host]
         if not any(fits(p.plan, budgets) for p in fits_host):
             fits_device = (p for p in points if budgets.device is None or p.peak <= budgets.device)
-            raise shortfall(self._planned(min(fits_device, key=lambda p: p.plan.peak_bytes["host"])), "host")
+            raise shortfall(self._again(min(fits_device, key=lambda p: p.plan.peak_bytes["host"])), "host")
         return pareto(fits_host)
 
-    def _with_casts_in_place(self, planned: Planned, budgets: Budgets) -> Planned:
+    def _with_casts_in_place(self, candidate: Candidate, budgets: Budgets) -> Candidate:
         """Returns the plan with casts where they were captured, if that is faster: the host may be busier than the link."""
-        if not any(is_convert(call) for call in calls(planned.step)):
-            return planned
-        unmoved = self.evaluate(replace(planned.plan, narrow=False))
-        return unmoved if fits(unmoved.plan, budgets) and unmoved.plan.total_us < planned.plan.total_us else planned
+        if not any(i.work == "convert" for i in candidate.schedule.instructions):
+            return candidate
+        unmoved = self.evaluate(replace(candidate.plan, narrow=False))
+        return unmoved if fits(unmoved.plan, budgets) and unmoved.plan.total_us < candidate.plan.total_us else candidate
 
-    def _with_late_updates(self, planned: Planned, budgets: Budgets) -> Planned:
+    def _with_late_updates(self, candidate: Candidate, budgets: Budgets) -> Candidate:
         """Returns the plan with the fastest number of updates left until after the backward."""
-        updates = planned.plan.updates
+        updates = candidate.plan.updates
         if updates is None or not updates.run_ahead or updates.held:
-            return planned
-        most = sum(i.op == "run" and i.queue == "host" for i in planned.schedule.instructions)
+            return candidate
+        most = sum(i.op == "run" and i.queue == "host" for i in candidate.schedule.instructions)
         counts = sorted({most, *(most // part for part in (2, 3, 4, 6, 8, 12, 16))} - {0})
-        late = (self.evaluate(replace(planned.plan, updates=replace(updates, behind=n))) for n in counts)
-        fitting = (candidate for candidate in (planned, *late) if fits(candidate.plan, budgets))
-        return min(fitting, key=lambda candidate: candidate.plan.total_us)
+        late = (self.evaluate(replace(candidate.plan, updates=replace(updates, behind=n))) for n in counts)
+        fitting = (one for one in (candidate, *late) if fits(one.plan, budgets))
+        return min(fitting, key=lambda one: one.plan.total_us)
 
     # ------------------------------------------------------------------------------------------------------- searching
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import fx
 
@@ -38,6 +39,13 @@ class Planned:
 
     plan: Plan
     step: fx.GraphModule
+    schedule: Schedule
+
+
+class Candidate(NamedTuple):
+    """An evaluated plan, with its peaks and times, and the schedule that they are of, without dependencies."""
+
+    plan: Plan
     schedule: Schedule
 
 

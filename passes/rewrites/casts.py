@@ -114,7 +114,7 @@ def _before(call: fx.Node) -> fx.Node:
 def _take_narrow(step: fx.GraphModule, region: fx.Node, item: fx.Node) -> None:
     """Gives a region a kernel that takes ``item`` already cast."""
     positions = tuple(i for i, operand in enumerate(region.args) if operand is item)
-    memo = step.meta.setdefault("memo", {})
+    memo = step.meta["memo"]
     key = ("narrow", str(region.target), positions)
     if key not in memo:
         body = fx.Graph()
@@ -180,7 +180,7 @@ def _leave_narrow(step: fx.GraphModule, region: fx.Node, value: fx.Node) -> fx.N
         return None
     if not (own and whole):
         return None
-    memo = step.meta.setdefault("memo", {})
+    memo = step.meta["memo"]
     key = ("leaves narrow", str(region.target), position)
     if key not in memo:
         body = fx.Graph()

@@ -82,7 +82,7 @@ def _fuse(
         for forward, resident in forwards
     )
     key = (wiring, str(backward.target), tuple(number(a) for a in backward.args), tuple(number(item) for item in extra))
-    memo = step.meta.setdefault("memo", {})
+    memo = step.meta["memo"]
     if key not in memo:
         body, used = _fused_body(step, backward, forwards, list(values), extra)
         kernel = step.get_submodule(install(step, step.meta["kernels"], body))
@@ -132,12 +132,7 @@ def _fused_body(
                 env[item] = again
     own = _inline(body, kernel_of(step, backward), [env[a] for a in backward.args])
     body.output((*own, *(env[item] for item in extra)))
-    drop_dead(body)
-    used = tuple(i for i, value in enumerate(values) if taken[value].users)
-    for node in taken.values():
-        if not node.users:
-            body.erase_node(node)
-    return body, used
+    return body, _used(body, taken)
 
 
 def _inline(
@@ -248,24 +243,44 @@ def _repeat(
 ) -> list[fx.Node]:
     """Calls a region once more for some of its results; ``args``: what stands for each of its operands."""
     items = {int(item.args[1]): item for item in results(region)}
-    kernel = kernel_of(step, region)
+    states = {name: items[position] for name, position in saved_states(kernel_of(step, region)).items()}
+    values = list(dict.fromkeys((*region.args, *states.values())))
+    positions = tuple(int(value.args[1]) for value in again)
+    memo, key = step.meta["memo"], ("again", str(region.target), tuple(map(values.index, region.args)), positions)
+    if key not in memo:
+        body, used = _repeated_body(step, region, values, states, positions)
+        memo[key] = step.get_submodule(install(step, step.meta["kernels"], body)), used
+    kernel, used = memo[key]
+    with step.graph.inserting_before(before):
+        operands = tuple(args.get(values[i], values[i]) for i in used)
+        call = step.graph.create_node("call_module", attach(step, kernel), operands, name=f"{region.name}_again")
+        call.meta.update(region.meta, phase="backward", recomputes=(region.meta["block"],))
+        return add_call(step.graph, call, [(f"{v.name}_again", dict(v.meta)) for v in again])
+
+
+def _repeated_body(
+    step: fx.GraphModule,
+    region: fx.Node,
+    values: list[fx.Node],
+    states: Mapping[str, fx.Node],
+    positions: tuple[int, ...],
+) -> tuple[fx.Graph, tuple[int, ...]]:
+    """A region's body with only the results at ``positions``, and the positions of the ``values`` that it takes."""
     body = fx.Graph()
-    taken = {value: body.placeholder(value.name) for value in dict.fromkeys(region.args)}
-    states = {}
-    for name, position in saved_states(kernel).items():
-        taken[items[position]] = states[name] = body.placeholder(items[position].name)
+    taken = {value: body.placeholder(value.name) for value in values}
     for value, node in taken.items():
         node.meta = {"val": value.meta["val"]}
-    outputs = _inline(body, kernel, [taken[a] for a in region.args], states)
-    body.output(tuple(outputs[int(value.args[1])] for value in again))
+    replayed = {name: taken[state] for name, state in states.items()}
+    outputs = _inline(body, kernel_of(step, region), [taken[a] for a in region.args], replayed)
+    body.output(tuple(outputs[position] for position in positions))
+    return body, _used(body, taken)
+
+
+def _used(body: fx.Graph, taken: Mapping[fx.Node, fx.Node]) -> tuple[int, ...]:
+    """Drops what a body does not need, and returns the positions of the placeholders that it does."""
     drop_dead(body)
-    used = [value for value, node in taken.items() if node.users]
+    used = tuple(i for i, node in enumerate(taken.values()) if node.users)
     for node in taken.values():
         if not node.users:
             body.erase_node(node)
-    with step.graph.inserting_before(before):
-        name = install(step, step.meta["kernels"], body)
-        operands = tuple(args.get(value, value) for value in used)
-        call = step.graph.create_node("call_module", name, operands, name=f"{region.name}_again")
-        call.meta.update(region.meta, phase="backward", recomputes=(region.meta["block"],))
-        return add_call(step.graph, call, [(f"{v.name}_again", dict(v.meta)) for v in again])
+    return used

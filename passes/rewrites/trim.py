@@ -26,7 +26,7 @@ def trim(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
             step.graph.erase_node(region)
             continue
         positions = [int(item.args[1]) for item in used]
-        memo = step.meta.setdefault("memo", {})
+        memo = step.meta["memo"]
         key = (str(region.target), tuple(positions))
         if key not in memo:
             body, used_inputs = _with_outputs(old, positions)

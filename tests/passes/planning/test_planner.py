@@ -130,8 +130,7 @@ def test_runs_are_recomputed_recursively() -> None:
     base = Plan((Decision("activation", "*", "device", 0, ""), *(Decision("activation", n, "recompute", 0, "") for n in names)))
     peaks, calls = [], []
     for span in (0, 4, 2, 1):
-        planned = candidates.evaluate(replace(base, span=span))
-        planned.step.recompile()
+        planned = candidates.planned(replace(base, span=span))
         same_computation(traced.joint, planned.step)
         check_schedule(planned.step, planned.schedule, Given(planned.plan, inputs_on_device=True))
         verify(planned.schedule)

@@ -22,7 +22,7 @@ def test_peaks_are_expressions_of_batch_and_sequence() -> None:
     joints = [trace(*tower(*point)).joint for point in points]
     steps = [Candidates(PlanningProblem(build(joint, like=joints[-1]), Machine(), Budgets())) for joint in joints]
     for plan in (steps[0].least().plan, steps[0].best(None, None).plan):
-        planned = [step.evaluate(plan) for step in steps]
+        planned = [step.planned(plan) for step in steps]
         expressions = peak_expressions(planned[:-1], points[:-1], MONOMIALS["both"])
         for tier, expression in expressions.items():
             for point, planned_at in zip(points, planned, strict=True):

@@ -1,0 +1,182 @@
+"""A draft of a step graph: what rewrites read and write of an ``fx.GraphModule``, and nothing else.
+
+A planner rewrites a step hundreds of times and keeps one result. ``fx`` checks and indexes every node that it makes, which is
+most of the time of a rewrite. A draft does neither: passes cannot tell it from a step graph, and whoever chose a plan by its
+draft rewrites the step graph itself and compares. Names are those that ``fx`` gives.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+_NUMBERED = re.compile(r"(.*?)(?:_(\d+))?$")
+_NOT_IN_NAMES = re.compile(r"[^0-9a-zA-Z_]+")
+
+
+class Draft:
+    """Stands for an ``fx.GraphModule``: a graph, kernels by name, and metadata. It cannot be run."""
+
+    __slots__ = ("_modules", "graph", "meta")
+
+    def __init__(self, graph: DraftGraph, kernels: Mapping[str, torch.nn.Module], meta: Mapping[str, Any]) -> None:
+        self.graph, self._modules, self.meta = graph, dict(kernels), dict(meta)
+
+    def add_module(self, name: str, kernel: torch.nn.Module) -> None:
+        self._modules[name] = kernel
+
+    def get_submodule(self, name: str) -> torch.nn.Module:
+        return self._modules[name]
+
+
+def draft_of(step: fx.GraphModule) -> fx.GraphModule:
+    """Returns a draft of a step graph, or a copy of a draft. The type says what it may be used as."""
+    graph = DraftGraph()
+    copies: dict[Any, DraftNode] = {}
+
+    def copy(argument: Any) -> Any:
+        if isinstance(argument, tuple):
+            return tuple(copy(part) for part in argument)
+        return copies.get(argument, argument) if isinstance(argument, (fx.Node, DraftNode)) else argument
+
+    for node in step.graph.nodes:
+        copied = graph.create_node(node.op, node.target, copy(node.args), node.kwargs, node.name)
+        copied.meta = dict(node.meta)
+        copies[node] = copied
+    kernels = {name: kernel for name, kernel in step._modules.items() if kernel is not None}
+    return cast(fx.GraphModule, Draft(graph, kernels, step.meta))
+
+
+class DraftNode:
+    """Stands for an ``fx.Node``. ``kwargs`` hold no nodes."""
+
+    __slots__ = ("_args", "kwargs", "meta", "name", "next", "op", "prev", "target", "users")
+
+    def __init__(self, name: str, op: str, target: Any, kwargs: Mapping[str, Any]) -> None:
+        self.name, self.op, self.target, self.kwargs = name, op, target, kwargs
+        self.users: dict[DraftNode, None] = {}
+        self.meta: dict[str, Any] = {}
+        self._args: tuple[Any, ...] = ()
+        self.prev = self.next = self
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        return self._args
+
+    @args.setter
+    def args(self, args: tuple[Any, ...]) -> None:
+        for operand in _nodes(self._args):
+            operand.users.pop(self, None)
+        self._args = args
+        for operand in _nodes(args):
+            operand.users[self] = None
+
+    @property
+    def all_input_nodes(self) -> list[DraftNode]:
+        return list(dict.fromkeys(_nodes(self._args)))
+
+    def replace_input_with(self, old: DraftNode, new: DraftNode) -> None:
+        if self in old.users:
+            del old.users[self]
+            self._args = _replaced(self._args, old, new)
+            new.users[self] = None
+
+    def replace_all_uses_with(self, new: DraftNode) -> None:
+        for user in list(self.users):
+            user.replace_input_with(self, new)
+
+
+class DraftGraph:
+    """Stands for an ``fx.Graph``: nodes in a ring that starts and ends at ``root``."""
+
+    __slots__ = ("_insert_before", "_numbers", "_used", "root")
+
+    def __init__(self) -> None:
+        self.root = self._insert_before = DraftNode("", "root", "", {})
+        self._used: set[str] = set()
+        self._numbers: dict[str, int] = {}  # the last number that was put behind a name
+
+    @property
+    def nodes(self) -> Iterator[DraftNode]:
+        node = self.root.next
+        while node is not self.root:
+            yield node
+            node = node.next
+
+    def find_nodes(self, *, op: str) -> list[DraftNode]:
+        return [node for node in self.nodes if node.op == op]
+
+    def output_node(self) -> DraftNode:
+        return self.root.prev
+
+    def create_node(
+        self, op: str, target: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, name: str = ""
+    ) -> DraftNode:
+        node = DraftNode(self._unused(name), op, target, kwargs or {})
+        node.args = args
+        following = self._insert_before
+        node.prev, node.next = following.prev, following
+        following.prev.next = following.prev = node
+        return node
+
+    def erase_node(self, node: DraftNode) -> None:
+        assert not node.users, f"{node} is still read by {list(node.users)}"
+        node.args = ()
+        node.prev.next, node.next.prev = node.next, node.prev
+
+    def inserting_before(self, node: DraftNode) -> _InsertPoint:
+        point = _InsertPoint(self, self._insert_before)
+        self._insert_before = node
+        return point
+
+    def _unused(self, candidate: str) -> str:
+        """Returns the name that ``fx`` gives a node: the candidate, or the next number behind it."""
+        if not candidate.isidentifier():
+            candidate = _NOT_IN_NAMES.sub("_", candidate)
+        match = _NUMBERED.match(candidate)
+        assert match is not None
+        base, digits = match.groups()
+        number = self._numbers.get(base, 0) if digits is None or candidate in self._used else int(digits)
+        while candidate in self._used:
+            number += 1
+            candidate = f"{base}_{number}"
+        self._used.add(candidate)
+        self._numbers[base] = number
+        return candidate
+
+
+class _InsertPoint:
+    """Restores a graph's insertion point at the end of a ``with``."""
+
+    __slots__ = ("_before", "_graph")
+
+    def __init__(self, graph: DraftGraph, before: DraftNode) -> None:
+        self._graph, self._before = graph, before
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._graph._insert_before = self._before
+
+
+def _nodes(args: tuple[Any, ...]) -> Iterator[DraftNode]:
+    """Yields the nodes among ``args``, in tuples within too."""
+    for argument in args:
+        if type(argument) is DraftNode:
+            yield argument
+        elif type(argument) is tuple:
+            yield from _nodes(argument)
+
+
+def _replaced(args: tuple[Any, ...], old: DraftNode, new: DraftNode) -> tuple[Any, ...]:
+    """Returns ``args`` with ``new`` in place of ``old``, in tuples within too."""
+    return tuple([new if a is old else _replaced(a, old, new) if type(a) is tuple else a for a in args])

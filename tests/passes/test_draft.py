@@ -1,0 +1,60 @@
+"""A rewritten draft is the rewritten step graph: the same calls by the same names, the same schedule, byte for byte."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from mtcompile.passes import rewrite, rewritten_draft
+from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.analysis.kernels import copy_meta
+from mtcompile.passes.draft import draft_of
+from mtcompile.passes.lower import listed
+from mtcompile.passes.plan import Updates
+from mtcompile.passes.step_graph import calls, listing, results
+from tests.helpers.models import make
+from tests.helpers.tracing import random_plan, trace
+
+UPDATES = (None, Updates(), Updates(held=True), Updates(run_ahead=True, behind=2))
+
+
+@pytest.mark.parametrize("name", ["cnn", "tied", "llama", "constants"])
+def test_a_draft_is_rewritten_as_the_step_graph_is(name: str) -> None:
+    step = trace(*make(name)).step
+    draft, before = draft_of(step), listing(step)
+    assert listing(draft) == before
+    draw = random.Random(name)
+    for number in range(12):
+        plan = replace(random_plan(step, draw.choice), updates=UPDATES[number % len(UPDATES)])
+        drafted, rewritten = rewritten_draft(draft, plan), rewrite(step, plan)
+        assert listing(drafted) == listing(rewritten)
+        for one, other in zip(calls(drafted), calls(rewritten), strict=True):
+            assert (one.name, one.meta["phase"], one.meta["block"]) == (other.name, other.meta["phase"], other.meta["block"])
+            assert [copy_meta(v, ("nbytes", "role", "tier", "origin")) for v in results(one)] == [
+                copy_meta(v, ("nbytes", "role", "tier", "origin")) for v in results(other)
+            ]
+        assert listed(drafted, plan, Machine(), {"device": number}) == listed(rewritten, plan, Machine(), {"device": number})
+    assert listing(draft) == listing(step) == before
+
+
+def test_names_are_those_of_fx() -> None:
+    """Names that are taken, numbered already, or not identifiers."""
+    step = trace(*make("chain")).step
+    draft = draft_of(step)
+    taken = [node.name for node in step.graph.nodes if node.op != "output"]
+    candidates = ["new", "new", "new_3", "new", "new_3", "a.b", "a.b", "x[0]", *taken[:5], *(f"{n}_7" for n in taken[:3])]
+    for candidate in candidates:
+        made = [
+            graph.create_node("call_function", len, (), name=candidate).name
+            for graph in (draft.graph, step.graph)
+            if graph.inserting_before(graph.output_node())
+        ]
+        assert made[0] == made[1], candidate
+
+
+def test_a_value_that_is_read_is_not_erased() -> None:
+    draft = draft_of(trace(*make("chain")).step)
+    with pytest.raises(AssertionError, match="still read by"):
+        draft.graph.erase_node(calls(draft)[0])
