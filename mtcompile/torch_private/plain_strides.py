@@ -60,6 +60,9 @@ def _as_observed(dispatch: Callable[..., Any]) -> Callable[..., Any]:
         result, observe = dispatch(mode, func, types, args, kwargs or {}), _tracing.observe
         if observe is None or not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
             return result
+        operands = pytree.tree_leaves((args, kwargs or {}))
+        if all(operand.is_contiguous() for operand in operands if isinstance(operand, torch.Tensor)):
+            return result
         call = _as_node(func, args, kwargs or {})
         if not may_differ(call):
             return result
