@@ -11,6 +11,8 @@ from torch import nn
 
 import mtcompile
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 masking_utils = pytest.importorskip("transformers.masking_utils")
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 import mtcompile
 from tests.conformance.loops import INPUTS, build, smallest_budget
+
+pytestmark = pytest.mark.slow  # it compiles many models
 
 
 def test_the_budget_of_these_tests_is_well_under_the_resident_plan() -> None:

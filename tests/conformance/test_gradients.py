@@ -10,6 +10,8 @@ from torch import nn
 
 from tests.conformance.loops import INPUTS, Log, Net, Prepare, adamw, assert_same_bits, log_state, tokens
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 
 @pytest.mark.parametrize("foreach", [None, False])
 @pytest.mark.parametrize("order", [2.0, float("inf")])

@@ -13,6 +13,8 @@ from torch import nn
 
 import mtcompile
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 
 class Tied(nn.Module):
     def __init__(self) -> None:

@@ -215,9 +215,7 @@ def _loss(outputs: dict[str, Any], model: Any, features: frozenset[str]) -> Tens
     return loss
 
 
-def _between_steps(
-    spec: Spec, model: Any, optimizer: torch.optim.Optimizer, average: dict[str, Tensor], shown: Run
-) -> None:
+def _between_steps(spec: Spec, model: Any, optimizer: torch.optim.Optimizer, average: dict[str, Tensor], shown: Run) -> None:
     features = spec.features
     if "scaled_weights" in features:
         with torch.no_grad():

@@ -20,6 +20,8 @@ from tests.helpers.models import make
 from tests.helpers.tracing import trace
 from tests.helpers.training import adamw, same, train
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 CPU = torch.device("cpu")
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 SMALL = ["--layers", "3", "--width", "64", "--batch", "2", "--seq", "32", "--steps", "3"]
 

@@ -84,6 +84,7 @@ def test_every_unsafe_mutant_is_rejected() -> None:
     assert set(invariants) == set(module.INVARIANTS)
 
 
+@pytest.mark.slow
 def test_mutants_of_mutants() -> None:
     """Two faults at once must not hide each other."""
     for schedule in SCHEDULES.values():

@@ -194,6 +194,7 @@ def test_packing_keeps_times_to_the_nanosecond() -> None:
             assert abs(at / 1000 - start) < 1e-3 and abs((at + took) / 1000 - end) < 1e-3
 
 
+@pytest.mark.slow
 def test_large_schedules_make_small_pages() -> None:
     schedule = streamed(3340)
     assert len(schedule) > 20_000

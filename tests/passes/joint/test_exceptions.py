@@ -9,6 +9,8 @@ from torch import nn
 from mtcompile.passes.joint.exceptions import exceptions
 from tests.helpers.tracing import trace
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 
 class Repeated(nn.Module):
     """One layer used three times, one used once, and one whose result is used twice."""

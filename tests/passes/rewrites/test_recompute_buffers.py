@@ -8,6 +8,8 @@ from torch import nn
 
 from tests.helpers.training import equal_to_plain
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 
 class Convolutions(nn.Module):
     """A last block whose backward is cut apart: the statistics of its norm are read in another region than made."""

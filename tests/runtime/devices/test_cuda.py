@@ -26,6 +26,8 @@ from tests.helpers.models import make
 from tests.helpers.proof.subjects import Subject, subject
 from tests.helpers.tracing import Traced, bind, equal, interpret, layouts_and_arenas, random_plan, trace
 
+pytestmark = pytest.mark.slow  # it runs whole steps under delays
+
 MODELS = ("llama", "tied", "cnn", "gpt2")
 
 

@@ -16,6 +16,8 @@ from mtcompile.runtime.optim.formula import Update
 from mtcompile.runtime.optim.operands import Operands
 from tests.helpers.updates import UPDATES, good, needs_triton
 
+pytestmark = pytest.mark.slow  # it compiles Triton kernels
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
