@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from mtcompile.passes.planning import candidates
+from mtcompile.passes.planning import candidates, frontier
 
 # These look at how good plans are, or at what a search stores. What all other tests show does not depend on it.
 _SEARCHED_WHOLE = ("tests/passes/planning/", "tests/forecast/", "tests/test_cache.py", "tests/project/", "tests/cli/")
-_FEW = 5  # plans of a local search, and of each ladder of candidates
+_FEW = 3  # plans of a local search, and of each ladder of candidates
 
 
 @pytest.fixture(autouse=True)
@@ -17,3 +17,4 @@ def short_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     if not request.node.nodeid.startswith(_SEARCHED_WHOLE):
         monkeypatch.setattr(candidates, "MOST_SEARCHED", _FEW)
         monkeypatch.setattr(candidates, "MOST_POINTS", _FEW)
+        monkeypatch.setattr(frontier, "ROUNDS", 1)

@@ -24,6 +24,11 @@ def gpt() -> tuple[nn.Module, torch.Tensor]:
     return Gpt(), tokens(8)
 
 
+def short_gpt() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return Gpt(layers=4), tokens(8)
+
+
 def vit() -> tuple[nn.Module, torch.Tensor]:
     from transformers import ViTConfig, ViTModel
 
@@ -84,7 +89,7 @@ def test_dynamo_lists_the_backend() -> None:
 @pytest.mark.parametrize(
     ("make", "offload", "budgets"),
     [
-        (gpt, True, 3),
+        (short_gpt, True, 3),
         pytest.param(gpt, False, 3, marks=pytest.mark.long),
         *(pytest.param(model, True, 10, marks=pytest.mark.long) for model in (gpt, vit)),
     ],

@@ -14,7 +14,7 @@ from mtcompile.passes.plan import Plan, plan_from_json
 from mtcompile.passes.planning.ladders import Ladder
 
 # Between what fits and the frontier's next point: rounds, ladders tried, plans of each.
-_ROUNDS, _MOST_CROSSING, _POINTS_BETWEEN = 3, 2, 3
+ROUNDS, _MOST_CROSSING, _POINTS_BETWEEN = 3, 2, 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +69,7 @@ def choose(frontier: list[Point], points: list[Point], evaluate: Callable[[Plan]
     narrows the gap. A round depends only on the ends of its gap, and only points between these in peak and in time count, so
     that a larger budget is still never slower. ``evaluate``: gives a plan its peaks and times."""
     evaluated = list(points)
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         fitting = [p for p in frontier if fits(p.plan, budgets)][-1]
         following = next((p for p in frontier if p.peak > fitting.peak), None)
         if following is None:

@@ -8,7 +8,6 @@ Resident values are left alone, and so is what a region needs in both widths.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ from mtcompile.passes.step_graph import (
 from mtcompile.runtime.schedule import aligned
 
 _CAST = torch.ops.aten._to_copy.default
-Cast = Mapping[str, Any]  # keywords of _to_copy
 
 
 def cast_on_host(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
@@ -46,58 +44,68 @@ def cast_on_host(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     return step
 
 
-def _narrow_prefetch(step: fx.GraphModule, call: fx.Node) -> None:
-    """Lets what a prefetch brings in cross narrow, cast at home before, wherever that is all its readers want."""
-    castable: list[tuple[fx.Node, Cast, torch.Tensor]] = []  # a value that comes in, its cast and what the cast makes
-    for item in results(call):
-        cast = _cast_of(step, item) if call.args[item.args[1]].op == "placeholder" else None
-        if cast is not None:
-            castable.append((item, *cast))
-    if not castable:
-        return
-    values = [call.args[int(item.args[1])] for item, _, _ in castable]
-    with step.graph.inserting_before(_before(call)):
-        casts = tuple(dict(cast) for _, cast, _ in castable)
-        node = step.graph.create_node("call_function", convert, tuple(values), {"casts": casts}, name=f"narrow_{call.name}")
-        node.meta.update(phase=call.meta["phase"], block=call.meta["block"])
-        outputs = [
-            (f"{item.name}_narrow", {**value.meta, **_sized(val)})
-            for value, (item, _, val) in zip(values, castable, strict=True)
-        ]
-        narrow_values = add_call(step.graph, node, outputs)
-    narrow = {int(item.args[1]): value for (item, _, _), value in zip(castable, narrow_values, strict=True)}
-    call.args = tuple(narrow.get(position, value) for position, value in enumerate(call.args))
-    for item, _, val in castable:
-        item.meta.update(_sized(val))
-        for region in list(item.users):
-            _take_narrow(step, region, item)
-
-
 def _sized(val: torch.Tensor) -> dict[str, Any]:
     return {"val": val, "nbytes": aligned(span_nbytes(val))}
-
-
-def _cast_of(step: fx.GraphModule, item: fx.Node) -> tuple[Cast, torch.Tensor] | None:
-    """The one cast to fewer bytes that all readers of a value begin with, and what it makes; None where there is none."""
-    readers: list[fx.Node] = []
-    for region in item.users:
-        inputs = placeholders(kernel_of(step, region).graph) if is_region(region) else []
-        for operand, node in zip(region.args, inputs, strict=False):
-            if operand is item:
-                readers += node.users
-        if not inputs:
-            return None
-    if not readers or any(node.target is not _CAST or node.kwargs != readers[0].kwargs for node in readers):
-        return None
-    cast = readers[0]
-    val, before = cast.meta["val"], item.meta["val"]
-    alike = _only_dtype(cast) and val.stride() == before.stride() and val.is_floating_point()
-    return (cast.kwargs, val) if alike and val.element_size() < before.element_size() else None
 
 
 def _only_dtype(cast: fx.Node) -> bool:
     """Says whether a cast changes nothing but the dtype (a backward's casts name layout and device as well)."""
     return {"dtype"} <= cast.kwargs.keys() <= {"dtype", "layout", "device"} and cast.args[0].meta["val"].is_floating_point()
+
+
+# ------------------------------------------------------------------------------------------------------- what comes in
+
+
+def _narrow_prefetch(step: fx.GraphModule, call: fx.Node) -> None:
+    """Lets what a prefetch brings in cross narrow, cast at home before, wherever that is all its readers want."""
+    castable: dict[fx.Node, fx.Node] = {}  # values that come in, and the cast of each
+    for item in results(call):
+        cast = _cast_of(step, item) if call.args[item.args[1]].op == "placeholder" else None
+        if cast is not None:
+            castable[item] = cast
+    if not castable:
+        return
+    values = [call.args[int(item.args[1])] for item in castable]
+    with step.graph.inserting_before(_before(call)):
+        casts = tuple(dict(cast.kwargs) for cast in castable.values())
+        node = step.graph.create_node("call_function", convert, tuple(values), {"casts": casts}, name=f"narrow_{call.name}")
+        node.meta.update(phase=call.meta["phase"], block=call.meta["block"])
+        outputs = [
+            (f"{item.name}_narrow", {**value.meta, **_sized(cast.meta["val"])})
+            for value, (item, cast) in zip(values, castable.items(), strict=True)
+        ]
+        narrow_values = add_call(step.graph, node, outputs)
+    narrow = {int(item.args[1]): value for item, value in zip(castable, narrow_values, strict=True)}
+    call.args = tuple(narrow.get(position, value) for position, value in enumerate(call.args))
+    for item, cast in castable.items():
+        item.meta.update(_sized(cast.meta["val"]))
+    for region in dict.fromkeys(region for item in castable for region in item.users):
+        _take_narrow(step, region, tuple(i for i, operand in enumerate(region.args) if operand in castable))
+
+
+def _cast_of(step: fx.GraphModule, item: fx.Node) -> fx.Node | None:
+    """The cast to fewer bytes that all readers of a value begin with, one for all; None where there is none."""
+    readers: list[fx.Node] = []
+    for region in item.users:
+        if not is_region(region):
+            return None
+        users = _users_of_inputs(step, region)
+        readers += (node for i, operand in enumerate(region.args) if operand is item for node in users[i])
+    if not readers or any(node.target is not _CAST or node.kwargs != readers[0].kwargs for node in readers):
+        return None
+    cast = readers[0]
+    val, before = cast.meta["val"], item.meta["val"]
+    alike = _only_dtype(cast) and val.stride() == before.stride() and val.is_floating_point()
+    return cast if alike and val.element_size() < before.element_size() else None
+
+
+def _users_of_inputs(step: fx.GraphModule, region: fx.Node) -> list[list[fx.Node]]:
+    """What in a region's body reads each of its operands."""
+    memo, key = step.meta["memo"], ("users of inputs", str(region.target))
+    if key not in memo:
+        memo[key] = [list(node.users) for node in placeholders(kernel_of(step, region).graph)]
+    users: list[list[fx.Node]] = memo[key]
+    return users
 
 
 def _before(call: fx.Node) -> fx.Node:
@@ -111,15 +119,12 @@ def _before(call: fx.Node) -> fx.Node:
     return call
 
 
-def _take_narrow(step: fx.GraphModule, region: fx.Node, item: fx.Node) -> None:
-    """Gives a region a kernel that takes ``item`` already cast."""
-    positions = tuple(i for i, operand in enumerate(region.args) if operand is item)
-    memo = step.meta["memo"]
-    key = ("narrow", str(region.target), positions)
+def _take_narrow(step: fx.GraphModule, region: fx.Node, positions: tuple[int, ...]) -> None:
+    """Gives a region a kernel that takes the operands at ``positions`` already cast."""
+    memo, key = step.meta["memo"], ("narrow", str(region.target), positions)
     if key not in memo:
         body = fx.Graph()
-        env: dict[fx.Node, fx.Node] = {}
-        returned = body.graph_copy(kernel_of(step, region).graph, env)
+        returned = body.graph_copy(kernel_of(step, region).graph, {})
         output = body.output(returned)
         inputs, returned_storages = placeholders(body), {owner(node) for node in returned}
         for position in positions:
@@ -135,60 +140,72 @@ def _take_narrow(step: fx.GraphModule, region: fx.Node, item: fx.Node) -> None:
     region.target = attach(step, memo[key])
 
 
+# -------------------------------------------------------------------------------------------------------- what leaves
+
+
 def _narrow_offload(step: fx.GraphModule, call: fx.Node) -> None:
     """Lets gradients that were widened last leave narrow, and widens them at home."""
-    widened: list[tuple[fx.Node, Cast]] = []
-    for item in results(call):
-        value = call.args[int(item.args[1])]
+    leaving: dict[fx.Node, dict[int, fx.Node]] = {}  # region -> its results among what leaves, by position
+    for value in call.args:
         if value.meta["role"] == "grad" and len(value.users) == 1 and is_region(value.args[0]):
-            cast = _leave_narrow(step, value.args[0], value)
-            if cast is not None:
-                widened.append((item, cast.kwargs))
-                wide = item.meta["val"]
-                item.meta.update(_sized(value.meta["val"]), wide=wide)
-    if not widened:
+            leaving.setdefault(value.args[0], {})[int(value.args[1])] = value
+    casts: dict[fx.Node, fx.Node] = {}  # values that leave narrow now, and what widened them
+    for region, values in leaving.items():
+        casts |= {values[position]: cast for position, cast in _leave_narrow(step, region, tuple(values)).items()}
+    if not casts:
         return
+    widened = [(item, casts[value]) for item in results(call) if (value := call.args[int(item.args[1])]) in casts]
+    wide = {item: _sized(item.meta["val"]) for item, _ in widened}
+    for item, cast in widened:
+        val = cast.args[0].meta["val"]
+        call.args[int(item.args[1])].meta.update(val=val, nbytes=aligned(int(val.untyped_storage().nbytes())))
+        item.meta.update(_sized(val))
     with step.graph.inserting_before(results(call)[-1].next):
-        casts = tuple(dict(cast) for _, cast in widened)
-        operands = tuple(item for item, _ in widened)
-        users = {item: list(item.users) for item in operands}
-        node = step.graph.create_node("call_function", convert, operands, {"casts": casts}, name=f"widen_{call.name}")
+        users = {item: list(item.users) for item in wide}
+        keywords = tuple(dict(cast.kwargs) for _, cast in widened)
+        node = step.graph.create_node("call_function", convert, tuple(wide), {"casts": keywords}, name=f"widen_{call.name}")
         node.meta.update(phase=call.meta["phase"], block=call.meta["block"])
-        metas = [{**item.meta, **_sized(item.meta.pop("wide"))} for item in operands]
-        outputs = [(f"{item.name}_wide", meta) for item, meta in zip(operands, metas, strict=True)]
+        outputs = [(f"{item.name}_wide", {**item.meta, **sized}) for item, sized in wide.items()]
         wide_values = add_call(step.graph, node, outputs)
-    for item, value in zip(operands, wide_values, strict=True):
+    for item, value in zip(wide, wide_values, strict=True):
         for user in users[item]:
             user.replace_input_with(item, value)
 
 
-def _leave_narrow(step: fx.GraphModule, region: fx.Node, value: fx.Node) -> fx.Node | None:
-    """Makes a region return what its last cast to ``value`` reads, if that is narrower and has memory of its own. Returns the
-    cast, or None where nothing changed."""
-    position = int(value.args[1])
-    kernel = kernel_of(step, region)
-    outputs = body_outputs(kernel)
+def _leave_narrow(step: fx.GraphModule, region: fx.Node, positions: tuple[int, ...]) -> dict[int, fx.Node]:
+    """Makes a region return, of its results at ``positions``, what the last cast to each reads, where that is narrower and has
+    memory of its own. Returns these casts by position."""
+    memo, key = step.meta["memo"], ("leaves narrow", str(region.target), positions)
+    if key not in memo:
+        kernel = kernel_of(step, region)
+        outputs, casts = body_outputs(kernel), dict[int, fx.Node]()
+        for position in positions:
+            cast = outputs[position]
+            if _widens_last(outputs, position):
+                outputs[position], casts[position] = cast.args[0], cast
+        body = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        if casts:
+            body.graph_copy(kernel.graph, env)
+            body.output(tuple(env[node] for node in outputs)).meta = {}
+            drop_dead(body)
+            kernel = step.get_submodule(install(step, step.meta["kernels"], body))
+        memo[key] = kernel, casts
+    kernel, casts = memo[key]
+    region.target = attach(step, kernel)
+    return casts
+
+
+def _widens_last(outputs: list[fx.Node], position: int) -> bool:
+    """Says whether an output is a cast of something narrower that has memory of its own, which no other output shares."""
     cast = outputs[position]
     if cast.target is not _CAST or not _only_dtype(cast):
-        return None
+        return False
     narrow = cast.args[0]
     val, wide = narrow.meta["val"], cast.meta["val"]
+    if not (val.is_floating_point() and val.element_size() < wide.element_size() and val.stride() == wide.stride()):
+        return False
     roots = [owner(node) for node in (*outputs[:position], *outputs[position + 1 :])]
     whole = val.untyped_storage().nbytes() == val.numel() * val.element_size()
     own = narrow.op == "call_function" and owner(narrow).op == "call_function" and owner(narrow) not in roots
-    if not (val.is_floating_point() and val.element_size() < wide.element_size() and val.stride() == wide.stride()):
-        return None
-    if not (own and whole):
-        return None
-    memo = step.meta["memo"]
-    key = ("leaves narrow", str(region.target), position)
-    if key not in memo:
-        body = fx.Graph()
-        env: dict[fx.Node, fx.Node] = {}
-        body.graph_copy(kernel.graph, env)
-        body.output(tuple(env[narrow] if i == position else env[node] for i, node in enumerate(outputs))).meta = {}
-        drop_dead(body)
-        memo[key] = step.get_submodule(install(step, step.meta["kernels"], body))
-    region.target = attach(step, memo[key])
-    value.meta.update(val=val, nbytes=aligned(int(val.untyped_storage().nbytes())))
-    return cast
+    return own and whole
