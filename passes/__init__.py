@@ -20,7 +20,7 @@ The same block under a plan that keeps W on the host, lets x wait there, recompu
 
 (``block_backward_r`` has the forward's operations in front of the backward's, so nothing is saved.)
 
-A pass is one function ``(step, plan) -> step``; it may change the graph it is given (``rewrite`` hands it a copy).
+A pass is one function ``(step, plan) -> step``; it may change the graph it is given, a copy of the step or a draft of it.
 """
 
 from __future__ import annotations
