@@ -26,8 +26,8 @@ from mtcompile.passes.step_graph import kernel_of, regions
 from mtcompile.runtime.schedule import PHASES, Instruction
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import Record, Trace, span_us
-from tests.helpers.models import Gpt, make, tokens
-from tests.helpers.tracing import trace
+from tests.helpers.models import Gpt, tokens
+from tests.helpers.tracing import traced_case
 from tests.helpers.training import adamw, same, train
 
 pytestmark = pytest.mark.slow  # it compiles many models
@@ -76,7 +76,7 @@ def inject(compiled: Any) -> float:
 
 
 def test_what_was_not_measured_is_scaled() -> None:
-    step = trace(*make("llama")).step
+    step = traced_case("llama").step
     measured, other, *_ = {kernel_digest(k): k for k in (kernel_of(step, region) for region in regions(step))}.values()
     plain = Machine()
     known = replace(plain, measured=Measured({kernel_digest(measured): 123.0}, {"compute": 2.0, "h2d": 3.0}))

@@ -3,6 +3,7 @@ emulated device."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -25,12 +26,24 @@ from mtcompile.runtime.devices.cpu import Arenas, CpuMemory
 from mtcompile.runtime.executor import Delays, PhaseOptions, execute, prepare
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.torch_private import AllocatorPeak
+from tests.helpers.models import make
 
 
 def trace(model: nn.Module, data: dict[str, Any]) -> Traced:
     """With inputs of its own: what the schedules of a test write to."""
     torch.compiler.reset()
     traced = tracing.trace(model, data, observe=strides_on(torch.device("cpu")))
+    return replace(traced, inputs=tuple(t.detach().clone() for t in traced.inputs))
+
+
+@functools.cache
+def _traced_once(name: str) -> Traced:
+    return trace(*make(name))
+
+
+def traced_case(name: str) -> Traced:
+    """A case of ``tests.helpers.models``, traced once for all tests of a process; with inputs of its own."""
+    traced = _traced_once(name)
     return replace(traced, inputs=tuple(t.detach().clone() for t in traced.inputs))
 
 

@@ -17,7 +17,7 @@ from mtcompile.kernels.cuda_graphs import graphed
 from mtcompile.kernels.eager import EagerKernels
 from mtcompile.passes.step_graph import is_random, placeholders
 from tests.helpers.models import make
-from tests.helpers.tracing import trace
+from tests.helpers.tracing import traced_case
 from tests.helpers.training import adamw, same, train
 
 pytestmark = pytest.mark.slow  # it compiles many models
@@ -63,7 +63,7 @@ def slow(call: Any, graphs: Replaying) -> Any:
 
 def test_a_graph_is_used_where_it_is_faster_and_right() -> None:
     eager = EagerKernels(CPU)
-    for kernel in trace(*make("llama")).step.children():
+    for kernel in traced_case("llama").step.children():
         call, examples = eager(kernel).call, eager.examples(kernel)
         late, wrong, graphs = Replaying(faster=False), Replaying(wrong=True), Replaying()
         assert graphed(kernel, call, 0, late, examples) is None
@@ -79,7 +79,7 @@ def test_a_graph_is_used_where_it_is_faster_and_right() -> None:
 
 def test_random_kernels_stay_as_they_are() -> None:
     eager = EagerKernels(CPU)
-    random = [k for k in trace(*make("gpt2")).step.children() if any(is_random(n) for n in k.graph.nodes)]
+    random = [k for k in traced_case("gpt2").step.children() if any(is_random(n) for n in k.graph.nodes)]
     assert random
     for kernel in random:
         assert graphed(kernel, kernel.forward, 0, Replaying(), eager.examples(kernel)) is None

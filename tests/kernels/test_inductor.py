@@ -16,8 +16,8 @@ import torch
 import mtcompile
 from mtcompile.kernels.random import with_explicit_state, with_generator
 from mtcompile.passes.step_graph import is_random, kernel_of, regions
-from tests.helpers.models import Gpt, make, tokens
-from tests.helpers.tracing import trace
+from tests.helpers.models import Gpt, tokens
+from tests.helpers.tracing import traced_case
 from tests.helpers.training import adamw, minimum_bytes, train
 
 pytestmark = pytest.mark.slow  # it compiles many models
@@ -96,7 +96,7 @@ def test_workers_compile_into_the_disk_cache(tmp_path: Path) -> None:
 
 def test_random_operations_are_those_of_the_plain_run() -> None:
     for name in ("gpt2", "t5"):
-        traced = trace(*make(name))
+        traced = traced_case(name)
         for region in regions(traced.step):
             kernel = kernel_of(traced.step, region)
             if not any(is_random(node) for node in kernel.graph.nodes):

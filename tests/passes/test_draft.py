@@ -13,16 +13,15 @@ from mtcompile.passes.analysis.kernels import copy_meta
 from mtcompile.passes.draft import draft_of
 from mtcompile.passes.lower import listed
 from mtcompile.passes.plan import Updates
-from mtcompile.passes.step_graph import calls, listing, results
-from tests.helpers.models import make
-from tests.helpers.tracing import random_plan, trace
+from mtcompile.passes.step_graph import calls, copy_step, listing, results
+from tests.helpers.tracing import random_plan, traced_case
 
 UPDATES = (None, Updates(), Updates(held=True), Updates(run_ahead=True, behind=2))
 
 
 @pytest.mark.parametrize("name", ["cnn", "tied", "llama", "constants"])
 def test_a_draft_is_rewritten_as_the_step_graph_is(name: str) -> None:
-    step = trace(*make(name)).step
+    step = traced_case(name).step
     draft, before = draft_of(step), listing(step)
     assert listing(draft) == before
     draw = random.Random(name)
@@ -41,7 +40,7 @@ def test_a_draft_is_rewritten_as_the_step_graph_is(name: str) -> None:
 
 def test_names_are_those_of_fx() -> None:
     """Names that are taken, numbered already, or not identifiers."""
-    step = trace(*make("chain")).step
+    step = copy_step(traced_case("chain").step)
     draft = draft_of(step)
     taken = [node.name for node in step.graph.nodes if node.op != "output"]
     candidates = ["new", "new", "new_3", "new", "new_3", "a.b", "a.b", "x[0]", *taken[:5], *(f"{n}_7" for n in taken[:3])]
@@ -55,6 +54,6 @@ def test_names_are_those_of_fx() -> None:
 
 
 def test_a_value_that_is_read_is_not_erased() -> None:
-    draft = draft_of(trace(*make("chain")).step)
+    draft = draft_of(traced_case("chain").step)
     with pytest.raises(AssertionError, match="still read by"):
         draft.graph.erase_node(calls(draft)[0])

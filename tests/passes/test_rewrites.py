@@ -25,17 +25,17 @@ from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import is_seed, kernel_of, listing, regions
 from mtcompile.runtime.schedule import from_json
 from mtcompile.runtime.verify import ScheduleError, verify
-from tests.helpers.models import CASES, make
+from tests.helpers.models import CASES
 from tests.helpers.proof.corrupt import mutants
 from tests.helpers.proof.oracle import why_unsafe
-from tests.helpers.tracing import equal, interpret, lowered, random_plan, trace
+from tests.helpers.tracing import equal, interpret, lowered, random_plan, trace, traced_case
 
 pytestmark = pytest.mark.slow  # it compiles many models
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_bits_after_every_pass(name: str) -> None:
-    traced = trace(*make(name))
+    traced = traced_case(name)
     expected = interpret(traced.step, traced.inputs)
     same_computation(traced.joint, traced.step)
     rng = Random(name)
@@ -59,7 +59,7 @@ def test_corrupted_schedules_of_real_models() -> None:
     """At least 200 mutants of five models; what random executions show unsafe is rejected, naming an invariant."""
     unsafe = total = 0
     for seed, name in enumerate(("llama", "gpt2", "cnn", "tied", "chain")):
-        traced = trace(*make(name))
+        traced = traced_case(name)
         plan = Plan(lookahead=seed % 2)
         schedule = lowered(rewrite(traced.step, plan), plan)
         assert why_unsafe(schedule, walks=2, seed=seed) is None
@@ -78,7 +78,7 @@ def test_corrupted_schedules_of_real_models() -> None:
 def test_identical_layers_share_a_kernel_and_others_do_not() -> None:
     step = trace(nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), {"input": torch.randn(3, 8)}).step
     assert len(step.meta["kernels"]) < len(regions(step))
-    constants = trace(*make("constants")).step
+    constants = traced_case("constants").step
     text = "\n".join(str(kernel_of(constants, r).graph) for r in regions(constants))
     assert "tanh" in text and text.count("gelu") >= 4
 
@@ -113,7 +113,7 @@ def test_kernel_keys_tell_everything_that_matters_apart() -> None:
 
 
 def test_a_changed_computation_is_noticed() -> None:
-    traced = trace(*make("gpt2"))
+    traced = traced_case("gpt2")
     step = rewrite(traced.step, Plan())
     for region in regions(step):
         for node in kernel_of(step, region).graph.nodes:
@@ -138,7 +138,7 @@ def test_a_changed_computation_is_noticed() -> None:
 
 
 def test_plans_are_deterministic_round_trip_and_explain_themselves() -> None:
-    traced = trace(*make("llama"))
+    traced = traced_case("llama")
     free = make_plan(PlanningProblem(traced.step, Machine(), Budgets()))
     floor = free.plan.minimum_device_bytes
     for budget in (floor, (floor + free.plan.peak_bytes["device"]) // 2, None):
@@ -151,14 +151,14 @@ def test_plans_are_deterministic_round_trip_and_explain_themselves() -> None:
 
 
 def test_listings_read_well() -> None:
-    traced = trace(*make("tied"))
+    traced = traced_case("tied")
     text = listing(rewrite(traced.step, Plan()))
     assert "prefetch" in text and "offload" in text and "return grad embed.weight" in text
 
 
 def test_views_never_cross_a_cut() -> None:
     for name in CASES:
-        step = trace(*make(name)).step
+        step = traced_case(name).step
         for region in regions(step):
             for operand in region.args:
                 assert operand.op == "placeholder" or operand.meta["val"].untyped_storage().nbytes() <= operand.meta["nbytes"]

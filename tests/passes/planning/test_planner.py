@@ -30,8 +30,8 @@ from mtcompile.passes.planning.variants import save_all, variants
 from mtcompile.passes.step_graph import regions
 from mtcompile.runtime.executor import Delays
 from mtcompile.runtime.verify import verify
-from tests.helpers.models import CASES, make
-from tests.helpers.tracing import equal, interpret, run, trace
+from tests.helpers.models import CASES
+from tests.helpers.tracing import equal, interpret, run, trace, traced_case
 
 pytestmark = pytest.mark.slow  # it compiles many models
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.slow  # it compiles many models
     ],
 )  # t5 takes minutes: ten plans of two stacks
 def test_ten_budgets_from_floor_to_resident(name: str) -> None:
-    traced = trace(*make(name))
+    traced = traced_case(name)
     expected = interpret(traced.step, traced.inputs)
     workspaces = EagerKernels(torch.device("cpu")).workspace
     candidates = Candidates(PlanningProblem(traced.step, Machine(), Budgets(), workspaces))
@@ -74,7 +74,7 @@ def test_ten_budgets_from_floor_to_resident(name: str) -> None:
 
 
 def test_variants_trade_bytes_for_time() -> None:
-    traced = trace(*make("gpt2"))
+    traced = traced_case("gpt2")
     for region in regions(traced.step):
         if region.meta["phase"] != "forward" or not saved_values(region):
             continue
@@ -147,7 +147,7 @@ def test_runs_are_recomputed_recursively() -> None:
     [p if p in ("megatrain", "checkpoint-all") else pytest.param(p, marks=pytest.mark.long) for p in POLICIES],
 )
 def test_fixed_policies_are_the_same_step(policy: str) -> None:
-    traced = trace(*make("llama"))
+    traced = traced_case("llama")
     planned = make_plan(PlanningProblem(traced.step, Machine(), Budgets()), policy)
     same_computation(traced.joint, planned.step)
     check_schedule(planned.step, planned.schedule, Given(planned.plan))

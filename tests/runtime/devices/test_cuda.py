@@ -22,9 +22,8 @@ from mtcompile.runtime.executor import PhaseOptions, execute, prepare
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.verify import ScheduleError, verify
 from tests.helpers.fake_cuda import FakeCuda
-from tests.helpers.models import make
 from tests.helpers.proof.subjects import Subject, subject
-from tests.helpers.tracing import Traced, bind, equal, interpret, layouts_and_arenas, random_plan, trace
+from tests.helpers.tracing import Traced, bind, equal, interpret, layouts_and_arenas, random_plan, traced_case
 
 pytestmark = pytest.mark.slow  # it runs whole steps under delays
 
@@ -66,7 +65,7 @@ def on_fake(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_equal_bits_in_whatever_order_the_streams_run(name: str) -> None:
-    traced = trace(*make(name))
+    traced = traced_case(name)
     expected = interpret(traced.step, traced.inputs)
     for seed in range(6):
         step, schedule = planned(traced, seed)
@@ -76,7 +75,7 @@ def test_equal_bits_in_whatever_order_the_streams_run(name: str) -> None:
 
 @pytest.mark.parametrize("staged", [64, 1000, 100_000])
 def test_memory_that_is_not_pinned_goes_through_a_ring(staged: int) -> None:
-    traced = trace(*make("tied"))
+    traced = traced_case("tied")
     expected = interpret(traced.step, traced.inputs)
     for seed in range(4):
         step, schedule = planned(traced, seed)
@@ -94,7 +93,7 @@ def test_an_event_left_out_shows(broken: str) -> None:
         pass
 
     setattr(Broken, broken, lambda *args, **kwargs: None)
-    traced = trace(*make("llama"))
+    traced = traced_case("llama")
     expected = interpret(traced.step, traced.inputs)
     wrong = 0
     for seed in range(8):
@@ -108,7 +107,7 @@ def test_an_event_left_out_shows(broken: str) -> None:
 
 
 def test_every_copy_and_kernel_is_within_a_range_of_its_name() -> None:
-    traced = trace(*make("llama"))
+    traced = traced_case("llama")
     expected = interpret(traced.step, traced.inputs)
     step, schedule = planned(traced, 2)
     cuda = FakeCuda(1, 0.5)
@@ -123,7 +122,7 @@ def test_every_copy_and_kernel_is_within_a_range_of_its_name() -> None:
 
 
 def test_a_range_ends_where_what_is_in_it_fails() -> None:
-    traced = trace(*make("tied"))
+    traced = traced_case("tied")
     step, schedule = planned(traced, 1)
     cuda = FakeCuda(1)
 
@@ -143,7 +142,7 @@ def test_a_range_ends_where_what_is_in_it_fails() -> None:
 
 
 def test_one_event_per_dependency_that_crosses_queues() -> None:
-    traced = trace(*make("llama"))
+    traced = traced_case("llama")
     step, schedule = planned(traced, 1)
     crossing = [
         (schedule.instructions[dep].queue, instruction.queue)
@@ -176,7 +175,7 @@ def test_one_event_per_dependency_that_crosses_queues() -> None:
 @pytest.mark.parametrize("told", [True, False])
 def test_the_caller_may_go_on_on_another_stream(told: bool) -> None:
     """A backward on another stream than its forward comes after it; untold, some order gives other bits."""
-    traced = trace(*make("llama"))
+    traced = traced_case("llama")
     expected = interpret(traced.step, traced.inputs)
     wrong = 0
     for seed in range(8):
@@ -203,7 +202,7 @@ def test_the_caller_may_go_on_on_another_stream(told: bool) -> None:
 
 
 def test_a_timed_phase_is_recorded_by_the_devices_clock() -> None:
-    traced = trace(*make("llama"))
+    traced = traced_case("llama")
     step, schedule = planned(traced, 1)
     cuda = FakeCuda(0, eager=0.0)  # so that all of it runs after it was issued
     memory = CudaMemory(schedule, *layouts_and_arenas(step, schedule), api=cuda)
@@ -222,7 +221,7 @@ def test_a_timed_phase_is_recorded_by_the_devices_clock() -> None:
 
 
 def test_an_error_waits_for_the_copies_in_flight() -> None:
-    traced = trace(*make("llama"))
+    traced = traced_case("llama")
     step, schedule = planned(traced, 1)
     cuda = FakeCuda(0, eager=0.0)
     memory = CudaMemory(schedule, *layouts_and_arenas(step, schedule), api=cuda)
