@@ -33,6 +33,12 @@ from mtcompile.torch_private.fused_kernels import (
     inductor_cache,
     probe_inductor,
 )
+from mtcompile.torch_private.lazy_modules import (
+    Initialization,
+    initialize_root,
+    initializing,
+    lazy_modules,
+)
 from mtcompile.torch_private.tracing import (
     export_joint,
     fake_mode_of,
@@ -46,6 +52,7 @@ pytree = _pytree  # as a public name
 
 __all__ = [
     "AllocatorPeak",
+    "Initialization",
     "accumulating",
     "accumulation_hooks",
     "capture_settings",
@@ -56,9 +63,12 @@ __all__ = [
     "fake_mode_of",
     "inductor",
     "inductor_cache",
+    "initialize_root",
+    "initializing",
     "joint_trace_key",
     "keeps_graph",
     "lasting",
+    "lazy_modules",
     "leave_out_of_graphs",
     "mixing_devices",
     "probe_inductor",

@@ -147,18 +147,6 @@ def test_numbers_for_a_log_are_a_plain_runs() -> None:
     assert torch.equal(output["loss"], expected["loss"])
 
 
-def test_lazy_modules_are_initialized_before() -> None:
-    model = nn.Sequential(nn.LazyLinear(8), nn.Tanh())
-    state = torch.get_rng_state()
-    compiled = mtcompile.compile(model, memory="1GiB")
-    with pytest.raises(mtcompile.CaptureError, match=r"0\.weight is not initialized"):
-        compiled(torch.ones(2, 4))
-    assert torch.equal(state, torch.get_rng_state())
-    model = nn.Sequential(nn.LazyLinear(8), nn.Tanh())
-    model(torch.ones(2, 4))
-    mtcompile.compile(model, memory="1GiB")(torch.ones(2, 4)).sum().backward()
-
-
 def test_the_users_line_is_the_last_that_is_not_of_a_library() -> None:
     report = (
         'reason\n  File "/home/me/train.py", line 3, in step\n    model(x)\n'
