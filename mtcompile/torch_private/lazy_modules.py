@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -69,8 +68,7 @@ _initializing = _Initializing()
 
 def lazy_modules(model: nn.Module) -> dict[nn.Module, str]:
     """Returns the modules that their next forward initializes, with their names."""
-    named = model.named_modules()
-    return {module: name for name, module in named if issubclass(type(module), LazyModuleMixin) and hasattr(module, "_initialize_hook")}
+    return {module: name for name, module in model.named_modules() if hasattr(module, "_initialize_hook")}
 
 
 @contextlib.contextmanager
