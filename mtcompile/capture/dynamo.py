@@ -53,7 +53,8 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
         nonlocal without_packed
         try:
             answering = plain_torch.plain_answers(answers)
-            with settings, devices, refusing_random_numbers(_RANDOM), _masks(without_packed), answering:
+            checking = torch_private.checking_branches()
+            with settings, devices, refusing_random_numbers(_RANDOM), _masks(without_packed), answering, checking:
                 return compiled(*args, **kwargs)
         except Exception as error:
             cause = torch_private.cause_in_dynamo(error)

@@ -39,6 +39,9 @@ from mtcompile.torch_private.lazy_modules import (
     initializing,
     lazy_modules,
 )
+from mtcompile.torch_private.raising_branches import (
+    checking_branches,
+)
 from mtcompile.torch_private.tracing import (
     export_joint,
     fake_mode_of,
@@ -57,6 +60,7 @@ __all__ = [
     "accumulation_hooks",
     "capture_settings",
     "cause_in_dynamo",
+    "checking_branches",
     "counting_losses",
     "export_joint",
     "failed_inside",
