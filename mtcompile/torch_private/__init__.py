@@ -33,6 +33,11 @@ from mtcompile.torch_private.fused_kernels import (
     inductor_cache,
     probe_inductor,
 )
+from mtcompile.torch_private.known_values import (
+    OtherValues,
+    expecting_values,
+    taking_known_values,
+)
 from mtcompile.torch_private.lazy_modules import (
     Initialization,
     initialize_root,
@@ -56,12 +61,14 @@ pytree = _pytree  # as a public name
 __all__ = [
     "AllocatorPeak",
     "Initialization",
+    "OtherValues",
     "accumulating",
     "accumulation_hooks",
     "capture_settings",
     "cause_in_dynamo",
     "checking_branches",
     "counting_losses",
+    "expecting_values",
     "export_joint",
     "failed_inside",
     "fake_mode_of",
@@ -84,6 +91,7 @@ __all__ = [
     "shares_storage",
     "storage_holders",
     "storage_id",
+    "taking_known_values",
     "tracing_joint",
     "without_memory",
 ]

@@ -155,7 +155,7 @@ def _replace_initialization() -> bool:
     return True
 
 
-class _Drawing(TorchDispatchMode):
+class Drawing(TorchDispatchMode):
     """Notices operations that draw random numbers."""
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class _Drawing(TorchDispatchMode):
 
 def _may_draw(graph: fx.Graph, fake_mode: Any) -> bool:
     """Tells whether what Dynamo has captured so far draws random numbers, or cannot be told."""
-    drawing = _Drawing()
+    drawing = Drawing()
     calls = [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
     with fake_mode, drawing:
         for node in calls:

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from mtcompile.torch_private.known_values import known_value
+
 _JUMPS = {  # by opcode's name: which operand jumps
     **dict.fromkeys(("POP_JUMP_IF_FALSE", "POP_JUMP_FORWARD_IF_FALSE"), operator.not_),
     **dict.fromkeys(("POP_JUMP_IF_TRUE", "POP_JUMP_FORWARD_IF_TRUE"), operator.truth),
@@ -69,6 +71,8 @@ def _replace_jumps() -> None:
 
 
 def _checked(plain: Callable[[Any, Any], None], jumps: Callable[[Any], bool]) -> Callable[[Any, Any], None]:
+    from torch._dynamo.variables import ConstantVariable
+
     @functools.wraps(plain)
     def jump(tx: Any, inst: Any) -> None:
         value = _tensor(tx.stack[-1]) if _checking.on and tx.stack else None
@@ -77,6 +81,9 @@ def _checked(plain: Callable[[Any, Any], None], jumps: Callable[[Any], bool]) ->
         here, there = tx.instruction_pointer, tx.indexof[inst.target]
         raising = next((side for side in (here, there) if _only_raises(tx, side)), None)
         if raising is None:
+            if (known := known_value(tx, value)) is not None:
+                tx.pop()
+                tx.push(ConstantVariable.create(bool(known)))
             return plain(tx, inst)
         tx.pop()
         holds = jumps is operator.truth if raising == here else jumps is operator.not_

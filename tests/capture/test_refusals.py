@@ -49,10 +49,6 @@ def connected(model: Model, h: torch.Tensor) -> torch.Tensor:
     return nn.functional.ctc_loss(h.log_softmax(-1).unsqueeze(1), targets, *lengths)
 
 
-def gaussian(model: Model, h: torch.Tensor) -> torch.Tensor:
-    return nn.functional.gaussian_nll_loss(h, torch.zeros(4, 8), torch.ones(4, 8))
-
-
 def raising(model: Model, h: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("not this time")
 
@@ -65,7 +61,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "unique": (lambda model, h: h.sum() + torch.unique(h.detach().long()).numel(), DATA),
     "branch": (lambda model, h: h.sum() if h.sum() > 0 else -h.sum(), DATA),
     "ctc": (connected, DATA),
-    "gaussian": (gaussian, DATA),
     "not differentiable": (lambda model, h: (h * Hard.apply(h)).sum(), "compile the submodules"),
     "shapes": (lambda model, h: h @ torch.ones(9, 2), r"\[4, 8\] X \[9, 2\]"),
     "user's error": (raising, "not this time"),

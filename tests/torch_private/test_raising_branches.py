@@ -79,32 +79,33 @@ class Caught(nn.Module):
         self.linear, self.way, self.failed = nn.Linear(4, 4), way, False
 
     def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.linear(x)
         if self.way == "caught below":
             try:
-                self.raise_for(x)
+                self.raise_for(h)
             except ValueError:
-                x = x * 2
+                h = h * 2
         elif self.way == "caught":
             try:
-                if x.max() > 0:
+                if h.max() > 0:
                     raise ValueError("positive")
             except ValueError:
-                x = x * 2
-        elif self.way == "returned" and x.max() > 0:
-            return x.sum()
-        elif self.way == "noted" and x.max() > 0:
+                h = h * 2
+        elif self.way == "returned" and h.max() > 0:
+            return h.mean()
+        elif self.way == "noted" and h.max() > 0:
             self.failed = True
             raise ValueError("positive")
-        return self.linear(x).sum()  # type: ignore[no-any-return]
+        return h.sum()
 
-    def raise_for(self, x: Tensor) -> None:
-        if x.max() > 0:
+    def raise_for(self, h: Tensor) -> None:
+        if h.max() > 0:
             raise ValueError("positive")
 
 
 @pytest.mark.parametrize("way", ["caught", "caught below", "returned", "noted"])
 def test_other_branches_on_tensors_are_refused(way: str) -> None:
-    with pytest.raises(mtcompile.CaptureError, match=r"(?s)at .*test_raising_branches.py.*x.max\(\) > 0"):
+    with pytest.raises(mtcompile.CaptureError, match=r"(?s)at .*test_raising_branches.py.*h.max\(\) > 0"):
         mtcompile.compile(Caught(way), memory="1GiB")(X)
 
 
