@@ -60,7 +60,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "assignment to a mask": (set_mask, DATA),
     "unique": (lambda model, h: h.sum() + torch.unique(h.detach().long()).numel(), DATA),
     "branch": (lambda model, h: h.sum() if h.sum() > 0 else -h.sum(), DATA),
-    "ctc": (connected, DATA),
+    "ctc": (connected, "_ctc_loss(.|\n)*compute ctc_loss outside"),
     "not differentiable": (lambda model, h: (h * Hard.apply(h)).sum(), "compile the submodules"),
     "shapes": (lambda model, h: h @ torch.ones(9, 2), r"\[4, 8\] X \[9, 2\]"),
     "user's error": (raising, "not this time"),
