@@ -21,11 +21,13 @@ from torch.utils import _pytree as pytree
 
 from mtcompile.errors import MtcompileError
 from mtcompile.passes.generators import rng_preserved
+from mtcompile.torch_private.autograd import storage_id
 from mtcompile.torch_private.lazy_modules import Drawing
 
 _MARK = "mtcompile expects "  # begins the message of a check that stands for a noted value until the capture is done
 _MOST_NBYTES = 1 << 24  # of all tensors that a value is computed by: they are beside the budget
 _CHANGING = ("batch_norm", "instance_norm")  # functions that change buffers, which their schemas do not say
+_IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "iand", "ior", "ixor", "ipow")
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -56,35 +58,48 @@ def known_value(tx: Any, variable: Any) -> bool | int | None:
     if not _taking.on or tx.output.current_tracer is not tx.output.root_tracer:
         return None
     node = variable.proxy.node
-    cone = _cone(node.graph, [node])
+    cone = _cone(node)
     if not _is_decided(node, cone):
         return None
-    inputs = [each.meta["grapharg"].example for each in cone if each.op == "placeholder"]
     value: bool | int
     drawing = Drawing()
     try:
         with drawing:
-            (value,) = _values(_extracted([node], cone), inputs)
-    except Exception:  # an operation that cannot run on these devices, ...
+            value = _value_now(node, cone)
+    except Exception:  # an operation that cannot run on these devices, changes that cannot be followed, ...
         return None
     if drawing.drew:
         return None
-    tx.output.create_proxy("call_function", torch._assert_async, (variable.proxy, f"{_MARK}{value!r}"), {})
+    mark = tx.output.create_proxy("call_function", torch._assert_async, (variable.proxy, f"{_MARK}{value!r}"), {})
+    mark.node.meta["cone"] = cone
     return value
 
 
-def _cone(graph: fx.Graph, results: Sequence[fx.Node]) -> list[fx.Node]:
-    """The nodes that ``results`` are computed by, in their order."""
-    needed, todo = set(results), list(results)
+def _cone(result: fx.Node) -> list[fx.Node]:
+    """The nodes that ``result`` is computed by, with what has changed any of them in place, in their order."""
+    nodes, needed, todo = list(result.graph.nodes), set[fx.Node](), [result]
     while todo:
-        new = [operand for operand in todo.pop().all_input_nodes if operand not in needed]
-        needed.update(new)
-        todo += new
-    return [node for node in graph.nodes if node in needed]
+        if (node := todo.pop()) in needed:
+            continue
+        needed.add(node)
+        todo += node.all_input_nodes
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value._version:
+            todo += [each for each in nodes if _changes(each, value)]
+    return [node for node in nodes if node in needed]
+
+
+def _changes(node: fx.Node, value: torch.Tensor) -> bool:
+    """Tells whether a node changes its first operand, which shares the memory of ``value``."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if node.op not in ("call_function", "call_method") or not (name in _IN_PLACE or name.endswith("_")):
+        return False
+    first = node.args[0].meta.get("example_value") if node.args and isinstance(node.args[0], fx.Node) else None
+    return isinstance(first, torch.Tensor) and storage_id(first) == storage_id(value)
 
 
 def _is_decided(node: fx.Node, cone: Sequence[fx.Node]) -> bool:
-    """Tells whether a node stands for one number that the call's inputs decide, and nothing so far has changed in place."""
+    """Tells whether a node stands for one number that the call's inputs decide, as they are when it begins."""
     val = node.meta.get("example_value")
     if not isinstance(val, torch.Tensor) or val.numel() != 1 or val.dtype not in _INTEGERS:
         return False
@@ -100,25 +115,41 @@ def _is_known(node: fx.Node, value: Any) -> bool:
         example = getattr(node.meta.get("grapharg"), "example", None)
         if not isinstance(example, torch.Tensor) or isinstance(example, torch.nn.Parameter) or example.requires_grad:
             return False
-        if any(getattr(user.target, "__name__", "") in _CHANGING for user in node.users):
-            return False
-    elif node.op not in ("call_function", "call_method"):
-        return False
-    return not isinstance(value, torch.Tensor) or value._version == 0
+        return value._version == 0 and not any(getattr(user.target, "__name__", "") in _CHANGING for user in node.users)
+    return node.op in ("call_function", "call_method")
 
 
-def _extracted(nodes: Sequence[fx.Node], cone: Sequence[fx.Node]) -> fx.GraphModule:
-    """A graph of ``cone`` that returns ``nodes``."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in cone:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in nodes))
-    return fx.GraphModule(torch.nn.Module(), graph)
-
-
-def _values(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+def _value_now(result: fx.Node, cone: Sequence[fx.Node]) -> Any:
+    """Computes ``result`` from the inputs of the call that is being captured. Raises ValueError where what has changed a value
+    in place was not all found: then versions are others than in the capture."""
+    values: dict[fx.Node, Any] = {}
     with torch.no_grad(), rng_preserved("cpu"):
-        return [value.item() for value in module(*inputs)]
+        for node in cone:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            if node.op == "placeholder":
+                values[node] = node.meta["grapharg"].example
+            elif node.op == "call_method":
+                values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        for node, value in values.items():
+            traced = node.meta.get("example_value")
+            if node.op != "placeholder" and isinstance(traced, torch.Tensor) and traced._version != value._version:
+                raise ValueError(node)
+        return values[result].item()
+
+
+def _extracted(graph: fx.Graph, marks: Sequence[fx.Node]) -> fx.GraphModule:
+    """A graph that returns the number that each mark stands for."""
+    cone = {node for mark in marks for node in mark.meta["cone"]}
+    extracted, copies, numbers = fx.Graph(), dict[fx.Node, fx.Node](), []
+    for node in graph.nodes:
+        if node in cone:
+            copies[node] = extracted.node_copy(node, copies.__getitem__)
+        elif node in marks:
+            numbers.append(extracted.call_method("item", (copies[node.args[0]],)))
+    extracted.output(tuple(numbers))
+    return fx.GraphModule(torch.nn.Module(), extracted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +161,9 @@ class _Expectations:
     values: tuple[Any, ...]
 
     def check(self, inputs: Sequence[Any]) -> None:
-        if tuple(_values(self.module, [inputs[position] for position in self.positions])) != self.values:
+        with torch.no_grad(), rng_preserved("cpu"):
+            values = tuple(self.module(*(inputs[position] for position in self.positions)))
+        if values != self.values:
             raise OtherValues("a value that forward takes from its inputs differs from the captured one")
 
 
@@ -140,11 +173,10 @@ def expecting_values(graph: fx.GraphModule) -> Callable[[Callable[..., Any]], Ca
     marks = [n for n in nodes.find_nodes(op="call_function", target=torch._assert_async) if str(n.args[1]).startswith(_MARK)]
     if not marks:
         return lambda program: program
-    taken: list[Any] = [mark.args[0] for mark in marks]
-    cone = _cone(nodes, taken)
+    cone = {node for mark in marks for node in mark.meta["cone"]}
     positions = tuple(index for index, node in enumerate(nodes.find_nodes(op="placeholder")) if node in cone)
     values = tuple(ast.literal_eval(str(mark.args[1]).removeprefix(_MARK)) for mark in marks)
-    expectations = _Expectations(_extracted(taken, cone), positions, values)
+    expectations = _Expectations(_extracted(nodes, marks), positions, values)
     for mark in marks:
         nodes.erase_node(mark)
 

@@ -26,6 +26,12 @@ class Masked(nn.Module):
         h = self.dropout(self.linear(x))
         if (mask > 0).any().item():
             h = h * 2
+        padded = torch.where(mask == 1, -1, mask)
+        padded[:2] += 5
+        row = padded[1:]
+        if (row > 4).all():
+            h = h - 3
+        padded.fill_(0)
         if mask.sum() < 3:
             h = h + 1
         for _ in range(int(mask.max())):
@@ -66,7 +72,7 @@ class Looking(nn.Module):
         seen = {
             "parameter": lambda: self.linear.weight > 0,
             "random": lambda: torch.rand(4) > 0.5,
-            "changed": lambda: torch.zeros(4).add_(x[0]) > 0,
+            "changed": lambda: (x.add_(1), x > 0)[1],
             "statistics": lambda: (self.norm(x), self.norm.running_mean > 0)[1],
             "large": lambda: torch.ones(1 << 23) > 0,
         }
