@@ -108,6 +108,12 @@ class CompiledModule(nn.Module):
             return super().__call__(*args, **kwargs)
         return self._mt_model(*args, **kwargs)
 
+    def _infer_parameters(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        """Initializes a lazy model, whose class then is the one that it becomes, compiled."""
+        super()._infer_parameters(module, args, kwargs)  # type: ignore[misc]
+        if not isinstance(module, CompiledModule):
+            module.__class__ = _compiled_class(type(module))
+
     def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
         raise MtcompileError(
             "a compiled model's parameters live where its plan says; expected no .to(), .cuda(), .half() and the like "

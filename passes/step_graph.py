@@ -140,6 +140,13 @@ def has_random(step: fx.GraphModule) -> bool:
     return any(is_random(node) for kernel in step.children() for node in kernel.graph.nodes)
 
 
+_VIEWS_IN_SECRET = (  # they alias their operand although their schema does not say so
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.unsafe_split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default,
+)
+
+
 def is_view(node: fx.Node) -> bool:
     """True when the operation returns an alias of one of its operands (by its schema), or picks one such alias."""
     if node.op != "call_function":
@@ -147,7 +154,7 @@ def is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, fx.Node) and is_view(source)
-    if node.target is torch.ops.aten._unsafe_view.default:  # aliases its operand although its schema does not say so
+    if node.target in _VIEWS_IN_SECRET:
         return True
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)

@@ -8,7 +8,9 @@ buffers lifted to inputs.
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,35 +37,51 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
 
     Raises CaptureError with the user's own source line where ``fn`` cannot be captured.
     """
-    without_packed = True
-    answers = plain_torch.Answers()
+    state = _State()
 
     def checked(graph: fx.GraphModule, inputs: Any) -> Any:
-        if without_packed:
+        if state.without_packed:
             masks.check_positions(graph.graph)
-        graph.meta["told"] = answers.told()
-        return backend(graph, inputs)
+        expecting = torch_private.expecting_values(graph)
+        graph.meta["told"] = state.answers.told()
+        return expecting(backend(graph, inputs))
 
-    compiled = torch.compile(fn, backend=checked, fullgraph=True, dynamic=False)
     settings = torch_private.capture_settings(_MOST_SIGNATURES)
     devices = torch_private.mixing_devices(device)
     torch_private.leave_out_of_graphs(_logging_functions())
 
+    variants: list[Callable[..., Any]] = []  # of ``fn``, each captured with other values; the one that ran last is the first
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal without_packed
+        for variant in tuple(variants):
+            with contextlib.suppress(torch_private.OtherValues):
+                return captured(variant, args, kwargs)
+            variants.append(variants.pop(0))
+        variants.insert(0, torch.compile(_copied(fn), backend=checked, fullgraph=True, dynamic=False))
+        return captured(variants[0], args, kwargs)
+
+    def captured(variant: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
-            answering = plain_torch.plain_answers(answers)
-            with settings, devices, refusing_random_numbers(_RANDOM), _masks(without_packed), answering:
-                return compiled(*args, **kwargs)
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(settings)
+                stack.enter_context(devices)
+                stack.enter_context(refusing_random_numbers(_RANDOM))
+                stack.enter_context(_masks(state.without_packed))
+                stack.enter_context(plain_torch.plain_answers(state.answers))
+                stack.enter_context(torch_private.checking_branches())
+                stack.enter_context(torch_private.taking_known_values(state.takes_values))
+                return variant(*args, **kwargs)
+        except torch_private.OtherValues:
+            raise
         except Exception as error:
             cause = torch_private.cause_in_dynamo(error)
             if isinstance(cause, masks.Packed):
-                without_packed = False
-                return call(*args, **kwargs)
+                state.without_packed = False
+                return captured(variant, args, kwargs)
             if cause is None and not torch_private.raised_in_capture(error):
                 raise
-            if (cause is None or type(cause) is CaptureError or not isinstance(cause, MtcompileError)) and answers.concede():
-                return call(*args, **kwargs)
+            if (cause is None or type(cause) is CaptureError or not isinstance(cause, MtcompileError)) and state.concede():
+                return captured(variant, args, kwargs)
             if isinstance(cause, MtcompileError):
                 refuse(with_place(cause, error), error)
             if cause is None or torch_private.failed_inside(error):
@@ -71,6 +89,32 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
             refuse(not_captured(error), error)
 
     return call
+
+
+@dataclass(slots=True)
+class _State:
+    """How one function is captured. ``takes_values``: its captures take values that the call's inputs decide, where there is no
+    other way."""
+
+    without_packed: bool = True
+    answers: plain_torch.Answers = field(default_factory=plain_torch.Answers)
+    takes_values: bool = False
+
+    def concede(self) -> bool:
+        """After a capture that failed: says whether there is another way to try."""
+        if self.answers.concede():
+            return True
+        before, self.takes_values = self.takes_values, True
+        return not before
+
+
+def _copied(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function like ``fn``, whose captures Dynamo keeps by themselves; ``fn`` itself if it is no Python function."""
+    if not isinstance(fn, types.FunctionType):
+        return fn
+    copy = types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    copy.__kwdefaults__ = fn.__kwdefaults__
+    return copy
 
 
 def _masks(without_packed: bool) -> contextlib.AbstractContextManager[None]:

@@ -37,8 +37,8 @@ def joint_graph(description: Description, tangents: tuple[bool, ...] | None, obs
         try:
             with plain_kernels(), plain_strides(observe):
                 joint = torch_private.export_joint(stack, graph, fakes)
-        except CaptureError:
-            raise
+        except CaptureError as error:
+            refuse(CaptureError(str(error).partition("\n\nWhile executing")[0]), error)  # what fx adds
         except Exception as error:
             refuse(not_compiled(error, "the backward of this model could not be traced"), error)
     drop_tokens(joint)

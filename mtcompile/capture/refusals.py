@@ -23,6 +23,11 @@ _TIPS = (  # for the first expression that occurs in the first line of torch's r
         "expected random numbers from torch's default generator only (torch.rand(..., device=x.device), dropout, ...), seeded "
         "outside forward: draw others outside and pass them as tensors",
     ),
+    (
+        "_ctc_loss",
+        "torch sizes what ctc_loss keeps by the lengths that it is given; return the log-probabilities, and compute ctc_loss "
+        "outside the compiled model",
+    ),
     (r"(?i)data.dependent|\.item\(\)|tolist|nonzero|unbacked|dynamic shape", _DATA),
 )
 _OTHERWISE = (
@@ -51,7 +56,7 @@ def not_captured(error: BaseException) -> CaptureError:
     raised = re.search(r"when making fake tensor call.*?: got \w+\((['\"])(.*?)\1\)", text, re.DOTALL)  # by an operation
     reason = (raised[2] if raised else first_line(error)) + (f" ({context[1]})" if context else "")
     report = text.partition("from user code")[0]
-    tips = (tip for words in (first_line(error), report) for expression, tip in _TIPS if re.search(expression, words))
+    tips = (tip for words in (reason, report) for expression, tip in _TIPS if re.search(expression, words))
     tip = next(tips, _OTHERWISE)
     return CaptureError(f"the model's forward could not be captured as one graph: {reason}{place_in(text)}\n  {tip}")
 

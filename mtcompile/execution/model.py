@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from mtcompile import torch_private
 from mtcompile.capture.arguments import micro_batches, sent
 from mtcompile.capture.description import describe
 from mtcompile.capture.dynamo import front_end
-from mtcompile.errors import CaptureError
 from mtcompile.execution.compiled import LiveFrames
 from mtcompile.execution.model_door import ModelDoor
 from mtcompile.execution.program import Collector, DifferentMicroBatches, MicroBatchCalls, Program
@@ -44,15 +44,30 @@ class CompiledModel:
             self.door.bind(optimizer)
         for parameter in model.parameters():  # at home on the host, all of them
             self.door.parameters.moved(parameter)
-        self._collector, self._initialized = Collector(), False
+        self._collector = Collector()
+        self._may_be_lazy = True
+        self._initialization: torch_private.Initialization | None = None
         self._captured = front_end(call, self._backend, device.where)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model. Sends host tensors among the arguments to the device first."""
-        if not self._initialized:
-            self._initialized = _check_initialized(self.door.names_of_lazy_parameters())
         if self.device.where.type != "cpu":
             (args, kwargs), self.door.sent_nbytes = sent((args, kwargs), self.device.where)
+        if self._may_be_lazy:
+            self._may_be_lazy = bool(lazy := self.door.lazy_modules())
+            if lazy:
+                return self._initializing(lazy, args, kwargs)
+        return self._run(args, kwargs)
+
+    def _initializing(self, lazy: Mapping[nn.Module, str], args: Any, kwargs: Any) -> Any:
+        """Calls a model with lazy modules, which get their parameters in this call."""
+        with torch_private.initializing(lazy, self.door.initialized) as self._initialization:
+            model = self.door.model()
+            if model is not None and model in lazy:
+                torch_private.initialize_root(model, args, kwargs)
+            return self._run(args, kwargs)
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
         if self.options.accumulate == 1 or not torch.is_grad_enabled():
             return self._captured(*args, **kwargs)
         if self.door.masters is not None:
@@ -71,7 +86,7 @@ class CompiledModel:
         finally:
             self._collector.batch = None
 
-    def _backend(self, graph: Any, inputs: Any) -> Program:
+    def _backend(self, graph: Any, inputs: Any) -> Callable[..., Any]:
         """Makes a program from a graph that Dynamo has captured."""
         names, device, whole = self.door.names(), self.device.where, self._collector.batch is None
         description = describe(graph, inputs, lambda t: names.get(id(t)), device, views=whole)
@@ -80,7 +95,14 @@ class CompiledModel:
             # Dynamo guards on the devices of parameters when this returns. Send them where they will stay, or the second
             # call is captured again.
             program.compile()
-        return program
+        if (initialization := self._initialization) is None:
+            return program
+
+        def behind_initialization(*inputs: torch.Tensor) -> Any:
+            initialization.draw_as_plain()  # Dynamo has put the generator back when this is called
+            return program(*inputs)
+
+        return behind_initialization
 
     def report(self) -> dict[str, Any]:
         """Returns bytes: budgets, planned and measured peaks per tier, and the training state."""
@@ -97,14 +119,3 @@ class CompiledModel:
             "state_bytes": sum(state.values()),
             **{f"{name}_bytes": nbytes for name, nbytes in state.items()},
         }
-
-
-def _check_initialized(lazy: list[str]) -> bool:
-    """Raises CaptureError for lazy parameters: captured, their modules would be initialized with other random numbers than in a
-    plain run. Returns True if there are none."""
-    if lazy:
-        raise CaptureError(
-            f"{lazy[0]} is not initialized yet (a lazy module); expected parameters with values: call the model once before "
-            "mtcompile.compile, as in model(example)"
-        )
-    return True

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from mtcompile import torch_private
-from mtcompile.errors import BudgetError, StepError
+from mtcompile.errors import BudgetError, CaptureError, StepError
 from mtcompile.execution.compiled import Frame, LiveFrames
 from mtcompile.execution.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, random_reserve_nbytes
@@ -161,7 +161,8 @@ class ModelDoor:
 
     def state_nbytes(self) -> dict[str, int]:
         """Returns the current bytes of weights, masters, gradients and optimizer state."""
-        parameters = [p for _, p in nn.Module.named_parameters(self._model())]  # the model's own method waits for updates
+        named = nn.Module.named_parameters(self._model())  # the model's own method waits for updates
+        parameters = [p for _, p in named if not nn.parameter.is_lazy(p)]
         weights = sum(p.numel() * p.element_size() for p in parameters)
         widths = ((p, p if p.grad is None else p.grad) for p in parameters if p.requires_grad)  # accumulated ones are wider
         gradients = sum(p.numel() * like.element_size() for p, like in widths) if self.updates is None else 0
@@ -178,11 +179,25 @@ class ModelDoor:
         names: dict[int, tuple[str, str]] = {id(b): ("buffer", n) for n, b in model.named_buffers()}
         return names | {id(p): ("param", n) for n, p in model.named_parameters()}
 
-    def names_of_lazy_parameters(self) -> list[str]:
-        """Returns the names of parameters and buffers that a lazy module has not initialized yet."""
+    def lazy_modules(self) -> Mapping[nn.Module, str]:
+        """Returns the lazy modules, which the next forward initializes, and their names. Raises CaptureError for those that
+        would not get the random numbers of a plain run."""
         model = self._model()
+        modules = torch_private.lazy_modules(model)
         tensors = (*nn.Module.named_parameters(model), *model.named_buffers())
-        return [name for name, tensor in tensors if nn.parameter.is_lazy(tensor)]
+        lazy = [name for name, tensor in tensors if nn.parameter.is_lazy(tensor)]
+        others = [name for name in lazy if model.get_submodule(name.rpartition(".")[0]) not in modules]
+        if others or (lazy and self.device.where.type != "cpu"):
+            raise CaptureError(
+                f"{(others or lazy)[0]} is not initialized yet; expected parameters with values: call the plain model once "
+                "before mtcompile.compile, as in model(example)"
+            )
+        return modules
+
+    def initialized(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Takes the parameters that a lazy module has got."""
+        if self.masters is not None:
+            self.masters.adopt(self._model(), parameters)
 
     def _model(self) -> nn.Module:
         model = self.model()

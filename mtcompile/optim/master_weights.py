@@ -50,11 +50,16 @@ class Masters:
         self._loaded_values: Mapping[str, Any] = {}
         self._bound: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._hidden_gradients: list[tuple[nn.Parameter, Tensor]] = []
-        for name, parameter in model.named_parameters():
-            if parameter.is_floating_point():
-                self._adopt(name, parameter)
+        self.adopt(model, (parameter for parameter in model.parameters() if not nn.parameter.is_lazy(parameter)))
         model.register_load_state_dict_pre_hook(self._before_loading)
         model.register_load_state_dict_post_hook(self._after_loading)
+
+    def adopt(self, model: nn.Module, parameters: Iterable[Tensor]) -> None:
+        """Makes masters of those parameters of ``model``, and bf16 parameters of them."""
+        adopted = {id(parameter) for parameter in parameters}
+        for name, parameter in model.named_parameters():
+            if id(parameter) in adopted and parameter.is_floating_point():
+                self._adopt(name, parameter)
 
     def _adopt(self, name: str, parameter: nn.Parameter) -> None:
         _check_dense(name, parameter)

@@ -33,6 +33,20 @@ from mtcompile.torch_private.fused_kernels import (
     inductor_cache,
     probe_inductor,
 )
+from mtcompile.torch_private.known_values import (
+    OtherValues,
+    expecting_values,
+    taking_known_values,
+)
+from mtcompile.torch_private.lazy_modules import (
+    Initialization,
+    initialize_root,
+    initializing,
+    lazy_modules,
+)
+from mtcompile.torch_private.raising_branches import (
+    checking_branches,
+)
 from mtcompile.torch_private.tracing import (
     export_joint,
     fake_mode_of,
@@ -46,19 +60,26 @@ pytree = _pytree  # as a public name
 
 __all__ = [
     "AllocatorPeak",
+    "Initialization",
+    "OtherValues",
     "accumulating",
     "accumulation_hooks",
     "capture_settings",
     "cause_in_dynamo",
+    "checking_branches",
     "counting_losses",
+    "expecting_values",
     "export_joint",
     "failed_inside",
     "fake_mode_of",
     "inductor",
     "inductor_cache",
+    "initialize_root",
+    "initializing",
     "joint_trace_key",
     "keeps_graph",
     "lasting",
+    "lazy_modules",
     "leave_out_of_graphs",
     "mixing_devices",
     "probe_inductor",
@@ -70,6 +91,7 @@ __all__ = [
     "shares_storage",
     "storage_holders",
     "storage_id",
+    "taking_known_values",
     "tracing_joint",
     "without_memory",
 ]

@@ -28,6 +28,7 @@ def capture_settings(signatures: int) -> contextlib.AbstractContextManager[Any]:
         enable_dynamo_decompositions=False,  # of addcmul_ and the like: they round otherwise
         recompile_limit=signatures,
         accumulated_recompile_limit=8 * signatures,
+        allow_rnn=True,  # what their operations are shows in the trace
         use_numpy_random_stream=True,  # numpy's random numbers are refused, not drawn from torch's generator
     )
 

@@ -12,13 +12,15 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx import traceback
 
+from mtcompile.capture.refusals import place_in
 from mtcompile.errors import CaptureError
 from mtcompile.passes.joint.strides import Observe, may_differ, with_strides
 from mtcompile.runtime.devices.arena import same_strides
@@ -27,6 +29,10 @@ from mtcompile.torch_private import pytree
 aten = torch.ops.aten
 
 _PRODUCTS = ("aten::addmm_", "aten::addbmm_", "aten::baddbmm_", "aten::addmv_", "aten::addr_")
+
+
+# Of recurrent layers: their forward keeps bytes for their backward whose number and meaning only a library knows.
+_RESERVING = (aten.mkldnn_rnn_layer.default, aten._cudnn_rnn.default, aten.miopen_rnn.default)
 
 
 class _Tracing(threading.local):
@@ -57,7 +63,10 @@ def _replace_dispatch() -> None:
 def _as_observed(dispatch: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(dispatch)
     def observed(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result, observe = dispatch(mode, func, types, args, kwargs or {}), _tracing.observe
+        observe = _tracing.observe
+        if observe is not None and func in _RESERVING and torch.is_grad_enabled():
+            _refuse_reserving(func)
+        result = dispatch(mode, func, types, args, kwargs or {})
         if observe is None or not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
             return result
         operands = pytree.tree_leaves((args, kwargs or {}))
@@ -70,6 +79,15 @@ def _as_observed(dispatch: Callable[..., Any]) -> Callable[..., Any]:
             return with_strides(result, observe(call))
 
     return observed
+
+
+def _refuse_reserving(func: Any) -> NoReturn:
+    place = place_in("".join(traceback.format_stack()))
+    raise CaptureError(
+        f"{func} keeps bytes for its backward whose number only its library knows{place}\n"
+        "  nn.LSTM runs it on a CPU, nn.RNN and nn.GRU too on a GPU: switch the library off before, in plain runs as well "
+        "(torch.backends.mkldnn.set_flags(False), torch.backends.cudnn.enabled = False), or use nn.LSTMCell and the like"
+    )
 
 
 def _as_node(func: Any, args: Any, kwargs: Any) -> fx.Node:

@@ -147,9 +147,27 @@ def _replace_handlers() -> None:
     for call in _REWRITTEN:
         if call in handlers:
             handlers[call] = _as_it_is(handlers[call])
+    for function in _LOOKING_AT_VALUES:
+        handlers[function] = _inlined(function, handlers.get(function))
 
 
 _REWRITTEN: tuple[Callable[..., Any], ...] = (torch.addcdiv, torch._foreach_lerp_)  # to calls that round otherwise
+
+
+# Python functions of torch that Dynamo would take whole, though they branch on values: on what they raise for, at that.
+_LOOKING_AT_VALUES: tuple[Callable[..., Any], ...] = (torch.nn.functional.gaussian_nll_loss,)
+
+
+def _inlined(function: Callable[..., Any], handler: Callable[..., Any] | None) -> Callable[..., Any]:
+    from torch._dynamo.variables import UserFunctionVariable
+
+    def inlined(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if _capturing.answers is None:
+            return None if handler is None else handler(variable, tx, *args, **kwargs)
+        plain = UserFunctionVariable(function)  # type: ignore[arg-type]
+        return tx.inline_user_function_return(plain, list(args), kwargs)
+
+    return inlined
 
 
 def _answering(handler: Callable[..., Any]) -> Callable[..., Any]:

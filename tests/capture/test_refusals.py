@@ -49,10 +49,6 @@ def connected(model: Model, h: torch.Tensor) -> torch.Tensor:
     return nn.functional.ctc_loss(h.log_softmax(-1).unsqueeze(1), targets, *lengths)
 
 
-def gaussian(model: Model, h: torch.Tensor) -> torch.Tensor:
-    return nn.functional.gaussian_nll_loss(h, torch.zeros(4, 8), torch.ones(4, 8))
-
-
 def raising(model: Model, h: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("not this time")
 
@@ -64,8 +60,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "assignment to a mask": (set_mask, DATA),
     "unique": (lambda model, h: h.sum() + torch.unique(h.detach().long()).numel(), DATA),
     "branch": (lambda model, h: h.sum() if h.sum() > 0 else -h.sum(), DATA),
-    "ctc": (connected, DATA),
-    "gaussian": (gaussian, DATA),
+    "ctc": (connected, "_ctc_loss(.|\n)*compute ctc_loss outside"),
     "not differentiable": (lambda model, h: (h * Hard.apply(h)).sum(), "compile the submodules"),
     "shapes": (lambda model, h: h @ torch.ones(9, 2), r"\[4, 8\] X \[9, 2\]"),
     "user's error": (raising, "not this time"),
@@ -145,18 +140,6 @@ def test_numbers_for_a_log_are_a_plain_runs() -> None:
     output = mtcompile.compile(model, memory="1GiB")(x)
     assert {name: output[name] for name in ("log", "wide")} == {n: expected[n] for n in ("log", "wide")}
     assert torch.equal(output["loss"], expected["loss"])
-
-
-def test_lazy_modules_are_initialized_before() -> None:
-    model = nn.Sequential(nn.LazyLinear(8), nn.Tanh())
-    state = torch.get_rng_state()
-    compiled = mtcompile.compile(model, memory="1GiB")
-    with pytest.raises(mtcompile.CaptureError, match=r"0\.weight is not initialized"):
-        compiled(torch.ones(2, 4))
-    assert torch.equal(state, torch.get_rng_state())
-    model = nn.Sequential(nn.LazyLinear(8), nn.Tanh())
-    model(torch.ones(2, 4))
-    mtcompile.compile(model, memory="1GiB")(torch.ones(2, 4)).sum().backward()
 
 
 def test_the_users_line_is_the_last_that_is_not_of_a_library() -> None:

@@ -54,6 +54,27 @@ def test_resizing() -> None:
     assert_plain(Resized(), torch.randn(2048))
 
 
+@pytest.mark.parametrize("layer", [nn.RNN, nn.GRU, nn.LSTM])
+def test_recurrent_layers(layer: Any) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layer(12, 20, num_layers=2, bidirectional=True, dropout=0.3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output, _ = self.layers(x)
+            return output.square().sum()  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    x = torch.randn(7, 3, 12)
+    if layer is nn.LSTM:
+        with pytest.raises(mtcompile.CaptureError, match=r"(?s)mkldnn_rnn_layer\.default keeps.* in forward: .*set_flags"):
+            mtcompile.compile(Recurrent(), memory="1GiB")(x)
+        assert mtcompile.compile(Recurrent().double(), memory="1GiB")(x.double()).requires_grad
+    with torch.backends.mkldnn.flags(enabled=layer is not nn.LSTM):
+        assert_plain(Recurrent(), x)
+
+
 class Upsampled(nn.Module):
     """Attention, a residual and an upsampling, as in diffusion models."""
 

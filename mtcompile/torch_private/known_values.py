@@ -1,0 +1,224 @@
+"""Python values that a forward takes from tensors, where these come from the inputs of the call alone: ``mask.any().item()``.
+
+Dynamo cannot branch on what a tensor holds. But what is computed from the call's inputs and the model's buffers, and from no
+parameter, is known when the call begins. A capture takes such a value as it is then, and notes where it came from; each later
+call computes it again before anything runs. Where it is another one, ``OtherValues`` is raised, and the caller captures again.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from mtcompile.errors import MtcompileError
+from mtcompile.passes.generators import rng_preserved
+from mtcompile.torch_private.autograd import storage_id
+from mtcompile.torch_private.lazy_modules import Drawing
+
+_MARK = "mtcompile expects "  # begins the message of a check that stands for a noted value until the capture is done
+_MOST_NBYTES = 1 << 24  # of all tensors that a value is computed by: they are beside the budget
+_CHANGING = ("batch_norm", "instance_norm")  # functions that change buffers, which their schemas do not say
+_IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "iand", "ior", "ixor", "ipow")
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class OtherValues(MtcompileError):
+    """Raised before anything runs when values that a capture took from its inputs are others in this call."""
+
+
+class _Taking(threading.local):
+    on = False
+
+
+_taking = _Taking()
+
+
+@contextlib.contextmanager
+def taking_known_values(on: bool) -> Iterator[None]:
+    """Captures inside, in this thread, take values that the call's inputs decide."""
+    _replace_methods()
+    before, _taking.on = _taking.on, on
+    try:
+        yield
+    finally:
+        _taking.on = before
+
+
+def known_value(tx: Any, variable: Any) -> bool | int | None:
+    """The value of a tensor of one element that is being captured, where the call's inputs decide it; else None."""
+    if not _taking.on or tx.output.current_tracer is not tx.output.root_tracer:
+        return None
+    node = variable.proxy.node
+    cone = _cone(node)
+    if not _is_decided(node, cone):
+        return None
+    value: bool | int
+    drawing = Drawing()
+    try:
+        with drawing:
+            value = _value_now(node, cone)
+    except Exception:  # an operation that cannot run on these devices, changes that cannot be followed, ...
+        return None
+    if drawing.drew:
+        return None
+    mark = tx.output.create_proxy("call_function", torch._assert_async, (variable.proxy, f"{_MARK}{value!r}"), {})
+    mark.node.meta["cone"] = cone
+    return value
+
+
+def _cone(result: fx.Node) -> list[fx.Node]:
+    """The nodes that ``result`` is computed by, with what has changed any of them in place, in their order."""
+    nodes, needed, todo = list(result.graph.nodes), set[fx.Node](), [result]
+    while todo:
+        if (node := todo.pop()) in needed:
+            continue
+        needed.add(node)
+        todo += node.all_input_nodes
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value._version:
+            todo += [each for each in nodes if _changes(each, value)]
+    return [node for node in nodes if node in needed]
+
+
+def _changes(node: fx.Node, value: torch.Tensor) -> bool:
+    """Tells whether a node changes its first operand, which shares the memory of ``value``."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if node.op not in ("call_function", "call_method") or not (name in _IN_PLACE or name.endswith("_")):
+        return False
+    first = node.args[0].meta.get("example_value") if node.args and isinstance(node.args[0], fx.Node) else None
+    return isinstance(first, torch.Tensor) and storage_id(first) == storage_id(value)
+
+
+def _is_decided(node: fx.Node, cone: Sequence[fx.Node]) -> bool:
+    """Tells whether a node stands for one number that the call's inputs decide, as they are when it begins."""
+    val = node.meta.get("example_value")
+    if not isinstance(val, torch.Tensor) or val.numel() != 1 or val.dtype not in _INTEGERS:
+        return False
+    if any(each.target is torch.amp.autocast_mode._enter_autocast for each in node.graph.nodes):
+        return False
+    values = [each.meta.get("example_value") for each in cone]
+    nbytes = sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
+    return nbytes <= _MOST_NBYTES and all(map(_is_known, cone, values))
+
+
+def _is_known(node: fx.Node, value: Any) -> bool:
+    if node.op == "placeholder":
+        example = getattr(node.meta.get("grapharg"), "example", None)
+        if not isinstance(example, torch.Tensor) or isinstance(example, torch.nn.Parameter) or example.requires_grad:
+            return False
+        return value._version == 0 and not any(getattr(user.target, "__name__", "") in _CHANGING for user in node.users)
+    return node.op in ("call_function", "call_method")
+
+
+def _value_now(result: fx.Node, cone: Sequence[fx.Node]) -> Any:
+    """Computes ``result`` from the inputs of the call that is being captured. Raises ValueError where what has changed a value
+    in place was not all found: then versions are others than in the capture."""
+    values: dict[fx.Node, Any] = {}
+    with torch.no_grad(), rng_preserved("cpu"):
+        for node in cone:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            if node.op == "placeholder":
+                values[node] = node.meta["grapharg"].example
+            elif node.op == "call_method":
+                values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        for node, value in values.items():
+            traced = node.meta.get("example_value")
+            if node.op != "placeholder" and isinstance(traced, torch.Tensor) and traced._version != value._version:
+                raise ValueError(node)
+        return values[result].item()
+
+
+def _extracted(graph: fx.Graph, marks: Sequence[fx.Node]) -> fx.GraphModule:
+    """A graph that returns the number that each mark stands for."""
+    cone = {node for mark in marks for node in mark.meta["cone"]}
+    extracted, copies, numbers = fx.Graph(), dict[fx.Node, fx.Node](), []
+    for node in graph.nodes:
+        if node in cone:
+            copies[node] = extracted.node_copy(node, copies.__getitem__)
+        elif node in marks:
+            numbers.append(extracted.call_method("item", (copies[node.args[0]],)))
+    extracted.output(tuple(numbers))
+    return fx.GraphModule(torch.nn.Module(), extracted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Expectations:
+    """The values that a capture took. ``positions``: which inputs of its graph ``module`` computes them from."""
+
+    module: fx.GraphModule
+    positions: tuple[int, ...]
+    values: tuple[Any, ...]
+
+    def check(self, inputs: Sequence[Any]) -> None:
+        with torch.no_grad(), rng_preserved("cpu"):
+            values = tuple(self.module(*(inputs[position] for position in self.positions)))
+        if values != self.values:
+            raise OtherValues("a value that forward takes from its inputs differs from the captured one")
+
+
+def expecting_values(graph: fx.GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Takes the notes out of a captured graph. Returns a decorator for what runs it, which first compares the values."""
+    nodes = graph.graph
+    marks = [n for n in nodes.find_nodes(op="call_function", target=torch._assert_async) if str(n.args[1]).startswith(_MARK)]
+    if not marks:
+        return lambda program: program
+    cone = {node for mark in marks for node in mark.meta["cone"]}
+    positions = tuple(index for index, node in enumerate(nodes.find_nodes(op="placeholder")) if node in cone)
+    values = tuple(ast.literal_eval(str(mark.args[1]).removeprefix(_MARK)) for mark in marks)
+    expectations = _Expectations(_extracted(nodes, marks), positions, values)
+    for mark in marks:
+        nodes.erase_node(mark)
+
+    def expecting(program: Callable[..., Any]) -> Callable[..., Any]:
+        def compared(*inputs: Any) -> Any:
+            expectations.check(inputs)
+            return program(*inputs)
+
+        return compared
+
+    return expecting
+
+
+@functools.cache
+def _replace_methods() -> None:
+    """Lets Dynamo ask here first for the values of tensors. Outside ``taking_known_values``, nothing is changed."""
+    from torch._dynamo.variables import ConstantVariable, TensorVariable
+    from torch._dynamo.variables.base import VariableTracker
+
+    def item(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def known(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            value = known_value(tx, variable)
+            return plain(variable, tx, *args, **kwargs) if value is None else ConstantVariable.create(value)
+
+        return known
+
+    def tolist(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def listed(tx: Any, part: Any) -> Any:
+            example = part.proxy.node.meta["example_value"]
+            if example.dim() == 0:
+                return known_value(tx, part)
+            indices = [VariableTracker.build(tx, index) for index in range(example.shape[0])]
+            return [listed(tx, part.call_method(tx, "__getitem__", [index], {})) for index in indices]
+
+        def known(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            values = listed(tx, variable) if _taking.on else None
+            if None in pytree.tree_leaves(values, is_leaf=lambda value: value is None):
+                return plain(variable, tx, *args, **kwargs)
+            return VariableTracker.build(tx, values)
+
+        return known
+
+    for name, replaced in (("method_item", item), ("method_tolist", tolist)):
+        if (plain := getattr(TensorVariable, name, None)) is not None:
+            setattr(TensorVariable, name, functools.wraps(plain)(replaced(plain)))
