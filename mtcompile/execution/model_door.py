@@ -16,7 +16,8 @@ from mtcompile.errors import BudgetError, StepError
 from mtcompile.execution.compiled import Frame, LiveFrames
 from mtcompile.execution.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, random_reserve_nbytes
-from mtcompile.optim.backward_update import UpdatesInBackward, marking_failure
+from mtcompile.execution.session import Door
+from mtcompile.optim.backward_update import UpdatesInBackward
 from mtcompile.optim.master_weights import Masters, cast
 from mtcompile.optim.state_sizes import state_copies_of
 from mtcompile.options import Options
@@ -27,7 +28,7 @@ from mtcompile.runtime.devices.protocol import Device
 from mtcompile.torch_private import shares_storage
 
 
-class ModelDoor:
+class ModelDoor(Door):
     """The door of ``mtcompile.compile`` to its session: a model, its optimizer, masters and updates.
 
     The model's first program decides which parameters are resident, and later programs keep to it. ``drain``: waits for
@@ -119,9 +120,6 @@ class ModelDoor:
     def plan_key(self) -> Hashable:
         return None if self.updates is None else self.updates.parameter_ids()
 
-    def make_room(self) -> bool:
-        return False
-
     def before_forward(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Raises StepError if an earlier training forward still waits for its backward, or if an error left the model half
         updated."""
@@ -148,7 +146,7 @@ class ModelDoor:
         outputs = [ref() for ref in frame.outputs]
         planned = frame.compiled.step.meta.get("updated")
         self.updates.begin_backward(planned, outputs, tangents, torch_private.accumulating(node))
-        with marking_failure(self.updates):
+        with self.updates.marking_failure():
             yield
         self.updates.end_backward()
 

@@ -36,12 +36,14 @@ class RunnablePlacement(Placement, Protocol):
 
     def give_up_residents(self, error: DoesNotFit) -> bool:
         """Sends resident parameters home if that may make planning succeed. Tells whether it sent any."""
+        return False
 
     def refusal(self, error: DoesNotFit) -> BudgetError:
         """Returns the error to raise if no plan fits the user's budget."""
 
     def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
         """Puts parameters where a proven plan wants them, before it first runs."""
+        return
 
     def host_kernels(self, step: fx.GraphModule) -> Mapping[str, Any]:
         """Returns the kernels of instructions that are not regions: updates and conversions."""

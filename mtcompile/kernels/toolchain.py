@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from mtcompile import knobs
-from mtcompile.kernels.cuda_graphs import Graphs, TorchGraphs, graphed
+from mtcompile.kernels.cuda_graphs import Graphs, graphed
 from mtcompile.kernels.eager import Built, EagerKernels
 from mtcompile.kernels.inductor import InductorKernels
 from mtcompile.kernels.measure import looks_up_values
@@ -92,5 +92,5 @@ class Toolchain:
 
 
 def toolchain_for(where: torch.device, fuses: bool) -> Toolchain:
-    graphs = TorchGraphs(where) if where.type == "cuda" and knobs.cuda_graphs() else None
+    graphs = Graphs(where) if where.type == "cuda" and knobs.cuda_graphs() else None
     return Toolchain(where, fuses, EagerKernels(where), InductorKernels(where), graphs)

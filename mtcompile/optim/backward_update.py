@@ -109,12 +109,8 @@ class UpdatesInBackward:
         assert backward is not None
         if torch.get_num_threads() != backward.threads:
             torch.set_num_threads(backward.threads)
-        try:
-            with torch.no_grad():
-                return kernel(backward, names, *values)
-        except BaseException:
-            self.mark_failed()
-            raise
+        with self.marking_failure(), torch.no_grad():
+            return kernel(backward, names, *values)
 
     # -------------------------------------------------------------------------------------------------- of one backward
 
@@ -179,11 +175,16 @@ class UpdatesInBackward:
         self._stepped = False
         self.steps += 1
 
-    def mark_failed(self) -> None:
-        """Note that the backward has failed: after its first update the model is unusable until it is loaded again."""
-        if self._backward is not None and self._backward.has_updated:
-            why = f"step {self._backward.number} failed among its updates"
-            self._must_be_loaded = {"model": why, "optimizer": why}
+    @contextlib.contextmanager
+    def marking_failure(self) -> Iterator[None]:
+        """Note whatever is raised inside: after the backward's first update the model is unusable until it is loaded again."""
+        try:
+            yield
+        except BaseException:
+            if self._backward is not None and self._backward.has_updated:
+                why = f"step {self._backward.number} failed among its updates"
+                self._must_be_loaded = {"model": why, "optimizer": why}
+            raise
 
     @property
     def allocated_state(self) -> bool:
@@ -212,14 +213,3 @@ class UpdatesInBackward:
 
     def _loaded(self, part: str) -> None:
         self._must_be_loaded.pop(part, None)
-
-
-@contextlib.contextmanager
-def marking_failure(updates: UpdatesInBackward | None) -> Iterator[None]:
-    """Call ``updates.mark_failed()`` for anything that is raised inside."""
-    try:
-        yield
-    except BaseException:
-        if updates is not None:
-            updates.mark_failed()
-        raise

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from torch import fx
 
 from mtcompile.errors import StepError
+from mtcompile.execution.calibration import TimedPhase
+from mtcompile.execution.compiled import CompiledStep
 from mtcompile.passes.analysis.saved import saved_values
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
@@ -20,10 +22,9 @@ from mtcompile.report.alternatives import alternatives
 from mtcompile.report.chrome_trace import moments, takes_time
 from mtcompile.report.compare import compare
 from mtcompile.report.explanation import Explanation, Life, Value
-from mtcompile.report.live_timeline import Program
-from mtcompile.runtime.schedule import Buffer, Phase, Schedule
+from mtcompile.runtime.schedule import Buffer, Schedule
 from mtcompile.runtime.sim import simulate
-from mtcompile.runtime.trace import Record, Trace, shifted, span_us
+from mtcompile.runtime.trace import Trace, shifted, span_us
 
 FLOOR = "nothing else was decided: what needs least device memory"
 
@@ -59,7 +60,7 @@ def explain(
     )
 
 
-def explain_program(program: Program | None, timed: Iterable[tuple[object, Phase, list[Record]]], name: str) -> Explanation:
+def explain_program(program: CompiledStep | None, timed: Iterable[TimedPhase], name: str) -> Explanation:
     """Explains part of the program that last trained. ``timed``: (program, phase, records) of phases that have run, oldest
     first. Raises StepError when ``program`` is None, before the first call."""
     if program is None:
@@ -72,7 +73,7 @@ def explain_program(program: Program | None, timed: Iterable[tuple[object, Phase
     return explain(planned, program.problem, name, last_step(program, timed), unmeasured)
 
 
-def last_step(program: Program, timed: Iterable[tuple[object, Phase, list[Record]]]) -> Trace | None:
+def last_step(program: CompiledStep, timed: Iterable[TimedPhase]) -> Trace | None:
     """Returns the program's last step, forward and backward, among the timed phases; None if one of the two is missing."""
     phases = {phase: records for other, phase, records in timed if other is program}
     if "backward" not in phases or "forward" not in phases:

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from mtcompile.runtime.devices.arena import Layout, arena, span_nbytes
-from mtcompile.runtime.devices.cpu import POISON, Arenas, CpuMemory
-from mtcompile.runtime.devices.cuda_driver import Api, Torch
+from mtcompile.runtime.devices.arena import arena, span_nbytes
+from mtcompile.runtime.devices.cpu import POISON, CpuMemory
+from mtcompile.runtime.devices.cuda_driver import Api
 from mtcompile.runtime.devices.pinned import NotPinned, Staging
-from mtcompile.runtime.schedule import HOST_AWAITS, PLACEMENT, Queue, Schedule, Tier
+from mtcompile.runtime.schedule import HOST_AWAITS, PLACEMENT, Queue, Tier
 from mtcompile.runtime.trace import Record
 
 _COPYING: tuple[Queue, ...] = ("h2d", "d2h")
@@ -215,7 +215,7 @@ class CudaDevice:
 
     def __init__(self, where: torch.device, api: Api | None = None, ranges: bool = False) -> None:
         self.where, self.ranges = where, ranges
-        self.api = api or Torch(where)
+        self.api = api or Api(where)
         self.streams = Streams(self.api)
         self.staging: dict[Queue, Staging] | None = None
 
@@ -236,17 +236,8 @@ class CudaDevice:
         except NotPinned:  # not even that much: correct all the same, only slower
             return [arena(_CHUNK_NBYTES) for _ in range(_CHUNKS)]
 
-    def memory(
-        self,
-        schedule: Schedule,
-        layouts: Mapping[str, Layout],
-        arenas: Arenas,
-        check: bool,
-        trusted: bool,
-        views: dict[str, torch.Tensor] | None,
-    ) -> CudaMemory:
-        kind = NamedMemory if self.ranges else CudaMemory
-        return kind(schedule, layouts, arenas, check, trusted, views, api=self.api, staging=self.staging)
+    def memory(self, *args: Any, **options: Any) -> CudaMemory:
+        return (NamedMemory if self.ranges else CudaMemory)(*args, **options, api=self.api, staging=self.staging)
 
     def fence(self, visible: Iterable[Queue], timed: bool) -> Fence:
         return Fence(self.streams, visible, timed)
