@@ -7,7 +7,7 @@ alternative is the same plan with one decision changed, lowered and simulated.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from torch import fx
 
@@ -17,14 +17,13 @@ from mtcompile.execution.compiled import CompiledStep
 from mtcompile.passes.analysis.saved import saved_values
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
-from mtcompile.passes.step_graph import calls, placeholders, recomputes, regions, results, step_outputs
+from mtcompile.passes.step_graph import calls, inputs_of, outputs_of, recomputes, regions, results
 from mtcompile.report.alternatives import alternatives
-from mtcompile.report.chrome_trace import moments, takes_time
 from mtcompile.report.compare import compare
 from mtcompile.report.explanation import Explanation, Life, Value
 from mtcompile.runtime.schedule import Buffer, Schedule
 from mtcompile.runtime.sim import simulate
-from mtcompile.runtime.trace import Trace, shifted, span_us
+from mtcompile.runtime.trace import Moments, Trace, moments, shifted, span_us, takes_time
 
 FLOOR = "nothing else was decided: what needs least device memory"
 
@@ -94,11 +93,7 @@ def _described(planned: Planned, problem: PlanningProblem) -> list[Value]:
     for call in calls(planned.step):
         for index in recomputes(call):
             recomputing.setdefault(index, []).append(call.name)
-    gradients = {
-        value: spec.name
-        for spec, value in zip(step.meta["outputs"], step_outputs(step), strict=True)
-        if spec.kind in ("grad", "update")
-    }
+    gradients = {value: spec.name for spec, value in outputs_of(step) if spec.kind in ("grad", "update")}
     values: list[Value] = []
 
     def add(node: fx.Node, name: str, block: str, why: tuple[Decision, ...], made_again: Iterable[str] = ()) -> None:
@@ -107,7 +102,7 @@ def _described(planned: Planned, problem: PlanningProblem) -> list[Value]:
         module = name.rpartition(".")[0] if meta["role"] == "param" else meta.get("module_path", "")
         values.append(Value(name, node.name, meta["role"], meta["nbytes"], block, module, home, here, tuple(made_again), why))
 
-    for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
+    for spec, node in inputs_of(step):
         home = homes.get(spec.name, "") if spec.role == "param" else ""
         add(node, spec.name, home, (_params(plan, home, node.meta["nbytes"]),) if home else ())
     for region in regions(step):
@@ -167,7 +162,7 @@ def _life(
     buffer: Buffer,
     writer: int | None,
     free: int | None,
-    when: Mapping[int, tuple[float, float]],
+    when: Moments,
     end: float,
 ) -> Life:
     began = "" if writer is None else f"#{writer} {schedule.instructions[writer].label}"

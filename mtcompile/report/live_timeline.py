@@ -16,7 +16,7 @@ from torch import fx
 from mtcompile import knobs
 from mtcompile.execution.compiled import CompiledStep
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.step_graph import placeholders, step_outputs
+from mtcompile.passes.step_graph import inputs_of, outputs_of
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.trace import Trace
 from mtcompile.viz.page import write
@@ -69,10 +69,9 @@ def view(program: CompiledStep, measured: Trace | None, title: str) -> Viewable:
 
 def names_of(schedule: Schedule, step: fx.GraphModule) -> dict[str, str]:
     """Returns value -> the user's name for it: parameters, buffers and inputs, and gradients and new versions of them."""
-    inputs = dict(zip((node.name for node in placeholders(step.graph)), step.meta["inputs"], strict=True))
-    names = {name: spec.name for name, spec in inputs.items()}
+    names = {node.name: spec.name for spec, node in inputs_of(step)}
     words = {"grad": "gradient of ", "mutation": "new ", "update": "updated ", "output": "output "}
-    for spec, node in zip(step.meta["outputs"], step_outputs(step), strict=True):
+    for spec, node in outputs_of(step):
         if node.name in schedule.buffers:
             names.setdefault(schedule.buffers[node.name].value, f"{words[spec.kind]}{spec.name}")
     return names

@@ -166,8 +166,8 @@ function eachBox(lane, paint) {
 const found = new Uint8Array(COUNT); // by search
 const alive = new Uint8Array(COUNT); // in the life of the selected value
 
-function anyIn(flags, lane, k, last) {
-  for (; k <= last; k++) if (flags[lane.boxes[k]]) return true;
+function anyIn(has, lane, k, last) {
+  for (; k <= last; k++) if (has(lane.boxes[k])) return true;
   return false;
 }
 
@@ -178,7 +178,7 @@ function drawLane(row) {
     eachBox(lane, (k, last, start, end) => {
       const i = lane.boxes[k], x0 = Math.max(xOf(start), GUTTER - 4), w = Math.min(xOf(end), width + 4) - x0;
       const paint = PAINTS[paintOf(I.paint[i])], wide = w > 3;
-      ctx.globalAlpha = dim && !anyIn(dim, lane, k, last) ? 0.16 : 1;
+      ctx.globalAlpha = dim && !anyIn((i) => dim[i], lane, k, last) ? 0.16 : 1;
       ctx.fillStyle = C[paint[0]];
       ctx.fillRect(x0, y, Math.max(1, wide ? w - 1 : w), h);
       mt.boxes++;
@@ -186,7 +186,7 @@ function drawLane(row) {
         ctx.fillStyle = stripes;
         ctx.fillRect(x0, y, w - 1, h);
       }
-      if (mt.critical && pathIn(trace, lane, k, last)) {
+      if (mt.critical && anyIn((i) => trace.path.has(i), lane, k, last)) {
         ctx.fillStyle = C.strong;
         ctx.fillRect(x0, y + h - 3, Math.max(1, wide ? w - 1 : w), 3);
       }
@@ -195,11 +195,6 @@ function drawLane(row) {
     });
     drawTicks(lane, y + h + 1);
   }
-}
-
-function pathIn(trace, lane, k, last) {
-  for (; k <= last; k++) if (trace.path.has(lane.boxes[k])) return true;
-  return false;
 }
 
 // As much of what an instruction is as fits: all, its block, or the block's number.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from mtcompile.passes.step_graph import placeholders, restride
+from mtcompile.passes.step_graph import inputs_of, outputs_of, restride
 
 aten = torch.ops.aten
 
@@ -70,9 +70,8 @@ def _cast_at_each_use(joint: fx.GraphModule) -> Iterator[tuple[str, str]]:
 
 def _uses(joint: fx.GraphModule) -> Iterator[tuple[str, list[fx.Node]]]:
     """(parameter, what reads it in the forward) of those whose gradient is added up from several."""
-    rows = zip(joint.meta["inputs"], placeholders(joint.graph), strict=True)
-    inputs = {spec.index: node for spec, node in rows if spec.role == "param"}
-    for spec, value in zip(joint.meta["outputs"], joint.graph.output_node().args[0], strict=True):
+    inputs = {spec.index: node for spec, node in inputs_of(joint) if spec.role == "param"}
+    for spec, value in outputs_of(joint):
         if spec.kind != "grad" or spec.index not in inputs:
             continue
         uses = [user for user in inputs[spec.index].users if user.meta["phase"] == "forward"]

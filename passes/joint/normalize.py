@@ -9,7 +9,7 @@ from torch import fx
 
 from mtcompile.passes.insert import add_restride
 from mtcompile.passes.joint.strides import Observe, correct_strides
-from mtcompile.passes.step_graph import InputSpec, OutputSpec, must_run, span_nbytes
+from mtcompile.passes.step_graph import InputSpec, inputs_of, must_run, outputs_of, placeholders, span_nbytes
 
 # Operations whose saved statistics have the dtype of their weight, and where that is among their arguments.
 _WEIGHT_OF_NORM = {
@@ -67,7 +67,7 @@ def _lift_constants(joint: fx.GraphModule) -> None:
     graph = joint.graph
     constants: dict[str, torch.Tensor] = {}
     inputs: list[InputSpec] = list(joint.meta["inputs"])
-    last = list(graph.find_nodes(op="placeholder"))[-1:]
+    last = placeholders(graph)[-1:]
     lifted: dict[str, fx.Node] = {}
     for node in list(graph.find_nodes(op="get_attr")):
         name = str(node.target)
@@ -173,11 +173,9 @@ def _multiply(graph: fx.Graph, node: fx.Node, x: fx.Node, mask: fx.Node, p: floa
     """Replaces ``node`` by x * (mask / (1 - p)), after the mask and x."""
     dtype = node.meta["val"].dtype
     val = torch.empty_like(mask.meta["val"], dtype=dtype, device="meta")
-    with graph.inserting_after(mask if node.args[0] is mask.args[0] else node):
+    with graph.inserting_before((mask if node.args[0] is mask.args[0] else node).next):
         noise = graph.call_function(torch.ops.aten._to_copy.default, (mask,), {"dtype": dtype})
-    with graph.inserting_after(noise):
         divided = graph.call_function(torch.ops.aten.div.Tensor, (noise, 1 - p))
-    with graph.inserting_after(divided):
         product = graph.call_function(torch.ops.aten.mul.Tensor, (x, divided))
     noise.meta, divided.meta = {**node.meta, "val": val}, {**node.meta, "val": val}
     product.meta = dict(node.meta)
@@ -201,15 +199,10 @@ def _own_outputs(joint: fx.GraphModule) -> None:
     """Gives every output memory of its own, every gradient the strides of its parameter, and every new version those of the
     old."""
     graph, output = joint.graph, joint.graph.output_node()
-    inputs = {
-        spec.index: node
-        for spec, node in zip(joint.meta["inputs"], graph.find_nodes(op="placeholder"), strict=True)
-        if spec.role not in ("constant", "tangent")
-    }
-    specs: tuple[OutputSpec, ...] = joint.meta["outputs"]
+    inputs = {spec.index: node for spec, node in inputs_of(joint) if spec.role not in ("constant", "tangent")}
     seen: set[fx.Node] = set()
     outputs = []
-    for spec, value in zip(specs, output.args[0], strict=True):
+    for spec, value in outputs_of(joint):
         phase = "backward" if spec.kind == "grad" else "forward"
         val = value.meta["val"]
         copy = None
