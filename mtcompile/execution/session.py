@@ -85,13 +85,7 @@ class Session:
     instructions ran by the device's clock."""
 
     def __init__(
-        self,
-        device: Device,
-        options: Options,
-        door: Door,
-        parameters: ParameterStore,
-        frames: LiveFrames,
-        title: str = "",
+        self, device: Device, options: Options, door: Door, parameters: ParameterStore, frames: LiveFrames, title: str = ""
     ) -> None:
         self.device, self.options, self.door, self.parameters = device, options, door, parameters
         self.frames, self.title = frames, title

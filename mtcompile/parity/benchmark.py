@@ -10,6 +10,7 @@ import torch
 
 from mtcompile.forecast.request import tokens_of
 from mtcompile.machine.device import allocator_peak
+from mtcompile.machine.timing import waiter
 from mtcompile.models.loading import model_named
 from mtcompile.parity.reference import CompiledSide, PlainSide
 from mtcompile.parity.workload import TrainingSetup, prepare_workload
@@ -108,8 +109,7 @@ def benchmark(model: str, setup: TrainingSetup, steps: int, progress: Progress) 
 
 def _step_seconds(side: CompiledSide | PlainSide) -> float:
     """Runs a whole step. Returns its seconds, the device's work included."""
-    where = side.setup.device.where
-    wait = (lambda: None) if where.type == "cpu" else torch.get_device_module(where).synchronize
+    wait = waiter(side.setup.device.where)
     wait()
     started = time.perf_counter()
     side.forward_backward()

@@ -48,10 +48,7 @@ AT_HOME = InputHomes()  # every parameter in the block that reads it first
 
 
 def build(
-    joint: fx.GraphModule,
-    whole: bool = False,
-    like: fx.GraphModule | None = None,
-    input_homes: InputHomes = AT_HOME,
+    joint: fx.GraphModule, whole: bool = False, like: fx.GraphModule | None = None, input_homes: InputHomes = AT_HOME
 ) -> fx.GraphModule:
     """The step graph of ``joint`` (normalized): nothing moved, nothing recomputed, every value on the device except
     the placeholders, which are at home on the host (tangents arrive on the device).
@@ -96,7 +93,7 @@ def build(
             "call_module",
             install(root, kernels, body),
             tuple(env[n] for n in needed[rid]),
-            name=f"{_safe(blocks[block])}_{phase}",
+            name=f"{blocks[block].replace('.', '_')}_{phase}",
         )
         call.meta.update(phase=phase, block=block)
         items = add_call(graph, call, [(node.name, _value_meta(node, val, roles)) for node, val in returned])
@@ -225,7 +222,3 @@ def _value_meta(node: fx.Node, val: torch.Tensor, roles: Mapping[fx.Node, str]) 
         "tier": "device",
         "module_path": node.meta.get("module_path", ""),
     }
-
-
-def _safe(name: str) -> str:
-    return name.replace(".", "_")

@@ -58,13 +58,11 @@ class Fence:
     def begin(self, queues: Iterable[Queue]) -> None:
         """Start copies after all that the caller has put on its stream: they write where earlier phases have read."""
         if self.moved is not None:  # the arenas go from one stream to the other
-            event = self.api.new_event()
-            self.api.record(event, self.moved)
-            self.api.wait(self.streams["compute"], event)
+            self.api.wait(self.streams["compute"], self._mark(self.moved))
         if self.timed:
             self.stamp("compute", -1)
         if others := [queue for queue in queues if queue in _COPYING]:
-            start = self._mark("compute")
+            start = self._mark(self.streams["compute"])
             for queue in others:
                 self.api.wait(self.streams[queue], start)
 
@@ -87,20 +85,20 @@ class Fence:
             self.api.wait(self.streams[queue], event)
 
     def signal(self, queue: Queue, index: int) -> None:
-        self.events[index] = self._mark(queue) if queue != "host" else None
+        self.events[index] = self._mark(self.streams[queue]) if queue != "host" else None
 
     def end(self, queues: Iterable[Queue], failed: bool) -> None:
         """Drain all queues into the compute stream. The host waits for the visible ones, or for all after an error, since a
         copy may still need its memory then."""
         for queue in queues:
             if queue in _COPYING:
-                last = self.ends[queue] = self._mark(queue)
+                last = self.ends[queue] = self._mark(self.streams[queue])
                 self.api.wait(self.streams["compute"], last)
                 if failed or queue in self.visible:
                     self.api.block(last)
 
     def stamp(self, queue: Queue, index: int) -> None:
-        self.stamps.append((index, queue, self._mark(queue, timed=True)))
+        self.stamps.append((index, queue, self._mark(self.streams[queue], timed=True)))
 
     def records(self) -> list[Record]:
         (_, _, start), *stamps = self.stamps
@@ -111,9 +109,9 @@ class Fence:
         records = [Record(index, queues[index], *pair) for index, pair in times.items() if len(pair) == 2]
         return sorted(records, key=lambda record: (record.start_us, record.index))
 
-    def _mark(self, queue: Queue, timed: bool = False) -> Any:
+    def _mark(self, stream: Any, timed: bool = False) -> Any:
         event = self.api.new_event(timed)
-        self.api.record(event, self.streams[queue])
+        self.api.record(event, stream)
         return event
 
 
