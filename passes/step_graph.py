@@ -35,6 +35,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from mtcompile.runtime.devices.arena import span_nbytes as span_nbytes
 from mtcompile.runtime.schedule import Role, Tier, gib
 
 
@@ -154,14 +155,6 @@ def is_view(node: fx.Node) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------ sizes of values
-
-
-def span_nbytes(val: torch.Tensor) -> int:
-    """Bytes from a tensor's first to its last element: what a copy that keeps its strides moves."""
-    if val.numel() == 0:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(val.shape, val.stride(), strict=True))
-    return (last + 1) * val.element_size()
 
 
 def iter_tensors(node: fx.Node) -> Iterator[torch.Tensor]:

@@ -54,8 +54,6 @@ def _planned(model: str, options: StepOptions, force: bool) -> tuple[Schedule, d
     """Plans a model's step. Returns its schedule and what the page says about it."""
     from mtcompile.report.live_timeline import names_of
 
-    forecast = fitting_forecast(model, options, force, hint="nothing to show; --force shows the leanest plan")
-    planned = forecast.planned
-    assert planned is not None
+    forecast, planned = fitting_forecast(model, options, force, hint="nothing to show; --force shows the leanest plan")
     title = f"{forecast.model} on {forecast.machine}"
     return planned.schedule, {"plan": planned.plan, "title": title, "names": names_of(planned.schedule, planned.step)}

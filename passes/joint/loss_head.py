@@ -150,8 +150,8 @@ def _rewrite(graph: fx.Graph, head: _Head, chunks: int) -> None:
             logarithms = _logarithms(add, head, start, end)
             labels = _rows(add, target, start, end)
             loss = add(aten.nll_loss_forward.default, logarithms, labels, None, SUM, ignored)
-            sums.append(_item(graph, loss, 0))
-            weights.append(_item(graph, loss, 1))
+            sums.append(add(operator.getitem, loss, 0))
+            weights.append(add(operator.getitem, loss, 1))
         weight = total(add, weights)
         loss = add(aten.div.Tensor, total(add, sums), weight)
     for user in list(head.loss.users):
@@ -212,12 +212,6 @@ def adder(graph: fx.Graph, like: fx.Node) -> Add:
         return node
 
     return add
-
-
-def _item(graph: fx.Graph, call: fx.Node, position: int) -> fx.Node:
-    node = graph.call_function(operator.getitem, (call, position))
-    node.meta.update({k: v for k, v in call.meta.items() if k != "val"}, val=call.meta["val"][position])
-    return node
 
 
 def _logarithms(add: Add, head: _Head, start: int, end: int) -> fx.Node:

@@ -7,9 +7,10 @@ import operator
 import torch
 from torch import fx
 
+from mtcompile.passes.analysis.kernels import drop_dead
 from mtcompile.passes.insert import add_restride
 from mtcompile.passes.joint.strides import Observe, correct_strides
-from mtcompile.passes.step_graph import InputSpec, inputs_of, must_run, outputs_of, placeholders, span_nbytes
+from mtcompile.passes.step_graph import InputSpec, inputs_of, outputs_of, placeholders, span_nbytes
 
 # Operations whose saved statistics have the dtype of their weight, and where that is among their arguments.
 _WEIGHT_OF_NORM = {
@@ -56,7 +57,7 @@ def normalize(joint: fx.GraphModule, observe: Observe | None = None) -> fx.Graph
     _correct_dropout(joint.graph)
     _mark_phases(joint.graph)
     _own_outputs(joint)
-    joint.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or must_run(n))
+    drop_dead(joint.graph)
     joint.graph.lint()
     joint.recompile()
     return joint
@@ -71,9 +72,7 @@ def _lift_constants(joint: fx.GraphModule) -> None:
     lifted: dict[str, fx.Node] = {}
     for node in list(graph.find_nodes(op="get_attr")):
         name = str(node.target)
-        attribute: object = joint
-        for part in name.split("."):
-            attribute = getattr(attribute, part)
+        attribute: object = operator.attrgetter(name)(joint)
         if not isinstance(attribute, torch.Tensor):
             user = next(iter(node.users))
             raise NotImplementedError(f"the higher-order operator {user.target}, which carries a graph of its own")

@@ -124,10 +124,8 @@ def _merge_small(runs: list[tuple[str, list[fx.Node]]], least: float) -> list[tu
         else:
             merged.append((label, run))
     if carried:
-        if merged:
-            merged[-1] = (merged[-1][0], merged[-1][1] + carried)
-        else:
-            merged = [(runs[0][0], carried)]
+        label, run = merged.pop() if merged else (runs[0][0], [])
+        merged.append((label, run + carried))
     return merged
 
 
