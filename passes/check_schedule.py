@@ -123,13 +123,10 @@ def _nothing_for_nothing(step: fx.GraphModule) -> None:
 
 def _needed(kernel: fx.GraphModule) -> set[fx.Node]:
     """Returns the nodes of a body that its results depend on, or what advances the generator."""
-    waiting = [*body_outputs(kernel), *(node for node in kernel.graph.nodes if must_run(node))]
-    needed: set[fx.Node] = set()
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            waiting += node.all_input_nodes
+    needed = {*body_outputs(kernel), *filter(must_run, kernel.graph.nodes)}
+    for node in reversed(kernel.graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
     return needed
 
 

@@ -160,13 +160,11 @@ class ModelDoor(Door):
     def state_nbytes(self) -> dict[str, int]:
         """Returns the current bytes of weights, masters, gradients and optimizer state."""
         parameters = [p for _, p in nn.Module.named_parameters(self._model())]  # the model's own method waits for updates
-        weights = sum(p.numel() * p.element_size() for p in parameters)
+        weights = sum(p.nbytes for p in parameters)
         widths = ((p, p if p.grad is None else p.grad) for p in parameters if p.requires_grad)  # accumulated ones are wider
         gradients = sum(p.numel() * like.element_size() for p, like in widths) if self.updates is None else 0
-        state = 0
-        if self.optimizer is not None:
-            for entry in self.optimizer.state.values():
-                state += sum(v.numel() * v.element_size() for v in entry.values() if isinstance(v, torch.Tensor))
+        entries = [] if self.optimizer is None else self.optimizer.state.values()
+        state = sum(v.nbytes for entry in entries for v in entry.values() if isinstance(v, torch.Tensor))
         masters = self.masters.nbytes() if self.masters is not None else 0
         return {"weights": weights, "masters": masters, "gradients": gradients, "optimizer": state}
 

@@ -114,7 +114,7 @@ class Masters:
             master.parameter.grad_dtype = None
 
     def nbytes(self) -> int:
-        return sum(m.remainder.numel() * m.remainder.element_size() for m in self)
+        return sum(m.remainder.nbytes for m in self)
 
     # ------------------------------------------------------------------------------------------- writes to parameters
 

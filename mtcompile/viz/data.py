@@ -58,7 +58,6 @@ class Memory:
 
 def picture(
     schedule: Schedule,
-    predicted: Trace | None = None,
     measured: Trace | None = None,
     plan: object = None,
     *,
@@ -67,12 +66,11 @@ def picture(
 ) -> dict[str, Any]:
     """Returns all that a page shows of a schedule.
 
-    ``predicted``: by default what the simulator says (for a schedule that runs ahead, of a step that follows another one).
-    ``names``: value -> the user's name for it. ``plan`` is shown as it prints."""
-    if predicted is None:
-        predicted = simulate(schedule)
-        if schedule.run_ahead:
-            predicted = simulate(schedule, predicted)
+    Beside what was ``measured``, that is what the simulator predicts (for a schedule that runs ahead, of a step that follows
+    another one). ``names``: value -> the user's name for it. ``plan`` is shown as it prints."""
+    predicted = simulate(schedule)
+    if schedule.run_ahead:
+        predicted = simulate(schedule, predicted)
     instructions, buffers = schedule.instructions, list(schedule.buffers.values())
     place = {buffer.name: position for position, buffer in enumerate(buffers)}
     values = list(dict.fromkeys(buffer.value for buffer in buffers))
