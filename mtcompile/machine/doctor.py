@@ -83,16 +83,9 @@ def examine(device: Device, quick: bool = False, progress: Callable[[str], objec
 
 def unknown_variables() -> tuple[Limit, ...]:
     """Returns a row for each ``MT_`` variable that is set and that mtcompile does not know."""
-    known = ", ".join(knobs.listed())
+    meaning, known = "mtcompile does not know this variable", ", ".join(knobs.listed())
     return tuple(
-        Limit(
-            name,
-            "is set",
-            None,
-            "watch",
-            "mtcompile does not know this variable",
-            f"set {meant}" if meant else f"one of {known}",
-        )
+        Limit(name, "is set", None, "watch", meaning, f"set {meant}" if meant else f"one of {known}")
         for name, meant in knobs.unknown().items()
     )
 

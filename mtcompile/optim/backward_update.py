@@ -58,8 +58,7 @@ class UpdatesInBackward:
         model.register_state_dict_pre_hook(lambda *_: self._before_saving())
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update through this optimizer from now on. Raises TypeError for a class that looks at several parameters at once, or
-        that is not torch's."""
+        """Update through this optimizer from now on. Raises as ``check_optimizer``."""
         check_optimizer(optimizer)
         self.optimizer = optimizer
         optimizer.register_step_pre_hook(lambda stepped, *_: self._before_step(stepped))
@@ -83,10 +82,9 @@ class UpdatesInBackward:
         return frozenset(self._parameters())
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        optimizer, model = self.optimizer, self.model()
-        if optimizer is None or model is None:
+        updated, model = self.parameter_ids(), self.model()
+        if updated is None or model is None:
             raise StepError('update="backward" needs an optimizer: pass optimizer= to compile, or call model.bind(optimizer)')
-        updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         # nn.Module's method: the model's own waits for updates
         return {name: p for name, p in nn.Module.named_parameters(model) if id(p) in updated}
 

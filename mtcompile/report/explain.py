@@ -21,9 +21,8 @@ from mtcompile.passes.step_graph import calls, inputs_of, outputs_of, recomputes
 from mtcompile.report.alternatives import alternatives
 from mtcompile.report.compare import compare
 from mtcompile.report.explanation import Explanation, Life, Value
-from mtcompile.runtime.schedule import Buffer, Schedule
 from mtcompile.runtime.sim import simulate
-from mtcompile.runtime.trace import Moments, Trace, moments, shifted, span_us, takes_time
+from mtcompile.runtime.trace import Trace, moments, shifted, span_us, takes_time
 
 FLOOR = "nothing else was decided: what needs least device memory"
 
@@ -151,28 +150,20 @@ def _lives(planned: Planned) -> dict[str, list[Life]]:
                 free[name] = index
     lives: dict[str, list[Life]] = {}
     for node in planned.step.graph.nodes:
-        if node.name in schedule.buffers and "origin" in node.meta:
-            life = _life(schedule, schedule.buffers[node.name], writer.get(node.name), free.get(node.name), when, end)
-            lives.setdefault(node.meta["origin"], []).append(life)
+        if node.name not in schedule.buffers or "origin" not in node.meta:
+            continue
+        buffer, began, ended = schedule.buffers[node.name], writer.get(node.name), free.get(node.name)
+        about = buffer.name, buffer.tier, buffer.kind, buffer.nbytes
+        life = Life(
+            *about,
+            0.0 if began is None else when[began][0],
+            end if ended is None else when[ended][1],
+            tuple(dict.fromkeys(schedule.instructions[i].phase for i in (began, ended) if i is not None)),
+            "" if began is None else f"#{began} {schedule.instructions[began].label}",
+            "" if ended is None else f"#{ended}",
+        )
+        lives.setdefault(node.meta["origin"], []).append(life)
     return {origin: sorted(copies, key=lambda life: (life.start_us, life.kind != "home")) for origin, copies in lives.items()}
-
-
-def _life(
-    schedule: Schedule,
-    buffer: Buffer,
-    writer: int | None,
-    free: int | None,
-    when: Moments,
-    end: float,
-) -> Life:
-    began = "" if writer is None else f"#{writer} {schedule.instructions[writer].label}"
-    ended = "" if free is None else f"#{free}"
-    start_us = 0.0 if writer is None else when[writer][0]
-    end_us = end if free is None else when[free][1]
-    indices = [i for i in (writer, free) if i is not None]
-    phases = tuple(dict.fromkeys(schedule.instructions[i].phase for i in indices))
-    about = buffer.name, buffer.tier, buffer.kind, buffer.nbytes
-    return Life(*about, start_us, end_us, phases, began, ended)
 
 
 # ---------------------------------------------------------------------------------------------------------------- names
