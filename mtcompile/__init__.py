@@ -24,17 +24,11 @@ if _TYPE_CHECKING:
     from mtcompile.parity.verification import Verification, verify
 
 _LAZY = {
-    "compile": "mtcompile.api",
-    "plan": "mtcompile.forecast.solve",
-    "Forecast": "mtcompile.forecast.result",
-    "CompiledModule": "mtcompile.api",
-    "Verification": "mtcompile.parity.verification",
-    "verify": "mtcompile.parity.verification",
-    "master_parameters": "mtcompile.api",
-    "BudgetError": "mtcompile.errors",
-    "CaptureError": "mtcompile.errors",
-    "MtcompileError": "mtcompile.errors",
-    "StepError": "mtcompile.errors",
+    "mtcompile.api": ("CompiledModule", "compile", "master_parameters"),
+    "mtcompile.errors": ("BudgetError", "CaptureError", "MtcompileError", "StepError"),
+    "mtcompile.forecast.result": ("Forecast",),
+    "mtcompile.forecast.solve": ("plan",),
+    "mtcompile.parity.verification": ("Verification", "verify"),
 }
 __all__ = [
     "BudgetError",
@@ -53,8 +47,9 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Load on first use, so that reading and proving a schedule needs no torch."""
-    if name not in _LAZY:
-        raise AttributeError(f"module 'mtcompile' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    for module, names in _LAZY.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"module 'mtcompile' has no attribute {name!r}")

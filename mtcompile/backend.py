@@ -7,9 +7,8 @@ breaks, several graphs, inference and changing shapes (a plan per concrete size)
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,23 +17,23 @@ from torch import fx
 from mtcompile.capture.description import describe, device_of
 from mtcompile.capture.specialize import Key, is_symbolic, numbers_among, size_key, specialize, with_numbers
 from mtcompile.errors import BudgetError
-from mtcompile.execution.compiled import Frame, LiveFrames
+from mtcompile.execution.compiled import LiveFrames
 from mtcompile.execution.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, random_reserve_nbytes
 from mtcompile.execution.program import Program
-from mtcompile.execution.session import Session
+from mtcompile.execution.session import Door, Session
 from mtcompile.machine.device import choose
 from mtcompile.options import Options, parse_bytes
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.joint.build import InputHomes
-from mtcompile.passes.planning.problem import DoesNotFit, Planned
+from mtcompile.passes.planning.problem import DoesNotFit
 from mtcompile.runtime.devices.protocol import Device
 
 _OPTIONS = ("activation_memory", "offload", "kernels", "loss_chunks")
 _backends: weakref.WeakValueDictionary[tuple[int, torch.device], Backend] = weakref.WeakValueDictionary()
 
 
-class Backend:
+class Backend(Door):
     """All graphs of one torch.compile call on one device, which share one budget. ``given``: the call's options object, kept
     alive because its id identifies this backend."""
 
@@ -96,20 +95,11 @@ class Backend:
         """Returns False for a graph without a loss, such as a piece between graph breaks."""
         return bool(joint.graph.find_nodes(op="call_function", target=torch.ops.aten.nll_loss_forward.default))
 
-    def give_up_residents(self, error: DoesNotFit) -> bool:
-        return False
-
     def refusal(self, error: DoesNotFit) -> BudgetError:
         return budget_error(error, "activation_memory", self.options.memory or 0, self.frames.nbytes())
 
-    def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
-        """Nothing moves: parameters are the caller's."""
-
     def host_kernels(self, step: fx.GraphModule) -> Mapping[str, Any]:
         return conversions(step)
-
-    def plan_key(self) -> Hashable:
-        return None
 
     def make_room(self) -> bool:
         """Evicts earlier graphs of this step: their forwards will run again before their backwards."""
@@ -117,23 +107,6 @@ class Backend:
         for frame in waiting:
             frame.evict()
         return bool(waiting)
-
-    def before_forward(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Several graphs of one step may wait for their backward."""
-
-    def backward(
-        self, node: Any, frame: Frame, tangents: Sequence[torch.Tensor | None]
-    ) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def before_accumulation(self, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Gradients are the caller's."""
-
-    def optimizer_state_was_made(self) -> bool:
-        return False
-
-    def state_nbytes(self) -> dict[str, int]:
-        return {}
 
 
 def mtcompile_backend(graph: fx.GraphModule, inputs: list[Any], *, options: Any = None, mode: str | None = None) -> Any:

@@ -14,7 +14,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from math import inf
 from pathlib import Path
@@ -29,7 +29,6 @@ from mtcompile.passes.plan import Plan, plan_from_json
 from mtcompile.passes.step_graph import kernel_of, listing, regions
 
 if TYPE_CHECKING:
-    from mtcompile.passes.analysis.state import Budgets
     from mtcompile.passes.planning.problem import Planned
 
 Times = Mapping[str, Mapping[str, tuple[float, float]]]  # queue -> operation -> microseconds: (measured, by formula)
@@ -60,24 +59,13 @@ def plan_key(step: fx.GraphModule, *constraints: Any) -> str:
 
 def through_cache(key: str, make_plan: Callable[[Plan | None], Planned]) -> Planned:
     """Calls ``make_plan`` with the cached plan of this key (None if there is none), and caches the plan it returns."""
-    cached = read_plan(key)
+    text, cached = _read("plans", key), None
+    with contextlib.suppress(ValueError, TypeError, KeyError):  # it cannot be read: as if there were none
+        cached = plan_from_json(text) if text else None
     planned = make_plan(cached)
     if cached is None or planned.plan.decisions != cached.decisions:
-        write_plan(key, planned.plan)
+        _write("plans", key, planned.plan.to_json())
     return planned
-
-
-def read_plan(key: str) -> Plan | None:
-    """Reads a plan; None if there is none or it cannot be read."""
-    text = _read("plans", key)
-    try:
-        return plan_from_json(text) if text else None
-    except (ValueError, TypeError, KeyError):
-        return None
-
-
-def write_plan(key: str, plan: Plan) -> None:
-    _write("plans", key, plan.to_json())
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +79,6 @@ class SearchedPlans:
 
     def write(self, text: str) -> None:
         _write("points", self.key, text)
-
-
-def searched_plans(step: fx.GraphModule, budgets: Budgets, *constraints: Any) -> SearchedPlans:
-    return SearchedPlans(plan_key(step, replace(budgets, device=None, host=None), *constraints))
 
 
 def machine_path(identity: str) -> Path | None:

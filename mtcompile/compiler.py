@@ -11,6 +11,7 @@ parameters of earlier programs home, and ``compile_step`` plans again with slowe
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -220,14 +221,11 @@ def plan_for(joint: JointStep, target: Target, placement: RunnablePlacement) -> 
             if (resident := resident_plan(whole)) is not None:
                 return whole, resident
         try:
-            return problem, _searched(problem, options.policy)
+            find = functools.partial(make_plan, problem, options.policy, store=search_store(problem))
+            return problem, recalled(problem, options.policy, find)
         except DoesNotFit as error:
             if not placement.give_up_residents(error):
                 raise placement.refusal(error) from None
-
-
-def _searched(problem: PlanningProblem, policy: str) -> Planned:
-    return recalled(problem, policy, lambda known: make_plan(problem, policy, known, search_store(problem)))
 
 
 def recalled(problem: PlanningProblem, policy: str, find: Callable[[Plan | None], Planned]) -> Planned:
@@ -237,7 +235,8 @@ def recalled(problem: PlanningProblem, policy: str, find: Callable[[Plan | None]
 
 def search_store(problem: PlanningProblem) -> cache.SearchedPlans:
     """Returns the store for the plans that a search of this problem evaluates, which serves every device and host budget."""
-    return cache.searched_plans(problem.step, problem.budgets, *_constraints(problem))
+    unlimited = replace(problem.budgets, device=None, host=None)
+    return cache.SearchedPlans(cache.plan_key(problem.step, unlimited, *_constraints(problem)))
 
 
 def _constraints(problem: PlanningProblem) -> tuple[object, ...]:

@@ -21,12 +21,14 @@ from mtcompile.passes.step_graph import (
     body_outputs,
     calls,
     gradient_norms,
+    inputs_of,
     is_convert,
     is_move,
     is_region,
     is_seed,
     is_update,
     kernel_of,
+    outputs_of,
     placeholders,
     prefetch,
     results,
@@ -120,7 +122,7 @@ def _same_updates(
 ) -> None:
     """Checks that every parameter with an update is updated once, under its own name, by its own gradient, scaled like all
     others: by the norms of all gradients that are used, each under the name of its parameter."""
-    inputs = list(zip(step.meta["inputs"], placeholders(step.graph), strict=True))
+    inputs = inputs_of(step)
     params = {spec.index: (spec, node) for spec, node in inputs if spec.role == "param"}
     names = {node: spec.name for spec, node in inputs}
     grads: dict[str, Number] = {}  # of each parameter that is updated, by name
@@ -275,7 +277,7 @@ def _roles(
         if isinstance(call, fx.Node) and is_convert(call):
             mark(call.args[position], role)
 
-    for spec, value in zip(step.meta["outputs"], step_outputs(step), strict=True):
+    for spec, value in outputs_of(step):
         if spec.kind != "update":
             mark(value, of_kind[spec.kind])
     for call in calls(step):

@@ -25,12 +25,14 @@ from mtcompile.passes.step_graph import (
     calls,
     gradient_norms,
     gradient_scale,
+    inputs_of,
     is_convert,
     is_move,
     is_region,
     kernel_of,
     must_run,
     offload,
+    outputs_of,
     placeholders,
     prefetch,
     recomputes,
@@ -75,7 +77,7 @@ def _homes(step: fx.GraphModule, given: Given) -> None:
     """Checks that inputs are where the executor will find them, and that results leave to where it will look for them."""
     homes: Mapping[str, str] = step.meta["homes"]
     tiers: dict[int, str] = {}
-    for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
+    for spec, node in inputs_of(step):
         if given.inputs_on_device or spec.role == "tangent":
             tier = "device"
         elif spec.role == "param" and spec.name in homes:
@@ -85,10 +87,10 @@ def _homes(step: fx.GraphModule, given: Given) -> None:
         expect(node.meta["tier"] == tier, lambda s=spec, t=tier, n=node: f"{s.name} on the {t}, found {n.meta['tier']}")
         if spec.role not in ("tangent", "constant"):
             tiers[spec.index] = tier
-    for spec, value in zip(step.meta["outputs"], step_outputs(step), strict=True):
-        tier = "device" if spec.kind == "output" else tiers[spec.index]
+    for result, value in outputs_of(step):
+        tier = "device" if result.kind == "output" else tiers[result.index]
         at = value.meta["tier"]
-        expect(at == tier, lambda s=spec, t=tier, a=at: f"{s.kind} {s.name} to leave on the {t}, found {a}")
+        expect(at == tier, lambda r=result, t=tier, a=at: f"{r.kind} {r.name} to leave on the {t}, found {a}")
 
 
 def _updates_as_asked(step: fx.GraphModule, given: Given) -> None:
@@ -121,13 +123,10 @@ def _nothing_for_nothing(step: fx.GraphModule) -> None:
 
 def _needed(kernel: fx.GraphModule) -> set[fx.Node]:
     """Returns the nodes of a body that its results depend on, or what advances the generator."""
-    waiting = [*body_outputs(kernel), *(node for node in kernel.graph.nodes if must_run(node))]
-    needed: set[fx.Node] = set()
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            waiting += node.all_input_nodes
+    needed = {*body_outputs(kernel), *filter(must_run, kernel.graph.nodes)}
+    for node in reversed(kernel.graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
     return needed
 
 
@@ -252,7 +251,7 @@ def _resident(step: fx.GraphModule, given: Given) -> dict[str, int]:
     budgets, homes = given.budgets, step.meta["homes"]
     copies = budgets.state_copies + (2 if budgets.updates is None else 1)
     weights: dict[str, int] = {}  # by home block, whose bytes are rounded together
-    for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
+    for spec, node in inputs_of(step):
         if spec.role == "param" and spec.name in homes:
             weights[homes[spec.name]] = weights.get(homes[spec.name], 0) + placed(node.meta["nbytes"])
     held = {"device": budgets.reserve + given.held_nbytes, "host": len(homes) * SCALAR_STATE_NBYTES}

@@ -26,11 +26,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     f.__name__: f for f in (operator.getitem, save_rng, replay, restride, prefetch, offload)
 }
 _Operator: Any = type(torch.ops.aten.add.Tensor)
-_ENUMERATIONS = {
-    "dtype": torch.dtype,
-    "layout": torch.layout,
-    "memory_format": torch.memory_format,
-}
+_ENUMERATIONS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 _META = ("phase", "block", "role", "tier", "nbytes", "name", "key", "rng_state", "rng_device", "seq_nr", "module_path")
 
 
@@ -133,7 +129,9 @@ def _module(data: Mapping[str, Any]) -> fx.GraphModule:
     graph = fx.Graph()
     env: dict[str, fx.Node] = {}
     for row in data["nodes"]:
-        target = _function(row["target"]) if row["op"] == "call_function" else row["target"]
+        target = row["target"]
+        if row["op"] == "call_function":
+            target = _FUNCTIONS[target] if target in _FUNCTIONS else _operator(target)
         args, kwargs = _decoded(row["args"], env), {key: _decoded(value, env) for key, value in row["kwargs"].items()}
         node = graph.create_node(row["op"], target, args, kwargs, name=row["name"])
         node.meta = {key: value for key, value in row["meta"].items() if key != "val"}
@@ -156,10 +154,6 @@ def _module(data: Mapping[str, Any]) -> fx.GraphModule:
     else:
         module.meta.update(name=data["name"], key=kernel_key(graph))
     return module
-
-
-def _function(name: str) -> Any:
-    return _FUNCTIONS[name] if name in _FUNCTIONS else _operator(name)
 
 
 def _operator(name: str) -> Any:

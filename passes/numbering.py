@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from mtcompile.passes.analysis.kernels import Operand
 from mtcompile.passes.generators import replay, save_rng
 from mtcompile.passes.step_graph import (
     body_outputs,
@@ -83,7 +84,7 @@ class Numbering:
 
     def _cast(self, value: Number, cast: Mapping[str, Any]) -> Number:
         """Numbers a cast as the operation that it is."""
-        return self.of((str(torch.ops.aten._to_copy.default), repr(((_Operand(value),), dict(cast))), None))
+        return self.of((str(torch.ops.aten._to_copy.default), repr(((Operand(value),), dict(cast))), None))
 
     def _body(self, kernel: fx.GraphModule, operands: list[Number], phase: str) -> tuple[Number, ...]:
         numbers: dict[fx.Node, Number] = dict(zip(placeholders(kernel.graph), operands, strict=True))
@@ -96,13 +97,12 @@ class Numbering:
         if node.target is save_rng:
             return ("state", self.stream, node.args[0])
         if node.target is replay:
-            state, device, target, *operands = map_arg(node.args, lambda n: _Operand(numbers[n]))
+            state, device, target, *operands = map_arg(node.args, lambda n: Operand(numbers[n]))
             if state.number[:1] + state.number[2:] != ("state", device) or device != self.device:
                 return self.of(("replayed elsewhere", state.number, device))
-            keywords = map_arg(node.kwargs, lambda n: _Operand(numbers[n]))
+            keywords = map_arg(node.kwargs, lambda n: Operand(numbers[n]))
             return self.of((str(target), repr((tuple(operands), keywords)), state.number[1]))
-        operands = map_arg(node.args, lambda n: _Operand(numbers[n]))
-        keywords = map_arg(node.kwargs, lambda n: _Operand(numbers[n]))
+        operands, keywords = map_arg((node.args, node.kwargs), lambda n: Operand(numbers[n]))
         if node.target is torch.ops.aten.clone.default and not node.kwargs:
             return operands[0].number  # the same bits in memory of their own
         if node.target is operator.getitem:
@@ -128,13 +128,3 @@ def _updated(node: fx.Node, values: list[Number]) -> tuple[Number, ...]:
     count: Any = node.kwargs["count"]
     pairs = zip(values[:count], values[count : 2 * count], strict=True)
     return tuple(("update", *pair, *values[2 * count :]) for pair in pairs)
-
-
-class _Operand:
-    """An operand by its value number, in the repr of an argument list."""
-
-    def __init__(self, number: Number) -> None:
-        self.number = number
-
-    def __repr__(self) -> str:
-        return f"%{self.number}"

@@ -35,6 +35,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from mtcompile.runtime.devices.arena import span_nbytes as span_nbytes
 from mtcompile.runtime.schedule import Role, Tier, gib
 
 
@@ -163,14 +164,6 @@ def is_view(node: fx.Node) -> bool:
 # ------------------------------------------------------------------------------------------------------ sizes of values
 
 
-def span_nbytes(val: torch.Tensor) -> int:
-    """Bytes from a tensor's first to its last element: what a copy that keeps its strides moves."""
-    if val.numel() == 0:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(val.shape, val.stride(), strict=True))
-    return (last + 1) * val.element_size()
-
-
 def iter_tensors(node: fx.Node) -> Iterator[torch.Tensor]:
     """The tensors that an operation returns, as traced; none for what returns no tensor."""
     val = node.meta.get("val")
@@ -251,6 +244,16 @@ def placeholders(graph: fx.Graph) -> list[fx.Node]:
     return list(graph.find_nodes(op="placeholder"))
 
 
+def inputs_of(graph: fx.GraphModule) -> list[tuple[InputSpec, fx.Node]]:
+    """The placeholders of a joint or step graph, each with what its tensor is."""
+    return list(zip(graph.meta["inputs"], placeholders(graph.graph), strict=True))
+
+
+def outputs_of(graph: fx.GraphModule) -> list[tuple[OutputSpec, fx.Node]]:
+    """The results of a joint or step graph, each with what it means."""
+    return list(zip(graph.meta["outputs"], step_outputs(graph), strict=True))
+
+
 def source(value: fx.Node) -> fx.Node:
     """The value that ``value`` is a copy of: through prefetches and offloads back to where it was made."""
     while value.target is operator.getitem and is_move(value.args[0]):
@@ -282,7 +285,7 @@ def copy_step(step: fx.GraphModule) -> fx.GraphModule:
 def listing(step: fx.GraphModule) -> str:
     """The step graph as text for a reader: a line per call, with sizes and tiers of what it makes."""
     lines = []
-    for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
+    for spec, node in inputs_of(step):
         lines.append(f"{node.name}: {describe(node.meta['val'])}  [{node.meta['tier']} {spec.role} {spec.name}]")
     for node in calls(step):
         outputs = ", ".join(f"{item.name}: {describe(item.meta['val'])} {gib(item.meta['nbytes'])}" for item in results(node))
@@ -290,6 +293,5 @@ def listing(step: fx.GraphModule) -> str:
         name = node.name if is_region(node) else getattr(node.target, "__name__", str(node.target))
         kernel = f" = {node.target}" if is_region(node) else ""
         lines.append(f"{node.meta['phase'][:3]} {name}{kernel}({operands}) -> {outputs or '()'}")
-    for spec, value in zip(step.meta["outputs"], step_outputs(step), strict=True):
-        lines.append(f"return {spec.kind} {spec.name}: {value}")
+    lines += [f"return {result.kind} {result.name}: {value}" for result, value in outputs_of(step)]
     return "\n".join(lines)

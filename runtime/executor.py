@@ -124,10 +124,7 @@ class PhaseOptions:
 
 
 def execute(
-    prepared: Prepared,
-    memory: Memory,
-    kernels: Mapping[str, Callable[..., Any]],
-    options: PhaseOptions = PhaseOptions(),
+    prepared: Prepared, memory: Memory, kernels: Mapping[str, Callable[..., Any]], options: PhaseOptions = PhaseOptions()
 ) -> list[Record]:
     """Runs one phase and returns its records when every queue is drained. Raises what the failing instruction raised."""
     return _PhaseRun(prepared, memory, kernels, options).run()

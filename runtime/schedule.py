@@ -244,6 +244,12 @@ def _check_form(schedule: Schedule, rows: int) -> None:
             need(0 < reads == writes, f"#{index}: copy pairs reads with writes, found {reads} and {writes}")
 
 
+def listed(names: Iterable[str], most: int) -> str:
+    """Joins names for people: the first ``most`` of them, and how many more there are."""
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def gib(nbytes: int) -> str:
     """Formats bytes for people: in GiB, or in the largest smaller unit that does not read 0.00."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

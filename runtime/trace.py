@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from mtcompile.runtime.schedule import QUEUES, Queue
+from mtcompile.runtime.schedule import QUEUES, Instruction, Queue, Schedule
 
 Interval = tuple[float, float]
+Moments = dict[int, Interval]  # when each instruction starts and ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,31 @@ class Trace:
             exposed = "" if queue == "compute" else f", {exposed_us(self, queue) / 1000:.3f} ms while compute is idle"
             lines.append(f"{queue:10s} busy {us / 1000:.3f} ms ({share:.0f}%){exposed}")
         return "\n".join(lines)
+
+
+def takes_time(instruction: Instruction) -> bool:
+    return instruction.op in ("copy", "run")
+
+
+def moments(schedule: Schedule, trace: Trace, every: bool = False) -> Moments:
+    """Returns index -> (start, end) in µs for every instruction of the phases that ran. Allocations and frees, which no clock
+    records, are placed by the order of their queue and by their dependencies. ``every``: so is all that did not run."""
+    recorded = {record.index: (record.start_us, record.end_us) for record in trace.records}
+    phases = {schedule.instructions[index].phase for index in recorded}
+    when: Moments = {}
+    free_at: dict[str, float] = {}
+    barrier, latest, phase = 0.0, 0.0, ""
+    for index, instruction in enumerate(schedule.instructions):
+        if not every and (instruction.phase not in phases or (takes_time(instruction) and index not in recorded)):
+            continue
+        if instruction.phase != phase:
+            barrier, phase = latest, instruction.phase
+        ends = (when[dep][1] for dep in instruction.deps if dep in when)
+        ready = max((barrier, free_at.get(instruction.queue, 0.0), *ends))
+        when[index] = recorded.get(index, (ready, ready))
+        latest = max(latest, when[index][1])
+        free_at[instruction.queue] = max(when[index][1], free_at.get(instruction.queue, 0.0))
+    return when
 
 
 def span_us(trace: Trace) -> float:

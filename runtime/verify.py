@@ -40,7 +40,7 @@ from dataclasses import replace
 from mtcompile.runtime.happens_before import Order
 from mtcompile.runtime.schedule import HOST_AWAITS, PHASES, QUEUES, TIERS, Buffer, Instruction, Queue, Schedule
 from mtcompile.runtime.verify_facts import INVARIANTS, Facts, ScheduleError, error, segments
-from mtcompile.runtime.verify_memory import closed, fits, peaks_reached
+from mtcompile.runtime.verify_memory import consumed_once, freed, peaks_reached, slots_fit, tiers_fit
 
 __all__ = ["INVARIANTS", "ScheduleError", "peak", "verify"]
 
@@ -63,8 +63,10 @@ def verify(schedule: Schedule, host_awaits: Collection[Queue] = HOST_AWAITS) -> 
     facts = Facts(schedule, host_awaits)
     _present(facts)
     _race_free(facts)
-    fits(facts)
-    closed(facts)
+    slots_fit(facts)
+    tiers_fit(facts)
+    freed(facts)
+    consumed_once(facts)
     _after_a_dropped_forward(schedule, host_awaits)
     _runs_ahead(schedule, host_awaits)
 

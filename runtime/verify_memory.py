@@ -8,18 +8,6 @@ from mtcompile.runtime.schedule import ALIGNMENT, TIERS, Buffer, Instruction, Sc
 from mtcompile.runtime.verify_facts import Facts, segments
 
 
-def fits(facts: Facts) -> None:
-    """Proves I3."""
-    _slots_fit(facts)
-    _tiers_fit(facts)
-
-
-def closed(facts: Facts) -> None:
-    """Proves I4."""
-    _freed(facts)
-    _consumed_once(facts)
-
-
 def peaks_reached(schedule: Schedule) -> dict[str, tuple[int, int | None]]:
     """Returns, per tier in use, the peak in bytes and the first instruction that reaches it.
 
@@ -43,7 +31,7 @@ def peaks_reached(schedule: Schedule) -> dict[str, tuple[int, int | None]]:
     return {tier: most[tier] for tier in TIERS if tier in used}
 
 
-def _slots_fit(facts: Facts) -> None:
+def slots_fit(facts: Facts) -> None:
     schedule = facts.schedule
     lives: dict[tuple[str, int], list[str]] = {}
     pieces = segments(schedule)
@@ -67,7 +55,7 @@ def _slots_fit(facts: Facts) -> None:
                 raise facts.error("I3", index, f"{what}; free {earlier} before, or place {later} elsewhere")
 
 
-def _tiers_fit(facts: Facts) -> None:
+def tiers_fit(facts: Facts) -> None:
     schedule = facts.schedule
     for index, instruction in enumerate(schedule.instructions):
         if instruction.workspace and instruction.queue != "compute":
@@ -94,7 +82,7 @@ def _tiers_fit(facts: Facts) -> None:
             raise facts.error("I3", None, f"{what} ({gib(planned)}); plan for less, or raise the limit")
 
 
-def _freed(facts: Facts) -> None:
+def freed(facts: Facts) -> None:
     schedule = facts.schedule
     live: dict[str, int] = {}  # buffer -> its alloc
     for step in ("step", "second step"):
@@ -129,7 +117,7 @@ def _converted(instruction: Instruction, written: Buffer) -> bool:
     return instruction.queue == "host" and instruction.op == "run" and written.role == "grad"
 
 
-def _consumed_once(facts: Facts) -> None:
+def consumed_once(facts: Facts) -> None:
     schedule = facts.schedule
     rows = [(name, b) for name, b in schedule.buffers.items() if b.role in ("grad", "buffer")]
     producer: dict[tuple[str, str], int] = {}  # (value, role) -> the kernel that first makes it; copies make nothing new

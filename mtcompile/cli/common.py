@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mtcompile.forecast.result import Forecast
+    from mtcompile.passes.planning.problem import Planned
 
 FINE = 0
 FAILED, WRONG, DOES_NOT_FIT, BAD, DIFFERENT = 1, 2, 3, 4, 5
@@ -124,10 +125,11 @@ def forecast_of(model: str, options: StepOptions, **more: Any) -> Forecast:
         return plan(model_named(model), progress=progress, **values(options), **more)
 
 
-def fitting_forecast(model: str, options: StepOptions, force: bool = False, hint: str = "") -> Forecast:
-    """Plans a step, and ends the command with ``hint`` if it does not fit, unless ``force`` asks for the leanest plan."""
+def fitting_forecast(model: str, options: StepOptions, force: bool = False, hint: str = "") -> tuple[Forecast, Planned]:
+    """Plans a step, and ends the command with ``hint`` if it does not fit, unless ``force`` asks for the leanest plan. Returns
+    the forecast and its plan."""
     forecast = forecast_of(model, options, force=force)
-    if not (forecast.feasible or force):
+    if forecast.planned is None:
         print(f"{forecast}\n{hint}".rstrip(), file=sys.stderr)
         raise typer.Exit(DOES_NOT_FIT)
-    return forecast
+    return forecast, forecast.planned

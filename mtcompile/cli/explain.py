@@ -31,10 +31,9 @@ def explain(
     from mtcompile.report.explain import explain as explanation_of
     from mtcompile.report.tables import plan_tables
 
-    forecast = fitting_forecast(model, options)
-    planned = forecast.planned
-    assert planned is not None and forecast.problem is not None
+    forecast, planned = fitting_forecast(model, options)
     if name:
+        assert forecast.problem is not None
         explanation = explanation_of(planned, forecast.problem, name)
         print(explanation.to_json(indent=1) if as_json else explanation)
     elif as_json:
@@ -61,10 +60,8 @@ def trace(
 
     if output.suffix != ".json":
         raise ValueError(f"expected --output to name a .json file, found {output}")
-    forecast = fitting_forecast(model, options)
-    assert forecast.planned is not None
-    schedule = forecast.planned.schedule
-    write(output, schedule, simulate(schedule), forecast.model)
+    forecast, planned = fitting_forecast(model, options)
+    write(output, planned.schedule, simulate(planned.schedule), forecast.model)
     print(f"wrote {output}: open it at https://ui.perfetto.dev or chrome://tracing")
 
 
@@ -87,10 +84,9 @@ def graph(
 
     if output.suffix not in (".dot", ".svg", ".txt"):
         raise ValueError(f"expected --output to name a .dot, .svg or .txt file, found {output}")
-    forecast = fitting_forecast(model, options)
-    assert forecast.planned is not None
+    forecast, planned = fitting_forecast(model, options)
     if output.suffix == ".txt":
         output.write_text(print_readable(forecast) + "\n")
     else:
-        render(dot(forecast.planned.step, fold), output)
+        render(dot(planned.step, fold), output)
     print(f"wrote {output}")

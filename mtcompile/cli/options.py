@@ -6,36 +6,15 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
-
-class Precision(str, Enum):
-    model = "model"
-    fp32 = "fp32"
-    bf16_master32 = "bf16-master32"
-    bf16 = "bf16"
-
-
-class Optimizer(str, Enum):
-    adamw = "adamw"
-    adam = "adam"
-    sgd_momentum = "sgd-momentum"
-    sgd = "sgd"
-
-
-class Update(str, Enum):
-    step = "step"
-    backward = "backward"
-
-
-class Kernels(str, Enum):
-    eager = "eager"
-    inductor = "inductor"
-
+Precision = Literal["model", "fp32", "bf16-master32", "bf16"]
+Optimizer = Literal["adamw", "adam", "sgd-momentum", "sgd"]
+Update = Literal["step", "backward"]
+Kernels = Literal["eager", "inductor"]
 
 # Options that the groups below have in common, and --json, which commands take by themselves.
 Batch = Annotated[int, typer.Option(min=1, help="sequences per step")]
@@ -62,9 +41,9 @@ class StepOptions:
     memory: Annotated[str, typer.Option(help="bytes of device memory: 16GiB, 141GB or a number (default: the machine's)")] = ""
     host: Host = ""
     machine: Annotated[str, typer.Option(help="a preset such as rtx4090, a .json file, or this (this machine)")] = "h200-sxm"
-    precision: PrecisionOption = Precision.model
-    optimizer: Annotated[Optimizer, typer.Option(help="the optimizer whose state is planned for")] = Optimizer.adamw
-    update: UpdateOption = Update.step
+    precision: PrecisionOption = "model"
+    optimizer: Annotated[Optimizer, typer.Option(help="the optimizer whose state is planned for")] = "adamw"
+    update: UpdateOption = "step"
     max_grad_norm: Annotated[
         float | None,
         typer.Option(help="with --update backward: clip gradients to this norm; updates then wait for all gradients"),
@@ -80,8 +59,8 @@ class TrainingOptions:
     memory: Annotated[str, typer.Option(help="bytes of device memory: 16GiB, 141GB or a number (default: what is free)")] = ""
     batch: Batch = 8
     seq: Seq = 128
-    precision: PrecisionOption = Precision.model
-    update: UpdateOption = Update.step
+    precision: PrecisionOption = "model"
+    update: UpdateOption = "step"
     accumulate: Accumulate = 1
     device: Device = ""
 
@@ -96,7 +75,7 @@ class ComparisonOptions(TrainingOptions):
     ] = ""
     batch: Batch = 2
     max_grad_norm: Annotated[float | None, typer.Option(help="clip the gradients of both models to this norm")] = None
-    kernels: Annotated[Kernels, typer.Option(help="inductor: compiled kernels, equal within rounding")] = Kernels.eager
+    kernels: Annotated[Kernels, typer.Option(help="inductor: compiled kernels, equal within rounding")] = "eager"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +102,9 @@ class RecipeOptions(TrainingOptions):
 
 
 def values(options: Any) -> dict[str, Any]:
-    """Returns the fields of an options dataclass as Python callers write them: enums as text, empty text as None."""
+    """Returns the fields of an options dataclass as Python callers write them: empty text as None."""
     named = {field.name: getattr(options, field.name) for field in fields(options)}
-    plain = {name: value.value if isinstance(value, Enum) else value for name, value in named.items()}
-    return {name: None if value == "" else value for name, value in plain.items()}
+    return {name: None if value == "" else value for name, value in named.items()}
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
@@ -136,18 +114,15 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     (options,) = (p for p in own.parameters.values() if is_dataclass(p.annotation))
     group: Any = options.annotation
     hints = get_type_hints(group, include_extras=True)
-    names = [field.name for field in fields(group)]
     keyword = inspect.Parameter.KEYWORD_ONLY
-    shared = [
-        inspect.Parameter(field.name, keyword, default=field.default, annotation=hints[field.name]) for field in fields(group)
-    ]
+    shared = [inspect.Parameter(f.name, keyword, default=f.default, annotation=hints[f.name]) for f in fields(group)]
     parameters: list[inspect.Parameter] = []
     for parameter in own.parameters.values():
         parameters += shared if parameter is options else [parameter.replace(kind=keyword)]
 
     @functools.wraps(command)
     def flat(**arguments: Any) -> None:
-        grouped = group(**{name: arguments.pop(name) for name in names})
+        grouped = group(**{field.name: arguments.pop(field.name) for field in fields(group)})
         command(**arguments, **{options.name: grouped})
 
     flat.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]

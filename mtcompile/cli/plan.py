@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from mtcompile.cli.common import DOES_NOT_FIT, FINE, Model, forecast_of
 from mtcompile.cli.options import Json, StepOptions
 
-
-class Solve(str, Enum):
-    batch = "batch"
-    seq = "seq"
-    memory = "memory"
+Solve = Literal["batch", "seq", "memory"]
 
 
 def plan(
@@ -38,6 +33,6 @@ def plan(
     from mtcompile.passes.planning.policies import POLICIES
 
     policies = tuple(POLICIES) if "all" in (policy or ()) else tuple(policy or ())
-    forecast = forecast_of(model, options, policies=policies, solve=solve.value if solve else None, force=force)
+    forecast = forecast_of(model, options, policies=policies, solve=solve, force=force)
     print(forecast.to_json(indent=1) if as_json else forecast)
     raise typer.Exit(FINE if forecast.feasible else DOES_NOT_FIT)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -14,17 +13,13 @@ from mtcompile.cli.options import StepOptions
 from mtcompile.runtime.schedule import FORMAT, Schedule, from_json
 
 
-class Format(str, Enum):
-    html = "html"
-
-
 def viz(
     model: Annotated[str, typer.Argument(help="a model as for mtcompile plan, or a schedule.json that MT_DUMP wrote")],
     output: Annotated[Path, typer.Option("--output", "-o", help="the file to write")] = Path("timeline.html"),
     *,
     options: StepOptions,
     force: Annotated[bool, typer.Option(help="show the leanest plan even if it does not fit")] = False,
-    form: Annotated[Format, typer.Option("--format", help="format of the file")] = Format.html,
+    form: Annotated[Literal["html"], typer.Option("--format", help="format of the file")] = "html",
 ) -> None:
     """Write a step's timeline: what runs when on each queue, and the memory in use. Open the file in a browser.
 
@@ -36,12 +31,11 @@ def viz(
     """
     from mtcompile.viz import page
 
-    write = {Format.html: page.write}[form]
     schedule = dumped(model)
     about: dict[str, Any] = {"title": Path(model).name}
     if schedule is None:
         schedule, about = _planned(model, options, force)
-    print(write(schedule, output, **about))
+    print(page.write(schedule, output, **about))
 
 
 def dumped(path: str) -> Schedule | None:
@@ -60,8 +54,6 @@ def _planned(model: str, options: StepOptions, force: bool) -> tuple[Schedule, d
     """Plans a model's step. Returns its schedule and what the page says about it."""
     from mtcompile.report.live_timeline import names_of
 
-    forecast = fitting_forecast(model, options, force, hint="nothing to show; --force shows the leanest plan")
-    planned = forecast.planned
-    assert planned is not None
+    forecast, planned = fitting_forecast(model, options, force, hint="nothing to show; --force shows the leanest plan")
     title = f"{forecast.model} on {forecast.machine}"
     return planned.schedule, {"plan": planned.plan, "title": title, "names": names_of(planned.schedule, planned.step)}

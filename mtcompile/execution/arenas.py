@@ -28,10 +28,6 @@ class ArenaPool:
     def nbytes(self, tier: Tier) -> int:
         return self._arenas[tier].numel() if tier in self._arenas else 0
 
-    def holds(self, arena: torch.Tensor) -> bool:
-        """Tells whether ``arena`` is the current device arena."""
-        return arena is self._arenas.get("device")
-
     def lend(self, compiled: CompiledStep) -> tuple[Arenas, dict[str, torch.Tensor] | None]:
         """Returns arenas that are large enough for a program, and its slot views in them (None: it makes its own)."""
         needed = compiled.schedule.arena_nbytes
@@ -48,7 +44,7 @@ class ArenaPool:
 
     def restore(self, compiled: CompiledStep, memory: CpuMemory) -> None:
         """Gives a backward the current device arena, if another program has replaced it since the forward."""
-        if not self.holds(memory.arenas.device):
+        if memory.arenas.device is not self._arenas.get("device"):
             arenas, _ = self.lend(compiled)
             memory.take_device(arenas.device)
 

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from torch import fx
+
 from mtcompile import cache, knobs
 from mtcompile.cache import Times
 from mtcompile.errors import StepError
@@ -139,28 +141,21 @@ def _medians(timed: Iterable[TimedPhase], speeds: Machine) -> Times:
             instruction = compiled.schedule.instructions[record.index]
             if instruction.work in ("update", "convert"):
                 continue
-            subject = _subject(compiled, instruction)
+            if instruction.op == "copy":
+                subject, us = str(instruction.nbytes), speeds.copy_us(instruction.nbytes, instruction.queue)
+            else:
+                kernel = _kernel(compiled, instruction)
+                subject, us = kernel_digest(kernel), formula_us(kernel, speeds)
             took.setdefault(record.queue, {}).setdefault(subject, []).append(record.end_us - record.start_us)
-            formulas = formula.setdefault(record.queue, {})
-            if subject not in formulas:
-                formulas[subject] = _instruction_us(compiled, instruction, speeds)
+            formula.setdefault(record.queue, {})[subject] = us
     return {
         queue: {subject: (statistics.median(us), formula[queue][subject]) for subject, us in subjects.items()}
         for queue, subjects in took.items()
     }
 
 
-def _subject(compiled: CompiledStep, instruction: Instruction) -> str:
-    if instruction.op == "copy":
-        return str(instruction.nbytes)
-    return kernel_digest(compiled.step.get_submodule(instruction.kernel))  # type: ignore[arg-type]
-
-
-def _instruction_us(compiled: CompiledStep, instruction: Instruction, speeds: Machine) -> float:
-    """Returns the microseconds of an instruction by formula."""
-    if instruction.op == "copy":
-        return speeds.copy_us(instruction.nbytes, instruction.queue)
-    return formula_us(compiled.step.get_submodule(instruction.kernel), speeds)  # type: ignore[arg-type]
+def _kernel(compiled: CompiledStep, instruction: Instruction) -> fx.GraphModule:
+    return compiled.step.get_submodule(instruction.kernel)  # type: ignore[return-value]
 
 
 def _predicted_us(compiled: CompiledStep, machine: Machine) -> float:
@@ -168,8 +163,7 @@ def _predicted_us(compiled: CompiledStep, machine: Machine) -> float:
     instructions = []
     for i in compiled.schedule.instructions:
         if i.work in ("compute", "recompute"):
-            kernel = compiled.step.get_submodule(i.kernel)
-            i = replace(i, time_us=kernel_us(kernel, machine))  # type: ignore[arg-type]
+            i = replace(i, time_us=kernel_us(_kernel(compiled, i), machine))
         elif i.op == "copy":
             i = replace(i, time_us=machine.copy_us(i.nbytes, i.queue))
         instructions.append(i)

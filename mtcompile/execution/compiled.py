@@ -17,11 +17,12 @@ from mtcompile.passes.step_graph import (
     InputSpec,
     OutputSpec,
     has_random,
+    inputs_of,
     kernel_of,
+    outputs_of,
     placeholders,
     regions,
     source,
-    step_outputs,
 )
 from mtcompile.runtime.devices.arena import Layout, layout_of
 from mtcompile.runtime.devices.cpu import CpuMemory
@@ -64,8 +65,8 @@ class CompiledStep:
 def compiled_step(tangents: Tangents, planned: Planned, problem: PlanningProblem, kernels: Mapping[str, Any]) -> CompiledStep:
     """Resolves all names once, so that running a step needs no look-up in a graph."""
     step, schedule = planned.step, planned.schedule
-    inputs = tuple((spec, node.name) for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True))
-    outputs = tuple((spec, node.name) for spec, node in zip(step.meta["outputs"], step_outputs(step), strict=True))
+    inputs = tuple((spec, node.name) for spec, node in inputs_of(step))
+    outputs = tuple((spec, node.name) for spec, node in outputs_of(step))
     by_name = {node.name: node for node in step.graph.nodes}
     backward_reads = {name for _, i in schedule.phase("backward") for name in i.reads}
     values = {source(by_name[name]).name for name in backward_reads}
@@ -90,7 +91,7 @@ def compiled_step(tangents: Tangents, planned: Planned, problem: PlanningProblem
 
 def _read_by_place(step: fx.GraphModule) -> frozenset[int]:
     """Returns the indices of the inputs in whose storage a kernel finds elements by their place."""
-    specs = {node: spec for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True)}
+    specs = {node: spec for spec, node in inputs_of(step)}
     indices = set()
     for region in regions(step):
         operands: Any = region.args

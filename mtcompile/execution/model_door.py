@@ -16,7 +16,8 @@ from mtcompile.errors import BudgetError, CaptureError, StepError
 from mtcompile.execution.compiled import Frame, LiveFrames
 from mtcompile.execution.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, random_reserve_nbytes
-from mtcompile.optim.backward_update import UpdatesInBackward, marking_failure
+from mtcompile.execution.session import Door
+from mtcompile.optim.backward_update import UpdatesInBackward
 from mtcompile.optim.master_weights import Masters, cast
 from mtcompile.optim.state_sizes import state_copies_of
 from mtcompile.options import Options
@@ -27,7 +28,7 @@ from mtcompile.runtime.devices.protocol import Device
 from mtcompile.torch_private import shares_storage
 
 
-class ModelDoor:
+class ModelDoor(Door):
     """The door of ``mtcompile.compile`` to its session: a model, its optimizer, masters and updates.
 
     The model's first program decides which parameters are resident, and later programs keep to it. ``drain``: waits for
@@ -119,9 +120,6 @@ class ModelDoor:
     def plan_key(self) -> Hashable:
         return None if self.updates is None else self.updates.parameter_ids()
 
-    def make_room(self) -> bool:
-        return False
-
     def before_forward(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Raises StepError if an earlier training forward still waits for its backward, or if an error left the model half
         updated."""
@@ -148,7 +146,7 @@ class ModelDoor:
         outputs = [ref() for ref in frame.outputs]
         planned = frame.compiled.step.meta.get("updated")
         self.updates.begin_backward(planned, outputs, tangents, torch_private.accumulating(node))
-        with marking_failure(self.updates):
+        with self.updates.marking_failure():
             yield
         self.updates.end_backward()
 
@@ -163,13 +161,11 @@ class ModelDoor:
         """Returns the current bytes of weights, masters, gradients and optimizer state."""
         named = nn.Module.named_parameters(self._model())  # the model's own method waits for updates
         parameters = [p for _, p in named if not nn.parameter.is_lazy(p)]
-        weights = sum(p.numel() * p.element_size() for p in parameters)
+        weights = sum(p.nbytes for p in parameters)
         widths = ((p, p if p.grad is None else p.grad) for p in parameters if p.requires_grad)  # accumulated ones are wider
         gradients = sum(p.numel() * like.element_size() for p, like in widths) if self.updates is None else 0
-        state = 0
-        if self.optimizer is not None:
-            for entry in self.optimizer.state.values():
-                state += sum(v.numel() * v.element_size() for v in entry.values() if isinstance(v, torch.Tensor))
+        entries = [] if self.optimizer is None else self.optimizer.state.values()
+        state = sum(v.nbytes for entry in entries for v in entry.values() if isinstance(v, torch.Tensor))
         masters = self.masters.nbytes() if self.masters is not None else 0
         return {"weights": weights, "masters": masters, "gradients": gradients, "optimizer": state}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import torch
 from torch import fx
 
 from mtcompile.errors import BudgetError
@@ -36,12 +35,14 @@ class RunnablePlacement(Placement, Protocol):
 
     def give_up_residents(self, error: DoesNotFit) -> bool:
         """Sends resident parameters home if that may make planning succeed. Tells whether it sent any."""
+        return False
 
     def refusal(self, error: DoesNotFit) -> BudgetError:
         """Returns the error to raise if no plan fits the user's budget."""
 
     def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
         """Puts parameters where a proven plan wants them, before it first runs."""
+        return
 
     def host_kernels(self, step: fx.GraphModule) -> Mapping[str, Any]:
         """Returns the kernels of instructions that are not regions: updates and conversions."""
@@ -55,11 +56,7 @@ def random_reserve_nbytes(step: fx.GraphModule) -> int:
 
 def conversions(step: fx.GraphModule) -> dict[str, Any]:
     """Returns the kernels of a step's conversions. They change nothing: writing a result to its place casts it."""
-    return {node.name: _unchanged for node in calls(step) if is_convert(node)}
-
-
-def _unchanged(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return values
+    return {node.name: lambda *values: values for node in calls(step) if is_convert(node)}
 
 
 def budget_error(error: DoesNotFit, name: str, budget: int, reserved_nbytes: int) -> BudgetError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -63,13 +63,7 @@ class Runner:
     """Runs the phases of one session. ``paced``: the emulated device takes at least the time that its throttle says."""
 
     def __init__(
-        self,
-        device: Device,
-        frames: LiveFrames,
-        arenas: ArenaPool,
-        parameters: ParameterStore,
-        listener: Listener,
-        paced: bool,
+        self, device: Device, frames: LiveFrames, arenas: ArenaPool, parameters: ParameterStore, listener: Listener, paced: bool
     ) -> None:
         self.device, self.frames, self.arenas, self.parameters = device, frames, arenas, parameters
         self.listener, self.paced = listener, paced
@@ -190,7 +184,8 @@ class Runner:
         if phase == "forward":  # whole steps only: the profiler must see the allocation of whatever the backward frees
             frame.measured = knobs.check() or not compiled.settled
         base = self._device_nbytes(memory) + self.frames.nbytes() if frame.measured else 0
-        with torch.no_grad(), without_autocast(self.device.where.type), _measured(frame.measured, self.device.where) as peak:
+        measuring = allocator_peak(self.device.where) if frame.measured else contextlib.nullcontext()
+        with torch.no_grad(), without_autocast(self.device.where.type), measuring as peak:
             records = execute(compiled.phases[phase], memory, compiled.kernels, options)
         if pending is not None:
             self._close(pending)
@@ -241,10 +236,6 @@ def _bind_forward(
 def version_of(tensor: torch.Tensor) -> int:
     """Returns the counter that in-place changes raise; 0 for tensors of torch.inference_mode, which have none."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _measured(measure: bool, where: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return allocator_peak(where) if measure else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -47,28 +47,36 @@ class StepListener(Protocol):
 
 
 class Door(RunnablePlacement, Protocol):
-    """The differences between the two ways into a session: a compiled model, and torch.compile's graphs."""
+    """The differences between the two ways into a session: a compiled model, and torch.compile's graphs. What is written out
+    here suits parameters and gradients that are the caller's."""
 
     def plan_key(self) -> Hashable:
         """Returns a key of whatever else a plan depends on and may change between calls."""
+        return None
 
     def make_room(self) -> bool:
         """Evicts waiting forwards if that may make compiling succeed. Tells whether it evicted any."""
+        return False
 
     def before_forward(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Raises StepError if a training forward with these inputs, by name, cannot start now."""
+        return
 
     def backward(self, node: Any, frame: Frame, tangents: Sequence[torch.Tensor | None]) -> AbstractContextManager[None]:
         """Surrounds a backward. ``node``: its node in autograd's graph. Raises StepError if it cannot start."""
+        return nullcontext()
 
     def before_accumulation(self, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         """Called before autograd adds gradients to existing ones."""
+        return
 
     def optimizer_state_was_made(self) -> bool:
         """Tells whether the last backward allocated optimizer state."""
+        return False
 
     def state_nbytes(self) -> dict[str, int]:
         """Returns the current bytes of weights, masters, gradients and optimizer state, by name."""
+        return {}
 
 
 class Session:
@@ -77,13 +85,7 @@ class Session:
     instructions ran by the device's clock."""
 
     def __init__(
-        self,
-        device: Device,
-        options: Options,
-        door: Door,
-        parameters: ParameterStore,
-        frames: LiveFrames,
-        title: str = "",
+        self, device: Device, options: Options, door: Door, parameters: ParameterStore, frames: LiveFrames, title: str = ""
     ) -> None:
         self.device, self.options, self.door, self.parameters = device, options, door, parameters
         self.frames, self.title = frames, title

@@ -17,7 +17,7 @@ from mtcompile.passes.analysis.cost import kernel_cost
 from mtcompile.passes.analysis.state import Budgets, resident_nbytes
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
-from mtcompile.passes.step_graph import placeholders
+from mtcompile.passes.step_graph import inputs_of
 from mtcompile.runtime.schedule import gib
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us, exposed_us
@@ -69,8 +69,7 @@ def _fastest(candidates: Candidates, device: int | None, host: int | None) -> Pl
 
 
 def _parameters(step: fx.GraphModule) -> list[torch.Tensor]:
-    specs = zip(step.meta["inputs"], placeholders(step.graph), strict=True)
-    return [node.meta["val"] for spec, node in specs if spec.role == "param"]
+    return [node.meta["val"] for spec, node in inputs_of(step) if spec.role == "param"]
 
 
 def _row(candidates: Candidates, policy: str, budgets: Budgets) -> Row:

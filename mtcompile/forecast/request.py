@@ -23,7 +23,7 @@ from mtcompile.passes.joint.accumulate import Micro
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.problem import Progress
-from mtcompile.passes.step_graph import placeholders, storage_nbytes
+from mtcompile.passes.step_graph import inputs_of, storage_nbytes
 from mtcompile.torch_private import without_memory
 
 _LARGE_HEAD, MOST_CHUNKS = 0.02, 64  # a loss head is cut if its logits take more than this share of the device
@@ -89,8 +89,7 @@ def in_chunks(
 
 def _micro(joint: fx.GraphModule, request: ForecastRequest) -> Micro:
     """Splits all inputs whose first dimension is the batch into the requested number of micro-batches."""
-    rows = zip(joint.meta["inputs"], placeholders(joint.graph), strict=True)
-    taken = [(spec, node.meta["val"]) for spec, node in rows if spec.role not in ("tangent", "constant")]
+    taken = [(spec, node.meta["val"]) for spec, node in inputs_of(joint) if spec.role not in ("tangent", "constant")]
     batch = max((val.shape[0] for spec, val in taken if spec.role == "input" and val.dim()), default=1)
     split = tuple(spec.index for spec, val in taken if spec.role == "input" and val.dim() and val.shape[0] == batch)
     return Micro(request.accumulate, split, 1 + max(spec.index for spec, _ in taken), request.precision.split)

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from mtcompile import torch_private
+from mtcompile.machine.bandwidth import usable_cpus
 from mtcompile.passes.graph_json import graph_to_json
 
 _FEWEST = 3  # kernels worth the start of a process that imports torch
@@ -44,9 +45,9 @@ def compile_ahead(kernels: Sequence[fx.GraphModule]) -> Iterator[None]:
     If a worker fails, the caller compiles its kernels, meets the same error and reports it.
     """
     new = [kernel for kernel in kernels if not _record_of(kernel).exists()]
-    if len(new) < _FEWEST or _cores() < _FEWEST_CORES:
+    if len(new) < _FEWEST or usable_cpus() < _FEWEST_CORES:
         return
-    count = min(len(new), _cores(), _MOST_WORKERS)
+    count = min(len(new), usable_cpus(), _MOST_WORKERS)
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     for kernel in sorted(new, key=lambda k: -len(k.graph.nodes)):  # longest first, so that no long one runs alone at the end
         waiting.put(graph_to_json(kernel))
@@ -83,7 +84,3 @@ def _feed(waiting: queue.SimpleQueue[str], progress: queue.SimpleQueue[bool]) ->
             worker.stdin.close()
     finally:
         progress.put(False)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

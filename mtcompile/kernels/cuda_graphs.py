@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,20 +25,14 @@ _WORTH = 0.9  # a graph must take at most this share of the time without it
 _RUNS = 7
 
 
-class Graphs(Protocol):
-    """The part of torch.cuda's graphs that this module uses, so that the rest can be tested without a GPU."""
+class Graphs:
+    """The part of torch.cuda's graphs that this module uses, apart, so that the rest can be tested without a GPU."""
 
-    def capture(self, call: Callable[[], Sequence[torch.Tensor]]) -> tuple[Callable[[], None], Sequence[torch.Tensor]]:
-        """Records ``call``. Returns a function that replays it, and the results that each replay writes."""
-
-    def synchronize(self) -> None: ...
-
-
-class TorchGraphs:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def capture(self, call: Callable[[], Sequence[torch.Tensor]]) -> tuple[Callable[[], None], Sequence[torch.Tensor]]:
+        """Records ``call``. Returns a function that replays it, and the results that each replay writes."""
         with torch.cuda.device(self.device):
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())

@@ -9,6 +9,7 @@ is the one that the plain run draws.
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from mtcompile.passes.generators import generator_state, replay, save_rng, set_generator_state
+from mtcompile.passes.analysis.kernels import Operand
+from mtcompile.passes.generators import generator_state, replay, rng_preserved, save_rng, set_generator_state
 from mtcompile.passes.step_graph import body_outputs, is_random, placeholders
 
 
@@ -65,38 +67,20 @@ def _draw(
 
     def operand(node: fx.Node) -> Any:
         tensors.append(env[node])
-        return _Operand(len(tensors) - 1)
+        return Operand(len(tensors) - 1)  # by its position among the operation's tensors
 
     operands = map_arg((args, kwargs), operand)
     results = body.call_function(_operator(device, target, *operands), (state, tensors))
-    next_state = body.call_function(_last, (results,))
+    next_state = body.call_function(operator.getitem, (results, -1))
     single = len(target._schema.returns) == 1
-    return (body.call_function(_first, (results,)) if single else results), next_state
-
-
-def _first(results: Sequence[torch.Tensor]) -> torch.Tensor:
-    return results[0]
-
-
-def _last(results: Sequence[torch.Tensor]) -> torch.Tensor:
-    return results[-1]
-
-
-class _Operand:
-    """Stands for a tensor operand, by its position among the operation's tensors."""
-
-    def __init__(self, position: int) -> None:
-        self.position = position
-
-    def __repr__(self) -> str:
-        return f"<{self.position}>"
+    return (body.call_function(operator.getitem, (results, 0)) if single else results), next_state
 
 
 def _filled(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Returns the argument with its tensors filled in. It is no closure: a closure that calls itself is a reference cycle, and
     would keep the tensors until the next garbage collection."""
-    if isinstance(value, _Operand):
-        return tensors[value.position]
+    if isinstance(value, Operand):
+        return tensors[value.number]
     if isinstance(value, (tuple, list)):
         return type(value)(_filled(v, tensors) for v in value)
     return value
@@ -114,15 +98,12 @@ def _operator(device: str, target: Any, args: Any, kwargs: Any) -> Any:
             return [result] if isinstance(result, torch.Tensor) else list(result)
 
         def draw(state: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            own_state = generator_state(device)
-            set_generator_state(device, state)
-            try:
+            with rng_preserved(device):
+                set_generator_state(device, state)
                 return [*call(tensors), generator_state(device)]
-            finally:
-                set_generator_state(device, own_state)
 
-        operator = torch.library.custom_op(
+        custom = torch.library.custom_op(
             f"mtcompile::{name}", draw, mutates_args=(), schema="(Tensor state, Tensor[] tensors) -> Tensor[]"
         )
-        operator.register_fake(lambda state, tensors: [*call(tensors), torch.empty_like(state)])
+        custom.register_fake(lambda state, tensors: [*call(tensors), torch.empty_like(state)])
     return getattr(namespace, name).default

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from mtcompile import knobs
-from mtcompile.kernels.cuda_graphs import Graphs, TorchGraphs, graphed
+from mtcompile.kernels.cuda_graphs import Graphs, graphed
 from mtcompile.kernels.eager import Built, EagerKernels
 from mtcompile.kernels.inductor import InductorKernels
 from mtcompile.kernels.measure import looks_up_values
@@ -54,10 +54,8 @@ class Toolchain:
         built = {name: self.eager(body) for name, body in bodies.items()}
         if self.fuses:
             planned, built = self._compiled(planned, machine, bodies, built)
-        if self.graphs is None:
-            calls = {name: kernel.call for name, kernel in built.items()}
-            return BuiltStep(planned, calls, {name: kernel.workspace for name, kernel in built.items()})
-        return self._graphed(self.graphs, planned, machine, bodies, built)
+        step = BuiltStep(planned, {n: k.call for n, k in built.items()}, {n: k.workspace for n, k in built.items()})
+        return step if self.graphs is None else self._graphed(self.graphs, step, machine, bodies)
 
     def _compiled(
         self, planned: Planned, machine: Machine, bodies: Bodies, eager: Mapping[str, Built]
@@ -71,26 +69,22 @@ class Toolchain:
         mixed = {n: k if k.workspace <= eager[n].workspace else eager[n] for n, k in compiled.items()}
         return relowered(planned, machine, lambda body: mixed[body.meta["name"]].workspace), mixed
 
-    def _graphed(
-        self, graphs: Graphs, planned: Planned, machine: Machine, bodies: Bodies, built: Mapping[str, Built]
-    ) -> BuiltStep:
+    def _graphed(self, graphs: Graphs, step: BuiltStep, machine: Machine, bodies: Bodies) -> BuiltStep:
         """Turns kernels that gain by it into CUDA graphs, as long as the memory they hold fits beside the plan."""
-        calls: dict[str, Callable[..., Any]] = {name: kernel.call for name, kernel in built.items()}
+        planned, calls = step.planned, dict(step.kernels)
         limit = planned.schedule.budget_nbytes.get("device")
         room, held = None if limit is None else limit - planned.schedule.peak_nbytes["device"], 0
-        for name, kernel in built.items():
+        for name, call in step.kernels.items():
             if looks_up_values(bodies[name]):  # it is recorded on made-up inputs
                 continue
             with rng_preserved(str(self.where)):
-                graph = graphed(bodies[name], kernel.call, kernel.workspace, graphs, self.eager.examples(bodies[name]))
+                graph = graphed(bodies[name], call, step.workspaces[name], graphs, self.eager.examples(bodies[name]))
             if graph is not None and (room is None or held + graph[1] <= room):
                 calls[name] = graph[0]
                 held += graph[1]
-        workspaces = {name: kernel.workspace for name, kernel in built.items()}
-        lowered = relowered(planned, machine, lambda body: workspaces[body.meta["name"]], held)
-        return BuiltStep(lowered, calls, workspaces, held)
+        return BuiltStep(relowered(planned, machine, step.workspace, held), calls, step.workspaces, held)
 
 
 def toolchain_for(where: torch.device, fuses: bool) -> Toolchain:
-    graphs = TorchGraphs(where) if where.type == "cuda" and knobs.cuda_graphs() else None
+    graphs = Graphs(where) if where.type == "cuda" and knobs.cuda_graphs() else None
     return Toolchain(where, fuses, EagerKernels(where), InductorKernels(where), graphs)

@@ -74,10 +74,10 @@ def copies(device: Device, effort: Effort) -> tuple[dict[Queue, float], list[Mea
     ]
 
 
-def _mover(device: Device, queue: Queue) -> Callable[[torch.Tensor, torch.Tensor], None]:
+def _mover(device: Device, queue: Queue) -> Callable[[torch.Tensor, torch.Tensor], object]:
     """Returns a function of (target, source) that copies as the runtime's queue does."""
     if not isinstance(device, CudaDevice):
-        return _copy_host
+        return lambda target, source: ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
     api, stream = device.api, device.streams.copying[queue]
     ring = device.staging[queue] if device.staging else None
     copy = api.copy if ring is None else ring.to_device if queue == "h2d" else ring.to_host
@@ -87,10 +87,6 @@ def _mover(device: Device, queue: Queue) -> Callable[[torch.Tensor, torch.Tensor
             copy(target, source)
 
     return move
-
-
-def _copy_host(target: torch.Tensor, source: torch.Tensor) -> None:
-    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
 
 def _size(nbytes: int) -> str:

@@ -20,6 +20,7 @@ from rich.text import Text
 
 import mtcompile
 from mtcompile import knobs
+from mtcompile.capture.refusals import first_line
 from mtcompile.machine.limits import Limit, limits
 from mtcompile.machine.measure import measure, name_of
 from mtcompile.machine.presets import remember, scratch_folder, to_json
@@ -72,9 +73,8 @@ def examine(device: Device, quick: bool = False, progress: Callable[[str], objec
     try:
         measured = measure(device, effort, scratch_folder())
     except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError if memory is short
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         step = "free memory on host and device, then mtcompile doctor --quick"
-        rows += (Limit("measuring", "failed", None, "bad", reason, step),)
+        rows += (Limit("measuring", "failed", None, "bad", first_line(error), step),)
         return Report(None, (), (), rows, versions(), parts(device), knobs.listed(), "")
     file = remember(device.where, measured)
     machine, hints = measured.machine, hints_of(measured.machine)
@@ -83,16 +83,9 @@ def examine(device: Device, quick: bool = False, progress: Callable[[str], objec
 
 def unknown_variables() -> tuple[Limit, ...]:
     """Returns a row for each ``MT_`` variable that is set and that mtcompile does not know."""
-    known = ", ".join(knobs.listed())
+    meaning, known = "mtcompile does not know this variable", ", ".join(knobs.listed())
     return tuple(
-        Limit(
-            name,
-            "is set",
-            None,
-            "watch",
-            "mtcompile does not know this variable",
-            f"set {meant}" if meant else f"one of {known}",
-        )
+        Limit(name, "is set", None, "watch", meaning, f"set {meant}" if meant else f"one of {known}")
         for name, meant in knobs.unknown().items()
     )
 

@@ -5,11 +5,12 @@ What a system does not report has no row.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -54,19 +55,11 @@ class Limit:
 
 def limits(device: Device, root: Path = Path("/")) -> tuple[Limit, ...]:
     """Returns every limit that the system reports, those of memory first."""
-    return tuple(
-        [
-            *_memory(root),
-            *_group_memory(root),
-            *_swap(root),
-            *_shared_memory(root),
-            *_ulimits(root, accelerated=device.where.type != "cpu"),
-            *_disks(),
-            *_pinning(device, root),
-            *_accelerator(device),
-            *_processors(root),
-        ]
-    )
+    of_memory = _memory(root), _group_memory(root), _swap(root), _shared_memory(root)
+    of_devices = _disks(), _pinning(device, root), _accelerator(device), _processors(root)
+    ulimits = _ulimits(root, accelerated=device.where.type != "cpu")
+    rows = itertools.chain(*of_memory, ulimits, *of_devices)
+    return tuple(replace(row, step="") if row.level == "ok" else row for row in rows)
 
 
 def _level(amount: int, bad: int, watch: int) -> Level:
@@ -81,7 +74,7 @@ def _memory(root: Path) -> Iterator[Limit]:
     meaning = f"room for {free / _ADAMW_STATE / 1e9:.1f} billion fp32 parameters with gradients and AdamW's state (16 bytes)"
     step = "end other processes, or use a machine with more memory"
     level = _level(free, GIB, 4 * GIB)
-    yield Limit("host memory", f"{gib(free)} available of {gib(total)}", free, level, meaning, "" if level == "ok" else step)
+    yield Limit("host memory", f"{gib(free)} available of {gib(total)}", free, level, meaning, step)
 
 
 def _group_memory(root: Path) -> Iterator[Limit]:
@@ -95,10 +88,9 @@ def _group_memory(root: Path) -> Iterator[Limit]:
         room, machine = limit - used, kilobytes(root / "proc/meminfo").get("MemAvailable", limit)
         level = _level(room, GIB, machine)
         step = {
-            "ok": "",
             "watch": f"set a budget for host memory below it: host={room * 9 // 10}",
             "bad": "give the container or job more memory (docker run --memory, Slurm --mem)",
-        }[level]
+        }.get(level, "")
         meaning = "the kernel kills a run that exceeds it, without a message"
         yield Limit(what, f"{gib(room)} left of {gib(limit)}", room, level, meaning, step)
     if killed:
@@ -115,7 +107,7 @@ def _swap(root: Path) -> Iterator[Limit]:
         yield Limit("swap", "none", 0, "ok", "a run that needs more than the memory is killed at once instead of slowing down")
         return
     level: Level = "watch" if used > max(GIB, total // 10) else "ok"
-    step = "" if level == "ok" else "end other programs that hold memory: a step that is swapped runs at the disk's speed"
+    step = "end other programs that hold memory: a step that is swapped runs at the disk's speed"
     yield Limit("swap", f"{gib(used)} used of {gib(total)}", total, level, "memory at the disk's speed", step)
 
 
@@ -125,7 +117,7 @@ def _shared_memory(root: Path) -> Iterator[Limit]:
     if folder.is_dir():
         size = shutil.disk_usage(folder)
         level = _level(size.free, 16 * 2**20, GIB)
-        step = "" if level == "ok" else "docker run --shm-size=8g (or --ipc=host), or DataLoader(num_workers=0)"
+        step = "docker run --shm-size=8g (or --ipc=host), or DataLoader(num_workers=0)"
         yield Limit("/dev/shm", f"{gib(size.free)} free of {gib(size.total)}", size.free, level, meaning, step)
     elif (root / "proc").is_dir():
         yield Limit("/dev/shm", "missing", 0, "watch", meaning, "mount a tmpfs there, or DataLoader(num_workers=0)")
@@ -143,7 +135,7 @@ def _ulimits(root: Path, accelerated: bool) -> Iterator[Limit]:
         text = "no limit" if limit is None else str(limit) if counts else gib(limit)
         if limit is not None and used:
             text = f"{gib(max(limit - used, 0))} left of {text}"
-        yield Limit(f"ulimit {flag} ({name})", text, limit, level, meaning, step if level != "ok" else "")
+        yield Limit(f"ulimit {flag} ({name})", text, limit, level, meaning, step)
 
     total = kilobytes(root / "proc/meminfo").get("MemTotal", 0)
     locked = total if accelerated else 0
@@ -178,7 +170,7 @@ def _disks() -> Iterator[Limit]:
         free = shutil.disk_usage(existing).free
         writable = os.access(existing, os.W_OK)
         level = _level(free, GIB // 4, 20 * GIB if what == "current folder" else GIB)
-        step = "" if level == "ok" else f"free disk space at {folder}"
+        step = f"free disk space at {folder}"
         if not writable:
             level, step = "watch", f"make {folder} writable" + (" or set MT_CACHE" if "cache" in what else "")
         text = f"{gib(free)} free" + ("" if writable else ", not writable")
@@ -219,7 +211,7 @@ def _accelerator(device: Device) -> Iterator[Limit]:
     free = int(torch.get_device_module(device.where).mem_get_info(device.where)[0])
     level = _level(free, GIB, total // 2)
     meaning = "the most that memory= can be, less what CUDA and the allocator take"
-    step = "" if level == "ok" else "end the processes that hold the rest (nvidia-smi)"
+    step = "end the processes that hold the rest (nvidia-smi)"
     yield Limit("device memory", f"{gib(free)} free of {gib(total)}", free, level, meaning, step)
 
 
@@ -229,10 +221,9 @@ def _processors(root: Path) -> Iterator[Limit]:
     text = f"{usable} of {os.cpu_count()}" + (f", a quota of {quota:g}" if quota is not None else "")
     too_many = threads > granted + 0.5
     meaning = "updates on the host and everything that feeds the device run on them"
-    step = f"OMP_NUM_THREADS={max(1, int(granted))}: torch has {threads} threads, which take turns" if too_many else ""
+    step = f"OMP_NUM_THREADS={max(1, int(granted))}: torch has {threads} threads, which take turns"
     yield Limit("processors", text, usable, "watch" if too_many else "ok", meaning, step)
     busy = psutil.cpu_percent(_SAMPLE_S)
     level: Level = "watch" if busy > _BUSY_PERCENT else "ok"
     meaning = "other programs make the measured speeds lower"
-    step = "" if level == "ok" else "measure again when the machine is idle"
-    yield Limit("processors in use", f"{busy:.0f}%", round(busy), level, meaning, step)
+    yield Limit("processors in use", f"{busy:.0f}%", round(busy), level, meaning, "measure again when the machine is idle")

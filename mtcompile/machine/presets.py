@@ -37,17 +37,8 @@ PRESETS = {  # sustained bf16 FLOP/s, GB/s of device memory, link to and from th
         _preset("rtx5090", 1.6e14, 1600.0, 50.0, 50.0, 70.0, 32),
     )
 }
-_PRESET_OF = (  # part of torch's name -> preset; the first match counts
-    ("GH200", "gh200"),
-    ("H200", "h200-sxm"),
-    ("H100", "h100-sxm"),
-    ("B200", "b200"),
-    ("A100", "a100-pcie"),
-    ("A6000", "a6000"),
-    ("RTX 3090", "rtx3090"),
-    ("RTX 4090", "rtx4090"),
-    ("RTX 5090", "rtx5090"),
-)
+# Part of torch's name -> preset, as "RTX 4090" and "H200"; of several in a name ("GH200"), the longest counts.
+_PRESET_OF = {name.partition("-")[0].upper().replace("RTX", "RTX "): name for name in PRESETS}
 _FLOPS_PER_UNIT = 1.5e12  # of a multiprocessor of an unknown device, as on the A100
 _STAGED_GBPS = 6.0  # of copies through pageable memory: one thread copies into the ring; an estimate
 
@@ -69,9 +60,8 @@ def machine_of(where: torch.device, fuses: bool, staged: bool) -> Machine:
 def _accelerator(where: torch.device) -> Machine:
     properties: Any = torch.get_device_module(where).get_device_properties(where)
     name = str(properties.name)
-    for part, preset in _PRESET_OF:
-        if part in name:
-            return PRESETS[preset]
+    if parts := [part for part in _PRESET_OF if part in name]:
+        return PRESETS[_PRESET_OF[max(parts, key=len)]]
     units = int(getattr(properties, "multi_processor_count", 1))
     return Machine(name, _FLOPS_PER_UNIT * units, 20.0 * units, 25.0, 25.0)
 

@@ -58,8 +58,7 @@ class UpdatesInBackward:
         model.register_state_dict_pre_hook(lambda *_: self._before_saving())
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update through this optimizer from now on. Raises TypeError for a class that looks at several parameters at once, or
-        that is not torch's."""
+        """Update through this optimizer from now on. Raises as ``check_optimizer``."""
         check_optimizer(optimizer)
         self.optimizer = optimizer
         optimizer.register_step_pre_hook(lambda stepped, *_: self._before_step(stepped))
@@ -83,10 +82,9 @@ class UpdatesInBackward:
         return frozenset(self._parameters())
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        optimizer, model = self.optimizer, self.model()
-        if optimizer is None or model is None:
+        updated, model = self.parameter_ids(), self.model()
+        if updated is None or model is None:
             raise StepError('update="backward" needs an optimizer: pass optimizer= to compile, or call model.bind(optimizer)')
-        updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         # nn.Module's method: the model's own waits for updates
         return {name: p for name, p in nn.Module.named_parameters(model) if id(p) in updated}
 
@@ -109,12 +107,8 @@ class UpdatesInBackward:
         assert backward is not None
         if torch.get_num_threads() != backward.threads:
             torch.set_num_threads(backward.threads)
-        try:
-            with torch.no_grad():
-                return kernel(backward, names, *values)
-        except BaseException:
-            self.mark_failed()
-            raise
+        with self.marking_failure(), torch.no_grad():
+            return kernel(backward, names, *values)
 
     # -------------------------------------------------------------------------------------------------- of one backward
 
@@ -179,11 +173,16 @@ class UpdatesInBackward:
         self._stepped = False
         self.steps += 1
 
-    def mark_failed(self) -> None:
-        """Note that the backward has failed: after its first update the model is unusable until it is loaded again."""
-        if self._backward is not None and self._backward.has_updated:
-            why = f"step {self._backward.number} failed among its updates"
-            self._must_be_loaded = {"model": why, "optimizer": why}
+    @contextlib.contextmanager
+    def marking_failure(self) -> Iterator[None]:
+        """Note whatever is raised inside: after the backward's first update the model is unusable until it is loaded again."""
+        try:
+            yield
+        except BaseException:
+            if self._backward is not None and self._backward.has_updated:
+                why = f"step {self._backward.number} failed among its updates"
+                self._must_be_loaded = {"model": why, "optimizer": why}
+            raise
 
     @property
     def allocated_state(self) -> bool:
@@ -212,14 +211,3 @@ class UpdatesInBackward:
 
     def _loaded(self, part: str) -> None:
         self._must_be_loaded.pop(part, None)
-
-
-@contextlib.contextmanager
-def marking_failure(updates: UpdatesInBackward | None) -> Iterator[None]:
-    """Call ``updates.mark_failed()`` for anything that is raised inside."""
-    try:
-        yield
-    except BaseException:
-        if updates is not None:
-            updates.mark_failed()
-        raise

@@ -119,7 +119,7 @@ class Masters:
             master.parameter.grad_dtype = None
 
     def nbytes(self) -> int:
-        return sum(m.remainder.numel() * m.remainder.element_size() for m in self)
+        return sum(m.remainder.nbytes for m in self)
 
     # ------------------------------------------------------------------------------------------- writes to parameters
 
@@ -159,19 +159,12 @@ class Masters:
         if optimizer in self._bound:  # two hooks would update twice
             return
         self._bound.add(optimizer)
-        optimizer.register_step_pre_hook(lambda opt, args, kwargs: self._before_step(opt, args, kwargs))
+        optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(lambda opt, args, kwargs: self._show_gradients())
         optimizer.register_state_dict_post_hook(self._with_masters)
-        loading: list[Mapping[str, Any]] = []
-
-        def before(opt: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-            loading[:] = [state]
-
-        def after(opt: torch.optim.Optimizer) -> None:
-            self._load(opt, loading.pop())
-
-        optimizer.register_load_state_dict_pre_hook(before)
-        optimizer.register_load_state_dict_post_hook(after)
+        loading: dict[str, Mapping[str, Any]] = {}
+        optimizer.register_load_state_dict_pre_hook(lambda opt, state: loading.update(state=state))
+        optimizer.register_load_state_dict_post_hook(lambda opt: self._load(opt, loading.pop("state")))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         """Update the masters before the optimizer's own step. A closure computes the gradients, so it is called here, and the

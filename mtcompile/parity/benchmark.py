@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
+from mtcompile.capture.refusals import first_line
 from mtcompile.forecast.request import tokens_of
 from mtcompile.machine.device import allocator_peak
+from mtcompile.machine.timing import waiter
 from mtcompile.models.loading import model_named
 from mtcompile.parity.reference import CompiledSide, PlainSide
 from mtcompile.parity.workload import TrainingSetup, prepare_workload
@@ -78,7 +80,7 @@ def benchmark(model: str, setup: TrainingSetup, steps: int, progress: Progress) 
         plain = PlainSide(setup, workload, [parameter.device for parameter in compiled.model.parameters()])
         _step_seconds(plain)
     except torch.OutOfMemoryError as error:
-        plain, why = None, str(error).splitlines()[0]
+        plain, why = None, first_line(error)
     sides: dict[str, CompiledSide | PlainSide] = {"compiled": compiled, **({"plain": plain} if plain else {})}
     times: dict[str, list[float]] = {name: [] for name in sides}
     for step in range(_WARMUPS - 1 + steps):
@@ -108,8 +110,7 @@ def benchmark(model: str, setup: TrainingSetup, steps: int, progress: Progress) 
 
 def _step_seconds(side: CompiledSide | PlainSide) -> float:
     """Runs a whole step. Returns its seconds, the device's work included."""
-    where = side.setup.device.where
-    wait = (lambda: None) if where.type == "cpu" else torch.get_device_module(where).synchronize
+    wait = waiter(side.setup.device.where)
     wait()
     started = time.perf_counter()
     side.forward_backward()
@@ -126,9 +127,9 @@ def _figures(seconds: list[float], tokens: int, peak: int | None) -> SideFigures
 def _peak_bytes(plain: PlainSide) -> int | None:
     """Runs one more step. Returns the device bytes of parameters, buffers and optimizer state, and what the step allocated."""
     where = plain.where
-    state_bytes = sum(p.numel() * p.element_size() for p in (*plain.model.parameters(), *plain.model.buffers()))
-    states = (value for entry in plain.optimizer.state.values() for value in entry.values() if hasattr(value, "element_size"))
-    state_bytes += sum(value.numel() * value.element_size() for value in states if value.device.type == where.type)
+    state_bytes = sum(p.nbytes for p in (*plain.model.parameters(), *plain.model.buffers()))
+    states = (value for entry in plain.optimizer.state.values() for value in entry.values() if isinstance(value, torch.Tensor))
+    state_bytes += sum(value.nbytes for value in states if value.device.type == where.type)
     with allocator_peak(where) as peak:
         plain.forward_backward()
         plain.step()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mtcompile.parity.reference import CompiledSide, PlainSide
 from mtcompile.parity.workload import TrainingSetup, prepare_workload, setup_of
-from mtcompile.passes.generators import generator_state, set_generator_state
+from mtcompile.passes.generators import generator_state, rng_preserved, set_generator_state
 from mtcompile.passes.planning.problem import Progress, no_progress
 from mtcompile.runtime.schedule import gib
 
@@ -122,13 +122,8 @@ def verify(
     sizes = {"batch": batch, "seq": seq, "accumulate": accumulate, "seed": seed}
     setup = setup_of(device, precision, memory, update=update, max_grad_norm=max_grad_norm, kernels=kernels, **sizes)
     where = setup.device.where
-    state, device_state = torch.get_rng_state(), generator_state(str(where))
-    try:
-        with deterministic(where):
-            return _compare_steps(setup, model, data, steps, progress)
-    finally:
-        torch.set_rng_state(state)
-        set_generator_state(str(where), device_state)
+    with rng_preserved("cpu"), rng_preserved(str(where)), deterministic(where):
+        return _compare_steps(setup, model, data, steps, progress)
 
 
 def _compare_steps(

@@ -94,7 +94,7 @@ def _refuse_giants(setup: TrainingSetup, model: str | Callable[..., Any]) -> Non
     state = 0
     with without_memory(), contextlib.suppress(ValueError):  # some factories fail there; real mistakes are reported later
         module, _ = build_model(model, setup.batch, setup.seq)
-        state = 4 * sum(p.numel() * p.element_size() for p in module.parameters())
+        state = 4 * sum(p.nbytes for p in module.parameters())
     needed, free = 2 * state, int(psutil.virtual_memory().available)
     if needed > free:
         raise BudgetError(

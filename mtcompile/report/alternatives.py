@@ -12,6 +12,7 @@ from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
 from mtcompile.passes.step_graph import regions, results
+from mtcompile.runtime.schedule import listed
 
 _WHY = "asked for"
 
@@ -58,11 +59,8 @@ def _others(
     for tier in homes:
         if any(plan.params(block) != tier for block in blocks["params"]):
             homes_there = (Decision("params", block, tier, sizes[block], _WHY) for block in blocks["params"])
-            yield (
-                "params",
-                f"parameters, gradients and optimizer state of {_list(blocks['params'])} on the {tier}",
-                _with(plan, homes_there),
-            )
+            what = f"parameters, gradients and optimizer state of {listed(blocks['params'], 2)} on the {tier}"
+            yield "params", what, _with(plan, homes_there)
     names = problem.step.meta["blocks"]
     forward = [r for r in regions(problem.step) if r.meta["phase"] == "forward"]
     ours = [(names[r.meta["block"]], saved_values(r)) for r in forward if names[r.meta["block"]] in blocks["variant"]]
@@ -70,28 +68,22 @@ def _others(
         if any(not plan.keeps(block, v.name) for block, saved in ours for v in saved):
             new = [v for block, saved in ours for v in saved if not plan.keeps(block, v.name)]
             save_all = (_variant(block, "save", saved) for block, saved in ours)
-            yield (
-                "variant",
-                f"nothing of {_list(blocks['variant'])} recomputed, saved on the {tier}",
-                _waiting(_with(plan, save_all), new, tier),
-            )
+            what = f"nothing of {listed(blocks['variant'], 2)} recomputed, saved on the {tier}"
+            yield "variant", what, _waiting(_with(plan, save_all), new, tier)
     if any(plan.keeps(block, v.name) for block, saved in ours for v in saved):
         recompute_all = (_variant(block, "recompute", saved) for block, saved in ours)
-        yield "variant", f"all of {_list(blocks['variant'])} recomputed", _with(plan, recompute_all)
+        yield "variant", f"all of {listed(blocks['variant'], 2)} recomputed", _with(plan, recompute_all)
     waiting = {d.subject for d in decisions if d.kind == "activation"}
     wanted = [v for r in regions(problem.step) for v in results(r) if v.name in values and v.meta["role"] == "activation"]
     waiting_values = [v for v in wanted if v.name in waiting or "*" in waiting]
     waiting_values = [v for v in waiting_values if v not in {s for _, saved in ours for s in saved} or _keeps(plan, ours, v)]
     for tier in tiers:
         if any(plan.activation(v.name) != tier for v in waiting_values):
-            yield (
-                "activation",
-                f"{_list([v.name for v in waiting_values])} waiting on the {tier}",
-                _waiting(plan, waiting_values, tier),
-            )
+            what = f"{listed((v.name for v in waiting_values), 2)} waiting on the {tier}"
+            yield "activation", what, _waiting(plan, waiting_values, tier)
     between = [v for r in forward for v in crossing_values(r) if v in waiting_values and plan.activation(v.name) != "recompute"]
     if between:
-        what = f"{_list([v.name for v in between])} recomputed by running their regions once more"
+        what = f"{listed((v.name for v in between), 2)} recomputed by running their regions once more"
         yield "activation", what, _waiting(plan, between, "recompute")
 
 
@@ -112,8 +104,3 @@ def _with(plan: Plan, decisions: Iterable[Decision]) -> Plan:
 
 def _waiting(plan: Plan, values: Iterable[fx.Node], tier: Choice) -> Plan:
     return _with(plan, (Decision("activation", v.name, tier, v.meta["nbytes"], _WHY) for v in values))
-
-
-def _list(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")

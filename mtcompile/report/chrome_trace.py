@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from mtcompile.runtime.schedule import QUEUES, Instruction, Schedule, Tier
-from mtcompile.runtime.trace import Trace, span_us
+from mtcompile.runtime.trace import Moments, Trace, moments, span_us, takes_time
 from mtcompile.runtime.usage import over_time
 
 PID = 1
 THREADS = {queue: number for number, queue in enumerate(QUEUES, 1)}
 STATE, UNUSED, WORKSPACE = "training state", "unused slots", "workspace"  # beside the roles of buffers
-Moments = dict[int, tuple[float, float]]
 Event = dict[str, Any]
 
 
@@ -38,30 +37,6 @@ def trace_events(schedule: Schedule, trace: Trace, name: str = "a training step"
     about = {"source": trace.source, "step_us": span_us(trace), "peak_nbytes": dict(schedule.peak_nbytes)}
     head = [*_names(f"{name} ({trace.source})", {schedule.instructions[i].queue for i in ran})]
     return {"traceEvents": [*head, *events], "displayTimeUnit": "ms", "otherData": about}
-
-
-def takes_time(instruction: Instruction) -> bool:
-    return instruction.op in ("copy", "run")
-
-
-def moments(schedule: Schedule, trace: Trace) -> Moments:
-    """Returns index -> (start, end) in µs for every instruction of the phases that ran. Allocations and frees, which no clock
-    records, are placed by the order of their queue and by their dependencies."""
-    recorded = {record.index: (record.start_us, record.end_us) for record in trace.records}
-    phases = {schedule.instructions[index].phase for index in recorded}
-    when: Moments = {}
-    free_at: dict[str, float] = {}
-    barrier, phase = 0.0, ""
-    for index, instruction in enumerate(schedule.instructions):
-        if instruction.phase not in phases or (takes_time(instruction) and index not in recorded):
-            continue
-        if instruction.phase != phase:
-            barrier, phase = max((end for _, end in when.values()), default=0.0), instruction.phase
-        ends = (when[dep][1] for dep in instruction.deps if dep in when)
-        ready = max((barrier, free_at.get(instruction.queue, 0.0), *ends))
-        when[index] = recorded.get(index, (ready, ready))
-        free_at[instruction.queue] = max(when[index][1], free_at.get(instruction.queue, 0.0))
-    return when
 
 
 # --------------------------------------------------------------------------------------------------------------- events

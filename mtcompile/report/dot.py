@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from mtcompile.passes.lower import work_of
-from mtcompile.passes.step_graph import calls, is_region, placeholders, results, step_outputs
+from mtcompile.passes.step_graph import calls, inputs_of, is_region, outputs_of, results
 from mtcompile.runtime.schedule import gib
 
 # kind of work, home or result -> (shape, fill colour, what it is)
@@ -106,7 +106,7 @@ def _drawing(step: fx.GraphModule) -> _Drawing:
         operands: Any = call.args
         for value in operands:
             drawing.flow(producer.get(value) or homes[value], call.name, value.meta["nbytes"])
-    for spec, value in zip(step.meta["outputs"], step_outputs(step), strict=True):
+    for spec, value in outputs_of(step):
         name = f"{spec.kind}s"
         drawing.nodes.setdefault(name, _Drawn("result", (_RESULTS[spec.kind],)))
         drawing.flow(producer.get(value) or homes[value], name, value.meta["nbytes"])
@@ -119,7 +119,7 @@ _RESULTS = {"output": "outputs", "grad": "gradients", "mutation": "new buffers",
 def _homes(step: fx.GraphModule, drawing: _Drawing) -> dict[fx.Node, str]:
     """Draws one node per block's parameters in a tier, and one per role of all else that exists before the step."""
     groups: dict[tuple[str, str, str], list[fx.Node]] = {}
-    for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
+    for spec, node in inputs_of(step):
         block = step.meta["homes"].get(spec.name, "") if spec.role == "param" else ""
         if node.users:
             groups.setdefault((spec.role, block, node.meta["tier"]), []).append(node)

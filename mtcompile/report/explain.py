@@ -7,23 +7,22 @@ alternative is the same plan with one decision changed, lowered and simulated.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from torch import fx
 
 from mtcompile.errors import StepError
+from mtcompile.execution.calibration import TimedPhase
+from mtcompile.execution.compiled import CompiledStep
 from mtcompile.passes.analysis.saved import saved_values
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
-from mtcompile.passes.step_graph import calls, placeholders, recomputes, regions, results, step_outputs
+from mtcompile.passes.step_graph import calls, inputs_of, outputs_of, recomputes, regions, results
 from mtcompile.report.alternatives import alternatives
-from mtcompile.report.chrome_trace import moments, takes_time
 from mtcompile.report.compare import compare
 from mtcompile.report.explanation import Explanation, Life, Value
-from mtcompile.report.live_timeline import Program
-from mtcompile.runtime.schedule import Buffer, Phase, Schedule
 from mtcompile.runtime.sim import simulate
-from mtcompile.runtime.trace import Record, Trace, shifted, span_us
+from mtcompile.runtime.trace import Trace, moments, shifted, span_us, takes_time
 
 FLOOR = "nothing else was decided: what needs least device memory"
 
@@ -59,7 +58,7 @@ def explain(
     )
 
 
-def explain_program(program: Program | None, timed: Iterable[tuple[object, Phase, list[Record]]], name: str) -> Explanation:
+def explain_program(program: CompiledStep | None, timed: Iterable[TimedPhase], name: str) -> Explanation:
     """Explains part of the program that last trained. ``timed``: (program, phase, records) of phases that have run, oldest
     first. Raises StepError when ``program`` is None, before the first call."""
     if program is None:
@@ -72,7 +71,7 @@ def explain_program(program: Program | None, timed: Iterable[tuple[object, Phase
     return explain(planned, program.problem, name, last_step(program, timed), unmeasured)
 
 
-def last_step(program: Program, timed: Iterable[tuple[object, Phase, list[Record]]]) -> Trace | None:
+def last_step(program: CompiledStep, timed: Iterable[TimedPhase]) -> Trace | None:
     """Returns the program's last step, forward and backward, among the timed phases; None if one of the two is missing."""
     phases = {phase: records for other, phase, records in timed if other is program}
     if "backward" not in phases or "forward" not in phases:
@@ -93,11 +92,7 @@ def _described(planned: Planned, problem: PlanningProblem) -> list[Value]:
     for call in calls(planned.step):
         for index in recomputes(call):
             recomputing.setdefault(index, []).append(call.name)
-    gradients = {
-        value: spec.name
-        for spec, value in zip(step.meta["outputs"], step_outputs(step), strict=True)
-        if spec.kind in ("grad", "update")
-    }
+    gradients = {value: spec.name for spec, value in outputs_of(step) if spec.kind in ("grad", "update")}
     values: list[Value] = []
 
     def add(node: fx.Node, name: str, block: str, why: tuple[Decision, ...], made_again: Iterable[str] = ()) -> None:
@@ -106,7 +101,7 @@ def _described(planned: Planned, problem: PlanningProblem) -> list[Value]:
         module = name.rpartition(".")[0] if meta["role"] == "param" else meta.get("module_path", "")
         values.append(Value(name, node.name, meta["role"], meta["nbytes"], block, module, home, here, tuple(made_again), why))
 
-    for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
+    for spec, node in inputs_of(step):
         home = homes.get(spec.name, "") if spec.role == "param" else ""
         add(node, spec.name, home, (_params(plan, home, node.meta["nbytes"]),) if home else ())
     for region in regions(step):
@@ -155,28 +150,20 @@ def _lives(planned: Planned) -> dict[str, list[Life]]:
                 free[name] = index
     lives: dict[str, list[Life]] = {}
     for node in planned.step.graph.nodes:
-        if node.name in schedule.buffers and "origin" in node.meta:
-            life = _life(schedule, schedule.buffers[node.name], writer.get(node.name), free.get(node.name), when, end)
-            lives.setdefault(node.meta["origin"], []).append(life)
+        if node.name not in schedule.buffers or "origin" not in node.meta:
+            continue
+        buffer, began, ended = schedule.buffers[node.name], writer.get(node.name), free.get(node.name)
+        about = buffer.name, buffer.tier, buffer.kind, buffer.nbytes
+        life = Life(
+            *about,
+            0.0 if began is None else when[began][0],
+            end if ended is None else when[ended][1],
+            tuple(dict.fromkeys(schedule.instructions[i].phase for i in (began, ended) if i is not None)),
+            "" if began is None else f"#{began} {schedule.instructions[began].label}",
+            "" if ended is None else f"#{ended}",
+        )
+        lives.setdefault(node.meta["origin"], []).append(life)
     return {origin: sorted(copies, key=lambda life: (life.start_us, life.kind != "home")) for origin, copies in lives.items()}
-
-
-def _life(
-    schedule: Schedule,
-    buffer: Buffer,
-    writer: int | None,
-    free: int | None,
-    when: Mapping[int, tuple[float, float]],
-    end: float,
-) -> Life:
-    began = "" if writer is None else f"#{writer} {schedule.instructions[writer].label}"
-    ended = "" if free is None else f"#{free}"
-    start_us = 0.0 if writer is None else when[writer][0]
-    end_us = end if free is None else when[free][1]
-    indices = [i for i in (writer, free) if i is not None]
-    phases = tuple(dict.fromkeys(schedule.instructions[i].phase for i in indices))
-    about = buffer.name, buffer.tier, buffer.kind, buffer.nbytes
-    return Life(*about, start_us, end_us, phases, began, ended)
 
 
 # ---------------------------------------------------------------------------------------------------------------- names

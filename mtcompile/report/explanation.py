@@ -10,7 +10,7 @@ from mtcompile.forecast.result import time_of
 from mtcompile.passes.plan import Decision
 from mtcompile.report.alternatives import Alternative
 from mtcompile.report.compare import Compared
-from mtcompile.runtime.schedule import gib
+from mtcompile.runtime.schedule import gib, listed
 
 _MOST = 40  # values that are written out
 
@@ -93,7 +93,7 @@ def _text(e: Explanation) -> str:
             subject = d.subject if d.kind != "activation" else "waits"
             reasons.setdefault((d.kind, subject, d.choice, d.reason), []).append(value.name)
     for (kind, subject, choice, reason), names in reasons.items():
-        lines.append(f"  {kind} {subject}: {choice}, for {_list(names)}: {reason}")
+        lines.append(f"  {kind} {subject}: {choice}, for {listed(names, 3)}: {reason}")
     if not reasons:
         lines.append("  there was nothing to decide: it is made and used within its regions, or belongs to the caller")
     lines += _alternatives(e)
@@ -111,7 +111,7 @@ def _value(value: Value) -> list[str]:
     lines = [f"  {value.name}: {value.role}, {gib(value.nbytes)}, {at_home}{block}"]
     lines += [f"    {_life(life)}" for life in value.lives if life.kind != "home" or life.began]
     if value.made_again:
-        lines.append(f"    computed again inside {_list(value.made_again)}")
+        lines.append(f"    computed again inside {listed(value.made_again, 3)}")
     elif not value.lives:
         lines.append("    not in the plan: the regions that need it compute it themselves")
     return lines
@@ -156,7 +156,3 @@ def _compared(title: str, c: Compared) -> list[str]:
 
 def _signed(us: float) -> str:
     return ("-" if us < 0 else "+") + time_of(abs(us))
-
-
-def _list(names: tuple[str, ...] | list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -10,36 +10,19 @@ import webbrowser
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Protocol
 
 from torch import fx
 
 from mtcompile import knobs
+from mtcompile.execution.compiled import CompiledStep
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.problem import PlanningProblem
-from mtcompile.passes.step_graph import placeholders, step_outputs
+from mtcompile.passes.step_graph import inputs_of, outputs_of
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.trace import Trace
 from mtcompile.viz.page import write
 
 _numbers = itertools.count()  # of the pages that this process writes by itself
 _OF_SCHEDULE = tuple(f.name for f in fields(Schedule))
-
-
-class Program(Protocol):
-    """A compiled program, as far as a timeline shows it."""
-
-    @property
-    def schedule(self) -> Schedule: ...
-
-    @property
-    def step(self) -> fx.GraphModule: ...
-
-    @property
-    def plan(self) -> Plan: ...
-
-    @property
-    def problem(self) -> PlanningProblem: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +61,7 @@ def viewable(
     return Viewable(**parts, measured=measured, plan=plan, title=title, names=names_of(schedule, step))
 
 
-def view(program: Program, measured: Trace | None, title: str) -> Viewable:
+def view(program: CompiledStep, measured: Trace | None, title: str) -> Viewable:
     """Returns a program's schedule, to be shown under the model's title and the machine's name. ``measured``: its last step."""
     heading = " on ".join(filter(None, (title, program.problem.machine.name)))
     return viewable(program.schedule, program.step, program.plan, measured, heading)
@@ -86,10 +69,9 @@ def view(program: Program, measured: Trace | None, title: str) -> Viewable:
 
 def names_of(schedule: Schedule, step: fx.GraphModule) -> dict[str, str]:
     """Returns value -> the user's name for it: parameters, buffers and inputs, and gradients and new versions of them."""
-    inputs = dict(zip((node.name for node in placeholders(step.graph)), step.meta["inputs"], strict=True))
-    names = {name: spec.name for name, spec in inputs.items()}
+    names = {node.name: spec.name for spec, node in inputs_of(step)}
     words = {"grad": "gradient of ", "mutation": "new ", "update": "updated ", "output": "output "}
-    for spec, node in zip(step.meta["outputs"], step_outputs(step), strict=True):
+    for spec, node in outputs_of(step):
         if node.name in schedule.buffers:
             names.setdefault(schedule.buffers[node.name].value, f"{words[spec.kind]}{spec.name}")
     return names
@@ -108,7 +90,7 @@ class Pages:
         """Tells whether the next step of this schedule will be written."""
         return id(schedule) not in self._finished
 
-    def step_ran(self, program: Program, measured: Trace | None) -> None:
+    def step_ran(self, program: CompiledStep, measured: Trace | None) -> None:
         """Write the page after a step. Only warns when it cannot: the step is worth more."""
         schedule, shown = program.schedule, view(program, measured, self.title)
         if not self.wants_device_times(schedule):

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from mtcompile.forecast.result import time_of
 from mtcompile.passes.plan import Decision, Plan
-from mtcompile.runtime.schedule import Schedule, gib
+from mtcompile.runtime.schedule import Schedule, gib, listed
 
 _BAR_CHARACTERS = 40  # of a full bar
 _SUBJECTS_SHOWN = 3  # of a group
@@ -59,9 +59,8 @@ def _bar(nbytes: int, whole: int) -> str:
 def _decisions(plan: Plan) -> Table:
     table = Table("kind", "choice", "of", "bytes", "because", title="decisions")
     for kind, choice, reason, alike in groups(plan):
-        shown = ", ".join(d.subject for d in alike[:_SUBJECTS_SHOWN])
-        more = f" and {len(alike) - _SUBJECTS_SHOWN} more" if len(alike) > _SUBJECTS_SHOWN else ""
-        table.add_row(kind, choice, shown + more, gib(sum(d.nbytes for d in alike)), reason)
+        subjects = listed((d.subject for d in alike), _SUBJECTS_SHOWN)
+        table.add_row(kind, choice, subjects, gib(sum(d.nbytes for d in alike)), reason)
     return table
 
 

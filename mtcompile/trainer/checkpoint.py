@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mtcompile.capture.refusals import first_line
 from mtcompile.passes.generators import generator_state, set_generator_state
 
 CHECKPOINT = "checkpoint.pt"
@@ -40,8 +41,7 @@ def save(folder: Path, training: TrainingState, step: int) -> None:
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError if a write fails
         new.unlink(missing_ok=True)
         free = shutil.disk_usage(folder).free
-        reason = str(error).strip().splitlines()[0]
-        raise OSError(f"expected to write {path}, with {free} bytes free there, found: {reason}") from error
+        raise OSError(f"expected to write {path}, with {free} bytes free there, found: {first_line(error)}") from error
 
 
 def load(folder: Path, training: TrainingState, steps: int) -> int:
@@ -56,7 +56,7 @@ def load(folder: Path, training: TrainingState, steps: int) -> int:
         training.optimizer.load_state_dict(state["optimizer"])
         step, seed, generator = int(state["step"]), int(state["seed"]), state["generator"]
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise ValueError(f"expected a checkpoint of this model in {path}, found what cannot be used: {reason}") from error
     if seed != training.seed:
         raise ValueError(f"expected seed {seed}, as {path} was trained with, found {training.seed}")

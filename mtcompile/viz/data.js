@@ -28,6 +28,7 @@ function bytesText(nbytes) {
   return `${nbytes} B`;
 }
 
+const limitText = (limit) => (limit === null ? "no limit" : bytesText(limit));
 const share = (part, whole) => (whole ? `${Math.round((100 * part) / whole)}\u00a0%` : "0\u00a0%");
 
 // The first position of a sorted array with a number above x (or, with `equal`, of x at least).
@@ -42,10 +43,8 @@ function after(sorted, x, equal = false, from = 0) {
 }
 
 function summed(differences) {
-  const out = new Float64Array(differences.length);
   let ns = 0;
-  differences.forEach((difference, i) => { ns += difference; out[i] = ns / 1000; });
-  return out;
+  return Float64Array.from(differences, (difference) => (ns += difference) / 1000);
 }
 
 const P = JSON.parse(byId("picture").textContent);
@@ -120,11 +119,7 @@ function unpackTrace(trace) {
   return { ...trace, start, end, missing, lanes, memory, path, turn, last: Math.max(1e-3, largest(end)) };
 }
 
-function largest(numbers) {
-  let most = 0;
-  for (const number of numbers) if (number > most) most = number;
-  return most;
-}
+const largest = (numbers) => numbers.reduce((most, number) => Math.max(most, number), 0);
 
 const TRACES = P.traces.map(unpackTrace);
 const END = largest(TRACES.map((trace) => trace.last));

@@ -12,10 +12,11 @@ from typing import Any
 
 from mtcompile.runtime.schedule import QUEUES, TIERS, Instruction, Queue, Schedule
 from mtcompile.runtime.sim import simulate
-from mtcompile.runtime.trace import Trace, busy_us, exposed_us, span_us
+from mtcompile.runtime.trace import Trace, busy_us, exposed_us, moments, span_us, takes_time
 from mtcompile.runtime.usage import over_time
 
 FORMAT = "mtcompile-picture-1"
+_COLUMNS = ("op", "queue", "phase", "kernel", "label", "block", "nbytes", "workspace")  # of instructions, shown as they are
 VERBS: dict[Queue, str] = {"h2d": "fetch", "d2h": "store", "disk_read": "read", "disk_write": "write"}
 
 Times = Sequence[tuple[float, float]]  # start and end of every instruction
@@ -57,7 +58,6 @@ class Memory:
 
 def picture(
     schedule: Schedule,
-    predicted: Trace | None = None,
     measured: Trace | None = None,
     plan: object = None,
     *,
@@ -66,12 +66,11 @@ def picture(
 ) -> dict[str, Any]:
     """Returns all that a page shows of a schedule.
 
-    ``predicted``: by default what the simulator says (for a schedule that runs ahead, of a step that follows another one).
-    ``names``: value -> the user's name for it. ``plan`` is shown as it prints."""
-    if predicted is None:
-        predicted = simulate(schedule)
-        if schedule.run_ahead:
-            predicted = simulate(schedule, predicted)
+    Beside what was ``measured``, that is what the simulator predicts (for a schedule that runs ahead, of a step that follows
+    another one). ``names``: value -> the user's name for it. ``plan`` is shown as it prints."""
+    predicted = simulate(schedule)
+    if schedule.run_ahead:
+        predicted = simulate(schedule, predicted)
     instructions, buffers = schedule.instructions, list(schedule.buffers.values())
     place = {buffer.name: position for position, buffer in enumerate(buffers)}
     values = list(dict.fromkeys(buffer.value for buffer in buffers))
@@ -84,28 +83,17 @@ def picture(
         "run_ahead": schedule.run_ahead,
         "queues": [queue for queue in QUEUES if any(i.queue == queue for i in instructions)],
         "instructions": {
-            "op": [i.op for i in instructions],
-            "queue": [i.queue for i in instructions],
-            "phase": [i.phase for i in instructions],
-            "kernel": [i.kernel for i in instructions],
-            "label": [i.label for i in instructions],
-            "block": [i.block for i in instructions],
+            **{name: [getattr(i, name) for i in instructions] for name in _COLUMNS},
             "text": [_text(schedule, i) for i in instructions],
             "paint": [_paint(schedule, i) for i in instructions],
-            "nbytes": [i.nbytes for i in instructions],
-            "workspace": [i.workspace for i in instructions],
             "reads": [[place[name] for name in i.reads] for i in instructions],
             "writes": [[place[name] for name in i.writes] for i in instructions],
             "deps": [list(i.deps) for i in instructions],
             "previous_step_deps": [list(i.previous_step_deps) for i in instructions],
         },
         "buffers": {
-            "name": [b.name for b in buffers],
+            **{name: [getattr(b, name) for b in buffers] for name in ("name", "tier", "kind", "role", "nbytes")},
             "value": [which[b.value] for b in buffers],
-            "tier": [b.tier for b in buffers],
-            "kind": [b.kind for b in buffers],
-            "role": [b.role for b in buffers],
-            "nbytes": [b.nbytes for b in buffers],
         },
         "values": {
             "name": values,
@@ -134,7 +122,7 @@ def _trace(schedule: Schedule, trace: Trace) -> dict[str, Any]:
         "source": trace.source,
         "start_us": [start for start, _ in times],
         "end_us": [end for _, end in times],
-        "missing": [i for i, each in enumerate(schedule.instructions) if each.op in ("copy", "run") and i not in ran],
+        "missing": [i for i, each in enumerate(schedule.instructions) if takes_time(each) and i not in ran],
         "span_us": span_us(trace),
         "busy_us": dict(busy_us(trace)),
         "exposed_us": {queue: exposed_us(trace, queue) for queue in busy_us(trace) if queue != "compute"},
@@ -143,35 +131,15 @@ def _trace(schedule: Schedule, trace: Trace) -> dict[str, Any]:
         "critical_us": on_path,
         "limit": max(on_path, key=lambda queue: on_path[queue], default=""),
         "memory": {
-            tier: {
-                "series": [list(pair) for pair in each.series],
-                "time_us": list(each.time_us),
-                "which": list(each.which),
-                "nbytes": list(each.nbytes),
-                "resident": each.resident,
-                "arena": each.arena,
-                "peak": each.peak_nbytes(),
-            }
+            tier: {**{part: getattr(each, part) for part in Memory.__slots__}, "peak": each.peak_nbytes()}
             for tier, each in held.items()
         },
     }
 
 
 def timed(schedule: Schedule, trace: Trace) -> list[tuple[float, float]]:
-    """Returns start and end of every instruction. One without a record (allocs and frees are not measured) takes no time and
-    is placed where it may start: after its queue, its waits and the earlier phases."""
-    recorded = {record.index: (record.start_us, record.end_us) for record in trace.records}
-    times: list[tuple[float, float]] = []
-    free_at: dict[str, float] = {}
-    barrier, latest, phase = 0.0, 0.0, ""
-    for index, instruction in enumerate(schedule.instructions):
-        if instruction.phase != phase:
-            barrier, phase = latest, instruction.phase
-        ready = max((barrier, free_at.get(instruction.queue, 0.0), *(times[dep][1] for dep in instruction.deps)))
-        times.append(recorded.get(index, (ready, ready)))
-        latest = max(latest, times[-1][1])
-        free_at[instruction.queue] = times[-1][1]
-    return times
+    """Returns start and end of every instruction. One without a record takes no time and is placed where it may start."""
+    return list(moments(schedule, trace, every=True).values())
 
 
 def critical_path(schedule: Schedule, times: Times, trace: Trace) -> list[tuple[int, str]]:

@@ -70,8 +70,7 @@ function drawNow() {
   mt.boxes = 0;
   ctx.font = FONT;
   ctx.textBaseline = "middle";
-  ctx.fillStyle = C.paper;
-  ctx.fillRect(0, 0, width, height);
+  rect(C.paper, 0, 0, width, height);
   drawGrid();
   clipped(() => rows.forEach((row) => (row.queue ? drawLane(row) : drawTier(row))));
   clipped(() => mt.selected && drawSelected());
@@ -89,6 +88,11 @@ function clipped(paint) {
   ctx.restore();
 }
 
+function rect(colour, x, y, w, h) {
+  ctx.fillStyle = colour;
+  ctx.fillRect(x, y, w, h);
+}
+
 function put(text, x, y, colour, align = "left", font = FONT) {
   ctx.font = font;
   ctx.textAlign = align;
@@ -102,10 +106,7 @@ function drawGrid() {
   const step = power * [1, 2, 5, 10].find((m) => m * power >= raw);
   const digits = Math.max(3, 1 + Math.ceil(Math.log10(Math.max(1, t1 / step))));
   clipped(() => {
-    if (turn < t1 && Number.isFinite(turn)) {
-      ctx.fillStyle = C.shade;
-      ctx.fillRect(Math.max(GUTTER, xOf(turn)), y, width, height);
-    }
+    if (turn < t1 && Number.isFinite(turn)) rect(C.shade, Math.max(GUTTER, xOf(turn)), y, width, height);
     ctx.fillStyle = C.grid;
     for (let t = Math.ceil(t0 / step) * step; t <= t1; t += step) ctx.fillRect(Math.round(xOf(t)), y + AXIS, 1, height);
     for (let t = Math.ceil(t0 / step) * step; t <= t1; t += step) {
@@ -113,28 +114,24 @@ function drawGrid() {
       if (!covered) put(t < step / 2 ? "0" : timeText(t, digits), x + 4, y + AXIS / 2 + 1, C.faint);
     }
     if (turn > t0 && turn < t1) {
-      ctx.fillStyle = C.faint;
-      ctx.fillRect(Math.round(xOf(turn)), y, 1, height);
+      rect(C.faint, Math.round(xOf(turn)), y, 1, height);
       for (const [words, side] of [["forward", "right"], ["backward", "left"]]) {
         put(words, xOf(turn) + (side === "left" ? 6 : -6), y + AXIS / 2 + 1, C.ink, side, `600 ${FONT}`);
       }
     }
   });
-  ctx.fillStyle = C.line;
-  ctx.fillRect(0, y + AXIS, width, 1);
+  rect(C.line, 0, y + AXIS, width, 1);
 }
 
 function drawName(row) {
-  ctx.fillStyle = C.paper;
-  ctx.fillRect(0, row.y, GUTTER, row.h);
+  rect(C.paper, 0, row.y, GUTTER, row.h);
   const trace = main(), middle = row.y + Math.min(row.h / 2, 30);
   if (row.queue) {
     put(row.queue, 14, middle - 7, C.ink, "left", `600 12px ${FONT.slice(5)}`);
     const busy = shown().map((each) => Math.round((100 * (each.busy_us[row.queue] ?? 0)) / each.span_us)).join(" / ");
     put(`busy ${busy}\u00a0%`, 14, middle + 8, C.faint);
     if (shown().length > 1) for (const each of shown()) put(each.source[0].toUpperCase(), GUTTER - 9, band(row, each).y + band(row, each).h / 2, C.faint, "center");
-    ctx.fillStyle = C.line;
-    ctx.fillRect(0, row.y + row.h - 1, width, 1);
+    rect(C.line, 0, row.y + row.h - 1, width, 1);
   } else {
     const { limit } = P.tiers[row.tier];
     put(`${row.tier} memory`, 14, row.y + 9, C.ink, "left", `600 12px ${FONT.slice(5)}`);
@@ -166,8 +163,8 @@ function eachBox(lane, paint) {
 const found = new Uint8Array(COUNT); // by search
 const alive = new Uint8Array(COUNT); // in the life of the selected value
 
-function anyIn(flags, lane, k, last) {
-  for (; k <= last; k++) if (flags[lane.boxes[k]]) return true;
+function anyIn(has, lane, k, last) {
+  for (; k <= last; k++) if (has(lane.boxes[k])) return true;
   return false;
 }
 
@@ -178,28 +175,18 @@ function drawLane(row) {
     eachBox(lane, (k, last, start, end) => {
       const i = lane.boxes[k], x0 = Math.max(xOf(start), GUTTER - 4), w = Math.min(xOf(end), width + 4) - x0;
       const paint = PAINTS[paintOf(I.paint[i])], wide = w > 3;
-      ctx.globalAlpha = dim && !anyIn(dim, lane, k, last) ? 0.16 : 1;
-      ctx.fillStyle = C[paint[0]];
-      ctx.fillRect(x0, y, Math.max(1, wide ? w - 1 : w), h);
+      ctx.globalAlpha = dim && !anyIn((i) => dim[i], lane, k, last) ? 0.16 : 1;
+      rect(C[paint[0]], x0, y, Math.max(1, wide ? w - 1 : w), h);
       mt.boxes++;
-      if (paint[3] && wide) {
-        ctx.fillStyle = stripes;
-        ctx.fillRect(x0, y, w - 1, h);
-      }
-      if (mt.critical && pathIn(trace, lane, k, last)) {
-        ctx.fillStyle = C.strong;
-        ctx.fillRect(x0, y + h - 3, Math.max(1, wide ? w - 1 : w), 3);
+      if (paint[3] && wide) rect(stripes, x0, y, w - 1, h);
+      if (mt.critical && anyIn((i) => trace.path.has(i), lane, k, last)) {
+        rect(C.strong, x0, y + h - 3, Math.max(1, wide ? w - 1 : w), 3);
       }
       if (w > 12 && h > 11) label(i, x0, y + (h - 2) / 2, w, paint);
       ctx.globalAlpha = 1;
     });
     drawTicks(lane, y + h + 1);
   }
-}
-
-function pathIn(trace, lane, k, last) {
-  for (; k <= last; k++) if (trace.path.has(lane.boxes[k])) return true;
-  return false;
 }
 
 // As much of what an instruction is as fits: all, its block, or the block's number.
@@ -214,8 +201,7 @@ function label(i, x, y, w, paint) {
     const needed = widths.get(words);
     if (!needed || needed > room) continue;
     if (paint[3]) { // readable on stripes
-      ctx.fillStyle = C[paint[0]];
-      ctx.fillRect(from + 1, y - 7, needed + 6, 14);
+      rect(C[paint[0]], from + 1, y - 7, needed + 6, 14);
     }
     put(words, from + 4, y + 0.5, paint[1] || C.ink);
     return;
@@ -277,23 +263,17 @@ function drawTier(row) {
       under += nbytes;
       const h = y - yOf(under), slot = held.series[s][0] === "slot";
       y -= h;
-      ctx.fillStyle = C[PAINTS[held.colours[s]][0]];
-      ctx.fillRect(x, y, w, h + 0.4);
-      if (slot && w > 1) {
-        ctx.fillStyle = stripes;
-        ctx.fillRect(x, y, w, h + 0.4);
-      }
+      rect(C[PAINTS[held.colours[s]][0]], x, y, w, h + 0.4);
+      if (slot && w > 1) rect(stripes, x, y, w, h + 0.4);
     }
     mt.boxes++;
   });
   if (shown().length > 1) drawOutline(shown()[1].memory[row.tier], yOf);
-  ctx.fillStyle = C.line;
-  ctx.fillRect(GUTTER, base, plotWidth(), 1);
+  rect(C.line, GUTTER, base, plotWidth(), 1);
   if (row.h < 24) return;
   if (scale.squeezed) tag(`resident ${bytesText(held.resident)}, not to scale`, GUTTER + 4, base - (scale.foot * row.h) / 2, "left");
   if (limit !== null && limit <= top) {
-    ctx.fillStyle = C.strong;
-    ctx.fillRect(GUTTER, yOf(limit) - 1, plotWidth(), 2);
+    rect(C.strong, GUTTER, yOf(limit) - 1, plotWidth(), 2);
     tag(`budget ${bytesText(limit)}`, width - RIGHT - 4, Math.max(row.y + 7, yOf(limit) - 9), "right");
   } else if (limit !== null) tag(`budget ${bytesText(limit)}, above`, width - RIGHT - 4, row.y + 8, "right");
   ctx.strokeStyle = C.ink;
@@ -320,8 +300,7 @@ function tag(words, x, y, align) {
   ctx.font = FONT;
   const w = ctx.measureText(words).width + 8;
   ctx.globalAlpha = 0.86;
-  ctx.fillStyle = C.paper;
-  ctx.fillRect(align === "left" ? x - 4 : x - w + 4, y - 8, w, 16);
+  rect(C.paper, align === "left" ? x - 4 : x - w + 4, y - 8, w, 16);
   ctx.globalAlpha = 1;
   put(words, x, y, C.ink, align);
 }

@@ -45,10 +45,8 @@ function drawLives(value) {
     if (other !== value || !row) return;
     const trace = main(), x0 = ALLOC[b] < 0 ? GUTTER : xOf(trace.start[ALLOC[b]]), x1 = FREE[b] < 0 ? width : xOf(trace.start[FREE[b]]);
     const y = row.y + row.h - 13 - 13 * (used[row.tier] = (used[row.tier] ?? -1) + 1);
-    ctx.fillStyle = C.paper;
-    ctx.fillRect(x0 - 1, y - 1, Math.max(5, x1 - x0 + 2), 12);
-    ctx.fillStyle = C.strong;
-    ctx.fillRect(x0, y, Math.max(3, x1 - x0), 10);
+    rect(C.paper, x0 - 1, y - 1, Math.max(5, x1 - x0 + 2), 12);
+    rect(C.strong, x0, y, Math.max(3, x1 - x0), 10);
     ctx.font = FONT;
     const words = [`${called(value)} (${B.kind[b]})`, called(value)].find((each) => ctx.measureText(each).width < x1 - Math.max(x0, GUTTER) - 8);
     if (words) put(words, Math.max(x0, GUTTER) + 4, y + 5.5, C.paper);
@@ -72,20 +70,17 @@ function drawOverview() {
       o.fillRect(GUTTER + lane.start[n] * per, 4 + k * h, Math.max(0.5, (lane.end[n] - lane.start[n]) * per), Math.max(1, h - 1));
     }));
   }
-  ctx.fillStyle = C.paper;
-  ctx.fillRect(0, 0, width, OVERVIEW);
+  rect(C.paper, 0, 0, width, OVERVIEW);
   ctx.drawImage(overview, 0, 0, width, OVERVIEW);
   put("whole step", 14, OVERVIEW / 2, C.faint);
   const per = plotWidth() / END, x0 = GUTTER + mt.view[0] * per, x1 = GUTTER + mt.view[1] * per;
   ctx.globalAlpha = 0.72;
-  ctx.fillStyle = C.paper;
-  ctx.fillRect(GUTTER, 0, x0 - GUTTER, OVERVIEW);
+  rect(C.paper, GUTTER, 0, x0 - GUTTER, OVERVIEW);
   ctx.fillRect(x1, 0, width - x1, OVERVIEW);
   ctx.globalAlpha = 1;
   ctx.strokeStyle = C.accent;
   ctx.lineWidth = 1.5;
   ctx.strokeRect(x0, 1.5, Math.max(3, x1 - x0), OVERVIEW - 3);
   ctx.lineWidth = 1;
-  ctx.fillStyle = C.line;
-  ctx.fillRect(0, OVERVIEW, width, 1);
+  rect(C.line, 0, OVERVIEW, width, 1);
 }

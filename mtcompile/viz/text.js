@@ -54,8 +54,7 @@ function showOverview() {
   panel(`${trace.source[0].toUpperCase()}${trace.source.slice(1)}: ${timeText(trace.span_us)}`,
     `Forward and backward as scheduled, limited by ${trace.limit}. Of the time: ${onPath.join(", ")}.`, false,
     make("h3", {}, "Queues"), ...busy,
-    make("h3", {}, "Memory"), facts(TIERS.map((tier) => [tier, `${bytesText(trace.memory[tier].peak)} of ${
-      P.tiers[tier].limit === null ? "no limit" : bytesText(P.tiers[tier].limit)}`])),
+    make("h3", {}, "Memory"), facts(TIERS.map((tier) => [tier, `${bytesText(trace.memory[tier].peak)} of ${limitText(P.tiers[tier].limit)}`])),
     list("Critical path", path, rowOf, 10),
     P.plan ? make("details", {}, make("summary", {}, "The plan"), make("pre", {}, P.plan)) : "",
     make("p", { class: "sub", style: "margin-top: 16px" }, "Click a box or the memory below it. Wheel zooms, dragging moves; ? lists the keys."));
@@ -158,7 +157,7 @@ function showTables(from = 0) {
     table(`Queues, ${trace.source}`, ["queue", "busy", "of the step", "on the critical path"], P.queues.map((queue) => [queue, timeText(trace.busy_us[queue] ?? 0, 5),
       share(trace.busy_us[queue] ?? 0, trace.span_us), timeText(trace.critical_us[queue] ?? 0, 5)])),
     table("Memory", ["tier", "peak", "planned peak", "budget"], TIERS.map((tier) => [tier, bytesText(trace.memory[tier].peak), bytesText(P.tiers[tier].peak),
-      P.tiers[tier].limit === null ? "no limit" : bytesText(P.tiers[tier].limit)])),
+      limitText(P.tiers[tier].limit)])),
     table(`Copies and kernels, ${from + 1} to ${Math.min(from + PAGE, work.length)} of ${work.length}`, ["#", "queue", "phase", "start", "took", "waits for", "critical", "what"],
       work.slice(from, from + PAGE).map((i) => [i, I.queue[i], I.phase[i], timeText(trace.start[i], 6), spent(i), I.deps[i].map((dep) => `#${dep}`).join(" "),
         trace.path.has(i) ? "yes" : "", textOf(i)])),

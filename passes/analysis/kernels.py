@@ -27,20 +27,20 @@ def kernel_key(body: fx.Graph) -> str:
             target = str(node.target) if hasattr(node.target, "_schema") else f"{node.target.__module__}.{node.target.__name__}"
         else:
             target = ""
-        operands = map_arg((node.args, node.kwargs), lambda operand: _Position(order[operand]))
+        operands = map_arg((node.args, node.kwargs), lambda operand: Operand(order[operand]))
         values = [(tuple(v.shape), str(v.dtype), tuple(v.stride())) for v in iter_tensors(node)]
         rows.append(f"{node.op} {target} {operands!r} {values}")
     return "\n".join(rows)
 
 
-class _Position:
-    """Prints as %3: an operand by where it stands, not by what it is called."""
+class Operand:
+    """Stands for an operand in an operation's arguments, and prints as %3: by its number, not by what it is called."""
 
-    def __init__(self, position: int) -> None:
-        self.position = position
+    def __init__(self, number: Any) -> None:
+        self.number = number
 
     def __repr__(self) -> str:
-        return f"%{self.position}"
+        return f"%{self.number}"
 
 
 def install(owner: torch.nn.Module, kernels: Kernels, body: fx.Graph) -> str:

@@ -9,7 +9,7 @@ from torch import fx
 
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.plan import Plan, Updates
-from mtcompile.passes.step_graph import placeholders
+from mtcompile.passes.step_graph import inputs_of
 from mtcompile.runtime.deps import Waits
 from mtcompile.runtime.schedule import ALIGNMENT, Instruction, Schedule, placed
 from mtcompile.runtime.sim import clock, period_us
@@ -42,7 +42,7 @@ NO_LIMITS = Budgets()
 def param_nbytes(step: fx.GraphModule) -> dict[str, int]:
     """The bytes of parameters by home block."""
     sizes: dict[str, int] = {}
-    for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
+    for spec, node in inputs_of(step):
         if spec.role == "param" and spec.name in step.meta["homes"]:
             block = step.meta["homes"][spec.name]
             sizes[block] = sizes.get(block, 0) + placed(node.meta["nbytes"])

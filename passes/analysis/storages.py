@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from mtcompile.passes.step_graph import is_view
+from mtcompile.passes.analysis.memory import owner
 
 aten = torch.ops.aten
 # These find their elements by their place in the operand's storage, whatever the operand itself shows of it.
@@ -24,7 +24,8 @@ def reads_storage(node: fx.Node) -> bool:
     it is given copies of their storages."""
     if node.op != "call_function":
         return False
-    return node.target in _BY_PLACE or node.target in _COPY_STORAGE or _name(node.target).startswith("auto_functionalized")
+    name = str(getattr(node.target, "__name__", ""))
+    return node.target in _BY_PLACE or node.target in _COPY_STORAGE or name.startswith("auto_functionalized")
 
 
 def inputs_read_by_place(graph: fx.Graph) -> set[fx.Node]:
@@ -32,13 +33,5 @@ def inputs_read_by_place(graph: fx.Graph) -> set[fx.Node]:
     inputs = set()
     for node in graph.nodes:
         if reads_by_place(node):
-            base = node.args[0]
-            while is_view(base):
-                base = base.args[0]
-            if base.op == "placeholder":
-                inputs.add(base)
-    return inputs
-
-
-def _name(target: object) -> str:
-    return str(getattr(target, "__name__", ""))
+            inputs.add(owner(node.args[0]))
+    return {base for base in inputs if base.op == "placeholder"}

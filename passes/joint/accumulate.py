@@ -12,7 +12,6 @@ that change go from micro-batch to micro-batch. Random numbers are drawn region 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,10 +20,10 @@ import networkx
 import torch
 from torch import fx
 
-from mtcompile.passes.joint.loss_head import Add, adder
+from mtcompile.passes.joint.loss_head import Add, adder, total
 from mtcompile.passes.joint.loss_weights import Weights, weights
 from mtcompile.passes.joint.regions import assign, in_order
-from mtcompile.passes.step_graph import InputSpec, OutputSpec, placeholders, step_outputs
+from mtcompile.passes.step_graph import InputSpec, OutputSpec, inputs_of, outputs_of
 
 aten = torch.ops.aten
 Region = tuple[str, int]
@@ -60,7 +59,7 @@ def weights_of(joint: fx.GraphModule, micro: Micro) -> dict[int, Weights]:
     """The weights of each loss (by output index), from the captured graph, before anything is rewritten. Raises
     NotImplementedError for a loss whose weights cannot be told."""
     losses, own = {}, _own(joint, micro)
-    for spec, value in zip(joint.meta["outputs"], step_outputs(joint), strict=True):
+    for spec, value in outputs_of(joint):
         if spec.kind == "output" and _is_loss(value, _rows(joint, micro)):
             losses[spec.index] = weights(value, own, _rows(joint, micro))
     return losses
@@ -73,8 +72,7 @@ def _is_loss(value: fx.Node, rows: int) -> bool:
 
 
 def _split(joint: fx.GraphModule, micro: Micro) -> list[fx.Node]:
-    rows = zip(joint.meta["inputs"], placeholders(joint.graph), strict=True)
-    return [node for spec, node in rows if spec.role == "input" and spec.index in micro.split]
+    return [node for spec, node in inputs_of(joint) if spec.role == "input" and spec.index in micro.split]
 
 
 def _rows(joint: fx.GraphModule, micro: Micro) -> int:
@@ -109,28 +107,26 @@ class _Repeat:
         self.tangents: dict[fx.Node, tuple[fx.Node, int]] = {}  # -> of all, and the index of its output
         self.scales: dict[int, list[fx.Node]] = {}  # output index -> the weight of each micro-batch
         self.rows = _rows(joint, micro)
-        self.specs: tuple[OutputSpec, ...] = joint.meta["outputs"]
-        self.values = step_outputs(joint)
+        self.results = outputs_of(joint)
         self.following = {}  # a buffer's placeholder -> the node that is its next version
-        rows = zip(joint.meta["inputs"], placeholders(joint.graph), strict=True)
-        by_index = {spec.index: node for spec, node in rows if spec.role not in ("tangent", "constant")}
-        for spec, value in zip(self.specs, self.values, strict=True):
+        by_index = {spec.index: node for spec, node in inputs_of(joint) if spec.role not in ("tangent", "constant")}
+        for spec, value in self.results:
             if spec.kind == "mutation":
                 self.following[by_index[spec.index]] = value
 
     def graph_module(self) -> fx.GraphModule:
         self._take_inputs()
-        grads = {v: spec for spec, v in zip(self.specs, self.values, strict=True) if spec.kind == "grad"}
+        grads = {value: spec for spec, value in self.results if spec.kind == "grad"}
         for region, nodes in in_order(self.joint.graph, self.region):
             for number in range(self.micro.count):
                 for node in nodes:
                     copied = self._copy(node, number, region)
                     if node in grads:
                         self._sum(grads[node], node, copied, number)
-            for spec, value in zip(self.specs, self.values, strict=True):
+            for spec, value in self.results:
                 if self.region.get(value) == region and spec.kind != "grad":
                     self._output(spec, value)
-        for spec, value in zip(self.specs, self.values, strict=True):  # what no region makes
+        for spec, value in self.results:  # what no region makes
             if value not in self.region:
                 raise NotImplementedError(f"an output ({spec.name}) that is one of its inputs")
         ordered = sorted(self.outputs.items(), key=lambda item: ("output", "mutation", "grad").index(item[0].kind))
@@ -142,9 +138,8 @@ class _Repeat:
         return repeated
 
     def _take_inputs(self) -> None:
-        rows = list(zip(self.joint.meta["inputs"], placeholders(self.joint.graph), strict=True))
-        outputs = {spec.index: value for spec, value in zip(self.specs, self.values, strict=True) if spec.kind == "output"}
-        for spec, node in rows:
+        outputs = {spec.index: value for spec, value in self.results if spec.kind == "output"}
+        for spec, node in inputs_of(self.joint):
             split = spec.role == "input" and spec.index in self.micro.split
             for number in range(self.micro.count if split else 1):
                 taken = self.graph.placeholder(node.name if number == 0 else f"{node.name}_micro{number}")
@@ -231,7 +226,7 @@ class _Repeat:
         elif spec.index in self.weights:
             self.outputs[spec] = self._loss(spec, parts, add)
         elif value.meta["val"].dim() == 0 and not value.meta["val"].is_floating_point():
-            self.outputs[spec] = _total(add, parts)
+            self.outputs[spec] = total(add, parts)
         elif value.meta["val"].dim() == 0 or value.meta["val"].shape[0] % max(self.rows, 1):
             raise NotImplementedError(f"an output ({spec.name}) without the batch in front")
         else:
@@ -240,9 +235,9 @@ class _Repeat:
     def _loss(self, spec: OutputSpec, losses: list[fx.Node], add: Add) -> fx.Node:
         weights = self.weights[spec.index]
         if weights.kind == "sum":
-            return _total(add, losses)
+            return total(add, losses)
         if weights.kind == "equal":
-            return _total(add, [add(aten.div.Tensor, loss, self.micro.count) for loss in losses])
+            return total(add, [add(aten.div.Tensor, loss, self.micro.count) for loss in losses])
         dtype = losses[0].meta["val"].dtype
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         name = weights.count or weights.target
@@ -253,7 +248,7 @@ class _Repeat:
             if not weights.count:
                 number = add(aten.sum.default, add(aten.ne.Scalar, number, weights.ignored))
             counts.append(add(aten._to_copy.default, add(aten.view.default, number, []), dtype=exact))
-        of_all = _total(add, counts)
+        of_all = total(add, counts)
         scales = [add(aten.div.Tensor, count, of_all) for count in counts]
         self.scales[spec.index] = scales
         terms = []
@@ -261,10 +256,5 @@ class _Repeat:
             if dtype != exact:
                 loss = add(aten._to_copy.default, loss, dtype=exact)
             terms.append(add(aten.masked_fill.Scalar, add(aten.mul.Tensor, loss, scale), add(aten.eq.Scalar, scale, 0), 0))
-        loss = _total(add, terms)
+        loss = total(add, terms)
         return loss if dtype == exact else add(aten._to_copy.default, loss, dtype=dtype)
-
-
-def _total(add: Add, parts: list[fx.Node]) -> fx.Node:
-    """The sum of the parts, added in their order one after the other."""
-    return list(itertools.accumulate(parts, lambda one, other: add(aten.add.Tensor, one, other)))[-1]

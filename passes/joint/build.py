@@ -12,16 +12,18 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from mtcompile.passes.analysis.kernels import Kernels, copy_meta, install
+from mtcompile.passes.analysis.memory import owner
 from mtcompile.passes.generators import generator_nbytes, save_rng
 from mtcompile.passes.insert import add_call
 from mtcompile.passes.joint.regions import assign, in_order
 from mtcompile.passes.step_graph import (
-    OutputSpec,
+    inputs_of,
     is_random,
     is_seed,
     is_view,
-    placeholders,
+    outputs_of,
     span_nbytes,
+    step_outputs,
     storage_nbytes,
 )
 from mtcompile.runtime.schedule import aligned
@@ -41,14 +43,12 @@ class InputHomes:
     updated: Collection[str] | None = None
 
 
+ROLE_OF_RESULT = {"output": "output", "grad": "grad", "mutation": "buffer"}  # by an output's kind
 AT_HOME = InputHomes()  # every parameter in the block that reads it first
 
 
 def build(
-    joint: fx.GraphModule,
-    whole: bool = False,
-    like: fx.GraphModule | None = None,
-    input_homes: InputHomes = AT_HOME,
+    joint: fx.GraphModule, whole: bool = False, like: fx.GraphModule | None = None, input_homes: InputHomes = AT_HOME
 ) -> fx.GraphModule:
     """The step graph of ``joint`` (normalized): nothing moved, nothing recomputed, every value on the device except
     the placeholders, which are at home on the host (tangents arrive on the device).
@@ -68,19 +68,18 @@ def build(
     if whole:
         region, blocks = {node: (phase, 0) for node, (phase, _) in region.items()}, ("model",)
     ordered = in_order(joint.graph, region)
-    outputs: list[fx.Node] = list(joint.graph.output_node().args[0])
-    specs: tuple[OutputSpec, ...] = joint.meta["outputs"]
+    outputs = step_outputs(joint)
     training = any(phase == "backward" for (phase, _), _ in ordered)
 
     needed = {rid: _externals(nodes, rid, region) for rid, nodes in ordered}
     exported = {node for nodes in needed.values() for node in nodes if node.op != "placeholder"} | set(outputs)
-    roles = {node: _output_role(spec) for spec, node in zip(specs, outputs, strict=True)}
+    roles = {node: ROLE_OF_RESULT[spec.kind] for spec, node in outputs_of(joint)}
 
     root = torch.nn.Module()
     kernels: Kernels = {}
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    for spec, node in zip(joint.meta["inputs"], placeholders(joint.graph), strict=True):
+    for spec, node in inputs_of(joint):
         env[node] = graph.placeholder(node.name)
         tier = "device" if input_homes.all_on_device or spec.role == "tangent" else spec.tier
         val = node.meta["val"]
@@ -94,7 +93,7 @@ def build(
             "call_module",
             install(root, kernels, body),
             tuple(env[n] for n in needed[rid]),
-            name=f"{_safe(blocks[block])}_{phase}",
+            name=f"{blocks[block].replace('.', '_')}_{phase}",
         )
         call.meta.update(phase=phase, block=block)
         items = add_call(graph, call, [(node.name, _value_meta(node, val, roles)) for node, val in returned])
@@ -106,9 +105,9 @@ def build(
 
     step = fx.GraphModule(root, graph, class_name="Step")
     step.meta.update(
-        inputs=joint.meta["inputs"], outputs=specs, constants=joint.meta["constants"], blocks=blocks, kernels=kernels
+        inputs=joint.meta["inputs"], outputs=joint.meta["outputs"], constants=joint.meta["constants"], blocks=blocks
     )
-    step.meta.update(device=device, homes=homes, memo={})
+    step.meta.update(kernels=kernels, device=device, homes=homes, memo={})
     if input_homes.updated is not None:
         step.meta["updated"] = input_homes.updated
     step.graph.lint()
@@ -120,8 +119,7 @@ def _homes(
 ) -> dict[str, str]:
     """Home block of each parameter that a region reads: the known one, or that of the first region that reads it (tied weights
     have one home)."""
-    specs = zip(joint.meta["inputs"], placeholders(joint.graph), strict=True)
-    names = {node: spec.name for spec, node in specs if spec.role == "param"}
+    names = {node: spec.name for spec, node in inputs_of(joint) if spec.role == "param"}
     homes: dict[str, str] = {}
     for rid, nodes in in_order(joint.graph, region):
         for operand in _externals(nodes, rid, region):
@@ -199,10 +197,7 @@ def _body(
 def _owns_storage(view: fx.Node, nodes: list[fx.Node], leaving: list[fx.Node], taken: set[fx.Node]) -> bool:
     """True when a returned view may be handed out as it is: it covers storage made in this region that nothing else
     returned shares."""
-    base = view
-    while is_view(base):
-        base = base.args[0]
-    val = view.meta["val"]
+    base, val = owner(view), view.meta["val"]
     alone = base in nodes and base not in leaving and base not in taken
     if base.target is operator.getitem or not isinstance(base.meta.get("val"), torch.Tensor):
         alone = False
@@ -218,10 +213,6 @@ def _cut_alike(graph: fx.Graph, other: fx.Graph, region: Mapping[fx.Node, Region
     return {node: region[twin] for node, twin in zip(one, two, strict=True) if twin in region}
 
 
-def _output_role(spec: OutputSpec) -> str:
-    return {"output": "output", "grad": "grad", "mutation": "buffer"}[spec.kind]
-
-
 def _value_meta(node: fx.Node, val: torch.Tensor, roles: Mapping[fx.Node, str]) -> dict[str, Any]:
     role = node.meta.get("role", "rng" if is_seed(node) else "activation")
     return {
@@ -231,7 +222,3 @@ def _value_meta(node: fx.Node, val: torch.Tensor, roles: Mapping[fx.Node, str]) 
         "tier": "device",
         "module_path": node.meta.get("module_path", ""),
     }
-
-
-def _safe(name: str) -> str:
-    return name.replace(".", "_")

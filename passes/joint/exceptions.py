@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
 from torch import fx
 
-from mtcompile.passes.step_graph import placeholders, restride
+from mtcompile.passes.step_graph import inputs_of, outputs_of, restride
+from mtcompile.runtime.schedule import listed
 
 aten = torch.ops.aten
 
 # Plain backward formulas of these look at the values, where a trace takes the formula that is right for any.
 _DEPENDS_ON_VALUES = (aten.prod.default, aten.prod.dim_int, aten.cumprod.default)
-_MOST_NAMES = 12
+_listed = functools.partial(listed, most=12)
 
 
 def exceptions(joint: fx.GraphModule) -> list[str]:
@@ -26,18 +28,13 @@ def exceptions(joint: fx.GraphModule) -> list[str]:
         )
     if operations := list(dict.fromkeys(_by_values(joint))):
         sentences.append(f"the gradient of {_listed(operations)}: its plain formula depends on the values")
-    if shared := list(_shared(joint)):
+    if shared := [f"{name} ({len(uses)} uses)" for name, uses in _uses(joint)]:
         sentences.append(
             f"with a loss term on it outside the model, the gradient of {_listed(shared)}: its uses are added up first"
         )
     if cast := [f"{name} (to {dtype})" for name, dtype in _cast_at_each_use(joint)]:
         sentences.append(f"if autocast casts it, the gradient of {_listed(cast)}: plain PyTorch adds its uses up in that dtype")
     return sentences
-
-
-def _listed(names: list[str] | tuple[str, ...]) -> str:
-    rest = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _by_values(joint: fx.GraphModule) -> Iterator[str]:
@@ -53,12 +50,6 @@ def _has_backward(node: fx.Node) -> bool:
     return any(user.meta["phase"] == "backward" for value in (node, *node.all_input_nodes) for user in value.users)
 
 
-def _shared(joint: fx.GraphModule) -> Iterator[str]:
-    """The parameters whose gradients are sums over several uses, in the order that a backward of this graph alone adds them."""
-    for name, uses in _uses(joint):
-        yield f"{name} ({len(uses)} uses)"
-
-
 def _cast_at_each_use(joint: fx.GraphModule) -> Iterator[tuple[str, str]]:
     """(parameter, dtype) of those that are cast to one lower precision more than once, as a trace under autocast does."""
     for name, uses in _uses(joint):
@@ -69,10 +60,10 @@ def _cast_at_each_use(joint: fx.GraphModule) -> Iterator[tuple[str, str]]:
 
 
 def _uses(joint: fx.GraphModule) -> Iterator[tuple[str, list[fx.Node]]]:
-    """(parameter, what reads it in the forward) of those whose gradient is added up from several."""
-    rows = zip(joint.meta["inputs"], placeholders(joint.graph), strict=True)
-    inputs = {spec.index: node for spec, node in rows if spec.role == "param"}
-    for spec, value in zip(joint.meta["outputs"], joint.graph.output_node().args[0], strict=True):
+    """(parameter, what reads it in the forward) of those whose gradient is added up from several, in the order that a backward
+    of this graph alone adds them."""
+    inputs = {spec.index: node for spec, node in inputs_of(joint) if spec.role == "param"}
+    for spec, value in outputs_of(joint):
         if spec.kind != "grad" or spec.index not in inputs:
             continue
         uses = [user for user in inputs[spec.index].users if user.meta["phase"] == "forward"]

@@ -9,6 +9,7 @@ loss, the weight's and the bias's gradient (and what a matrix product of fewer r
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,11 +21,11 @@ from torch import fx
 
 from mtcompile.passes.analysis.kernels import drop_dead
 from mtcompile.passes.analysis.memory import owner
+from mtcompile.passes.joint.loss_weights import MEAN, SUM
 from mtcompile.passes.step_graph import is_view
 
 aten = torch.ops.aten
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-_MEAN, _SUM = 1, 2  # of nll_loss's reductions
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def _recognise(softmax: fx.Node) -> _Head | None:
         return None
     users = {user.target: user for user in softmax.users}
     loss = users.pop(aten.nll_loss_forward.default, None)
-    if loss is None or loss.args[2] is not None or loss.args[3] != _MEAN or _val(product).shape != shape:
+    if loss is None or loss.args[2] is not None or loss.args[3] != MEAN or _val(product).shape != shape:
         return None
     if len(softmax.users) == 1:
         return _Head(product, casts, softmax, loss, None)
@@ -88,7 +89,7 @@ def _recognise(softmax: fx.Node) -> _Head | None:
     if len(softmax.users) != 3 or loss_back is None or softmax_back is None:
         return None
     gradient, casts_back = _down(softmax_back)
-    if loss_back.args[3:5] != (None, _MEAN) or list(loss_back.users) != [softmax_back] or _val(gradient).shape != shape:
+    if loss_back.args[3:5] != (None, MEAN) or list(loss_back.users) != [softmax_back] or _val(gradient).shape != shape:
         return None
     parts = _products(gradient, product.args[-2])
     return parts and _Head(product, casts, softmax, loss, _Backward(loss_back, softmax_back, casts_back, *parts))
@@ -148,11 +149,11 @@ def _rewrite(graph: fx.Graph, head: _Head, chunks: int) -> None:
         for start, end in bounds:
             logarithms = _logarithms(add, head, start, end)
             labels = _rows(add, target, start, end)
-            loss = add(aten.nll_loss_forward.default, logarithms, labels, None, _SUM, ignored)
-            sums.append(_item(graph, loss, 0))
-            weights.append(_item(graph, loss, 1))
-        weight = _sum(add, weights)
-        loss = add(aten.div.Tensor, _sum(add, sums), weight)
+            loss = add(aten.nll_loss_forward.default, logarithms, labels, None, SUM, ignored)
+            sums.append(add(operator.getitem, loss, 0))
+            weights.append(add(operator.getitem, loss, 1))
+        weight = total(add, weights)
+        loss = add(aten.div.Tensor, total(add, sums), weight)
     for user in list(head.loss.users):
         user.replace_all_uses_with(loss if user.args[1] == 0 else weight)
 
@@ -164,9 +165,9 @@ def _rewrite(graph: fx.Graph, head: _Head, chunks: int) -> None:
         pieces: dict[fx.Node, list[fx.Node]] = {end: [] for end in (*back.for_x, *back.for_weight, *back.for_bias)}
         for start, end in bounds:
             logarithms = _logarithms(add, head, start, end)
-            tangent, total = back.loss.args[0], back.loss.args[6]
+            tangent, counted = back.loss.args[0], back.loss.args[6]
             labels = _rows(add, target, start, end)
-            gradient = add(aten.nll_loss_backward.default, tangent, logarithms, labels, None, _MEAN, ignored, total)
+            gradient = add(aten.nll_loss_backward.default, tangent, logarithms, labels, None, MEAN, ignored, counted)
             gradient = add(aten._log_softmax_backward_data.default, gradient, logarithms, *back.softmax.args[2:])
             for cast in back.casts:
                 gradient = add(cast.target, gradient, **cast.kwargs)
@@ -174,14 +175,12 @@ def _rewrite(graph: fx.Graph, head: _Head, chunks: int) -> None:
                 pieces[node].append(add(aten.mm.default, gradient, _viewed(add, node.args[1])))
             for node in back.for_weight:
                 turned = add(aten.t.default, gradient)
-                operands = (turned, _rows(add, head.x, start, end))
-                total_so_far = pieces[node]
-                product = add(aten.addmm.default, *total_so_far, *operands) if total_so_far else add(aten.mm.default, *operands)
-                pieces[node] = [product]
+                operands = (*pieces[node], turned, _rows(add, head.x, start, end))
+                pieces[node] = [add(aten.addmm.default if pieces[node] else aten.mm.default, *operands)]
             for node in back.for_bias:
                 pieces[node].append(add(node.target, gradient, *node.args[1:], **node.kwargs))
         for node, parts in pieces.items():
-            node.replace_all_uses_with(add(aten.cat.default, parts) if node in back.for_x else _sum(add, parts))
+            node.replace_all_uses_with(add(aten.cat.default, parts) if node in back.for_x else total(add, parts))
 
 
 def _backward_point(graph: fx.Graph, back: _Backward | None) -> fx.Node | None:
@@ -215,12 +214,6 @@ def adder(graph: fx.Graph, like: fx.Node) -> Add:
     return add
 
 
-def _item(graph: fx.Graph, call: fx.Node, position: int) -> fx.Node:
-    node = graph.call_function(operator.getitem, (call, position))
-    node.meta.update({k: v for k, v in call.meta.items() if k != "val"}, val=call.meta["val"][position])
-    return node
-
-
 def _logarithms(add: Add, head: _Head, start: int, end: int) -> fx.Node:
     """The chunk's log-softmax, from its rows of x."""
     rows = _rows(add, head.x, start, end)
@@ -239,11 +232,9 @@ def _viewed(add: Add, node: fx.Node) -> fx.Node:
     return add(node.target, _viewed(add, node.args[0]), *node.args[1:], **node.kwargs) if is_view(node) else node
 
 
-def _sum(add: Add, nodes: list[fx.Node]) -> fx.Node:
-    total = nodes[0]
-    for node in nodes[1:]:
-        total = add(aten.add.Tensor, total, node)
-    return total
+def total(add: Add, parts: list[fx.Node]) -> fx.Node:
+    """The sum of the parts, added in their order one after the other."""
+    return functools.reduce(lambda one, other: add(aten.add.Tensor, one, other), parts)
 
 
 def _val(node: Any) -> torch.Tensor:

@@ -7,29 +7,27 @@ import operator
 import torch
 from torch import fx
 
+from mtcompile.passes.analysis.kernels import drop_dead
 from mtcompile.passes.insert import add_restride
 from mtcompile.passes.joint.strides import Observe, correct_strides
-from mtcompile.passes.step_graph import InputSpec, OutputSpec, must_run, span_nbytes
+from mtcompile.passes.step_graph import InputSpec, inputs_of, outputs_of, placeholders, span_nbytes
 
+aten = torch.ops.aten
 # Operations whose saved statistics have the dtype of their weight, and where that is among their arguments.
 _WEIGHT_OF_NORM = {
-    torch.ops.aten._native_batch_norm_legit_functional.default: 1,
-    torch.ops.aten.native_layer_norm.default: 2,
-    torch.ops.aten.native_group_norm.default: 1,
+    aten._native_batch_norm_legit_functional.default: 1,
+    aten.native_layer_norm.default: 2,
+    aten.native_group_norm.default: 1,
 }
 _UNINITIALIZED = (
-    torch.ops.aten.empty.memory_format,
-    torch.ops.aten.empty_like.default,
-    torch.ops.aten.empty_strided.default,
-    torch.ops.aten.empty_permuted.default,
-    torch.ops.aten.new_empty.default,
-    torch.ops.aten.new_empty_strided.default,
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.empty_permuted.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
 )
-_IDENTITIES = (
-    torch.ops.aten.detach.default,
-    torch.ops.aten.alias.default,
-    torch.ops.aten.lift_fresh.default,
-)
+_IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 
 def normalize(joint: fx.GraphModule, observe: Observe | None = None) -> fx.GraphModule:
@@ -56,7 +54,7 @@ def normalize(joint: fx.GraphModule, observe: Observe | None = None) -> fx.Graph
     _correct_dropout(joint.graph)
     _mark_phases(joint.graph)
     _own_outputs(joint)
-    joint.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or must_run(n))
+    drop_dead(joint.graph)
     joint.graph.lint()
     joint.recompile()
     return joint
@@ -67,13 +65,11 @@ def _lift_constants(joint: fx.GraphModule) -> None:
     graph = joint.graph
     constants: dict[str, torch.Tensor] = {}
     inputs: list[InputSpec] = list(joint.meta["inputs"])
-    last = list(graph.find_nodes(op="placeholder"))[-1:]
+    last = placeholders(graph)[-1:]
     lifted: dict[str, fx.Node] = {}
     for node in list(graph.find_nodes(op="get_attr")):
         name = str(node.target)
-        attribute: object = joint
-        for part in name.split("."):
-            attribute = getattr(attribute, part)
+        attribute: object = operator.attrgetter(name)(joint)
         if not isinstance(attribute, torch.Tensor):
             user = next(iter(node.users))
             raise NotImplementedError(f"the higher-order operator {user.target}, which carries a graph of its own")
@@ -99,12 +95,10 @@ def _fill_factories(graph: fx.Graph) -> None:
         contiguous = val.is_contiguous()
         size = tuple(val.shape) if contiguous else (span_nbytes(val) // val.element_size(),)
         with graph.inserting_before(node):
-            zeros = graph.call_function(torch.ops.aten.full.default, (size, 0), {"dtype": val.dtype, "device": val.device})
+            zeros = graph.call_function(aten.full.default, (size, 0), {"dtype": val.dtype, "device": val.device})
             zeros.meta = {**node.meta, "val": val if contiguous else val.new_empty(size)}
             if not contiguous:
-                zeros = graph.call_function(
-                    torch.ops.aten.as_strided.default, (zeros, tuple(val.shape), tuple(val.stride()), 0)
-                )
+                zeros = graph.call_function(aten.as_strided.default, (zeros, tuple(val.shape), tuple(val.stride()), 0))
                 zeros.meta = dict(node.meta)
         node.replace_all_uses_with(zeros)
         graph.erase_node(node)
@@ -113,11 +107,11 @@ def _fill_factories(graph: fx.Graph) -> None:
 def _correct_copies(graph: fx.Graph) -> None:
     """``x.copy_(y)`` is traced as copy(x, y), which makes y's values in a copy of all of x's storage: be that an arena. Only
     the values are wanted, with the dtype, size and strides of x."""
-    for node in list(graph.find_nodes(op="call_function", target=torch.ops.aten.copy.default)):
+    for node in list(graph.find_nodes(op="call_function", target=aten.copy.default)):
         value, val = node.args[1], node.args[0].meta["val"]
         with graph.inserting_before(node):
             if value.meta["val"].dtype != val.dtype:
-                value = graph.call_function(torch.ops.aten._to_copy.default, (value,), {"dtype": val.dtype})
+                value = graph.call_function(aten._to_copy.default, (value,), {"dtype": val.dtype})
                 value.meta = {**node.meta, "val": torch.empty_like(node.args[1].meta["val"], dtype=val.dtype, device="meta")}
             copy = add_restride(graph, value, val)
         copy.meta = {**node.meta, **copy.meta}
@@ -142,7 +136,7 @@ def _correct_statistics(graph: fx.Graph) -> None:
 def _correct_dropout(graph: fx.Graph) -> None:
     """Makes dropout on the CPU round as plain PyTorch does, which multiplies by mask / (1 - p); traced dropout multiplies by
     mask and by 1 / (1 - p). The mask is what is saved in both."""
-    drawn = [n for n in graph.nodes if n.op == "call_function" and n.target is torch.ops.aten.native_dropout.default]
+    drawn = [n for n in graph.nodes if n.op == "call_function" and n.target is aten.native_dropout.default]
     for node in drawn:
         x, p = node.args[0], node.args[1]
         val = x.meta["val"]
@@ -156,7 +150,7 @@ def _correct_dropout(graph: fx.Graph) -> None:
         mask = items[1]
         if 0 in items:
             _multiply(graph, items[0], x, mask, p)
-        for user in [u for u in mask.users if u.target is torch.ops.aten.native_dropout_backward.default]:
+        for user in [u for u in mask.users if u.target is aten.native_dropout_backward.default]:
             _multiply(graph, user, user.args[0], mask, p)
 
 
@@ -173,12 +167,10 @@ def _multiply(graph: fx.Graph, node: fx.Node, x: fx.Node, mask: fx.Node, p: floa
     """Replaces ``node`` by x * (mask / (1 - p)), after the mask and x."""
     dtype = node.meta["val"].dtype
     val = torch.empty_like(mask.meta["val"], dtype=dtype, device="meta")
-    with graph.inserting_after(mask if node.args[0] is mask.args[0] else node):
-        noise = graph.call_function(torch.ops.aten._to_copy.default, (mask,), {"dtype": dtype})
-    with graph.inserting_after(noise):
-        divided = graph.call_function(torch.ops.aten.div.Tensor, (noise, 1 - p))
-    with graph.inserting_after(divided):
-        product = graph.call_function(torch.ops.aten.mul.Tensor, (x, divided))
+    with graph.inserting_before((mask if node.args[0] is mask.args[0] else node).next):
+        noise = graph.call_function(aten._to_copy.default, (mask,), {"dtype": dtype})
+        divided = graph.call_function(aten.div.Tensor, (noise, 1 - p))
+        product = graph.call_function(aten.mul.Tensor, (x, divided))
     noise.meta, divided.meta = {**node.meta, "val": val}, {**node.meta, "val": val}
     product.meta = dict(node.meta)
     node.replace_all_uses_with(product)
@@ -201,15 +193,10 @@ def _own_outputs(joint: fx.GraphModule) -> None:
     """Gives every output memory of its own, every gradient the strides of its parameter, and every new version those of the
     old."""
     graph, output = joint.graph, joint.graph.output_node()
-    inputs = {
-        spec.index: node
-        for spec, node in zip(joint.meta["inputs"], graph.find_nodes(op="placeholder"), strict=True)
-        if spec.role not in ("constant", "tangent")
-    }
-    specs: tuple[OutputSpec, ...] = joint.meta["outputs"]
+    inputs = {spec.index: node for spec, node in inputs_of(joint) if spec.role not in ("constant", "tangent")}
     seen: set[fx.Node] = set()
     outputs = []
-    for spec, value in zip(specs, output.args[0], strict=True):
+    for spec, value in outputs_of(joint):
         phase = "backward" if spec.kind == "grad" else "forward"
         val = value.meta["val"]
         copy = None
@@ -218,7 +205,7 @@ def _own_outputs(joint: fx.GraphModule) -> None:
                 copy = add_restride(graph, value, inputs[spec.index].meta["val"])
         elif value.op == "placeholder" or value in seen:
             with graph.inserting_before(output):
-                copy = graph.call_function(torch.ops.aten.clone.default, (value,))
+                copy = graph.call_function(aten.clone.default, (value,))
             copy.meta["val"] = torch.empty_like(val, device="meta")
         if copy is not None:
             for key in ("nn_module_stack", "fwd_nn_module_stack", "seq_nr"):

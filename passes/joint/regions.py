@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from mtcompile.passes.step_graph import is_random, is_view, iter_tensors, span_nbytes
+from mtcompile.runtime.schedule import PHASES
 
 _MAX_PIECES = 16  # of a forward graph without layers; more gives smaller regions than their copies are worth
 _MIN_PIECE_NODES = 6
@@ -42,11 +43,7 @@ def assign(graph: fx.Graph) -> tuple[Mapping[fx.Node, tuple[str, int]], tuple[st
 
 
 def _assign_backward(
-    graph: fx.Graph,
-    region: dict[fx.Node, tuple[str, int]],
-    by_seq: Mapping[int, int],
-    by_path: Mapping[str, int],
-    last: int,
+    graph: fx.Graph, region: dict[fx.Node, tuple[str, int]], by_seq: Mapping[int, int], by_path: Mapping[str, int], last: int
 ) -> None:
     lowest_random = last  # random nodes keep their order, so that each sees the generator the plain run gives it
     for node in graph.nodes:
@@ -78,10 +75,8 @@ def in_order(graph: fx.Graph, region: Mapping[fx.Node, tuple[str, int]]) -> list
     for node in graph.nodes:
         if node in region:
             groups.setdefault(region[node], []).append(node)
-    return sorted(
-        groups.items(),
-        key=lambda item: (item[0][0] == "backward", item[0][1] * (-1 if item[0][0] == "backward" else 1)),
-    )
+    forward, backward = (sorted(rid for rid in groups if rid[0] == phase) for phase in PHASES)
+    return [(rid, groups[rid]) for rid in (*forward, *reversed(backward))]
 
 
 # -------------------------------------------------------------------------------------------------------- forward blocks
@@ -124,10 +119,8 @@ def _merge_small(runs: list[tuple[str, list[fx.Node]]], least: float) -> list[tu
         else:
             merged.append((label, run))
     if carried:
-        if merged:
-            merged[-1] = (merged[-1][0], merged[-1][1] + carried)
-        else:
-            merged = [(runs[0][0], carried)]
+        label, run = merged.pop() if merged else (runs[0][0], [])
+        merged.append((label, run + carried))
     return merged
 
 

@@ -27,6 +27,7 @@ from mtcompile.passes.step_graph import (
     placeholders,
     prefetch,
     results,
+    source,
     span_nbytes,
 )
 from mtcompile.runtime.schedule import aligned
@@ -154,11 +155,12 @@ def _narrow_offload(step: fx.GraphModule, call: fx.Node) -> None:
         casts |= {values[position]: cast for position, cast in _leave_narrow(step, region, tuple(values)).items()}
     if not casts:
         return
-    widened = [(item, casts[value]) for item in results(call) if (value := call.args[int(item.args[1])]) in casts]
+    sources = {item: source(item) for item in results(call)}
+    widened = [(item, casts[value]) for item, value in sources.items() if value in casts]
     wide = {item: _sized(item.meta["val"]) for item, _ in widened}
     for item, cast in widened:
         val = cast.args[0].meta["val"]
-        call.args[int(item.args[1])].meta.update(val=val, nbytes=aligned(int(val.untyped_storage().nbytes())))
+        sources[item].meta.update(val=val, nbytes=aligned(int(val.untyped_storage().nbytes())))
         item.meta.update(_sized(val))
     with step.graph.inserting_before(results(call)[-1].next):
         users = {item: list(item.users) for item in wide}

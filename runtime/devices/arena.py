@@ -80,7 +80,7 @@ def fills_storage(tensor: torch.Tensor) -> bool:
 
 
 def span_nbytes(tensor: torch.Tensor) -> int:
-    """Returns the bytes from the first to the last element."""
+    """Returns the bytes from the first to the last element: what a copy that keeps its strides moves."""
     if tensor.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -145,20 +145,10 @@ class CpuDevice:
 
     where = torch.device("cpu")
     staging = None
+    memory = CpuMemory
 
     def arena(self, tier: Tier, nbytes: int) -> torch.Tensor:
         return arena(nbytes)
-
-    def memory(
-        self,
-        schedule: Schedule,
-        layouts: Mapping[str, Layout],
-        arenas: Arenas,
-        check: bool,
-        trusted: bool,
-        views: dict[str, torch.Tensor] | None,
-    ) -> CpuMemory:
-        return CpuMemory(schedule, layouts, arenas, check, trusted, views)
 
     def fence(self, visible: Iterable[Queue], timed: bool) -> None:
         """Return None: what a thread has run here is complete."""

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from mtcompile.runtime.devices.arena import Layout, arena, span_nbytes
-from mtcompile.runtime.devices.cpu import POISON, Arenas, CpuMemory
-from mtcompile.runtime.devices.cuda_driver import Api, Torch
+from mtcompile.runtime.devices.arena import arena, span_nbytes
+from mtcompile.runtime.devices.cpu import POISON, CpuMemory
+from mtcompile.runtime.devices.cuda_driver import Api
 from mtcompile.runtime.devices.pinned import NotPinned, Staging
-from mtcompile.runtime.schedule import HOST_AWAITS, PLACEMENT, Queue, Schedule, Tier
+from mtcompile.runtime.schedule import HOST_AWAITS, PLACEMENT, Queue, Tier
 from mtcompile.runtime.trace import Record
 
 _COPYING: tuple[Queue, ...] = ("h2d", "d2h")
@@ -58,13 +58,11 @@ class Fence:
     def begin(self, queues: Iterable[Queue]) -> None:
         """Start copies after all that the caller has put on its stream: they write where earlier phases have read."""
         if self.moved is not None:  # the arenas go from one stream to the other
-            event = self.api.new_event()
-            self.api.record(event, self.moved)
-            self.api.wait(self.streams["compute"], event)
+            self.api.wait(self.streams["compute"], self._mark(self.moved))
         if self.timed:
             self.stamp("compute", -1)
         if others := [queue for queue in queues if queue in _COPYING]:
-            start = self._mark("compute")
+            start = self._mark(self.streams["compute"])
             for queue in others:
                 self.api.wait(self.streams[queue], start)
 
@@ -87,20 +85,20 @@ class Fence:
             self.api.wait(self.streams[queue], event)
 
     def signal(self, queue: Queue, index: int) -> None:
-        self.events[index] = self._mark(queue) if queue != "host" else None
+        self.events[index] = self._mark(self.streams[queue]) if queue != "host" else None
 
     def end(self, queues: Iterable[Queue], failed: bool) -> None:
         """Drain all queues into the compute stream. The host waits for the visible ones, or for all after an error, since a
         copy may still need its memory then."""
         for queue in queues:
             if queue in _COPYING:
-                last = self.ends[queue] = self._mark(queue)
+                last = self.ends[queue] = self._mark(self.streams[queue])
                 self.api.wait(self.streams["compute"], last)
                 if failed or queue in self.visible:
                     self.api.block(last)
 
     def stamp(self, queue: Queue, index: int) -> None:
-        self.stamps.append((index, queue, self._mark(queue, timed=True)))
+        self.stamps.append((index, queue, self._mark(self.streams[queue], timed=True)))
 
     def records(self) -> list[Record]:
         (_, _, start), *stamps = self.stamps
@@ -111,9 +109,9 @@ class Fence:
         records = [Record(index, queues[index], *pair) for index, pair in times.items() if len(pair) == 2]
         return sorted(records, key=lambda record: (record.start_us, record.index))
 
-    def _mark(self, queue: Queue, timed: bool = False) -> Any:
+    def _mark(self, stream: Any, timed: bool = False) -> Any:
         event = self.api.new_event(timed)
-        self.api.record(event, self.streams[queue])
+        self.api.record(event, stream)
         return event
 
 
@@ -215,7 +213,7 @@ class CudaDevice:
 
     def __init__(self, where: torch.device, api: Api | None = None, ranges: bool = False) -> None:
         self.where, self.ranges = where, ranges
-        self.api = api or Torch(where)
+        self.api = api or Api(where)
         self.streams = Streams(self.api)
         self.staging: dict[Queue, Staging] | None = None
 
@@ -236,17 +234,8 @@ class CudaDevice:
         except NotPinned:  # not even that much: correct all the same, only slower
             return [arena(_CHUNK_NBYTES) for _ in range(_CHUNKS)]
 
-    def memory(
-        self,
-        schedule: Schedule,
-        layouts: Mapping[str, Layout],
-        arenas: Arenas,
-        check: bool,
-        trusted: bool,
-        views: dict[str, torch.Tensor] | None,
-    ) -> CudaMemory:
-        kind = NamedMemory if self.ranges else CudaMemory
-        return kind(schedule, layouts, arenas, check, trusted, views, api=self.api, staging=self.staging)
+    def memory(self, *args: Any, **options: Any) -> CudaMemory:
+        return (NamedMemory if self.ranges else CudaMemory)(*args, **options, api=self.api, staging=self.staging)
 
     def fence(self, visible: Iterable[Queue], timed: bool) -> Fence:
         return Fence(self.streams, visible, timed)

@@ -1,58 +1,18 @@
-"""The protocol of the calls that the CUDA device makes, and its implementation with torch."""
+"""The calls that the CUDA device makes, in one place: tests stand a recording of them in for it."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from mtcompile.runtime.devices.pinned import NotPinned, pinned
 
 
-class Api(Protocol):
-    """The calls that the device makes to CUDA. Streams and events are the implementation's own objects."""
-
-    def current_stream(self) -> Any: ...
-
-    def new_stream(self) -> Any: ...
-
-    def use(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """Make ``stream`` this thread's current one."""
-
-    def new_event(self, timed: bool = False) -> Any: ...
-
-    def record(self, event: Any, stream: Any) -> None: ...
-
-    def wait(self, stream: Any, event: Any) -> None:
-        """Make all later work on ``stream`` start after ``event``."""
-
-    def block(self, event: Any) -> None:
-        """Make the calling thread wait for ``event``."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy bytes on the current stream, without waiting."""
-
-    def fill(self, target: torch.Tensor, value: int) -> None:
-        """Fill bytes on the current stream, without waiting."""
-
-    def elapsed_us(self, start: Any, end: Any) -> float:
-        """Return the µs between two timed events; waits for the later one."""
-
-    def push(self, name: str) -> None:
-        """Begin an NVTX range on this thread."""
-
-    def pop(self) -> None:
-        """End the range begun last."""
-
-    def synchronize(self) -> None: ...
-
-    def pin(self, nbytes: int) -> torch.Tensor:
-        """Return page-locked host memory. Raises NotPinned."""
-
-
-class Torch:
-    """Implements ``Api`` with torch's module for the device (``torch.cuda``)."""
+class Api:
+    """The calls that the device makes to CUDA, by torch's module for it (``torch.cuda``). Streams and events are torch's own
+    objects. ``copy`` and ``fill`` are issued to the current stream, without waiting."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.module = device, torch.get_device_module(device)
@@ -64,6 +24,7 @@ class Torch:
         return self.module.Stream(self.device)
 
     def use(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Make ``stream`` this thread's current one."""
         return self.module.stream(stream)  # type: ignore[no-any-return]
 
     def new_event(self, timed: bool = False) -> Any:
@@ -73,9 +34,11 @@ class Torch:
         event.record(stream)
 
     def wait(self, stream: Any, event: Any) -> None:
+        """Make all later work on ``stream`` start after ``event``."""
         stream.wait_event(event)
 
     def block(self, event: Any) -> None:
+        """Make the calling thread wait for ``event``."""
         event.synchronize()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -85,19 +48,23 @@ class Torch:
         target.fill_(value)
 
     def elapsed_us(self, start: Any, end: Any) -> float:
+        """Return the µs between two timed events; waits for the later one."""
         end.synchronize()
         return float(start.elapsed_time(end)) * 1e3
 
     def push(self, name: str) -> None:
+        """Begin an NVTX range on this thread."""
         self.module.nvtx.range_push(name)
 
     def pop(self) -> None:
+        """End the range begun last."""
         self.module.nvtx.range_pop()
 
     def synchronize(self) -> None:
         self.module.synchronize(self.device)
 
     def pin(self, nbytes: int) -> torch.Tensor:
+        """Return page-locked host memory. Raises NotPinned."""
         try:
             return pinned(nbytes, self.module.cudart(), self.synchronize)
         except NotPinned:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Kind = Literal["adamw", "adam", "sgd", "sgd-first", "nesterov", "nesterov-first"]
-KINDS: tuple[Kind, ...] = ("adamw", "adam", "sgd", "sgd-first", "nesterov", "nesterov-first")  # in update.c's order
+KINDS: tuple[Kind, ...] = get_args(Kind)  # in update.c's order
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +99,9 @@ def sgd(
         u = g + momentum * b if nesterov else b
         w = w - lr * u
     """
-    kinds: dict[tuple[bool, bool], Kind] = {
-        (False, False): "sgd",
-        (False, True): "sgd-first",
-        (True, False): "nesterov",
-        (True, True): "nesterov-first",
-    }
-    return _update(kinds[bool(nesterov), bool(first)], scale, weight_decay, momentum, 1 - dampening, lr)
+    name, suffix = "nesterov" if nesterov else "sgd", "-first" if first else ""
+    kind = next(kind for kind in KINDS if kind == name + suffix)
+    return _update(kind, scale, weight_decay, momentum, 1 - dampening, lr)
 
 
 def rounded(value: float) -> float:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import statistics
-import time
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Literal
@@ -18,7 +16,7 @@ from typing import Literal
 import torch
 
 from mtcompile.runtime.optim import torch_kernels
-from mtcompile.runtime.optim.formula import KINDS, Update, adamw
+from mtcompile.runtime.optim.formula import KINDS, Update
 from mtcompile.runtime.optim.operands import LAYOUTS, Layout, Operands
 
 By = Literal["c", "torch"]
@@ -94,19 +92,3 @@ def which() -> str:
 def moved_nbytes(states: int, layout: Layout) -> int:
     """The bytes that an update reads and writes for a parameter: weight and states both ways, the gradient one way."""
     return 2 * 4 * (1 + states) + (2 if layout == "split, bf16 gradient" else 4)
-
-
-def gbps(layout: Layout = "split, bf16 gradient", parameters: int = 2**24, repeats: int = 5, by: By | None = None) -> float:
-    """Measure the GB/s that AdamW moves on that many parameters: the median of ``repeats`` after one that is not counted."""
-    fp32, bf16 = torch.float32, torch.bfloat16
-    weight = torch.ones(parameters, dtype=fp32 if layout == "fp32" else bf16, device=_CPU)
-    grad = torch.full_like(weight, 0.01, dtype=bf16 if layout == "split, bf16 gradient" else fp32)
-    moments = torch.zeros_like(weight, dtype=fp32), torch.zeros_like(weight, dtype=fp32)
-    remainder = None if layout == "fp32" else torch.zeros_like(weight, dtype=torch.int16)
-    operands = Operands(weight, grad, moments, remainder)
-    times = []
-    for step in range(1, repeats + 2):
-        start = time.perf_counter()
-        apply(adamw(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=step), operands, by)
-        times.append(time.perf_counter() - start)
-    return moved_nbytes(2, layout) * parameters / statistics.median(times[1:]) / 1e9

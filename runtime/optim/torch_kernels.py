@@ -31,7 +31,7 @@ def apply(update: Update, operands: Operands) -> None:
         part = slice(start, start + chunk)
         high, state_parts = weight[part], [state[part] for state in states]
         w, g, t, d = rows[:, : high.numel()]
-        torch.mul(_fp32(grad[part], g), update.scalars[0], out=g)
+        torch.mul(grad[part] if grad.dtype == torch.float32 else g.copy_(grad[part]), update.scalars[0], out=g)
         if remainder is None:
             w = high
         else:
@@ -44,10 +44,6 @@ def apply(update: Update, operands: Operands) -> None:
             torch.nan_to_num_(result, nan=math.nan, posinf=math.inf, neginf=-math.inf)  # every NaN becomes 0x7fc00000
         if remainder is not None:
             split_bits(w.view(torch.int32), high, remainder[part])
-
-
-def _fp32(grad: Tensor, room: Tensor) -> Tensor:
-    return grad if grad.dtype == torch.float32 else room.copy_(grad)
 
 
 def _adam(update: Update, w: Tensor, g: Tensor, moments: list[Tensor], temporaries: tuple[Tensor, Tensor]) -> None:

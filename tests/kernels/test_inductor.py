@@ -71,7 +71,7 @@ _WITH_WORKERS = """
 import torch
 from mtcompile.kernels import compile_pool
 from tests.kernels.test_inductor import data, minimum_bytes, run, small
-compile_pool._cores = lambda: 4  # a machine with cores for it
+compile_pool.usable_cpus = lambda: 4  # a machine with cores for it
 model = small()
 rows, compiled = run(model, int(minimum_bytes(model, data()) * 1.3), "inductor")
 counted = torch._dynamo.utils.counters["inductor"]

@@ -225,11 +225,10 @@ def test_autograd_notices_what_was_written_and_only_that(by: Any) -> None:
 # ------------------------------------------------------------------------------------------------------------ which
 
 
-def test_it_says_what_runs_and_how_fast() -> None:
+def test_it_says_what_runs_and_how_much_it_moves() -> None:
     assert host_kernels.which() == (
         "torch" if host_kernels.library() is None else f"C with OpenMP, {torch.get_num_threads()} threads"
     )
-    assert host_kernels.gbps(parameters=1000, repeats=1) > 0
     assert [host_kernels.moved_nbytes(2, layout) for layout in LAYOUTS] == [28, 26, 28]
 
 
