@@ -57,6 +57,7 @@ def step(model: nn.Module, x: torch.Tensor = X) -> torch.Tensor:
     return loss.detach()
 
 
+@pytest.mark.slow
 def test_a_compiled_module_keeps_its_keys_and_class_and_reports_its_memory() -> None:
     plain, compiled = pair()
     step(compiled)
@@ -68,6 +69,7 @@ def test_a_compiled_module_keeps_its_keys_and_class_and_reports_its_memory() -> 
     assert wanted <= set(report) and report["state_bytes"] and report["peak_device_bytes"]
 
 
+@pytest.mark.slow
 def test_changes_between_calls_are_noticed() -> None:
     plain, compiled = pair()
     both(plain, compiled, step)
@@ -86,6 +88,7 @@ def test_changes_between_calls_are_noticed() -> None:
     assert plain.count == compiled.count  # side effects in Python happen too
 
 
+@pytest.mark.slow
 def test_inputs_may_change_shape_and_strides_and_require_gradients() -> None:
     plain, compiled = pair()
     both(plain, compiled, step)
@@ -100,6 +103,7 @@ def test_inputs_may_change_shape_and_strides_and_require_gradients() -> None:
     both(plain, compiled, with_gradient)
 
 
+@pytest.mark.slow
 def test_autocast_gives_the_same_bits() -> None:
     plain, compiled = pair()
 
@@ -156,6 +160,7 @@ def test_gradients_flow_through_any_output(keys: tuple[str, ...]) -> None:
         both(plain, compiled, act)
 
 
+@pytest.mark.slow
 def test_autograd_grad_and_accumulated_gradients_are_the_same() -> None:
     plain, compiled = pair()
 
@@ -237,6 +242,7 @@ def test_moving_is_refused(move: Any) -> None:
         move(compiled)
 
 
+@pytest.mark.slow
 def test_replaced_data_and_parameters_are_noticed() -> None:
     plain, compiled = pair()
     both(plain, compiled, step)
@@ -248,6 +254,7 @@ def test_replaced_data_and_parameters_are_noticed() -> None:
     both(plain, compiled, step)
 
 
+@pytest.mark.slow
 def test_budget_too_small_says_the_smallest_that_works() -> None:
     model, data = make("tied")
     compiled = mtcompile.compile(copy.deepcopy(model), memory=100)
@@ -273,6 +280,7 @@ def test_what_cannot_be_captured_names_the_line() -> None:
         mtcompile.compile(Branch(8, 8))(X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_error_inside_a_step_changes_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from mtcompile.runtime.devices.cpu import CpuMemory
@@ -308,6 +316,7 @@ def test_an_error_inside_a_step_changes_nothing(where: str, monkeypatch: pytest.
     both(plain, compiled, step)
 
 
+@pytest.mark.slow
 def test_compile_decorates_a_class_with_and_without_options() -> None:
     @mtcompile.compile
     class First(Small):
@@ -385,6 +394,7 @@ def assert_equal_gradients(plain: nn.Module, compiled: nn.Module) -> None:
         assert (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad)
 
 
+@pytest.mark.slow
 def test_evaluation_first_and_two_signatures_share_a_home() -> None:
     torch.manual_seed(0)
     model, data = Tied().train(), make("tied")[1]

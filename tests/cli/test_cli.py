@@ -155,7 +155,14 @@ def test_fields_of_a_dataclass_become_options() -> None:
         (("train", "gpt-11m", "--data", "/none/such.txt"), 2, "no such path: /none/such.txt"),
         (("train", "gpt-11m", "--data", "{own}", "--seq", "4096"), 2, "give more --data, or a smaller --batch or --seq"),
         (("train", "gpt-11m", "--memory", "16GBB"), 2, "found '16GBB'"),
-        (("train", "{config}", "--memory", "10KiB", "--batch", "1", "--seq", "16"), 3, "the smallest memory that works is"),
+        pytest.param(
+            *(
+                ("train", "{config}", "--memory", "10KiB", "--batch", "1", "--seq", "16"),
+                3,
+                "the smallest memory that works is",
+            ),
+            marks=pytest.mark.slow,
+        ),
         (("train", "{config}", "--resume", "/none/such"), 2, "found no /none/such/checkpoint.pt"),
         (("train", "{config}", "--data", "{own}", "--vocab", "512"), 2, "expected no vocab with text"),
         (("train", "gpt-11m", "--run-ahead"), 2, "--update backward only"),
@@ -193,6 +200,7 @@ def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("verify", "gpt-11m") == (130, "", "mtcompile verify: interrupted\n")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no device that is always full")
 def test_no_space_left_is_said(own: str, config: str) -> None:
     with open("/dev/full", "w") as full:

@@ -234,6 +234,7 @@ def test_a_folder_without_a_disk_behind_it_is_said(tmp_path: Path) -> None:
         assert row.values["write"] > 0 and row.values["read"] > 0
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured_once_and_then_read(quickly: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     first = this()

@@ -16,6 +16,8 @@ from mtcompile.passes.plan import Updates
 from mtcompile.passes.step_graph import calls, copy_step, listing, results
 from tests.helpers.tracing import random_plan, traced_case
 
+pytestmark = pytest.mark.slow  # it traces models
+
 UPDATES = (None, Updates(), Updates(held=True), Updates(run_ahead=True, behind=2))
 
 

@@ -18,6 +18,8 @@ from tests.helpers.stacks import KINDS, planned, stack
 from tests.helpers.trace_events import check_format
 from tests.helpers.training import adamw, train
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 
 def check_flows(events: list[dict[str, Any]], schedule: Schedule) -> int:
     """Each begins within a piece and ends at the start of one in another lane; there is one for every dependency."""

@@ -39,6 +39,7 @@ def flows(step: fx.GraphModule) -> dict[tuple[str, str], int]:
     return dict(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_call_and_every_byte_is_drawn(kind: str) -> None:
     step = planned(kind).step

@@ -144,6 +144,7 @@ def test_it_reads_well_and_as_json() -> None:
     assert all(a.what in text for a in found.alternatives)
 
 
+@pytest.mark.slow
 def test_predicted_against_measured() -> None:
     model, data = stack()
     optimizer = adamw(model.parameters())

@@ -68,6 +68,7 @@ def test_originals_are_accepted_and_really_safe(name: str) -> None:
         assert why_unsafe(schedule) is None
 
 
+@pytest.mark.slow
 def test_every_unsafe_mutant_is_rejected() -> None:
     unsafe: Counter[str] = Counter()
     invariants: Counter[str] = Counter()
@@ -94,6 +95,7 @@ def test_mutants_of_mutants() -> None:
                     assert why_unsafe(twice) is None, f"{what}\n{twice}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_dependency_may_go_exactly_when_it_is_implied(name: str) -> None:
     schedule = every_hazard(SCHEDULES[name])
@@ -105,6 +107,7 @@ def test_a_dependency_may_go_exactly_when_it_is_implied(name: str) -> None:
             assert (rejected(mutant) is None) == (why_unsafe(mutant) is None), f"#{i} without #{dep}\n{mutant}"
 
 
+@pytest.mark.slow
 def test_some_corruptions_are_safe_and_accepted() -> None:
     schedules = [every_hazard(schedule) for schedule in SCHEDULES.values()]
     dropped = [mutant for s in schedules for what, mutant in mutants(s, 0, 50) if what.startswith("drop_a_dep")]
@@ -114,6 +117,7 @@ def test_some_corruptions_are_safe_and_accepted() -> None:
     assert all(rejected(mutant) is None for mutant in safe)
 
 
+@pytest.mark.slow
 def test_mutants_of_a_schedule_too_large_to_explore() -> None:
     """Some random executions of each; those that find a fault count, whatever the others would have found."""
     schedule = streamed(30)
@@ -357,5 +361,6 @@ def test_the_proof_uses_nothing_that_derives() -> None:
         assert own <= {f"mtcompile.runtime.{part}" for part in parts}
 
 
+@pytest.mark.slow
 def test_work_grows_with_the_instructions() -> None:
     assert lines_run(verify, streamed(1600)) < 4.5 * lines_run(verify, streamed(400))

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import mtcompile
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
 

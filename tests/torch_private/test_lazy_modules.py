@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import mtcompile
 from mtcompile import torch_private
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 X = torch.linspace(-1, 1, 4 * 3 * 8 * 8).reshape(4, 3, 8, 8)
 
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 import mtcompile
 from tests.helpers.training import assert_plain
 
+pytestmark = pytest.mark.slow  # it compiles many models
+
 LIMIT = 90
 
 
