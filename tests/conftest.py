@@ -6,8 +6,8 @@ import pytest
 
 from mtcompile.passes.planning import candidates, frontier
 
-# These look at how good plans are, or at what a search stores. What all other tests show does not depend on it.
-_SEARCHED_WHOLE = ("tests/passes/planning/", "tests/forecast/", "tests/test_cache.py")
+# These look at how good plans are. What all other tests show does not depend on it.
+_SEARCHED_WHOLE = ("tests/passes/planning/", "tests/forecast/test_golden.py")
 _FEW = 3  # plans of a local search, and of each ladder of candidates
 
 

@@ -434,7 +434,7 @@ def test_an_ordinary_loop_waits_for_nothing_as_a_whole(monkeypatch: pytest.Monke
 
 
 def schedule_that_runs_ahead() -> Schedule:
-    model, _ = compiled("600KiB", model=Decoder(replace(SIZES[0], layers=6)).train(), run_ahead=True, throttle=FAIR_HOST)
+    model, _ = compiled("600KiB", model=Decoder(SIZES[0]).train(), run_ahead=True, throttle=FAIR_HOST)
     model(**batch(0)).backward()
     schedule: Schedule = model.schedule
     return schedule
