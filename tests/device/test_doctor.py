@@ -41,7 +41,7 @@ def test_copies_go_through_the_ring_where_nothing_is_pinned(device: torch.device
     def refuse(self: object, nbytes: int) -> torch.Tensor:
         raise NotPinned(f"{nbytes} bytes")
 
-    monkeypatch.setattr("mtcompile.runtime.devices.cuda.Torch.pin", refuse)
+    monkeypatch.setattr("mtcompile.runtime.devices.cuda.Api.pin", refuse)
     report = doctor.examine(choose(device))
     assert report.machine is not None and report.machine.h2d_gbps > 0
     assert "ring" in report.measurements[0].meaning

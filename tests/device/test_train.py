@@ -263,13 +263,13 @@ def late(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[LateCopi
     device."""
     drivers: list[LateCopies] = []
     if device.type == "cuda":
-        copy_now = cuda.Torch.copy
+        copy_now = cuda.Api.copy
 
-        def pause(self: cuda.Torch, target: torch.Tensor, source: torch.Tensor) -> None:
+        def pause(self: cuda.Api, target: torch.Tensor, source: torch.Tensor) -> None:
             torch.cuda._sleep(1_000_000)
             copy_now(self, target, source)
 
-        monkeypatch.setattr(cuda.Torch, "copy", pause)
+        monkeypatch.setattr(cuda.Api, "copy", pause)
         return drivers
 
     def driver(where: torch.device) -> LateCopies:
@@ -284,7 +284,7 @@ def late(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[LateCopi
         run_now(self, *args)
 
     monkeypatch.setattr(cuda.CudaMemory, "run", run)
-    monkeypatch.setattr(cuda, "Torch", driver)
+    monkeypatch.setattr(cuda, "Api", driver)
     return drivers
 
 
@@ -426,18 +426,18 @@ def test_torchs_race_detector_finds_nothing(device: torch.device, monkeypatch: p
     mode: Any = Seen()
     if device.type == "cuda":
         mode = importlib.import_module("torch.cuda._sanitizer").CUDASanitizerDispatchMode()
-    execute, copy_now = runner.execute, cuda.Torch.copy
+    execute, copy_now = runner.execute, cuda.Api.copy
 
     def watched(*args: Any, **options: Any) -> Any:
         with mode:
             return execute(*args, **options)
 
-    def watched_copy(self: cuda.Torch, target: torch.Tensor, source: torch.Tensor) -> None:
+    def watched_copy(self: cuda.Api, target: torch.Tensor, source: torch.Tensor) -> None:
         with mode:
             copy_now(self, target, source)
 
     monkeypatch.setattr(runner, "execute", watched)
-    monkeypatch.setattr(cuda.Torch, "copy", watched_copy)
+    monkeypatch.setattr(cuda.Api, "copy", watched_copy)
     compare(compiled, optimizer, model, data, device)
     if device.type != "cuda":
         assert {"aten.mm.default", "aten.copy_.default"} <= set(mode.names)
