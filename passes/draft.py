@@ -7,9 +7,9 @@ draft rewrites the step graph itself and compares. Names are those that ``fx`` g
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -132,10 +132,13 @@ class DraftGraph:
         node.args = ()
         node.prev.next, node.next.prev = node.next, node.prev
 
-    def inserting_before(self, node: DraftNode) -> _InsertPoint:
-        point = _InsertPoint(self, self._insert_before)
-        self._insert_before = node
-        return point
+    @contextlib.contextmanager
+    def inserting_before(self, node: DraftNode) -> Iterator[None]:
+        before, self._insert_before = self._insert_before, node
+        try:
+            yield
+        finally:
+            self._insert_before = before
 
     def _unused(self, candidate: str) -> str:
         """Returns the name that ``fx`` gives a node: the candidate, or the next number behind it."""
@@ -151,21 +154,6 @@ class DraftGraph:
         self._used.add(candidate)
         self._numbers[base] = number
         return candidate
-
-
-class _InsertPoint:
-    """Restores a graph's insertion point at the end of a ``with``."""
-
-    __slots__ = ("_before", "_graph")
-
-    def __init__(self, graph: DraftGraph, before: DraftNode) -> None:
-        self._graph, self._before = graph, before
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._graph._insert_before = self._before
 
 
 def _nodes(args: tuple[Any, ...]) -> Iterator[DraftNode]:

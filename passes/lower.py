@@ -39,11 +39,11 @@ def lower(
     resident_nbytes: Mapping[str, int],
     workspace: Workspace = workspace_nbytes,
 ) -> Schedule:
-    """Returns the schedule of a rewritten step graph: ``listed``, with dependencies."""
-    return deps.derive(listed(step, plan, machine, resident_nbytes, workspace))
+    """Returns the schedule of a rewritten step graph: ``lower_without_deps``, with dependencies."""
+    return deps.derive(lower_without_deps(step, plan, machine, resident_nbytes, workspace))
 
 
-def listed(
+def lower_without_deps(
     step: fx.GraphModule,
     plan: Plan,
     machine: Machine,

@@ -117,7 +117,7 @@ class _Memory:
 
 
 class Waits(NamedTuple):
-    """What each instruction waits for: ``deps`` in its own step, ``previous_step_deps`` in the one before."""
+    """The instructions that each one waits for: ``deps`` in its own step, ``previous_step_deps`` in the one before."""
 
     deps: Sequence[tuple[int, ...]]
     previous_step_deps: Sequence[tuple[int, ...]]

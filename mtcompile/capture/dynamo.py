@@ -62,14 +62,15 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
 
     def captured(variant: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(settings)
-                stack.enter_context(devices)
-                stack.enter_context(refusing_random_numbers(_RANDOM))
-                stack.enter_context(_masks(state.without_packed))
-                stack.enter_context(plain_torch.plain_answers(state.answers))
-                stack.enter_context(torch_private.checking_branches())
-                stack.enter_context(torch_private.taking_known_values(state.takes_values))
+            with (
+                settings,
+                devices,
+                refusing_random_numbers(_RANDOM),
+                _masks(state.without_packed),
+                plain_torch.plain_answers(state.answers),
+                torch_private.checking_branches(),
+                torch_private.taking_known_values(state.takes_values),
+            ):
                 return variant(*args, **kwargs)
         except torch_private.OtherValues:
             raise

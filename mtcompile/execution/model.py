@@ -46,7 +46,6 @@ class CompiledModel:
             self.door.parameters.moved(parameter)
         self._collector = Collector()
         self._may_be_lazy = True
-        self._initialization: torch_private.Initialization | None = None
         self._captured = front_end(call, self._backend, device.where)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +60,7 @@ class CompiledModel:
 
     def _initializing(self, lazy: Mapping[nn.Module, str], args: Any, kwargs: Any) -> Any:
         """Calls a model with lazy modules, which get their parameters in this call."""
-        with torch_private.initializing(lazy, self.door.initialized) as self._initialization:
+        with torch_private.initializing(lazy, self.door.initialized):
             model = self.door.model()
             if model is not None and model in lazy:
                 torch_private.initialize_root(model, args, kwargs)
@@ -95,14 +94,7 @@ class CompiledModel:
             # Dynamo guards on the devices of parameters when this returns. Send them where they will stay, or the second
             # call is captured again.
             program.compile()
-        if (initialization := self._initialization) is None:
-            return program
-
-        def behind_initialization(*inputs: torch.Tensor) -> Any:
-            initialization.draw_as_plain()  # Dynamo has put the generator back when this is called
-            return program(*inputs)
-
-        return behind_initialization
+        return torch_private.after_initialization(program)
 
     def report(self) -> dict[str, Any]:
         """Returns bytes: budgets, planned and measured peaks per tier, and the training state."""

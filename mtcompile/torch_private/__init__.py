@@ -39,7 +39,7 @@ from mtcompile.torch_private.known_values import (
     taking_known_values,
 )
 from mtcompile.torch_private.lazy_modules import (
-    Initialization,
+    after_initialization,
     initialize_root,
     initializing,
     lazy_modules,
@@ -60,10 +60,10 @@ pytree = _pytree  # as a public name
 
 __all__ = [
     "AllocatorPeak",
-    "Initialization",
     "OtherValues",
     "accumulating",
     "accumulation_hooks",
+    "after_initialization",
     "capture_settings",
     "cause_in_dynamo",
     "checking_branches",

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from mtcompile.errors import CaptureError
+from mtcompile.torch_private.thread_setting import ThreadSetting
 
 set_grad_enabled = torch._C._set_grad_enabled  # what torch.no_grad() is in Dynamo's graphs
-_thread = threading.local()  # ``refused``: why random numbers are refused while this thread captures
+_refused = ThreadSetting[str | None](None)  # why random numbers are refused while this thread captures
 
 
 def capture_settings(signatures: int) -> contextlib.AbstractContextManager[Any]:
@@ -79,12 +79,8 @@ def refusing_random_numbers(why: str) -> Iterator[None]:
     _refusing(user_defined, "call_random_fn")
     _refusing(misc, "call_random_fn")
     _refusing(misc.RandomVariable, "call_method")
-    before = getattr(_thread, "refused", None)
-    _thread.refused = why
-    try:
+    with _refused.during(why):
         yield
-    finally:
-        _thread.refused = before
 
 
 def _refusing(owner: Any, name: str) -> None:
@@ -95,7 +91,7 @@ def _refusing(owner: Any, name: str) -> None:
 
     @functools.wraps(plain)
     def refusing(*args: Any, **kwargs: Any) -> Any:
-        if (why := getattr(_thread, "refused", None)) is not None:
+        if (why := _refused.value) is not None:
             raise CaptureError(why)
         return plain(*args, **kwargs)
 

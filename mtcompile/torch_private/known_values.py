@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from mtcompile.errors import MtcompileError
 from mtcompile.passes.generators import rng_preserved
 from mtcompile.torch_private.autograd import storage_id
 from mtcompile.torch_private.lazy_modules import Drawing
+from mtcompile.torch_private.thread_setting import ThreadSetting
 
 _MARK = "mtcompile expects "  # begins the message of a check that stands for a noted value until the capture is done
 _MOST_NBYTES = 1 << 24  # of all tensors that a value is computed by: they are beside the budget
@@ -35,27 +35,20 @@ class OtherValues(MtcompileError):
     """Raised before anything runs when values that a capture took from its inputs are others in this call."""
 
 
-class _Taking(threading.local):
-    on = False
-
-
-_taking = _Taking()
+_taking = ThreadSetting(False)
 
 
 @contextlib.contextmanager
 def taking_known_values(on: bool) -> Iterator[None]:
     """Captures inside, in this thread, take values that the call's inputs decide."""
     _replace_methods()
-    before, _taking.on = _taking.on, on
-    try:
+    with _taking.during(on):
         yield
-    finally:
-        _taking.on = before
 
 
 def known_value(tx: Any, variable: Any) -> bool | int | None:
     """The value of a tensor of one element that is being captured, where the call's inputs decide it; else None."""
-    if not _taking.on or tx.output.current_tracer is not tx.output.root_tracer:
+    if not _taking.value or tx.output.current_tracer is not tx.output.root_tracer:
         return None
     node = variable.proxy.node
     cone = _cone(node)
@@ -212,7 +205,7 @@ def _replace_methods() -> None:
             return [listed(tx, part.call_method(tx, "__getitem__", [index], {})) for index in indices]
 
         def known(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-            values = listed(tx, variable) if _taking.on else None
+            values = listed(tx, variable) if _taking.value else None
             if None in pytree.tree_leaves(values, is_leaf=lambda value: value is None):
                 return plain(variable, tx, *args, **kwargs)
             return VariableTracker.build(tx, values)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtcompile.errors import BudgetError, CaptureError
+from mtcompile.torch_private.thread_setting import ThreadSetting
 
 ADVICE = "\n  initialize lazy modules before: call the plain model once, as in model(example), and compile it then"
 
@@ -59,11 +59,7 @@ class Initialization:
         self.generator = None
 
 
-class _Initializing(threading.local):
-    current: Initialization | None = None
-
-
-_initializing = _Initializing()
+_initialization = ThreadSetting[Initialization | None](None)
 
 
 def lazy_modules(model: nn.Module) -> dict[nn.Module, str]:
@@ -72,32 +68,41 @@ def lazy_modules(model: nn.Module) -> dict[nn.Module, str]:
 
 
 @contextlib.contextmanager
-def initializing(modules: Mapping[nn.Module, str], initialized: Callable[[Sequence[Tensor]], None]) -> Iterator[Initialization]:
+def initializing(modules: Mapping[nn.Module, str], initialized: Callable[[Sequence[Tensor]], None]) -> Iterator[None]:
     """The first call of a model inside initializes its lazy ``modules`` as a plain run does, and leaves the generator where a
     plain run would at the start of its other computation. Raises CaptureError where it would draw other numbers in between.
 
     ``initialized`` is called after each, with its parameters. After a CaptureError or BudgetError, everything is as before.
     """
     states, generator = [_State.of(module) for module in modules], torch.get_rng_state()
-    outer = _initializing.current
-    _initializing.current = Initialization(modules, initialized)
     try:
         if not _replace_initialization():
             raise CaptureError(f"{next(iter(modules.values()))} is a lazy module, which this version of torch captures{ADVICE}")
-        yield _initializing.current
+        with _initialization.during(Initialization(modules, initialized)):
+            yield
     except (CaptureError, BudgetError):
         for state in states:
             state.restore()
         torch.set_rng_state(generator)
         raise
-    finally:
-        _initializing.current = outer
 
 
 def initialize_root(model: nn.Module, args: Any, kwargs: Any) -> None:
     """Initializes a lazy model itself, as the first of its forward hooks does. Call this inside ``initializing``."""
-    assert _initializing.current is not None
-    _initializing.current.initialize(model, lambda: model._infer_parameters(model, args, kwargs))  # type: ignore[operator]
+    assert _initialization.value is not None
+    _initialization.value.initialize(model, lambda: model._infer_parameters(model, args, kwargs))  # type: ignore[operator]
+
+
+def after_initialization(program: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a program captured inside ``initializing`` so that it draws what a plain run does; any other one as it is."""
+    if (initialization := _initialization.value) is None:
+        return program
+
+    def drawing_as_plain(*inputs: Tensor) -> Any:
+        initialization.draw_as_plain()  # Dynamo has put the generator back when this is called
+        return program(*inputs)
+
+    return drawing_as_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +146,7 @@ def _replace_initialization() -> bool:
 
     @functools.wraps(plain)
     def initialize(tx: Any, mod: nn.Module, args: Any, kwargs: Any) -> None:
-        current = _initializing.current
+        current = _initialization.value
         if current is None or not hasattr(mod, "_initialize_hook"):
             return plain(tx, mod, args, kwargs)  # type: ignore[no-any-return]
         if any(_may_draw(tracer.graph, tx.fake_mode) for tracer in tx.output.tracers):

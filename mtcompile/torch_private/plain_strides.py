@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -25,6 +24,7 @@ from mtcompile.errors import CaptureError
 from mtcompile.passes.joint.strides import Observe, may_differ, with_strides
 from mtcompile.runtime.devices.arena import same_strides
 from mtcompile.torch_private import pytree
+from mtcompile.torch_private.thread_setting import ThreadSetting
 
 aten = torch.ops.aten
 
@@ -35,22 +35,15 @@ _PRODUCTS = ("aten::addmm_", "aten::addbmm_", "aten::baddbmm_", "aten::addmv_", 
 _RESERVING = (aten.mkldnn_rnn_layer.default, aten._cudnn_rnn.default, aten.miopen_rnn.default)
 
 
-class _Tracing(threading.local):
-    observe: Observe | None = None
-
-
-_tracing = _Tracing()
+_observe = ThreadSetting[Observe | None](None)
 
 
 @contextlib.contextmanager
 def plain_strides(observe: Observe | None) -> Iterator[None]:
     """Traces inside, in this thread, give results the strides that ``observe`` sees; None: those that are there outside."""
     _replace_dispatch()
-    before, _tracing.observe = _tracing.observe, observe
-    try:
+    with _observe.during(observe):
         yield
-    finally:
-        _tracing.observe = before
 
 
 @functools.cache
@@ -63,7 +56,7 @@ def _replace_dispatch() -> None:
 def _as_observed(dispatch: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(dispatch)
     def observed(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        observe = _tracing.observe
+        observe = _observe.value
         if observe is not None and func in _RESERVING and torch.is_grad_enabled():
             _refuse_reserving(func)
         result = dispatch(mode, func, types, args, kwargs or {})
@@ -106,7 +99,7 @@ def _in_place(dispatch: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(dispatch)
     def keeping_strides(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = dispatch(mode, func, types, args, kwargs)
-        if _tracing.observe is not None and args and isinstance(args[0], FunctionalTensor) and _changes_first_operand(func):
+        if _observe.value is not None and args and isinstance(args[0], FunctionalTensor) and _changes_first_operand(func):
             _keep_strides(args[0], func)
         return result
 

@@ -22,6 +22,8 @@ import torch
 from torch._C import DispatchKey
 from torch._ops import OpOverload, OpOverloadPacket
 
+from mtcompile.torch_private.thread_setting import ThreadSetting
+
 aten = torch.ops.aten
 
 # Python kernels that a trace needs, each with the reason.
@@ -116,23 +118,16 @@ class Answers:
         return True
 
 
-class _Capturing(threading.local):
-    answers: Answers | None = None
-
-
-_capturing = _Capturing()
+_answers = ThreadSetting[Answers | None](None)
 
 
 @contextlib.contextmanager
 def plain_answers(answers: Answers) -> Iterator[None]:
     """Captures inside, in this thread, take calls as they are, and answer questions about compilation by ``answers``."""
     _replace_handlers()
-    before, _capturing.answers = _capturing.answers, answers
     answers.asked.clear()
-    try:
+    with _answers.during(answers):
         yield
-    finally:
-        _capturing.answers = before
 
 
 @functools.cache
@@ -162,7 +157,7 @@ def _inlined(function: Callable[..., Any], handler: Callable[..., Any] | None) -
     from torch._dynamo.variables import UserFunctionVariable
 
     def inlined(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        if _capturing.answers is None:
+        if _answers.value is None:
             return None if handler is None else handler(variable, tx, *args, **kwargs)
         plain = UserFunctionVariable(function)  # type: ignore[arg-type]
         return tx.inline_user_function_return(plain, list(args), kwargs)
@@ -174,7 +169,7 @@ def _answering(handler: Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo.variables.base import VariableTracker
 
     def answer(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        answers, truth = _capturing.answers, handler(variable, tx, *args, **kwargs)
+        answers, truth = _answers.value, handler(variable, tx, *args, **kwargs)
         if answers is None or tx.f_code.co_filename.startswith(_OWN):  # torch must know, and so must mtcompile
             return truth
         question = _question(tx)
@@ -187,7 +182,7 @@ def _answering(handler: Callable[..., Any]) -> Callable[..., Any]:
 
 def _as_it_is(handler: Callable[..., Any]) -> Callable[..., Any]:
     def unless_plain(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        return None if _capturing.answers is not None else handler(variable, tx, *args, **kwargs)
+        return None if _answers.value is not None else handler(variable, tx, *args, **kwargs)
 
     return unless_plain
 

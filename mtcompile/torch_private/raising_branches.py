@@ -13,7 +13,6 @@ import linecache
 import operator
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from mtcompile.torch_private.known_values import known_value
+from mtcompile.torch_private.thread_setting import ThreadSetting
 
 _JUMPS = {  # by opcode's name: which operand jumps
     **dict.fromkeys(("POP_JUMP_IF_FALSE", "POP_JUMP_FORWARD_IF_FALSE"), operator.not_),
@@ -35,22 +35,15 @@ _JUMPING = {*dis.hasjrel, *dis.hasjabs}
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 
 
-class _Checking(threading.local):
-    on = False
-
-
-_checking = _Checking()
+_checking = ThreadSetting(False)
 
 
 @contextlib.contextmanager
 def checking_branches() -> Iterator[None]:
     """Captures inside, in this thread, make checks of branches on a tensor of which one side only raises."""
     _replace_jumps()
-    before, _checking.on = _checking.on, True
-    try:
+    with _checking.during(True):
         yield
-    finally:
-        _checking.on = before
 
 
 @functools.cache
@@ -75,7 +68,7 @@ def _checked(plain: Callable[[Any, Any], None], jumps: Callable[[Any], bool]) ->
 
     @functools.wraps(plain)
     def jump(tx: Any, inst: Any) -> None:
-        value = _tensor(tx.stack[-1]) if _checking.on and tx.stack else None
+        value = _tensor(tx.stack[-1]) if _checking.value and tx.stack else None
         if value is None:
             return plain(tx, inst)
         here, there = tx.instruction_pointer, tx.indexof[inst.target]
@@ -144,7 +137,7 @@ def _check(tx: Any, value: Any, holds: bool, message: str) -> None:
 
 
 def _message(tx: Any, start: int) -> str:
-    """What the exception says that is raised from ``start`` on, and the user's line that raises it."""
+    """The words of the exception that is raised from ``start`` on, and the user's line that raises it."""
     file, line = tx.f_code.co_filename, tx.lineno
     words = _words(tx, start) or linecache.getline(file, tx.instructions[start].positions.lineno).strip()
     while file.startswith(_TORCH) and (tx := getattr(tx, "parent", None)) is not None:
@@ -157,8 +150,8 @@ def _words(tx: Any, start: int) -> str:
     """The class and the message of the exception that is raised from ``start`` on; "" where the message depends on values."""
     from torch._dynamo.exc import ObservedException, TorchRuntimeError, Unsupported, UserError
 
-    kept = ("instruction_pointer", "current_instruction", "lineno", "kw_names", "stack", "symbolic_locals")
-    before = {name: getattr(tx, name) for name in kept if hasattr(tx, name)}
+    state = ("instruction_pointer", "current_instruction", "lineno", "kw_names", "stack", "symbolic_locals")
+    before = {name: getattr(tx, name) for name in state if hasattr(tx, name)}
     tx.stack, tx.symbolic_locals, index = list(tx.stack), dict(tx.symbolic_locals), start
     try:
         while (inst := tx.instructions[index]).opname != "RAISE_VARARGS":

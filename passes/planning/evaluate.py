@@ -8,7 +8,7 @@ from torch import fx
 
 from mtcompile.passes import rewrite, rewritten_draft
 from mtcompile.passes.analysis.state import param_nbytes, persistent_nbytes, resident_nbytes, times_us
-from mtcompile.passes.lower import listed
+from mtcompile.passes.lower import lower_without_deps
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
 from mtcompile.runtime.deps import derive, waits
@@ -20,7 +20,7 @@ from mtcompile.runtime.trace import busy_us
 def evaluate(problem: PlanningProblem, draft: fx.GraphModule, plan: Plan) -> Candidate:
     """Fills in a plan's peaks and predicted times. ``draft``: of the problem's step graph; it is rewritten and lowered in its
     place."""
-    schedule = _listed(problem, rewritten_draft(draft, plan), plan)
+    schedule = _lowered(problem, rewritten_draft(draft, plan), plan)
     sizes = param_nbytes(problem.step)
     time_us, exposed = times_us(schedule, waits(schedule), problem.machine, sizes, plan, problem.budgets)
     return Candidate(replace(plan, step_time_us=time_us, update_us=exposed, peak_bytes=dict(schedule.peak_nbytes)), schedule)
@@ -30,7 +30,7 @@ def completed(problem: PlanningProblem, candidate: Candidate, minimum: int) -> P
     """Returns the chosen candidate with its rewritten step graph, and with budgets, limits, the limiting resource and
     ``minimum``, the smallest device budget that works, in bytes. Its schedule is the one that it was chosen by."""
     step = rewrite(problem.step, candidate.plan)
-    schedule = _listed(problem, step, candidate.plan)
+    schedule = _lowered(problem, step, candidate.plan)
     assert schedule == candidate.schedule, "expected the schedule of the draft, found another one"
     schedule = derive(schedule)
     busy: dict[str, float] = {queue: us for queue, us in busy_us(simulate(schedule)).items()}
@@ -47,9 +47,9 @@ def completed(problem: PlanningProblem, candidate: Candidate, minimum: int) -> P
     return Planned(plan, step, replace(schedule, budget_nbytes=stated))
 
 
-def _listed(problem: PlanningProblem, step: fx.GraphModule, plan: Plan) -> Schedule:
+def _lowered(problem: PlanningProblem, step: fx.GraphModule, plan: Plan) -> Schedule:
     persistent = persistent_nbytes(problem.step, plan, problem.budgets)
-    return listed(step, plan, problem.machine, persistent, problem.workspace)
+    return lower_without_deps(step, plan, problem.machine, persistent, problem.workspace)
 
 
 def shortfall(candidate: Candidate, tier: str) -> DoesNotFit:

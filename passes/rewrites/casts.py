@@ -101,7 +101,7 @@ def _cast_of(step: fx.GraphModule, item: fx.Node) -> fx.Node | None:
 
 
 def _users_of_inputs(step: fx.GraphModule, region: fx.Node) -> list[list[fx.Node]]:
-    """What in a region's body reads each of its operands."""
+    """The readers of each operand in a region's body."""
     memo, key = step.meta["memo"], ("users of inputs", str(region.target))
     if key not in memo:
         memo[key] = [list(node.users) for node in placeholders(kernel_of(step, region).graph)]
