@@ -21,10 +21,10 @@ from torch import fx
 
 from mtcompile import cache, knobs, torch_private
 from mtcompile.capture.description import Description
-from mtcompile.capture.joint import joint_graph, joint_key
+from mtcompile.capture.joint import Tangents, joint_graph, joint_key
 from mtcompile.errors import BudgetError, CaptureError
 from mtcompile.execution.calibration import known_machine
-from mtcompile.execution.compiled import CompiledStep, Tangents, compiled_step
+from mtcompile.execution.compiled import CompiledStep, compiled_step
 from mtcompile.execution.placement import Placement, RunnablePlacement
 from mtcompile.kernels.measure import strides_on
 from mtcompile.kernels.toolchain import BuiltStep, Toolchain

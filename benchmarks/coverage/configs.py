@@ -40,6 +40,8 @@ _WIDTHS: tuple[tuple[str, int], ...] = (
     (r"hidden_size|d_model|embed_dim|embedding_size|n_embd|hidden_dim|_dim$|^dim$|_width$|_size$|_channels$|d_embed", WIDTH),
 )
 _NEEDED = {"num_experts_per_tok": 2, "vocab_size": VOCABULARY}  # where the default is None
+# What is refused: layers that a random number skips, and masks drawn by numpy.
+_WITHOUT = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "mask_time_prob", "mask_feature_prob")
 _DEEP = re.compile(r"depths?$|num_blocks$|layers$|layer_nums")
 _HEADS = re.compile(r"head")
 _WIDE = re.compile(r"hidden_sizes?$|dims?$|channels$|embed_dims?$|conv_dim$|widths?$")
@@ -103,7 +105,17 @@ def shrunk(config_class: Any, rule: Rule, default: Any = None) -> Any:
         values["rope_parameters"] = {**rope, "mrope_section": _sections(rope)}
     if "use_cache" in declared:
         values["use_cache"] = False
-    return type(default)(**values)
+    config = type(default)(**values)
+    _switch_off(config)
+    return config
+
+
+def _switch_off(config: Any) -> None:
+    for name, value in list(vars(config).items()):
+        if name in _WITHOUT:
+            setattr(config, name, 0.0)
+        elif hasattr(value, "to_dict"):
+            _switch_off(value)
 
 
 def _sections(rope: dict[str, Any]) -> list[int]:

@@ -18,7 +18,7 @@ from torch import fx
 
 from mtcompile import torch_private
 from mtcompile.capture import masks
-from mtcompile.capture.refusals import not_captured, not_compiled, place_in, refuse, with_place
+from mtcompile.capture.refusals import not_captured, not_compiled, place_in, place_of, refuse, with_place
 from mtcompile.errors import CaptureError, MtcompileError
 from mtcompile.torch_private import plain_torch, refusing_random_numbers
 
@@ -27,6 +27,10 @@ _DOING = "the model's forward could not be captured as one graph"
 _RANDOM = (
     "forward uses a random.Random or Python's random module, whose numbers cannot be part of a graph\n"
     "  expected random numbers from torch's default generator only; draw others outside forward and pass them as tensors"
+)
+_LEAF = (
+    "forward returns or stores a tensor that it has given requires_grad=True itself\n"
+    "  expected one that is used in forward alone, because its grad would be missing; return tensor.detach() instead"
 )
 _MOST_SIGNATURES = 512  # of one model; Dynamo's own default of 8 is for functions, not for training runs
 
@@ -42,6 +46,8 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
     def checked(graph: fx.GraphModule, inputs: Any) -> Any:
         if state.without_packed:
             masks.check_positions(graph.graph)
+        if (leaf := torch_private.returned_leaf(graph.graph)) is not None:
+            raise CaptureError(_LEAF + place_of([leaf]))
         expecting = torch_private.expecting_values(graph)
         graph.meta["told"] = state.answers.told()
         return expecting(backend(graph, inputs))
@@ -69,6 +75,7 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
                 _masks(state.without_packed),
                 plain_torch.plain_answers(state.answers),
                 torch_private.checking_branches(),
+                torch_private.tracing_new_leaves(),
                 torch_private.taking_known_values(state.takes_values),
             ):
                 return variant(*args, **kwargs)

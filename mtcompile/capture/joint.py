@@ -25,18 +25,22 @@ from mtcompile.torch_private import pytree
 from mtcompile.torch_private.plain_strides import plain_strides
 from mtcompile.torch_private.plain_torch import plain_kernels
 
+# Which computed outputs receive a gradient, and with which strides (True: those that torch chooses); for inference, None.
+Pattern = tuple[bool | tuple[int, ...], ...]
+Tangents = Pattern | None
 
-def joint_graph(description: Description, tangents: tuple[bool, ...] | None, observe: Observe | None = None) -> fx.GraphModule:
+
+def joint_graph(description: Description, tangents: Tangents, observe: Observe | None = None) -> fx.GraphModule:
     """The ATen graph of one program, in the form ``passes.normalize`` takes. ``observe`` gives the strides that the device's
     kernels make; without it, torch's shape functions are believed.
 
-    ``tangents[i]``: whether computed output i receives a gradient; others are detached, so that no backward is traced
-    for them. None: inference, the forward only. Raises CaptureError.
+    No backward is traced for outputs without a gradient. Raises CaptureError.
     """
+    strides = {index: given for index, given in enumerate(tangents or ()) if isinstance(given, tuple)}
     with _tracing(description, tangents) as (stack, graph, fakes):
         try:
             with plain_kernels(), plain_strides(observe):
-                joint = torch_private.export_joint(stack, graph, fakes)
+                joint = torch_private.export_joint(stack, graph, fakes, strides)
         except CaptureError as error:
             refuse(CaptureError(str(error).partition("\n\nWhile executing")[0]), error)  # what fx adds
         except Exception as error:
@@ -46,7 +50,7 @@ def joint_graph(description: Description, tangents: tuple[bool, ...] | None, obs
     return _annotate(joint, description)
 
 
-def joint_key(description: Description, tangents: tuple[bool, ...] | None) -> str | None:
+def joint_key(description: Description, tangents: Tangents) -> str | None:
     """A text that is equal for two programs only if ``joint_graph`` gives the same graph for both. None where torch can promise
     no key of what it would trace."""
     modules = [str(list((n.meta.get("nn_module_stack") or {}).values())) for n in description.graph.graph.nodes]
@@ -77,7 +81,7 @@ def trace_settings(device: torch.device) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def _tracing(
-    description: Description, tangents: tuple[bool, ...] | None
+    description: Description, tangents: Tangents
 ) -> Iterator[tuple[contextlib.ExitStack, fx.GraphModule, tuple[torch.Tensor, ...]]]:
     """Enters the settings that a program is traced under; yields their stack, the graph to trace, and its fake inputs."""
     graph = fx.GraphModule(description.graph, _with_detached(description.graph.graph, tangents))
@@ -105,7 +109,7 @@ def _on_device(fake: torch.Tensor, mode: Any, device: torch.device) -> torch.Ten
     return moved.requires_grad_(fake.requires_grad)
 
 
-def _with_detached(graph: fx.Graph, tangents: tuple[bool, ...] | None) -> fx.Graph:
+def _with_detached(graph: fx.Graph, tangents: Tangents) -> fx.Graph:
     """A copy of ``graph`` whose outputs without a tangent are detached, each with storage of its own."""
     copied = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -118,7 +122,7 @@ def _with_detached(graph: fx.Graph, tangents: tuple[bool, ...] | None) -> fx.Gra
         if storage in seen:  # of an input or an earlier result: give this one its own
             node = copied.call_method("clone", (node,))
         seen.add(storage)
-        if tangents is not None and not tangents[position]:
+        if tangents is not None and tangents[position] is False:
             node = copied.call_method("detach", (node,))
         results.append(node)
     copied.output(tuple(results))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
+from mtcompile.capture.joint import Pattern, Tangents
 from mtcompile.passes.analysis.storages import inputs_read_by_place
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
@@ -24,13 +25,11 @@ from mtcompile.passes.step_graph import (
     regions,
     source,
 )
-from mtcompile.runtime.devices.arena import Layout, layout_of
+from mtcompile.runtime.devices.arena import Layout, layout_of, same_strides
 from mtcompile.runtime.devices.cpu import CpuMemory
 from mtcompile.runtime.executor import Prepared, prepare
 from mtcompile.runtime.schedule import PHASES, Phase, Schedule, aligned
 from mtcompile.runtime.trace import Record
-
-Tangents = tuple[bool, ...] | None  # which outputs receive a gradient; None: inference
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +54,16 @@ class CompiledStep:
     # Kept from step to step: tensors of arena slots, and the phases that have run at least once.
     slot_views: dict[str, torch.Tensor] = field(default_factory=dict)
     completed_phases: set[Phase] = field(default_factory=set)
+
+    def tangents_of(self, gradients: Sequence[torch.Tensor | None]) -> Pattern:
+        """The tangents of gradients that arrive: those that this step was traced for, as far as it fits."""
+        pattern: list[bool | tuple[int, ...]] = [gradient is not None for gradient in gradients]
+        layouts = {spec.index: self.layouts[name] for spec, name in self.inputs if spec.role == "tangent"}
+        for index, gradient in enumerate(gradients):
+            if gradient is not None and index in layouts and self.tangents is not None:
+                fits = same_strides(gradient.shape, gradient.stride(), layouts[index].stride)
+                pattern[index] = self.tangents[index] if fits else tuple(gradient.stride())
+        return tuple(pattern)
 
     @property
     def settled(self) -> bool:

@@ -9,10 +9,11 @@ import torch
 
 from mtcompile import torch_private
 from mtcompile.capture.description import Description
+from mtcompile.capture.joint import Pattern, Tangents
 from mtcompile.capture.outputs import Constant, Passed, rebuilt
 from mtcompile.compiler import CapturedStep
 from mtcompile.errors import CaptureError, StepError
-from mtcompile.execution.compiled import CompiledStep, Frame, Tangents
+from mtcompile.execution.compiled import CompiledStep, Frame
 from mtcompile.execution.session import CompiledSteps, Session
 from mtcompile.passes.joint.accumulate import Micro
 
@@ -54,7 +55,8 @@ class Program:
         self._of_micro_batches: dict[tuple[int, ...], Program] = {}  # by the inputs that are split
         scalars = tuple(differentiable and scalar for _, differentiable, scalar in description.computed)
         # The first trace assumes a gradient at scalar outputs, the loss; another pattern is traced when it occurs.
-        self.pattern = scalars if any(scalars) else tuple(differentiable for _, differentiable, _ in description.computed)
+        differentiable = tuple(differentiable for _, differentiable, _ in description.computed)
+        self.pattern: Pattern = scalars if any(scalars) else differentiable
 
     @property
     def trains(self) -> bool:

@@ -174,10 +174,10 @@ class Session:
         compile_again: Callable[[CapturedStep], CompiledStep],
     ) -> tuple[torch.Tensor | None, ...]:
         """Returns the gradient of every input of a forward. The forward first runs again, as the step that ``compile_again``
-        returns, if gradients arrive at other outputs or under another autocast than was traced, or if its saved values have
-        been evicted."""
+        returns, if gradients arrive at other outputs, with other strides or under another autocast than was traced, or if its
+        saved values have been evicted."""
         frame.spent = True
-        pattern = tuple(t is not None for t in tangents)
+        pattern = frame.compiled.tangents_of(tangents)
         autocast = enabled_autocast(self.device.where)
         expected = captured.description.backward_autocast
         again = frame.evicted or pattern != frame.compiled.tangents or autocast != expected

@@ -44,6 +44,10 @@ from mtcompile.torch_private.lazy_modules import (
     initializing,
     lazy_modules,
 )
+from mtcompile.torch_private.new_leaves import (
+    returned_leaf,
+    tracing_new_leaves,
+)
 from mtcompile.torch_private.raising_branches import (
     checking_branches,
 )
@@ -87,11 +91,13 @@ __all__ = [
     "raised_in_capture",
     "refuse_clipping",
     "refusing_random_numbers",
+    "returned_leaf",
     "set_grad_enabled",
     "shares_storage",
     "storage_holders",
     "storage_id",
     "taking_known_values",
     "tracing_joint",
+    "tracing_new_leaves",
     "without_memory",
 ]

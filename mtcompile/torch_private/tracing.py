@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx
+
+from mtcompile.torch_private.thread_setting import ThreadSetting
+
+Strides = Mapping[int, tuple[int, ...]]  # of gradients that arrive from outside, by the outputs that they are of
+
+_tangent_strides = ThreadSetting[Strides]({})
 
 
 def fake_mode_of(fakes: Iterable[torch.Tensor]) -> Any:
@@ -30,12 +37,36 @@ def tracing_joint(fake_mode: Any, backward_autocast: Iterable[tuple[str, torch.d
         yield
 
 
-def export_joint(stack: contextlib.ExitStack, graph: fx.GraphModule, fakes: tuple[torch.Tensor, ...]) -> fx.GraphModule:
+def export_joint(
+    stack: contextlib.ExitStack, graph: fx.GraphModule, fakes: tuple[torch.Tensor, ...], strides: Strides
+) -> fx.GraphModule:
     """The joint (forward and backward) ATen graph of one of Dynamo's. Placeholders carry ``meta["desc"]``, and so does the
-    output node."""
+    output node. ``strides``: of the gradients of some outputs; torch chooses those of the others."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-    return aot_export_joint_with_descriptors(stack, graph, fakes, ignore_shape_env=True).graph_module
+    _replace_tangents()
+    with _tangent_strides.during(strides):
+        return aot_export_joint_with_descriptors(stack, graph, fakes, ignore_shape_env=True).graph_module
+
+
+@functools.cache
+def _replace_tangents() -> None:
+    """Lets the tracing of a backward ask for strides here first. Outside ``export_joint``, nothing is changed."""
+    from torch._functorch._aot_autograd import graph_compile
+
+    plain = graph_compile.aot_dispatch_autograd_graph
+
+    @functools.wraps(plain)
+    def with_strides(*args: Any, fw_metadata: Any, **kwargs: Any) -> Any:
+        def tangent(traced: torch.Tensor, desc: Any) -> torch.Tensor:
+            strides = _tangent_strides.value.get(getattr(desc.output, "idx", -1))
+            return traced if strides is None else traced.new_empty_strided(traced.shape, strides)
+
+        tangents, descs = fw_metadata.traced_tangents, fw_metadata.traced_tangents_descs
+        fw_metadata.traced_tangents = [tangent(traced, desc) for traced, desc in zip(tangents, descs, strict=True)]
+        return plain(*args, fw_metadata=fw_metadata, **kwargs)
+
+    graph_compile.aot_dispatch_autograd_graph = with_strides
 
 
 def joint_trace_key(graph: fx.GraphModule, fakes: tuple[torch.Tensor, ...]) -> str:

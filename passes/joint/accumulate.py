@@ -156,7 +156,9 @@ class _Repeat:
     def _whole(self, index: int, value: fx.Node) -> torch.Tensor:
         """The tangent of an output over all micro-batches, without content."""
         val = value.meta["val"]
-        return val if index in self.weights else val.new_empty((val.shape[0] * self.micro.count, *val.shape[1:]))
+        if index in self.weights:
+            return val
+        return val.new_empty_strided((val.shape[0] * self.micro.count, *val.shape[1:]), val.stride())
 
     def _copy(self, node: fx.Node, number: int, region: Region) -> fx.Node:
         copied = self.graph.create_node(
