@@ -18,7 +18,7 @@ from torch import fx
 
 from mtcompile import torch_private
 from mtcompile.capture import masks
-from mtcompile.capture.refusals import not_captured, not_compiled, place_in, place_of, refuse, with_place
+from mtcompile.capture.refusals import needs_value, not_captured, not_compiled, place_in, place_of, refuse, with_place
 from mtcompile.errors import CaptureError, MtcompileError
 from mtcompile.torch_private import plain_torch, refusing_random_numbers
 
@@ -76,7 +76,7 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
                 plain_torch.plain_answers(state.answers),
                 torch_private.checking_branches(),
                 torch_private.tracing_new_leaves(),
-                torch_private.taking_known_values(state.takes_values),
+                torch_private.taking_known_values(state.takes),
             ):
                 return variant(*args, **kwargs)
         except torch_private.OtherValues:
@@ -88,7 +88,8 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
                 return captured(variant, args, kwargs)
             if cause is None and not torch_private.raised_in_capture(error):
                 raise
-            if (cause is None or type(cause) is CaptureError or not isinstance(cause, MtcompileError)) and state.concede():
+            open_to_others = cause is None or type(cause) is CaptureError or not isinstance(cause, MtcompileError)
+            if open_to_others and state.concede(needs_value(error)):
                 return captured(variant, args, kwargs)
             if isinstance(cause, MtcompileError):
                 refuse(with_place(cause, error), error)
@@ -101,19 +102,23 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
 
 @dataclass(slots=True)
 class _State:
-    """How one function is captured. ``takes_values``: its captures take values that the call's inputs decide, where there is no
-    other way."""
+    """How one function is captured. ``takes``: the types of values that its captures take where the call's inputs decide them
+    and there is no other way: truth values first, of which there are two; numbers, of which each makes a capture of its own,
+    last."""
 
     without_packed: bool = True
     answers: plain_torch.Answers = field(default_factory=plain_torch.Answers)
-    takes_values: bool = False
+    takes: tuple[type, ...] = ()
 
-    def concede(self) -> bool:
-        """After a capture that failed: says whether there is another way to try."""
+    def concede(self, for_a_value: bool) -> bool:
+        """After a capture that failed, perhaps for want of a value: says whether there is another way to try."""
+        if not self.takes and for_a_value:
+            self.takes = (bool,)
+            return True
         if self.answers.concede():
             return True
-        before, self.takes_values = self.takes_values, True
-        return not before
+        before, self.takes = self.takes, (bool, int)
+        return before != self.takes
 
 
 def _copied(fn: Callable[..., Any]) -> Callable[..., Any]:

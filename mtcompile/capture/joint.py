@@ -13,8 +13,8 @@ from torch import fx
 from mtcompile import torch_private
 from mtcompile.capture.description import Description, autocast_state
 from mtcompile.capture.effects import drop_tokens
-from mtcompile.capture.outputs import fake_of, storage_of
-from mtcompile.capture.refusals import not_compiled, refuse
+from mtcompile.capture.outputs import changes_operand, fake_of, storage_of
+from mtcompile.capture.refusals import not_compiled, place_of, refuse
 from mtcompile.errors import CaptureError, shows_part
 from mtcompile.passes.analysis.storages import inputs_read_by_place
 from mtcompile.passes.generators import rng_preserved
@@ -60,7 +60,8 @@ def joint_key(description: Description, tangents: Tangents) -> str | None:
     except Exception:  # an operation, setting or torch version that it does not know to be safe
         return None
     about = description.inputs, description.computed, description.device, description.at_home, description.backward_autocast
-    return repr((traced, about, description.told, tangents, modules, trace_settings(description.device)))
+    named = description.told, description.unordered
+    return repr((traced, about, named, tangents, modules, trace_settings(description.device)))
 
 
 def trace_settings(device: torch.device) -> tuple[Any, ...]:
@@ -143,7 +144,7 @@ def _annotate(joint: fx.GraphModule, description: Description) -> fx.GraphModule
         elif kind == "TangentAOTInput" and type(desc.output).__name__ == "PlainAOTOutput":
             specs.append(InputSpec("tangent", f"grad of {computed[desc.output.idx][0]}", desc.output.idx))
         else:
-            raise CaptureError(_refused_input(desc, inputs))
+            raise CaptureError(_refused_input(desc, description))
     results, described = [], []
     output = joint.graph.output_node()
     for value, desc in zip(
@@ -164,7 +165,7 @@ def _annotate(joint: fx.GraphModule, description: Description) -> fx.GraphModule
         elif kind == "InputMutationAOTOutput" and type(desc.mutated_input).__name__ == "PlainAOTInput":
             spec = OutputSpec("mutation", desc.mutated_input.idx, inputs[desc.mutated_input.idx].name)
             if inputs[spec.index].role == "param" or inputs[spec.index].differentiable:
-                raise CaptureError(_changed_in_place(spec.name))
+                raise CaptureError(_changed_in_place(description, spec.index))
             if overlaps(value.meta["val"]) or overlaps(described_inputs[spec.index].meta["val"]):
                 raise CaptureError(
                     f"forward changes {spec.name} in place, of which several elements are one place in memory (as after "
@@ -177,6 +178,7 @@ def _annotate(joint: fx.GraphModule, description: Description) -> fx.GraphModule
     output.args = (tuple(results),)
     told = tuple(dict.fromkeys(f"{_module_path(q.module) or 'the model'} at {q.place}" for q in description.told))
     joint.meta.update(inputs=tuple(specs), outputs=tuple(described), device=str(description.device), told=told)
+    joint.meta["unordered"] = description.unordered
     for node in joint.graph.nodes:
         _check_generator(node, description.device)
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
@@ -196,25 +198,39 @@ def _check_generator(node: fx.Node, device: torch.device) -> None:
         )
 
 
-def _refused_input(description: Any, inputs: tuple[InputSpec, ...]) -> str:
+def _refused_input(desc: Any, description: Description) -> str:
     """Why a graph that takes such an input is refused."""
-    mutated = getattr(getattr(description, "output", None), "mutated_input", None)
+    mutated = getattr(getattr(desc, "output", None), "mutated_input", None)
     if (position := getattr(mutated, "idx", None)) is not None:
-        return _changed_in_place(inputs[position].name)
-    viewed = getattr(description, "base_of", None)
+        return _changed_in_place(description, position)
+    viewed = getattr(desc, "base_of", None)
     if (position := getattr(viewed, "idx", None)) is not None:
         return (
-            f"{inputs[position].name} shares memory with another input, and forward changes one of them in place; expected "
-            "inputs that are changed to have memory of their own: pass a copy (clone)"
+            f"{description.inputs[position].name} shares memory with another tensor that forward reads, and forward changes "
+            f"one of them in place{_changing(description, position)}\n"
+            "  expected memory of its own for each tensor that forward changes: pass or register a copy (clone)"
         )
-    return f"the traced graph takes {description.expr()}, which is not supported (a tensor subclass)"
+    return f"the traced graph takes {desc.expr()}, which is not supported (a tensor subclass)"
 
 
-def _changed_in_place(name: str) -> str:
+def _changed_in_place(description: Description, position: int) -> str:
+    spec = description.inputs[position]
+    what = f"the parameter {spec.name}" if spec.role == "param" else f"{spec.name}, which needs a gradient,"
     return (
-        f"forward changes {name} in place, which is trained (an embedding with max_norm= does); expected only buffers or "
-        "inputs that need no gradient to be changed in place: do it outside forward"
+        f"forward changes {what} in place (an embedding with max_norm= does){_changing(description, position)}\n"
+        "  expected only buffers, and inputs that need no gradient, to be changed in place: do it outside forward, under "
+        "torch.no_grad()"
     )
+
+
+def _changing(description: Description, position: int) -> str:
+    """The user's line that changes an input of the graph in place."""
+    nodes = list(description.graph.graph.nodes)
+    storage = storage_of([node for node in nodes if node.op == "placeholder"][position])
+    calls = [node for node in nodes if node.op in ("call_function", "call_method") and node.all_input_nodes]
+    operands = [(node, node.all_input_nodes[0].meta.get("example_value")) for node in calls]
+    alike = [node for node, value in operands if isinstance(value, torch.Tensor) and torch_private.storage_id(value) == storage]
+    return place_of([node for node in alike if changes_operand(node)] or alike)
 
 
 def _check_storages(joint: fx.GraphModule, fakes: tuple[torch.Tensor, ...], description: Description) -> None:

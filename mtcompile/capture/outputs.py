@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +90,47 @@ def outputs_of(graph: fx.Graph, views: bool = True) -> tuple[tuple[Output, ...],
     """Returns how to rebuild each output of Dynamo's graph, and the nodes that the program must compute for that. ``views``:
     False computes an output that is a view of a computed tensor by itself. Raises CaptureError for outputs without a static
     shape."""
+    outputs, computed = _outputs_of(graph, views, frozenset())
+    alone = frozenset(values[0] for base, values in _unordered(graph, outputs, computed) if len(values) == 1)
+    return _outputs_of(graph, views, alone) if alone else (outputs, computed)
+
+
+def unordered_views(graph: fx.Graph, outputs: Sequence[Output], computed: Sequence[fx.Node]) -> tuple[str, ...]:
+    """Returns the values whose gradient is added up from views that are returned and from uses in the forward, in another order
+    than in a plain run."""
+    return tuple(base.name for base, _ in _unordered(graph, outputs, computed))
+
+
+def _unordered(
+    graph: fx.Graph, outputs: Sequence[Output], computed: Sequence[fx.Node]
+) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
+    """Yields a computed value of which views are returned, and at least two more gradients arrive at, of which one within the
+    program; and what is returned of it."""
+    needed, todo = set[fx.Node](), list(computed)
+    while todo:
+        if (node := todo.pop()) not in needed:
+            needed.add(node)
+            todo += node.all_input_nodes
+    returned = [value for value in pytree.tree_leaves(graph.output_node().args[0])]
+    for position, base in enumerate(computed):
+        if not fake_of(base).requires_grad:
+            continue
+        uses = [user for user in base.users if user in needed and _requires_grad(user)]
+        pairs = zip(outputs, returned, strict=True)
+        own = [(o, value) for o, value in pairs if isinstance(o, Computed) and o.position == position and not o.detached]
+        if uses and any(output.views for output, _ in own) and len(own) + len(uses) > 2:
+            yield base, [value for _, value in own]
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    values = pytree.tree_leaves(node.meta.get("example_value"))
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+
+
+def _outputs_of(
+    graph: fx.Graph, views: bool, alone: frozenset[fx.Node]
+) -> tuple[tuple[Output, ...], tuple[fx.Node, ...]]:
+    """As ``outputs_of``. ``alone``: outputs to compute by themselves."""
     inputs = {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
     positions: dict[fx.Node, int] = {}
     outputs: list[Output] = []
@@ -102,7 +143,7 @@ def outputs_of(graph: fx.Graph, views: bool = True) -> tuple[tuple[Output, ...],
         if not isinstance(val, torch.Tensor):
             raise CaptureError(f"output {value.name} is {type(val).__name__}; expected a tensor of static shape")
         base, operations = _viewed(value, without_grad)
-        if not views and base not in inputs:
+        if (not views or value in alone) and base not in inputs:
             base, operations = value, ()
         detached = fake_of(base).requires_grad and not val.requires_grad
         if base in inputs:
@@ -138,7 +179,7 @@ def _viewed(output: fx.Node, without_grad: set[fx.Node]) -> tuple[fx.Node, tuple
     operations: list[fx.Node] = []
     base = output
     while (parent := _parent(base)) is not None:
-        if not _in_place(base):
+        if not changes_operand(base):
             operations.append(base)
         elif not _alike(fake_of(base), fake_of(parent)):
             return output, ()
@@ -173,8 +214,8 @@ def _storages(node: fx.Node) -> set[int]:
     return {torch_private.storage_id(tensor) for tensor in tensors}
 
 
-def _in_place(node: fx.Node) -> bool:
-    """Tells whether an operation returns the very tensor that it changes."""
+def changes_operand(node: fx.Node) -> bool:
+    """Tells whether an operation returns its first operand, which it changes."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place_operator = getattr(operator, name, None) is node.target and name.startswith("i") and hasattr(operator, name[1:])
     return (name.endswith("_") and not name.endswith("__")) or in_place_operator or "out" in node.kwargs

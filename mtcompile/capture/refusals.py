@@ -16,7 +16,7 @@ _DATA = (
     "that line, or compute the value outside forward and pass it"
 )
 _TIPS = (  # for the first expression that occurs in the first line of torch's report, or else in all of it
-    ("when making fake tensor call", "expected operands that fit together; the plain model most likely raises this too"),
+    ("when making fake tensor call", "expected operands that fit together, also in code whose errors forward catches"),
     ("backwards hooks", "remove the module's backward hooks; those on parameters and outputs (tensor.register_hook) work"),
     (
         r"[Rr]andom|\brandn?\b|Generator\b|seed\b|_rng\b",
@@ -28,11 +28,17 @@ _TIPS = (  # for the first expression that occurs in the first line of torch's r
         "torch sizes what ctc_loss keeps by the lengths that it is given; return the log-probabilities, and compute ctc_loss "
         "outside the compiled model",
     ),
-    (r"(?i)data.dependent|\.item\(\)|tolist|nonzero|unbacked|dynamic shape", _DATA),
+    (_VALUES := r"(?i)data.dependent|\.item\(\)|tolist|nonzero|unbacked|dynamic shape", _DATA),
 )
 _OTHERWISE = (
     "expected a forward without data-dependent Python control flow or unsupported calls; "
     "try torch.where / a tensor operation at that line, or compile the submodules that do not contain it"
+)
+
+
+_ELSEWHERE = (
+    "expected a call as plain training makes it: if it stands in a transform (torch.func.vmap, grad, functional_call), call "
+    "the plain model in it"
 )
 
 
@@ -49,6 +55,11 @@ def place_of(nodes: Iterable[fx.Node]) -> str:
     return next((place for place in places if place), "")
 
 
+def needs_value(error: BaseException) -> bool:
+    """Tells whether a capture may have failed because it depends on what a tensor holds."""
+    return re.search(_VALUES, str(error)) is not None
+
+
 def not_captured(error: BaseException) -> CaptureError:
     """Returns the error that says why Dynamo could not capture a forward."""
     text = str(error)
@@ -57,8 +68,9 @@ def not_captured(error: BaseException) -> CaptureError:
     reason = (raised[2] if raised else first_line(error)) + (f" ({context[1]})" if context else "")
     report = text.partition("from user code")[0]
     tips = (tip for words in (reason, report) for expression, tip in _TIPS if re.search(expression, words))
-    tip = next(tips, _OTHERWISE)
-    return CaptureError(f"the model's forward could not be captured as one graph: {reason}{place_in(text)}\n  {tip}")
+    place = place_in(text)
+    tip = next(tips, _OTHERWISE if place else _ELSEWHERE)
+    return CaptureError(f"the model's forward could not be captured as one graph: {reason}{place}\n  {tip}")
 
 
 def not_compiled(error: BaseException, doing: str, place: str = "") -> CaptureError:

@@ -17,6 +17,7 @@ from mtcompile.execution.compiled import LiveFrames
 from mtcompile.execution.model_door import ModelDoor
 from mtcompile.execution.program import Collector, DifferentMicroBatches, MicroBatchCalls, Program
 from mtcompile.execution.session import Session
+from mtcompile.execution.surroundings import Surroundings
 from mtcompile.machine.device import free_nbytes, total_nbytes
 from mtcompile.options import Options
 from mtcompile.runtime.devices.protocol import Device
@@ -46,6 +47,7 @@ class CompiledModel:
             self.door.parameters.moved(parameter)
         self._collector = Collector()
         self._may_be_lazy = True
+        self._surroundings = Surroundings()
         self._captured = front_end(call, self._backend, device.where)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,6 +69,8 @@ class CompiledModel:
             return self._run(args, kwargs)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
+        if (model := self.door.model()) is not None:
+            self._surroundings.check_call(model.parameters(), torch.is_grad_enabled())
         if self.options.accumulate == 1 or not torch.is_grad_enabled():
             return self._captured(*args, **kwargs)
         if self.door.masters is not None:

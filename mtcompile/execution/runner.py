@@ -17,7 +17,7 @@ from mtcompile.execution.parameters import ParameterStore
 from mtcompile.kernels.measure import copied
 from mtcompile.machine.device import allocator_peak
 from mtcompile.passes.generators import generator_state, set_generator_state
-from mtcompile.runtime.devices.arena import fills_storage, view
+from mtcompile.runtime.devices.arena import fills_storage, span_nbytes, view
 from mtcompile.runtime.devices.cpu import CpuMemory
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.executor import Delays, PhaseOptions, execute
@@ -121,7 +121,7 @@ class Runner:
         outputs = []
         for spec, name in compiled.outputs:
             if spec.kind == "output":
-                outputs.append(memory.tensors[name])
+                outputs.append(without_base(memory.tensors[name]))
                 # What the user receives will carry this frame in its grad_fn: the frame must not hold it in turn.
                 memory.bind(name, memory.tensors[name].detach())
         if "backward" not in compiled.phases:
@@ -206,14 +206,11 @@ class Runner:
         GPU's generator state is planned as a device value but is in host memory, so it does not count."""
         schedule = memory.schedule
         fixed = schedule.arena_nbytes.get("device", 0) + schedule.resident_nbytes.get("device", 0)
-        buffers = (schedule.buffers[name] for name in memory.tensors)
-        return fixed + sum(
-            memory.tensors[b.name].untyped_storage().nbytes()
-            for b in buffers
-            if b.tier == "device"
-            and (b.kind == "pooled" or b.role == "tangent")
-            and memory.tensors[b.name].device == self.device.where
-        )
+        named = [(schedule.buffers[name], tensor) for name, tensor in memory.tensors.items()]
+        held = [(buffer, tensor) for buffer, tensor in named if buffer.tier == "device" and tensor.device == self.device.where]
+        pooled = sum(tensor.untyped_storage().nbytes() for buffer, tensor in held if buffer.kind == "pooled")
+        # A tangent may be a part of what another model has made.
+        return fixed + pooled + sum(span_nbytes(tensor) for buffer, tensor in held if buffer.role == "tangent")
 
 
 def _bind_forward(
@@ -231,6 +228,14 @@ def _bind_forward(
     for index, name in new_versions.items():
         if compiled.schedule.buffers[name].kind == "home":
             memory.bind(name, copied(snapshots[index]))
+
+
+def without_base(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that is nobody's view."""
+    if not tensor._is_view():
+        return tensor
+    whole = tensor.new_empty(0)
+    return whole.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def version_of(tensor: torch.Tensor) -> int:

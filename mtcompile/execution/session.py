@@ -177,6 +177,7 @@ class Session:
         returns, if gradients arrive at other outputs, with other strides or under another autocast than was traced, or if its
         saved values have been evicted."""
         frame.spent = True
+        tangents = [None if t is None else t.resolve_conj().resolve_neg() for t in tangents]  # kernels see memory
         pattern = frame.compiled.tangents_of(tangents)
         autocast = enabled_autocast(self.device.where)
         expected = captured.description.backward_autocast

@@ -179,10 +179,18 @@ def _is_integer(node: fx.Node) -> bool:
     return any(not v.is_floating_point() and not v.is_complex() and v.dtype != torch.bool for v in iter_tensors(node))
 
 
+# Operations whose buffers depend on their input values -> how many times the bytes of their operands and results these take.
+_VALUE_DEPENDENT = {"_embedding_bag": 1, "matrix_exp": 16}
+
+
 def _value_dependent_nbytes(kernel: fx.GraphModule) -> int:
-    """Returns extra bytes for operations whose buffers depend on their input values, which example inputs do not show: as many
-    bytes as their operands and results have."""
-    return sum(_operands_nbytes(node) for node in kernel.graph.nodes if "_embedding_bag" in str(node.target))
+    """Returns extra bytes for operations whose buffers depend on their input values, which example inputs do not show."""
+    return sum(
+        times * _operands_nbytes(node)
+        for node in kernel.graph.nodes
+        for name, times in _VALUE_DEPENDENT.items()
+        if name in str(node.target)
+    )
 
 
 def strides_on(device: torch.device) -> Observe:

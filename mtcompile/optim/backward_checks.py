@@ -86,8 +86,8 @@ def check_step(backward: Backward, optimizer: torch.optim.Optimizer) -> None:
         if parameter.grad is not None:
             raise StepError(
                 f'{name} has a gradient that came from outside the model\'s call; with update="backward" it was updated '
-                "before, without that one. Compute all that is trained in the model's forward (a penalty on weights too), "
-                'or use update="step"'
+                "before, without that one. Load a checkpoint; then compute all that is trained in the model's forward (a "
+                'penalty on weights too), or use update="step"'
             )
     for group in optimizer.param_groups:
         used = next((backward.groups[id(p)][1] for p in group["params"] if id(p) in backward.groups), {})

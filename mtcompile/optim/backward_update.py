@@ -124,7 +124,7 @@ class UpdatesInBackward:
         if self._must_be_loaded:
             saved = "none was taken" if self._saved_step is None else f"the last was taken after step {self._saved_step}"
             raise StepError(
-                f"{next(iter(self._must_be_loaded.values()))}: some parameters have been updated and others not. Load a "
+                f"{next(iter(self._must_be_loaded.values()))}. Load a "
                 f"checkpoint into the model and its optimizer (load_state_dict of both; {saved}) before going on"
             )
 
@@ -180,7 +180,7 @@ class UpdatesInBackward:
             yield
         except BaseException:
             if self._backward is not None and self._backward.has_updated:
-                why = f"step {self._backward.number} failed among its updates"
+                why = f"step {self._backward.number} failed among its updates: some parameters have been updated, others not"
                 self._must_be_loaded = {"model": why, "optimizer": why}
             raise
 
@@ -199,6 +199,9 @@ class UpdatesInBackward:
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         unstepped, self._stepped = not self._stepped, True
         if unstepped and self._backward is not None and optimizer is self.optimizer:
+            if any(parameter.grad is not None for parameter in self._backward.parameters.values()):
+                why = f"step {self._backward.number} updated parameters without gradients from outside the model's call"
+                self._must_be_loaded = {"model": why, "optimizer": why}
             check_step(self._backward, optimizer)
 
     def _after_step(self) -> None:

@@ -27,6 +27,25 @@ def accumulating(function: Any) -> list[bool]:
         return [False]
 
 
+def saving_hook() -> str | None:
+    """The name of the user's function that packs every tensor saved for a backward now; None for none, and for torch's own."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None or hooks[0].__module__.startswith("torch."):
+        return None
+    return str(getattr(hooks[0], "__qualname__", hooks[0]))
+
+
+def caches_casts() -> bool:
+    """Tells whether autocast is enabled for the host, and keeps the copies of weights that it casts."""
+    return torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
+
+
+def cast_of(weight: torch.Tensor) -> torch.Tensor:
+    """The copy of a [1, 1] weight that autocast computes with: one that it has kept, if there is one."""
+    with torch.enable_grad():
+        return torch.mm(torch.ones(1, 1), weight).detach()
+
+
 def accumulation_hooks(parameter: torch.Tensor) -> bool:
     """True where a parameter has hooks of register_post_accumulate_grad_hook."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

@@ -35,14 +35,14 @@ class OtherValues(MtcompileError):
     """Raised before anything runs when values that a capture took from its inputs are others in this call."""
 
 
-_taking = ThreadSetting(False)
+_taking = ThreadSetting[tuple[type, ...]](())
 
 
 @contextlib.contextmanager
-def taking_known_values(on: bool) -> Iterator[None]:
-    """Captures inside, in this thread, take values that the call's inputs decide."""
+def taking_known_values(types: tuple[type, ...]) -> Iterator[None]:
+    """Captures inside, in this thread, take values of these types (bool, int) that the call's inputs decide."""
     _replace_methods()
-    with _taking.during(on):
+    with _taking.during(types):
         yield
 
 
@@ -95,6 +95,8 @@ def _is_decided(node: fx.Node, cone: Sequence[fx.Node]) -> bool:
     """Tells whether a node stands for one number that the call's inputs decide, as they are when it begins."""
     val = node.meta.get("example_value")
     if not isinstance(val, torch.Tensor) or val.numel() != 1 or val.dtype not in _INTEGERS:
+        return False
+    if (bool if val.dtype is torch.bool else int) not in _taking.value:
         return False
     if any(each.target is torch.amp.autocast_mode._enter_autocast for each in node.graph.nodes):
         return False

@@ -81,6 +81,8 @@ def _operators() -> Iterator[OpOverload[..., Any]]:
 # ------------------------------------------------------------------------------------------ code that asks about compilation
 
 _Stack = tuple[tuple[str, int], ...]  # (file, line) of each call that leads to a question, innermost first
+# Files whose question decides only where they keep a Python object: in a ContextVar, which cannot be captured, or in a global.
+_ONLY_KEEP = (os.path.join("transformers", "utils", "output_capturing.py"),)
 _OWN = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)  # torch's files and mtcompile's
 
 
@@ -133,6 +135,7 @@ def plain_answers(answers: Answers) -> Iterator[None]:
 @functools.cache
 def _replace_handlers() -> None:
     """Lets Dynamo ask here first. Outside ``plain_answers``, its own handlers answer as ever."""
+    from torch._dynamo import trace_rules
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable, tracing_state_functions
 
     handlers = TorchInGraphFunctionVariable._get_handlers()
@@ -142,6 +145,9 @@ def _replace_handlers() -> None:
     for call in _REWRITTEN:
         if call in handlers:
             handlers[call] = _as_it_is(handlers[call])
+    for capturing in (torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing):
+        trace_rules.get_torch_obj_rule_map()[capturing] = TorchInGraphFunctionVariable
+        handlers[capturing] = _no(handlers.get(capturing))
     for function in _LOOKING_AT_VALUES:
         handlers[function] = _inlined(function, handlers.get(function))
 
@@ -172,12 +178,26 @@ def _answering(handler: Callable[..., Any]) -> Callable[..., Any]:
         answers, truth = _answers.value, handler(variable, tx, *args, **kwargs)
         if answers is None or tx.f_code.co_filename.startswith(_OWN):  # torch must know, and so must mtcompile
             return truth
+        if (parent := getattr(tx, "parent", None)) is not None and parent.f_code.co_filename.endswith(_ONLY_KEEP):
+            return truth
         question = _question(tx)
         answers.asked.pop(question.stack, None)  # to the end
         answers.asked[question.stack] = question
         return truth if question.stack in answers.conceded else VariableTracker.build(tx, False)
 
     return answer
+
+
+def _no(handler: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Answers no, which Dynamo would ask only when the graph runs."""
+    from torch._dynamo.variables import ConstantVariable
+
+    def no(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if _answers.value is not None:
+            return ConstantVariable.create(False)
+        return None if handler is None else handler(variable, tx, *args, **kwargs)
+
+    return no
 
 
 def _as_it_is(handler: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from mtcompile.passes.step_graph import inputs_of, outputs_of, restride
-from mtcompile.runtime.schedule import listed
+from mtcompile.runtime.schedule import Role, listed
 
 aten = torch.ops.aten
 
@@ -28,10 +28,14 @@ def exceptions(joint: fx.GraphModule) -> list[str]:
         )
     if operations := list(dict.fromkeys(_by_values(joint))):
         sentences.append(f"the gradient of {_listed(operations)}: its plain formula depends on the values")
-    if shared := [f"{name} ({len(uses)} uses)" for name, uses in _uses(joint)]:
+    if unordered := joint.meta.get("unordered", ()):
+        sentences.append(f"the gradient of {_listed(unordered)}: those of the views of it that are returned are added up first")
+    if shared := [f"{name} ({len(uses)} uses)" for name, uses in _uses(joint, "param")]:
         sentences.append(
             f"with a loss term on it outside the model, the gradient of {_listed(shared)}: its uses are added up first"
         )
+    if shared := [f"{name} ({len(uses)} uses)" for name, uses in _uses(joint, "input")]:
+        sentences.append(f"if used outside the model too, the gradient of {_listed(shared)}: its uses in it are added up first")
     if cast := [f"{name} (to {dtype})" for name, dtype in _cast_at_each_use(joint)]:
         sentences.append(f"if autocast casts it, the gradient of {_listed(cast)}: plain PyTorch adds its uses up in that dtype")
     return sentences
@@ -52,17 +56,17 @@ def _has_backward(node: fx.Node) -> bool:
 
 def _cast_at_each_use(joint: fx.GraphModule) -> Iterator[tuple[str, str]]:
     """(parameter, dtype) of those that are cast to one lower precision more than once, as a trace under autocast does."""
-    for name, uses in _uses(joint):
+    for name, uses in _uses(joint, "param"):
         casts = [str(use.kwargs.get("dtype")).removeprefix("torch.") for use in uses if use.target is aten._to_copy.default]
         for dtype in dict.fromkeys(casts):
             if casts.count(dtype) > 1 and dtype in ("bfloat16", "float16"):
                 yield name, dtype
 
 
-def _uses(joint: fx.GraphModule) -> Iterator[tuple[str, list[fx.Node]]]:
-    """(parameter, what reads it in the forward) of those whose gradient is added up from several, in the order that a backward
-    of this graph alone adds them."""
-    inputs = {spec.index: node for spec, node in inputs_of(joint) if spec.role == "param"}
+def _uses(joint: fx.GraphModule, role: Role) -> Iterator[tuple[str, list[fx.Node]]]:
+    """(parameter or other input, what reads it in the forward) of those whose gradient is added up from several, in the order
+    that a backward of this graph alone adds them."""
+    inputs = {spec.index: node for spec, node in inputs_of(joint) if spec.role == role}
     for spec, value in outputs_of(joint):
         if spec.kind != "grad" or spec.index not in inputs:
             continue

@@ -194,13 +194,15 @@ def _own_outputs(joint: fx.GraphModule) -> None:
     old."""
     graph, output = joint.graph, joint.graph.output_node()
     inputs = {spec.index: node for spec, node in inputs_of(joint) if spec.role not in ("constant", "tangent")}
+    params = {spec.index for spec, _ in inputs_of(joint) if spec.role == "param"}
     seen: set[fx.Node] = set()
     outputs = []
     for spec, value in outputs_of(joint):
         phase = "backward" if spec.kind == "grad" else "forward"
         val = value.meta["val"]
         copy = None
-        if spec.kind in ("grad", "mutation") and val.stride() != inputs[spec.index].meta["val"].stride():
+        as_input = spec.kind == "mutation" or spec.index in params  # other gradients go on as a plain run makes them
+        if spec.kind != "output" and as_input and val.stride() != inputs[spec.index].meta["val"].stride():
             with graph.inserting_before(output):
                 copy = add_restride(graph, value, inputs[spec.index].meta["val"])
         elif value.op == "placeholder" or value in seen:

@@ -116,9 +116,17 @@ class CpuMemory:
             elif buffer.kind != "pooled":
                 self.tensors[name].copy_(tensor)
             else:
+                tensor = tensor if tensor.numel() else self._empty(name, tensor)
                 if not self.trusted:
                     self._compare(name, tensor)
                 self.tensors[name] = tensor
+
+    def _empty(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor without elements, of the declared dtype: kernels that find nothing to do may give another one."""
+        layout = self.layouts[name]
+        if tensor.shape != layout.size or tensor.dtype == layout.dtype:
+            return tensor
+        return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=tensor.device)
 
     def _reserve(self, nbytes: int, what: str) -> None:
         if self.live + nbytes > self.free_nbytes:
