@@ -17,8 +17,7 @@ import torch
 from torch import fx
 
 from mtcompile import torch_private
-from mtcompile.capture import masks
-from mtcompile.capture.refusals import needs_value, not_captured, not_compiled, place_in, place_of, refuse, with_place
+from mtcompile.capture.refusals import not_captured, not_compiled, place_in, place_of, refuse, with_place
 from mtcompile.errors import CaptureError, MtcompileError
 from mtcompile.torch_private import plain_torch, refusing_random_numbers
 
@@ -44,8 +43,6 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
     state = _State()
 
     def checked(graph: fx.GraphModule, inputs: Any) -> Any:
-        if state.without_packed:
-            masks.check_positions(graph.graph)
         if (leaf := torch_private.returned_leaf(graph.graph)) is not None:
             raise CaptureError(_LEAF + place_of([leaf]))
         expecting = torch_private.expecting_values(graph)
@@ -72,7 +69,6 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
                 settings,
                 devices,
                 refusing_random_numbers(_RANDOM),
-                _masks(state.without_packed),
                 plain_torch.plain_answers(state.answers),
                 torch_private.checking_branches(),
                 torch_private.tracing_new_leaves(),
@@ -83,13 +79,10 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
             raise
         except Exception as error:
             cause = torch_private.cause_in_dynamo(error)
-            if isinstance(cause, masks.Packed):
-                state.without_packed = False
-                return captured(variant, args, kwargs)
             if cause is None and not torch_private.raised_in_capture(error):
                 raise
             open_to_others = cause is None or type(cause) is CaptureError or not isinstance(cause, MtcompileError)
-            if open_to_others and state.concede(needs_value(error)):
+            if open_to_others and state.concede():
                 return captured(variant, args, kwargs)
             if isinstance(cause, MtcompileError):
                 refuse(with_place(cause, error), error)
@@ -102,19 +95,15 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
 
 @dataclass(slots=True)
 class _State:
-    """How one function is captured. ``takes``: the types of values that its captures take where the call's inputs decide them
-    and there is no other way: truth values first, of which there are two; numbers, of which each makes a capture of its own,
-    last."""
+    """How one function is captured. ``takes``: the types of values that its captures take where the call's inputs decide them:
+    truth values, of which there are two, and where there is no other way also numbers, of which each makes a capture of its
+    own."""
 
-    without_packed: bool = True
     answers: plain_torch.Answers = field(default_factory=plain_torch.Answers)
-    takes: tuple[type, ...] = ()
+    takes: tuple[type, ...] = (bool,)
 
-    def concede(self, for_a_value: bool) -> bool:
-        """After a capture that failed, perhaps for want of a value: says whether there is another way to try."""
-        if not self.takes and for_a_value:
-            self.takes = (bool,)
-            return True
+    def concede(self) -> bool:
+        """After a capture that failed: says whether there is another way to try."""
         if self.answers.concede():
             return True
         before, self.takes = self.takes, (bool, int)
@@ -128,10 +117,6 @@ def _copied(fn: Callable[..., Any]) -> Callable[..., Any]:
     copy = types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
     copy.__kwdefaults__ = fn.__kwdefaults__
     return copy
-
-
-def _masks(without_packed: bool) -> contextlib.AbstractContextManager[None]:
-    return masks.without_packed() if without_packed else contextlib.nullcontext()
 
 
 def _logging_functions() -> set[Any]:

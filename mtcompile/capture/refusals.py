@@ -28,7 +28,7 @@ _TIPS = (  # for the first expression that occurs in the first line of torch's r
         "torch sizes what ctc_loss keeps by the lengths that it is given; return the log-probabilities, and compute ctc_loss "
         "outside the compiled model",
     ),
-    (_VALUES := r"(?i)data.dependent|\.item\(\)|tolist|nonzero|unbacked|dynamic shape", _DATA),
+    (r"(?i)data.dependent|\.item\(\)|tolist|nonzero|unbacked|dynamic shape", _DATA),
 )
 _OTHERWISE = (
     "expected a forward without data-dependent Python control flow or unsupported calls; "
@@ -53,11 +53,6 @@ def place_of(nodes: Iterable[fx.Node]) -> str:
     """The user's line that made the first of ``nodes`` for which one is known."""
     places = (place_in(str(node.meta.get("stack_trace") or "")) for node in nodes)
     return next((place for place in places if place), "")
-
-
-def needs_value(error: BaseException) -> bool:
-    """Tells whether a capture may have failed because it depends on what a tensor holds."""
-    return re.search(_VALUES, str(error)) is not None
 
 
 def not_captured(error: BaseException) -> CaptureError:

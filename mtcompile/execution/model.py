@@ -13,11 +13,11 @@ from mtcompile import torch_private
 from mtcompile.capture.arguments import micro_batches, sent
 from mtcompile.capture.description import describe
 from mtcompile.capture.dynamo import front_end
+from mtcompile.capture.surroundings import Surroundings
 from mtcompile.execution.compiled import LiveFrames
 from mtcompile.execution.model_door import ModelDoor
 from mtcompile.execution.program import Collector, DifferentMicroBatches, MicroBatchCalls, Program
 from mtcompile.execution.session import Session
-from mtcompile.execution.surroundings import Surroundings
 from mtcompile.machine.device import free_nbytes, total_nbytes
 from mtcompile.options import Options
 from mtcompile.runtime.devices.protocol import Device

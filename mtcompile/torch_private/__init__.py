@@ -29,7 +29,9 @@ from mtcompile.torch_private.dynamo import (
     mixing_devices,
     raised_in_capture,
     refusing_random_numbers,
+    returned_leaf,
     set_grad_enabled,
+    tracing_new_leaves,
 )
 from mtcompile.torch_private.fused_kernels import (
     inductor,
@@ -46,10 +48,6 @@ from mtcompile.torch_private.lazy_modules import (
     initialize_root,
     initializing,
     lazy_modules,
-)
-from mtcompile.torch_private.new_leaves import (
-    returned_leaf,
-    tracing_new_leaves,
 )
 from mtcompile.torch_private.raising_branches import (
     checking_branches,

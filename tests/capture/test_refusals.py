@@ -106,7 +106,7 @@ IN_PLACE: dict[str, tuple[Callable[..., Any], Callable[[torch.Tensor], dict[str,
         lambda rows: {},
         "table.weight in place.*max_norm",
     ),
-    "overlapping inputs": (changes, lambda rows: {"y": rows[1:], "z": rows[:4]}, "shares memory with another input"),
+    "overlapping inputs": (changes, lambda rows: {"y": rows[1:], "z": rows[:4]}, "shares memory with another tensor"),
     "expanded": (changes, lambda rows: {"y": rows[:1].expand(4, 8)}, "one place in memory"),
 }
 

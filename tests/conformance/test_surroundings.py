@@ -1,4 +1,4 @@
-"""Programs that treat a compiled model as any module: outputs and inputs in odd shapes, and the contexts that calls stand in."""
+"""Programs that treat a compiled model as any module: odd outputs and inputs, and the contexts that calls stand in."""
 
 from __future__ import annotations
 
@@ -217,3 +217,16 @@ def test_a_truth_value_of_the_inputs_is_taken_before_the_code_is_told_that_it_is
     for mask in (torch.ones(3, 8, dtype=torch.bool), torch.rand(3, 8) > 0.5, torch.ones(3, 8, dtype=torch.bool)):
         assert torch.equal(model(x, mask), plain.forward(x, mask))
     assert "told" not in model.plan.numerics
+
+
+def test_hooks_on_parameters_see_the_gradients_of_the_plain_run_in_some_order() -> None:
+    def hooked(compile_it: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model, gradients = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), dict[str, Tensor]()
+        for name, parameter in model.named_parameters():
+            parameter.register_hook(lambda gradient, name=name: gradients.__setitem__(name, gradient.clone()))
+        (compiled(model) if compile_it else model)(torch.randn(3, 8)).pow(2).sum().backward()
+        return gradients
+
+    plain, ours = hooked(False), hooked(True)
+    assert plain.keys() == ours.keys() and all(torch.equal(plain[name], ours[name]) for name in plain)
