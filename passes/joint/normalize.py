@@ -14,8 +14,9 @@ from mtcompile.passes.step_graph import InputSpec, inputs_of, outputs_of, placeh
 
 aten = torch.ops.aten
 # Operations whose saved statistics have the dtype of their weight, and where that is among their arguments.
+_BATCH_NORM = aten._native_batch_norm_legit_functional.default
 _WEIGHT_OF_NORM = {
-    aten._native_batch_norm_legit_functional.default: 1,
+    _BATCH_NORM: 1,
     aten.native_layer_norm.default: 2,
     aten.native_group_norm.default: 1,
 }
@@ -120,17 +121,18 @@ def _correct_copies(graph: fx.Graph) -> None:
 
 
 def _correct_statistics(graph: fx.Graph) -> None:
-    """A norm of a half-precision input with float32 weights saves float32 statistics on the CPU; the traced shapes say
-    half precision."""
+    """A norm of a half-precision input with float32 weights, or running statistics, saves float32 statistics on the CPU; the
+    traced shapes say half precision. Batch norm leaves running statistics in their dtype; the traced shapes say float32."""
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in _WEIGHT_OF_NORM:
             continue
-        weight = node.args[_WEIGHT_OF_NORM[node.target]]
-        if weight is None or weight.meta["val"].dtype != torch.float32:
-            continue
+        running = node.args[3] if node.target is _BATCH_NORM else None
+        weight = node.args[_WEIGHT_OF_NORM[node.target]] or running
+        dtypes = {1: weight, 2: weight} if weight is not None and weight.meta["val"].dtype == torch.float32 else {}
+        dtypes |= {} if running is None else {3: running, 4: running}
         for item in node.users:
-            if item.args[1] in (1, 2):
-                item.meta["val"] = torch.empty_like(item.meta["val"], dtype=torch.float32, device="meta")
+            if (like := dtypes.get(item.args[1])) is not None:
+                item.meta["val"] = torch.empty_like(item.meta["val"], dtype=like.meta["val"].dtype, device="meta")
 
 
 def _correct_dropout(graph: fx.Graph) -> None:

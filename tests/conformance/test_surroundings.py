@@ -230,3 +230,21 @@ def test_hooks_on_parameters_see_the_gradients_of_the_plain_run_in_some_order() 
 
     plain, ours = hooked(False), hooked(True)
     assert plain.keys() == ours.keys() and all(torch.equal(plain[name], ours[name]) for name in plain)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("statistics", [torch.bfloat16, torch.float32])
+def test_batch_norm_in_bf16_has_the_bits_of_the_plain_run(statistics: torch.dtype, affine: bool) -> None:
+    def trained(compile_it: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8, affine=affine), nn.ReLU()).bfloat16()
+        norm: Any = model[1]
+        norm.running_mean, norm.running_var = norm.running_mean.to(statistics), norm.running_var.to(statistics)
+        if affine:
+            norm.to(statistics)
+        called = compiled(model, policy="checkpoint-all") if compile_it else model
+        loss = called(torch.randn(2, 3, 6, 6).bfloat16()).float().pow(2).sum()
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+
+    assert all(map(torch.equal, trained(False), trained(True)))
