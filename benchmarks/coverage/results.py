@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.coverage.compare import BUDGETS, EQUAL, EXCLUDED, INTERNAL, REFUSED, WRONG
+from benchmarks.coverage.compare import BUDGETS, EQUAL, EXCLUDED, INTERNAL, NAMED, REFUSED, WRONG
 
 ROOT = Path(__file__).parents[2]
 STORE, PAGE = ROOT / "benchmarks/results/coverage.jsonl", ROOT / "docs/coverage.md"
 _SOURCES = ("mtcompile", "passes", "runtime")
-_WORST = (WRONG, INTERNAL, REFUSED, EQUAL, EXCLUDED)
+_WORST = (WRONG, INTERNAL, REFUSED, NAMED, EQUAL, EXCLUDED)
 
 Row = dict[str, Any]  # entry, verdict, reason, where, about, budgets, seconds, and the versions below
 
@@ -96,19 +96,20 @@ def page(rows: Mapping[str, Row], missing: Collection[str]) -> str:
         "generators have the same bits every time. An entry that plain PyTorch cannot train here, or whose results differ from",
         "run to run in plain PyTorch, is excluded. A module counts as equal if all its samples are that were not excluded; an",
         "architecture, if all its heads are. Layers that a random number skips (`layerdrop`) and masks that numpy draws",
-        "(`mask_time_prob`) are switched off, because they are refused.",
+        "(`mask_time_prob`) are switched off, because they are refused. Named: the last bits of gradients differ, and the",
+        "`numerics` of the plan say so.",
         "",
         f"On a CPU, with {libraries}.{absent}{_partly(rows)}",
         "",
-        "| | equal | refused | wrong | internal error | excluded | equal, of those counted |",
-        "|---|---|---|---|---|---|---|",
+        "| | equal | named | refused | wrong | internal error | excluded | equal, of those counted |",
+        "|---|---|---|---|---|---|---|---|",
         _counts("modules of torch", _by_subject(modules)),
         _counts("their samples, bare and between linear layers", {name: [row] for name, row in modules.items()}),
         _counts("architectures", _by_subject(others)),
     ]
     for name in sorted({family(entry) for entry in others}):
         lines.append(_counts(f"of these, {name}", {entry: [row] for entry, row in others.items() if family(entry) == name}))
-    lines += ["", *_table("Not equal", [row for row in rows.values() if row["verdict"] in (WRONG, INTERNAL, REFUSED)])]
+    lines += ["", *_table("Not equal", [row for row in rows.values() if row["verdict"] in (WRONG, INTERNAL, REFUSED, NAMED)])]
     lines += _table("Excluded", [row for row in rows.values() if row["verdict"] == EXCLUDED])
     return "\n".join(lines).rstrip() + "\n"
 
@@ -133,7 +134,7 @@ def _counts(name: str, groups: Mapping[str, list[Row]]) -> str:
     verdicts = Counter(worst(rows) for rows in groups.values())
     counted = sum(verdicts.values()) - verdicts[EXCLUDED]
     share = f"{verdicts[EQUAL] / counted:.1%} of {counted}" if counted else "none run"
-    cells = [verdicts[verdict] for verdict in (EQUAL, REFUSED, WRONG, INTERNAL, EXCLUDED)]
+    cells = [verdicts[verdict] for verdict in (EQUAL, NAMED, REFUSED, WRONG, INTERNAL, EXCLUDED)]
     return f"| {name} | {' | '.join(map(str, cells))} | {share} |"
 
 

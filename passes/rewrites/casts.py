@@ -61,7 +61,9 @@ def _narrow_prefetch(step: fx.GraphModule, call: fx.Node) -> None:
     """Lets what a prefetch brings in cross narrow, cast at home before, wherever that is all its readers want."""
     castable: dict[fx.Node, fx.Node] = {}  # values that come in, and the cast of each
     for item in results(call):
-        cast = _cast_of(step, item) if call.args[item.args[1]].op == "placeholder" else None
+        value = call.args[int(item.args[1])]
+        may_cross_narrow = value.op == "placeholder" and value.meta["role"] != "buffer"  # whose new versions are the step's
+        cast = _cast_of(step, item) if may_cross_narrow else None
         if cast is not None:
             castable[item] = cast
     if not castable:

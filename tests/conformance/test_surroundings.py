@@ -248,3 +248,31 @@ def test_batch_norm_in_bf16_has_the_bits_of_the_plain_run(statistics: torch.dtyp
         return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
 
     assert all(map(torch.equal, trained(False), trained(True)))
+
+
+class Tabled(nn.Module):
+    """Multiplies by a table that autocast casts at its only use."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("table", torch.linspace(-1, 1, 64).view(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x @ self.table).float().pow(2).sum()
+
+
+@pytest.mark.parametrize("policy", ["fastest", "offload-all", "checkpoint-all"])
+def test_a_buffer_that_autocast_casts(policy: str) -> None:
+    def trained(compile_it: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Tabled()
+        called = compiled(model, policy=policy) if compile_it else model
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = called(torch.randn(3, 8))
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+
+    assert all(map(torch.equal, trained(False), trained(True)))

@@ -15,7 +15,7 @@ from torch import nn
 
 import mtcompile
 from benchmarks.coverage import architectures, compare, configs, results, workers
-from benchmarks.coverage.compare import EQUAL, EXCLUDED, INTERNAL, REFUSED, ROOMY, WRONG, Subject, judge
+from benchmarks.coverage.compare import EQUAL, EXCLUDED, INTERNAL, NAMED, REFUSED, ROOMY, WRONG, Subject, judge
 from tests.project.sources import ROOT
 
 MODULES = "Linear Conv2d BatchNorm1d LayerNorm GroupNorm Embedding GELU PReLU MaxPool2d Bilinear CrossEntropyLoss Softmax"
@@ -45,6 +45,27 @@ def test_a_model_that_cannot_be_captured_is_refused() -> None:
 
     verdict = judge(same)
     assert (verdict.verdict, verdict.where) == (REFUSED, "roomy, forward") and "CaptureError" in verdict.reason
+
+
+class Views(nn.Module):
+    """Returns two views of a value that it uses itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = self.linear(x)
+        return hidden[:4], hidden.exp(), hidden.tanh(), hidden[4:]
+
+
+def test_what_the_plan_names_is_not_wrong() -> None:
+    def views() -> Subject:
+        torch.manual_seed(0)
+        return Subject(Views(), (torch.randn(8, 64),), searched=False)
+
+    verdict = judge(views, [ROOMY])
+    assert verdict.verdict == NAMED and "those of the views of it that are returned are added up first" in verdict.reason
 
 
 def test_an_error_that_is_not_ours_is_internal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,9 +138,9 @@ def test_the_page_counts_a_module_by_its_worst_sample() -> None:
     page = results.page({entry: {"entry": entry, "verdict": v, **row} for entry, v in verdicts.items()}, ["timm"])
     assert "4 of the equal entries have run at the budget of 1 GiB only" in page
     assert "8 of 8 entries ran with earlier sources" in page
-    assert "| modules of torch | 1 | 1 | 0 | 0 | 1 | 50.0% of 2 |" in page
-    assert "| architectures | 1 | 0 | 1 | 0 | 0 | 50.0% of 2 |" in page
-    assert "| of these, masked | 1 | 0 | 1 | 0 | 0 | 50.0% of 2 |" in page
+    assert "| modules of torch | 1 | 0 | 1 | 0 | 0 | 1 | 50.0% of 2 |" in page
+    assert "| architectures | 1 | 0 | 0 | 1 | 0 | 0 | 50.0% of 2 |" in page
+    assert "| of these, masked | 1 | 0 | 0 | 1 | 0 | 0 | 50.0% of 2 |" in page
     assert "| nn.RNN/1/bare | refused | a \\| b |" in page and "not run: timm" in page
 
 
