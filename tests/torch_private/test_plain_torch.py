@@ -169,16 +169,15 @@ def test_code_that_asks_takes_the_branch_of_a_plain_run() -> None:
 
 
 class Looking(nn.Module):
-    """Looks at its values in a plain run, which cannot be captured."""
+    """Looks at its weights in a plain run, which cannot be captured."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = Asking(), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not is_being_compiled() and bool(x.isnan().any()):
-            raise ValueError("not a number")
-        return self.last(x).square().sum() + self.first(x)
+        scale = 2.0 if not is_being_compiled() and bool((self.last.weight > 9).any()) else 1.0
+        return self.last(x).square().sum() * scale + self.first(x)
 
 
 class Nested(nn.Module):
