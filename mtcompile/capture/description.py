@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile.capture.outputs import Output, fake_of, outputs_of, unordered_views
+from mtcompile.capture.outputs import Output, fake_of, outputs_of
 from mtcompile.capture.refusals import place_of
 from mtcompile.errors import CaptureError
 from mtcompile.passes.step_graph import InputSpec
@@ -28,7 +28,7 @@ class Description:
     the program must produce: (name, differentiable, is a scalar). ``autocast``: (device, enabled, dtype) at the call;
     ``backward_autocast``: (device, dtype) of those enabled when backward is called, which is mostly outside autocast.
     ``device``: where it computes. ``at_home``: whether its parameters need not be there. ``told``: the places in its code that
-    were told that they are being compiled. ``unordered``: as ``unordered_views`` returns it.
+    were told that they are being compiled. ``unordered``: as ``outputs_of`` names them.
     """
 
     graph: fx.GraphModule
@@ -93,8 +93,7 @@ def describe(
         on_device = role == "input" and device.type != "cpu" and tensor.device == device
         specs.append(InputSpec(role, name, index, tensor.requires_grad, "device" if on_device else "host"))  # type: ignore[arg-type]
 
-    outputs, computed_nodes = outputs_of(graph.graph, views)
-    unordered = unordered_views(graph.graph, outputs, computed_nodes)
+    outputs, computed_nodes, unordered = outputs_of(graph.graph, views)
     computed = tuple(
         (node.name, bool(fake_of(node).requires_grad), fake_of(node).numel() == 1 and fake_of(node).is_floating_point())
         for node in computed_nodes

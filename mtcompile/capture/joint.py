@@ -177,8 +177,8 @@ def _annotate(joint: fx.GraphModule, description: Description) -> fx.GraphModule
         described.append(spec)
     output.args = (tuple(results),)
     told = tuple(dict.fromkeys(f"{_module_path(q.module) or 'the model'} at {q.place}" for q in description.told))
-    joint.meta.update(inputs=tuple(specs), outputs=tuple(described), device=str(description.device), told=told)
-    joint.meta["unordered"] = description.unordered
+    joint.meta.update(inputs=tuple(specs), outputs=tuple(described), device=str(description.device))
+    joint.meta.update(told=told, unordered=description.unordered)  # what exceptions() names
     for node in joint.graph.nodes:
         _check_generator(node, description.device)
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")

@@ -86,19 +86,19 @@ def rebuilt(output: Output, inputs: Sequence[torch.Tensor], computed: Sequence[t
     return tensor.detach() if output.detached and tensor.requires_grad else tensor
 
 
-def outputs_of(graph: fx.Graph, views: bool = True) -> tuple[tuple[Output, ...], tuple[fx.Node, ...]]:
-    """Returns how to rebuild each output of Dynamo's graph, and the nodes that the program must compute for that. ``views``:
-    False computes an output that is a view of a computed tensor by itself. Raises CaptureError for outputs without a static
-    shape."""
-    outputs, computed = _outputs_of(graph, views, frozenset())
-    alone = frozenset(values[0] for base, values in _unordered(graph, outputs, computed) if len(values) == 1)
-    return _outputs_of(graph, views, alone) if alone else (outputs, computed)
-
-
-def unordered_views(graph: fx.Graph, outputs: Sequence[Output], computed: Sequence[fx.Node]) -> tuple[str, ...]:
-    """Returns the values whose gradient is added up from views that are returned and from uses in the forward, in another order
-    than in a plain run."""
-    return tuple(base.name for base, _ in _unordered(graph, outputs, computed))
+def outputs_of(
+    graph: fx.Graph, views: bool = True
+) -> tuple[tuple[Output, ...], tuple[fx.Node, ...], tuple[str, ...]]:
+    """Returns how to rebuild each output of Dynamo's graph, the nodes that the program must compute for that, and the names of
+    those whose gradient is added up from returned views and from uses in the forward in another order than in a plain run.
+    ``views``: False computes an output that is a view of a computed tensor by itself. Raises CaptureError for outputs without
+    a static shape."""
+    outputs, computed = _rebuilding(graph, views, frozenset())
+    unordered = list(_unordered(graph, outputs, computed))
+    alone = frozenset(values[0] for _, values in unordered if len(values) == 1)
+    if alone:
+        outputs, computed = _rebuilding(graph, views, alone)
+    return outputs, computed, tuple(base.name for base, values in unordered if len(values) > 1)
 
 
 def _unordered(
@@ -111,7 +111,7 @@ def _unordered(
         if (node := todo.pop()) not in needed:
             needed.add(node)
             todo += node.all_input_nodes
-    returned = [value for value in pytree.tree_leaves(graph.output_node().args[0])]
+    returned = pytree.tree_leaves(graph.output_node().args[0])
     for position, base in enumerate(computed):
         if not fake_of(base).requires_grad:
             continue
@@ -127,10 +127,10 @@ def _requires_grad(node: fx.Node) -> bool:
     return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
-def _outputs_of(
+def _rebuilding(
     graph: fx.Graph, views: bool, alone: frozenset[fx.Node]
 ) -> tuple[tuple[Output, ...], tuple[fx.Node, ...]]:
-    """As ``outputs_of``. ``alone``: outputs to compute by themselves."""
+    """Returns how to rebuild each output, and the nodes to compute for that. ``alone``: views to compute by themselves."""
     inputs = {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
     positions: dict[fx.Node, int] = {}
     outputs: list[Output] = []

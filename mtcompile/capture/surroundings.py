@@ -13,7 +13,7 @@ _MOST_LOOKS = 4  # a loop within one autocast shows at its second step
 
 
 class Surroundings:
-    """What the calls of one model have seen. Raises StepError before anything runs."""
+    """Remembers what the calls of one model have seen. Raises StepError before anything runs."""
 
     def __init__(self) -> None:
         self._probe = torch.nn.Parameter(torch.zeros(1, 1))

@@ -124,8 +124,8 @@ class UpdatesInBackward:
         if self._must_be_loaded:
             saved = "none was taken" if self._saved_step is None else f"the last was taken after step {self._saved_step}"
             raise StepError(
-                f"{next(iter(self._must_be_loaded.values()))}. Load a "
-                f"checkpoint into the model and its optimizer (load_state_dict of both; {saved}) before going on"
+                f"{next(iter(self._must_be_loaded.values()))}. Load a checkpoint into the model and its "
+                f"optimizer (load_state_dict of both; {saved}) before going on"
             )
 
     def begin_backward(
@@ -180,9 +180,14 @@ class UpdatesInBackward:
             yield
         except BaseException:
             if self._backward is not None and self._backward.has_updated:
-                why = f"step {self._backward.number} failed among its updates: some parameters have been updated, others not"
-                self._must_be_loaded = {"model": why, "optimizer": why}
+                self._spoil("failed among its updates: some parameters have been updated, others not")
             raise
+
+    def _spoil(self, why: str) -> None:
+        """Refuse to go on, from now until a checkpoint is loaded, with what the last backward has left."""
+        assert self._backward is not None
+        why = f"step {self._backward.number} {why}"
+        self._must_be_loaded = {"model": why, "optimizer": why}
 
     @property
     def allocated_state(self) -> bool:
@@ -200,8 +205,7 @@ class UpdatesInBackward:
         unstepped, self._stepped = not self._stepped, True
         if unstepped and self._backward is not None and optimizer is self.optimizer:
             if any(parameter.grad is not None for parameter in self._backward.parameters.values()):
-                why = f"step {self._backward.number} updated parameters without gradients from outside the model's call"
-                self._must_be_loaded = {"model": why, "optimizer": why}
+                self._spoil("updated parameters without gradients from outside the model's call")
             check_step(self._backward, optimizer)
 
     def _after_step(self) -> None:

@@ -203,8 +203,9 @@ def _own_outputs(joint: fx.GraphModule) -> None:
         phase = "backward" if spec.kind == "grad" else "forward"
         val = value.meta["val"]
         copy = None
-        as_input = spec.kind == "mutation" or spec.index in params  # other gradients go on as a plain run makes them
-        if spec.kind != "output" and as_input and val.stride() != inputs[spec.index].meta["val"].stride():
+        # Gradients of other inputs go on as a plain run makes them.
+        as_input = spec.kind == "mutation" or (spec.kind == "grad" and spec.index in params)
+        if as_input and val.stride() != inputs[spec.index].meta["val"].stride():
             with graph.inserting_before(output):
                 copy = add_restride(graph, value, inputs[spec.index].meta["val"])
         elif value.op == "placeholder" or value in seen:

@@ -133,15 +133,15 @@ def test_weights_that_change_within_one_autocast_are_refused_where_plain_autocas
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        called, found = compiled(model) if compile_it else model, []
+        called, history = compiled(model) if compile_it else model, []
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
             for _ in range(3):
                 loss = called(torch.randn(3, 8)).float().pow(2).sum()
-                found.append(loss.item())
+                history.append(loss.item())
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        return found
+        return history
 
     if cached:
         with pytest.raises(mtcompile.StepError, match=r"Enter torch\.autocast for each forward anew"):
