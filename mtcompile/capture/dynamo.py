@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from mtcompile import torch_private
+from mtcompile.capture import ctc_loss
 from mtcompile.capture.refusals import not_captured, not_compiled, place_in, place_of, refuse, with_place
 from mtcompile.errors import CaptureError, MtcompileError
 from mtcompile.torch_private import plain_torch, refusing_random_numbers
@@ -40,7 +41,7 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
 
     Raises CaptureError with the user's own source line where ``fn`` cannot be captured.
     """
-    state = _State()
+    state = _State(plain_torch.Answers(_stand_ins(device)))
 
     def checked(graph: fx.GraphModule, inputs: Any) -> Any:
         if (leaf := torch_private.returned_leaf(graph.graph)) is not None:
@@ -99,7 +100,7 @@ class _State:
     truth values, of which there are two, and where there is no other way also numbers, of which each makes a capture of its
     own."""
 
-    answers: plain_torch.Answers = field(default_factory=plain_torch.Answers)
+    answers: plain_torch.Answers
     takes: tuple[type, ...] = (bool,)
 
     def concede(self) -> bool:
@@ -108,6 +109,18 @@ class _State:
             return True
         before, self.takes = self.takes, (bool, int)
         return before != self.takes
+
+
+def _stand_ins(device: torch.device) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Python functions that are captured in place of torch's."""
+    looking_at_values = torch.nn.functional.gaussian_nll_loss  # which Dynamo would take whole
+    stand_ins = {looking_at_values: looking_at_values, **ctc_loss.STAND_INS}
+    return stand_ins if device.type == "cuda" else {**stand_ins, torch.backends.cudnn.flags: _no_flags}
+
+
+def _no_flags(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
+    """cuDNN's settings, where it does not compute."""
+    return contextlib.nullcontext()
 
 
 def _copied(fn: Callable[..., Any]) -> Callable[..., Any]:

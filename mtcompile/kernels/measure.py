@@ -179,17 +179,28 @@ def _is_integer(node: fx.Node) -> bool:
     return any(not v.is_floating_point() and not v.is_complex() and v.dtype != torch.bool for v in iter_tensors(node))
 
 
-# Operations whose buffers depend on their input values -> how many times the bytes of their operands and results these take.
-_VALUE_DEPENDENT = {"_embedding_bag": 1, "matrix_exp": 16}
+def _ctc_nbytes(node: fx.Node) -> int:
+    """Returns a bound on the two tables that CTC loss fills: (N, T, 2 * longest target + 1)."""
+    log_probs, targets = (operand.meta["val"] for operand in node.args[:-2][-4:-2])  # type: ignore[union-attr]
+    steps, batch, _ = log_probs.shape
+    return 2 * aligned(batch * steps * (2 * targets.shape[-1] + 1) * log_probs.element_size())
+
+
+# Operations whose buffers depend on their input values -> a bound on the bytes that these take.
+_VALUE_DEPENDENT: dict[str, Callable[[fx.Node], int]] = {
+    "_embedding_bag": _operands_nbytes,
+    "matrix_exp": lambda node: 16 * _operands_nbytes(node),
+    "ctc_loss": _ctc_nbytes,
+}
 
 
 def _value_dependent_nbytes(kernel: fx.GraphModule) -> int:
     """Returns extra bytes for operations whose buffers depend on their input values, which example inputs do not show."""
     return sum(
-        times * _operands_nbytes(node)
+        nbytes(node)
         for node in kernel.graph.nodes
-        for name, times in _VALUE_DEPENDENT.items()
-        if name in str(node.target)
+        for name, nbytes in _VALUE_DEPENDENT.items()
+        if node.op == "call_function" and name in str(node.target)
     )
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +68,90 @@ def known_value(tx: Any, variable: Any) -> bool | int | None:
     mark = tx.output.create_proxy("call_function", torch._assert_async, (variable.proxy, f"{_MARK}{value!r}"), {})
     mark.node.meta["cone"] = cone
     return value
+
+
+# --------------------------------------------------------------------------------------------- shapes that a mask decides
+#
+# How many elements ``x[mask]`` has depends on what the mask holds. Where the call's inputs decide that, the number is taken as
+# every value is, and the operation becomes one whose shape is known. The kernels are those of a plain run.
+
+
+def _indices(mask: torch.Tensor, count: int) -> torch.Tensor:
+    """``mask.nonzero()``, with its strides."""
+    return torch.nonzero_static(mask, size=count).t().contiguous().t()
+
+
+def _nonzero(counts: Sequence[int], mask: torch.Tensor, as_tuple: bool = False) -> Any:
+    indices = _indices(mask, *counts)
+    return indices.unbind(1) if as_tuple else indices
+
+
+def _where(counts: Sequence[int], mask: torch.Tensor) -> Any:
+    return _nonzero(counts, mask, as_tuple=True)
+
+
+def _masked_select(counts: Sequence[int], tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    tensor, mask = torch.broadcast_tensors(tensor, mask)
+    return tensor[_indices(mask, *counts).unbind(1)]
+
+
+def _getitem(counts: Sequence[int], tensor: torch.Tensor, index: Any) -> torch.Tensor:
+    known, index = iter(counts), index if isinstance(index, tuple) else (index,)
+    unbound = ((_indices(each, next(known)).unbind(1) if _is_mask(each) else (each,)) for each in index)
+    return tensor[tuple(itertools.chain.from_iterable(unbound))]
+
+
+def _repeat_interleave(counts: Sequence[int], tensor: torch.Tensor, repeats: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    return torch.repeat_interleave(tensor, repeats, dim, output_size=counts[0])
+
+
+_SIZED: dict[Any, Callable[..., Any]] = {
+    torch.nonzero: _nonzero,
+    "nonzero": _nonzero,
+    torch.argwhere: _nonzero,
+    "argwhere": _nonzero,
+    torch.where: _where,
+    torch.masked_select: _masked_select,
+    "masked_select": _masked_select,
+    operator.getitem: _getitem,
+    "__getitem__": _getitem,
+    torch.repeat_interleave: _repeat_interleave,
+    "repeat_interleave": _repeat_interleave,
+}
+
+
+def _is_mask(index: Any) -> bool:
+    example = index.meta.get("example_value") if isinstance(index, fx.Node) else index
+    return isinstance(example, torch.Tensor) and example.dtype is torch.bool and example.dim() > 0
+
+
+def _masks(node: fx.Node, sized: Callable[..., Any]) -> list[fx.Node]:
+    """The tensors that decide the shape of a node's result: their elements that are not zero are counted, or those of
+    ``repeats`` added up."""
+    if sized is _where and len(node.args) != 1:
+        return []
+    if sized is _getitem:
+        index = node.args[1]
+        return [each for each in (index if isinstance(index, tuple) else (index,)) if _is_mask(each)]  # type: ignore[misc]
+    masks = [*node.args, *node.kwargs.values()][1 if sized in (_masked_select, _repeat_interleave) else 0 :][:1]
+    return [mask for mask in masks if isinstance(mask, fx.Node)]
+
+
+def _give_size(tx: Any, node: fx.Node) -> None:
+    """Lets a node whose shape a mask decides be one of known shape, where the call's inputs decide the mask."""
+    from torch._dynamo.variables.builder import wrap_fx_proxy
+
+    sized = _SIZED.get(node.target) if node.op in ("call_function", "call_method") else None
+    if sized is None or "out" in node.kwargs or "output_size" in node.kwargs or not (masks := _masks(node, sized)):
+        return
+    counting = torch.sum if sized is _repeat_interleave else torch.count_nonzero
+    counts = []
+    for mask in masks:
+        number = tx.output.create_proxy("call_function", counting, (fx.Proxy(mask, tx.output.current_tracer),), {})
+        if (count := known_value(tx, wrap_fx_proxy(tx, number))) is None:
+            return
+        counts.append(count)
+    node.op, node.target, node.args = "call_function", sized, (counts, *node.args)
 
 
 def _cone(result: fx.Node) -> list[fx.Node]:
@@ -191,7 +277,7 @@ def expecting_values(graph: fx.GraphModule) -> Callable[[Callable[..., Any]], Ca
 @functools.cache
 def _replace_methods() -> None:
     """Lets Dynamo ask here first for the values of tensors. Outside ``taking_known_values``, nothing is changed."""
-    from torch._dynamo.variables import ConstantVariable, TensorVariable
+    from torch._dynamo.variables import ConstantVariable, TensorVariable, builder
     from torch._dynamo.variables.base import VariableTracker
 
     def item(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -217,6 +303,15 @@ def _replace_methods() -> None:
 
         return known
 
+    def wrapping(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(target: Any, tx: Any, proxy: Any, *args: Any, **kwargs: Any) -> Any:
+            if int in _taking.value:
+                _give_size(tx, proxy.node)
+            return plain(target, tx, proxy, *args, **kwargs)
+
+        return wrapped
+
+    builder._wrap_fx_proxy = functools.wraps(builder._wrap_fx_proxy)(wrapping(builder._wrap_fx_proxy))
     for name, replaced in (("method_item", item), ("method_tolist", tolist)):
         if (plain := getattr(TensorVariable, name, None)) is not None:
             setattr(TensorVariable, name, functools.wraps(plain)(replaced(plain)))

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,9 +98,11 @@ class Question:
 
 @dataclass(slots=True)
 class Answers:
-    """The answers for one model's code when it asks whether it is compiling. ``conceded``: the places that are told the truth.
-    ``asked``: what the capture under way has asked, the latest question last."""
+    """The answers for one model's code when it asks whether it is compiling. ``stand_ins``: Python functions that are captured
+    in place of torch's. ``conceded``: the places that are told the truth. ``asked``: what the capture under way has asked, the
+    latest question last."""
 
+    stand_ins: Mapping[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict)
     conceded: set[_Stack] = field(default_factory=set)
     asked: dict[_Stack, Question] = field(default_factory=dict)
 
@@ -127,6 +129,7 @@ _answers = ThreadSetting[Answers | None](None)
 def plain_answers(answers: Answers) -> Iterator[None]:
     """Captures inside, in this thread, take calls as they are, and answer questions about compilation by ``answers``."""
     _replace_handlers()
+    _replace_functions(answers.stand_ins)
     answers.asked.clear()
     with _answers.during(answers):
         yield
@@ -148,27 +151,32 @@ def _replace_handlers() -> None:
     for capturing in (torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing):
         trace_rules.get_torch_obj_rule_map()[capturing] = TorchInGraphFunctionVariable
         handlers[capturing] = _no(handlers.get(capturing))
-    for function in _LOOKING_AT_VALUES:
-        handlers[function] = _inlined(function, handlers.get(function))
+
+
+def _replace_functions(functions: Iterable[Callable[..., Any]]) -> None:
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    for function in functions:
+        if not hasattr(handler := handlers.get(function), "_mt_replaced"):
+            handlers[function] = _replaced(function, handler)
 
 
 _REWRITTEN: tuple[Callable[..., Any], ...] = (torch.addcdiv, torch._foreach_lerp_)  # to calls that round otherwise
 
 
-# Python functions of torch that Dynamo would take whole, though they branch on values: on what they raise for, at that.
-_LOOKING_AT_VALUES: tuple[Callable[..., Any], ...] = (torch.nn.functional.gaussian_nll_loss,)
-
-
-def _inlined(function: Callable[..., Any], handler: Callable[..., Any] | None) -> Callable[..., Any]:
+def _replaced(function: Callable[..., Any], handler: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Captures the function that stands in for ``function``, where there is one."""
     from torch._dynamo.variables import UserFunctionVariable
 
-    def inlined(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        if _answers.value is None:
+    def replaced(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        other = None if _answers.value is None else _answers.value.stand_ins.get(function)
+        if other is None:
             return None if handler is None else handler(variable, tx, *args, **kwargs)
-        plain = UserFunctionVariable(function)  # type: ignore[arg-type]
-        return tx.inline_user_function_return(plain, list(args), kwargs)
+        return tx.inline_user_function_return(UserFunctionVariable(other), list(args), kwargs)  # type: ignore[arg-type]
 
-    return inlined
+    replaced._mt_replaced = True  # type: ignore[attr-defined]
+    return replaced
 
 
 def _answering(handler: Callable[..., Any]) -> Callable[..., Any]:
