@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from mtcompile import torch_private
-from mtcompile.capture import ctc_loss
+from mtcompile.capture import known_shapes
 from mtcompile.capture.refusals import not_captured, not_compiled, place_in, place_of, refuse, with_place
 from mtcompile.errors import CaptureError, MtcompileError
 from mtcompile.torch_private import plain_torch, refusing_random_numbers
@@ -73,7 +73,7 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
                 plain_torch.plain_answers(state.answers),
                 torch_private.checking_branches(),
                 torch_private.tracing_new_leaves(),
-                torch_private.taking_known_values(state.takes),
+                torch_private.taking_known_values(state.takes, known_shapes.shaped),
             ):
                 return variant(*args, **kwargs)
         except torch_private.OtherValues:
@@ -114,7 +114,7 @@ class _State:
 def _stand_ins(device: torch.device) -> dict[Callable[..., Any], Callable[..., Any]]:
     """Python functions that are captured in place of torch's."""
     looking_at_values = torch.nn.functional.gaussian_nll_loss  # which Dynamo would take whole
-    stand_ins = {looking_at_values: looking_at_values, **ctc_loss.STAND_INS}
+    stand_ins: dict[Callable[..., Any], Callable[..., Any]] = {looking_at_values: looking_at_values, **known_shapes.STAND_INS}
     return stand_ins if device.type == "cuda" else {**stand_ins, torch.backends.cudnn.flags: _no_flags}
 
 

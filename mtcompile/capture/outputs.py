@@ -86,9 +86,7 @@ def rebuilt(output: Output, inputs: Sequence[torch.Tensor], computed: Sequence[t
     return tensor.detach() if output.detached and tensor.requires_grad else tensor
 
 
-def outputs_of(
-    graph: fx.Graph, views: bool = True
-) -> tuple[tuple[Output, ...], tuple[fx.Node, ...], tuple[str, ...]]:
+def outputs_of(graph: fx.Graph, views: bool = True) -> tuple[tuple[Output, ...], tuple[fx.Node, ...], tuple[str, ...]]:
     """Returns how to rebuild each output of Dynamo's graph, the nodes that the program must compute for that, and the names of
     those whose gradient is added up from returned views and from uses in the forward in another order than in a plain run.
     ``views``: False computes an output that is a view of a computed tensor by itself. Raises CaptureError for outputs without
@@ -127,9 +125,7 @@ def _requires_grad(node: fx.Node) -> bool:
     return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
-def _rebuilding(
-    graph: fx.Graph, views: bool, alone: frozenset[fx.Node]
-) -> tuple[tuple[Output, ...], tuple[fx.Node, ...]]:
+def _rebuilding(graph: fx.Graph, views: bool, alone: frozenset[fx.Node]) -> tuple[tuple[Output, ...], tuple[fx.Node, ...]]:
     """Returns how to rebuild each output, and the nodes to compute for that. ``alone``: views to compute by themselves."""
     inputs = {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
     positions: dict[fx.Node, int] = {}

@@ -23,11 +23,6 @@ _TIPS = (  # for the first expression that occurs in the first line of torch's r
         "expected random numbers from torch's default generator only (torch.rand(..., device=x.device), dropout, ...), seeded "
         "outside forward: draw others outside and pass them as tensors",
     ),
-    (
-        "_ctc_loss",
-        "torch sizes what ctc_loss keeps by the lengths that it is given; return the log-probabilities, and compute ctc_loss "
-        "outside the compiled model",
-    ),
     (r"(?i)data.dependent|\.item\(\)|tolist|nonzero|unbacked|dynamic shape", _DATA),
 )
 _OTHERWISE = (

@@ -189,6 +189,7 @@ def _ctc_nbytes(node: fx.Node) -> int:
 # Operations whose buffers depend on their input values -> a bound on the bytes that these take.
 _VALUE_DEPENDENT: dict[str, Callable[[fx.Node], int]] = {
     "_embedding_bag": _operands_nbytes,
+    "nonzero_static": _operands_nbytes,
     "matrix_exp": lambda node: 16 * _operands_nbytes(node),
     "ctc_loss": _ctc_nbytes,
 }

@@ -10,11 +10,9 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
-import itertools
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -37,20 +35,39 @@ class OtherValues(MtcompileError):
     """Raised before anything runs when values that a capture took from its inputs are others in this call."""
 
 
-_taking = ThreadSetting[tuple[type, ...]](())
+class Shaped(Protocol):
+    """An operation of known shape in place of one whose shape its ``masks`` decide. ``function`` takes the values that
+    ``counting`` has for the masks, each expanded to a shape if there is one, and then what the operation takes."""
+
+    @property
+    def function(self) -> Callable[..., Any]: ...
+    @property
+    def masks(self) -> Sequence[tuple[fx.Node, tuple[int, ...] | None]]: ...
+    @property
+    def counting(self) -> Callable[..., Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Taking:
+    types: tuple[type, ...] = ()
+    shaped: Callable[[fx.Node], Shaped | None] = lambda node: None
+
+
+_taking = ThreadSetting(_Taking())
 
 
 @contextlib.contextmanager
-def taking_known_values(types: tuple[type, ...]) -> Iterator[None]:
-    """Captures inside, in this thread, take values of these types (bool, int) that the call's inputs decide."""
+def taking_known_values(types: tuple[type, ...], shaped: Callable[[fx.Node], Shaped | None]) -> Iterator[None]:
+    """Captures inside, in this thread, take values of these types (bool, int) that the call's inputs decide. Where ints are
+    taken, ``shaped`` may replace operations by others of known shape."""
     _replace_methods()
-    with _taking.during(types):
+    with _taking.during(_Taking(types, shaped)):
         yield
 
 
 def known_value(tx: Any, variable: Any) -> bool | int | None:
     """The value of a tensor of one element that is being captured, where the call's inputs decide it; else None."""
-    if not _taking.value or tx.output.current_tracer is not tx.output.root_tracer:
+    if not _taking.value.types or tx.output.current_tracer is not tx.output.root_tracer:
         return None
     node = variable.proxy.node
     cone = _cone(node)
@@ -70,88 +87,23 @@ def known_value(tx: Any, variable: Any) -> bool | int | None:
     return value
 
 
-# --------------------------------------------------------------------------------------------- shapes that a mask decides
-#
-# How many elements ``x[mask]`` has depends on what the mask holds. Where the call's inputs decide that, the number is taken as
-# every value is, and the operation becomes one whose shape is known. The kernels are those of a plain run.
-
-
-def _indices(mask: torch.Tensor, count: int) -> torch.Tensor:
-    """``mask.nonzero()``, with its strides."""
-    return torch.nonzero_static(mask, size=count).t().contiguous().t()
-
-
-def _nonzero(counts: Sequence[int], mask: torch.Tensor, as_tuple: bool = False) -> Any:
-    indices = _indices(mask, *counts)
-    return indices.unbind(1) if as_tuple else indices
-
-
-def _where(counts: Sequence[int], mask: torch.Tensor) -> Any:
-    return _nonzero(counts, mask, as_tuple=True)
-
-
-def _masked_select(counts: Sequence[int], tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    tensor, mask = torch.broadcast_tensors(tensor, mask)
-    return tensor[_indices(mask, *counts).unbind(1)]
-
-
-def _getitem(counts: Sequence[int], tensor: torch.Tensor, index: Any) -> torch.Tensor:
-    known, index = iter(counts), index if isinstance(index, tuple) else (index,)
-    unbound = ((_indices(each, next(known)).unbind(1) if _is_mask(each) else (each,)) for each in index)
-    return tensor[tuple(itertools.chain.from_iterable(unbound))]
-
-
-def _repeat_interleave(counts: Sequence[int], tensor: torch.Tensor, repeats: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    return torch.repeat_interleave(tensor, repeats, dim, output_size=counts[0])
-
-
-_SIZED: dict[Any, Callable[..., Any]] = {
-    torch.nonzero: _nonzero,
-    "nonzero": _nonzero,
-    torch.argwhere: _nonzero,
-    "argwhere": _nonzero,
-    torch.where: _where,
-    torch.masked_select: _masked_select,
-    "masked_select": _masked_select,
-    operator.getitem: _getitem,
-    "__getitem__": _getitem,
-    torch.repeat_interleave: _repeat_interleave,
-    "repeat_interleave": _repeat_interleave,
-}
-
-
-def _is_mask(index: Any) -> bool:
-    example = index.meta.get("example_value") if isinstance(index, fx.Node) else index
-    return isinstance(example, torch.Tensor) and example.dtype is torch.bool and example.dim() > 0
-
-
-def _masks(node: fx.Node, sized: Callable[..., Any]) -> list[fx.Node]:
-    """The tensors that decide the shape of a node's result: their elements that are not zero are counted, or those of
-    ``repeats`` added up."""
-    if sized is _where and len(node.args) != 1:
-        return []
-    if sized is _getitem:
-        index = node.args[1]
-        return [each for each in (index if isinstance(index, tuple) else (index,)) if _is_mask(each)]  # type: ignore[misc]
-    masks = [*node.args, *node.kwargs.values()][1 if sized in (_masked_select, _repeat_interleave) else 0 :][:1]
-    return [mask for mask in masks if isinstance(mask, fx.Node)]
-
-
-def _give_size(tx: Any, node: fx.Node) -> None:
-    """Lets a node whose shape a mask decides be one of known shape, where the call's inputs decide the mask."""
+def _give_shape(tx: Any, node: fx.Node) -> None:
+    """Replaces an operation whose shape a mask decides by one of known shape, where the call's inputs decide the mask."""
     from torch._dynamo.variables.builder import wrap_fx_proxy
 
-    sized = _SIZED.get(node.target) if node.op in ("call_function", "call_method") else None
-    if sized is None or "out" in node.kwargs or "output_size" in node.kwargs or not (masks := _masks(node, sized)):
+    def variable(target: Any, mask: fx.Node, *args: Any) -> Any:
+        kind = "call_method" if isinstance(target, str) else "call_function"
+        return wrap_fx_proxy(tx, tx.output.create_proxy(kind, target, (fx.Proxy(mask, tx.output.current_tracer), *args), {}))
+
+    if node.op not in ("call_function", "call_method") or (shaped := _taking.value.shaped(node)) is None:
         return
-    counting = torch.sum if sized is _repeat_interleave else torch.count_nonzero
     counts = []
-    for mask in masks:
-        number = tx.output.create_proxy("call_function", counting, (fx.Proxy(mask, tx.output.current_tracer),), {})
-        if (count := known_value(tx, wrap_fx_proxy(tx, number))) is None:
+    for mask, shape in shaped.masks:
+        mask = mask if shape is None else variable("expand", mask, *shape).proxy.node
+        if (count := known_value(tx, variable(shaped.counting, mask))) is None:
             return
         counts.append(count)
-    node.op, node.target, node.args = "call_function", sized, (counts, *node.args)
+    node.op, node.target, node.args = "call_function", shaped.function, (counts, *node.args)
 
 
 def _cone(result: fx.Node) -> list[fx.Node]:
@@ -182,7 +134,7 @@ def _is_decided(node: fx.Node, cone: Sequence[fx.Node]) -> bool:
     val = node.meta.get("example_value")
     if not isinstance(val, torch.Tensor) or val.numel() != 1 or val.dtype not in _INTEGERS:
         return False
-    if (bool if val.dtype is torch.bool else int) not in _taking.value:
+    if (bool if val.dtype is torch.bool else int) not in _taking.value.types:
         return False
     if any(each.target is torch.amp.autocast_mode._enter_autocast for each in node.graph.nodes):
         return False
@@ -196,7 +148,7 @@ def _is_known(node: fx.Node, value: Any) -> bool:
         example = getattr(node.meta.get("grapharg"), "example", None)
         if not isinstance(example, torch.Tensor) or isinstance(example, torch.nn.Parameter) or example.requires_grad:
             return False
-        return value._version == 0 and not any(getattr(user.target, "__name__", "") in _CHANGING for user in node.users)
+        return not any(getattr(user.target, "__name__", "") in _CHANGING for user in node.users)
     return node.op in ("call_function", "call_method")
 
 
@@ -209,13 +161,17 @@ def _value_now(result: fx.Node, cone: Sequence[fx.Node]) -> Any:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             if node.op == "placeholder":
                 values[node] = node.meta["grapharg"].example
+                if node.meta["example_value"]._version:  # the forward changes it, and nobody may see that here
+                    values[node] = values[node].clone()
             elif node.op == "call_method":
                 values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:
                 values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         for node, value in values.items():
             traced = node.meta.get("example_value")
-            if node.op != "placeholder" and isinstance(traced, torch.Tensor) and traced._version != value._version:
+            if not isinstance(traced, torch.Tensor) or (node.op == "placeholder" and not traced._version):
+                continue
+            if traced._version != value._version:
                 raise ValueError(node)
         return values[result].item()
 
@@ -227,6 +183,8 @@ def _extracted(graph: fx.Graph, marks: Sequence[fx.Node]) -> fx.GraphModule:
     for node in graph.nodes:
         if node in cone:
             copies[node] = extracted.node_copy(node, copies.__getitem__)
+            if node.op == "placeholder" and node.meta["example_value"]._version:
+                copies[node] = extracted.call_method("clone", (copies[node],))
         elif node in marks:
             numbers.append(extracted.call_method("item", (copies[node.args[0]],)))
     extracted.output(tuple(numbers))
@@ -296,7 +254,7 @@ def _replace_methods() -> None:
             return [listed(tx, part.call_method(tx, "__getitem__", [index], {})) for index in indices]
 
         def known(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-            values = listed(tx, variable) if _taking.value else None
+            values = listed(tx, variable) if _taking.value.types else None
             if None in pytree.tree_leaves(values, is_leaf=lambda value: value is None):
                 return plain(variable, tx, *args, **kwargs)
             return VariableTracker.build(tx, values)
@@ -305,8 +263,8 @@ def _replace_methods() -> None:
 
     def wrapping(plain: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(target: Any, tx: Any, proxy: Any, *args: Any, **kwargs: Any) -> Any:
-            if int in _taking.value:
-                _give_size(tx, proxy.node)
+            if int in _taking.value.types:
+                _give_shape(tx, proxy.node)
             return plain(target, tx, proxy, *args, **kwargs)
 
         return wrapped

@@ -44,11 +44,6 @@ def set_mask(model: Model, h: torch.Tensor) -> torch.Tensor:
     return h.sum()
 
 
-def connected(model: Model, h: torch.Tensor) -> torch.Tensor:
-    targets, lengths = torch.tensor([[1, 2]]), (torch.tensor([4]), torch.tensor([2]))
-    return nn.functional.ctc_loss(h.log_softmax(-1).unsqueeze(1), targets, *lengths)
-
-
 def raising(model: Model, h: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("not this time")
 
@@ -60,7 +55,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "assignment to a mask": (set_mask, DATA),
     "unique": (lambda model, h: h.sum() + torch.unique(h.detach().long()).numel(), DATA),
     "branch": (lambda model, h: h.sum() if h.sum() > 0 else -h.sum(), DATA),
-    "ctc": (connected, "_ctc_loss(.|\n)*compute ctc_loss outside"),
     "not differentiable": (lambda model, h: (h * Hard.apply(h)).sum(), "compile the submodules"),
     "shapes": (lambda model, h: h @ torch.ones(9, 2), r"\[4, 8\] X \[9, 2\]"),
     "user's error": (raising, "not this time"),

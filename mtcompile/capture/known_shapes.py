@@ -1,0 +1,198 @@
+"""Operations of torch whose shapes depend on what tensors hold, as operations whose shapes are known when they are captured.
+
+The kernels are torch's, so the bits are those of a plain run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from mtcompile.errors import CaptureError
+
+# ----------------------------------------------------------------------------------------------- elements that a mask chooses
+#
+# How many elements ``x[mask]`` has depends on what the mask holds. Where that number is known, it is the first argument here.
+
+
+@dataclass(frozen=True, slots=True)
+class Shaped:
+    """See ``torch_private.known_values.Shaped``."""
+
+    function: Callable[..., Any]
+    masks: tuple[tuple[fx.Node, tuple[int, ...] | None], ...]
+    counting: Callable[..., Any] = torch.count_nonzero
+
+
+def shaped(node: fx.Node) -> Shaped | None:
+    """The operation of known shape that may take the place of a call in Dynamo's graph; None for all other calls."""
+    function = _OF_KNOWN_SHAPE.get(node.target)
+    if function is None or "out" in node.kwargs or "output_size" in node.kwargs or (function is _where and len(node.args) != 1):
+        return None
+    if function is _getitem:
+        index = node.args[1]
+        indices: Sequence[Any] = index if isinstance(index, tuple) else (index,)
+        masks = tuple(
+            (each, None) for each in indices if isinstance(each, fx.Node) and _is_mask(each.meta.get("example_value"))
+        )
+        return Shaped(function, masks) if masks else None
+    operands = [operand for operand in (*node.args, *node.kwargs.values()) if isinstance(operand, fx.Node)]
+    if function is _masked_select:
+        shape = torch.broadcast_shapes(*(operand.meta["example_value"].shape for operand in operands))
+        return Shaped(function, ((operands[1], tuple(shape)),))
+    if function is _repeat_interleave:
+        return Shaped(function, ((operands[1], None),), torch.sum) if len(operands) > 1 else None
+    return Shaped(function, ((operands[0], None),))
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype is torch.bool and index.dim() > 0
+
+
+def _indices(mask: Tensor, count: int) -> Tensor:
+    """``mask.nonzero()``, with its strides."""
+    return torch.nonzero_static(mask, size=count).t().contiguous().t()
+
+
+def _nonzero(counts: Sequence[int], mask: Tensor, as_tuple: bool = False) -> Any:
+    indices = _indices(mask, *counts)
+    return indices.unbind(1) if as_tuple else indices
+
+
+def _where(counts: Sequence[int], mask: Tensor) -> Any:
+    return _nonzero(counts, mask, as_tuple=True)
+
+
+def _masked_select(counts: Sequence[int], input: Tensor, mask: Tensor) -> Tensor:
+    input, mask = torch.broadcast_tensors(input, mask)
+    return input[_indices(mask, *counts).unbind(1)]
+
+
+def _getitem(counts: Sequence[int], tensor: Tensor, index: Any) -> Tensor:
+    known, index = iter(counts), index if isinstance(index, tuple) else (index,)
+    unbound = (_indices(each, next(known)).unbind(1) if _is_mask(each) else (each,) for each in index)
+    return tensor[tuple(itertools.chain.from_iterable(unbound))]
+
+
+def _repeat_interleave(counts: Sequence[int], input: Tensor, repeats: Tensor, dim: int | None = None) -> Tensor:
+    return torch.repeat_interleave(input, repeats, dim, output_size=counts[0])
+
+
+_OF_KNOWN_SHAPE: dict[Any, Callable[..., Any]] = {
+    torch.nonzero: _nonzero,
+    "nonzero": _nonzero,
+    torch.argwhere: _nonzero,
+    "argwhere": _nonzero,
+    torch.where: _where,
+    torch.masked_select: _masked_select,
+    "masked_select": _masked_select,
+    operator.getitem: _getitem,
+    "__getitem__": _getitem,
+    torch.repeat_interleave: _repeat_interleave,
+    "repeat_interleave": _repeat_interleave,
+}
+
+# ------------------------------------------------------------------------------------------------------------------- CTC loss
+#
+# torch's own operation keeps a table for its backward whose width is that of the longest target. This one keeps nothing, and
+# its backward computes the table again.
+
+_NONE, _MEAN, _SUM = range(3)  # torch's reductions
+_REDUCTIONS = {"none": _NONE, "mean": _MEAN, "sum": _SUM}
+
+
+def ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: int = _MEAN,
+    zero_infinity: bool = False,
+) -> Tensor:
+    """As ``torch.ctc_loss``: ``log_probs`` (T, N, C) or (T, C); lengths are tensors or sequences of ints."""
+    batched = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
+    inputs, lengths = _tensor(input_lengths), _tensor(target_lengths)
+    losses: Tensor = torch.ops.mtcompile.ctc_loss(batched, targets, inputs, lengths, blank, zero_infinity)
+    if zero_infinity:
+        losses = torch.where(losses == math.inf, torch.zeros((), dtype=losses.dtype, device=losses.device), losses)
+    if reduction == _MEAN:
+        return (losses / lengths.to(losses).clamp_min(1)).mean()
+    if reduction == _SUM:
+        return losses.sum()
+    return losses if log_probs.dim() == 3 else losses.squeeze(0)
+
+
+def named_ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """As ``torch.nn.functional.ctc_loss``."""
+    return ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, _REDUCTIONS[reduction], zero_infinity)
+
+
+STAND_INS: dict[Callable[..., Any], Callable[..., Any]] = {torch.ctc_loss: ctc_loss, F.ctc_loss: named_ctc_loss}
+
+
+def _tensor(lengths: Any) -> Tensor:
+    return lengths if isinstance(lengths, torch.Tensor) else torch.tensor(lengths)
+
+
+def _table(log_probs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor, *how: Any) -> tuple[Any, ...]:
+    known = (log_probs, targets, inputs.flatten().tolist(), lengths.flatten().tolist())
+    return known, torch.ops.aten._ctc_loss.default(*known, *how)
+
+
+@torch.library.custom_op("mtcompile::ctc_loss", mutates_args=())
+def _forward(log_probs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor, blank: int, zero_infinity: bool) -> Tensor:
+    _, (losses, _) = _table(log_probs, targets, inputs, lengths, blank, zero_infinity)
+    return losses  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("mtcompile::ctc_loss_backward", mutates_args=())
+def _backward(
+    gradient: Tensor, log_probs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor, blank: int, zero_infinity: bool
+) -> Tensor:
+    known, (losses, table) = _table(log_probs, targets, inputs, lengths, blank, zero_infinity)
+    result: Tensor = torch.ops.aten._ctc_loss_backward.default(gradient, *known, losses, table, blank, zero_infinity)
+    return result
+
+
+@_forward.register_fake
+def _losses(log_probs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor, blank: int, zero_infinity: bool) -> Tensor:
+    if log_probs.is_cuda and targets.dtype == torch.int32 and targets.dim() == 1 and not blank:
+        raise CaptureError(
+            "ctc_loss may run cuDNN's kernel here, which rounds otherwise than torch's own\n"
+            "  expected targets of dtype int64, with which plain runs take torch's own too"
+        )
+    return log_probs.new_empty(log_probs.shape[1])
+
+
+@_backward.register_fake
+def _gradients(gradient: Tensor, log_probs: Tensor, *others: Any) -> Tensor:
+    return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.how = inputs[4:]
+
+
+def _gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.mtcompile.ctc_loss_backward(gradient, *ctx.saved_tensors, *ctx.how), None, None, None, None, None
+
+
+_forward.register_autograd(_gradient, setup_context=_keep)
