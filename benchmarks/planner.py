@@ -64,14 +64,15 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """``ratios``: the planner's predicted step time over the optimum's, by budget. ``rejected``: budgets at which the planner
-    found nothing and the search did."""
+    """``ratios``: the planner's predicted step time over the optimum's, by budget; ``bounds``: its certificate's. ``rejected``:
+    budgets at which the planner found nothing and the search did."""
 
     graph: int
     plans: int
     seconds: float
     evaluations: int
     ratios: tuple[float, ...]
+    bounds: tuple[float, ...]
     rejected: int
 
 
@@ -136,15 +137,17 @@ def examine(seed: int, most: int = MOST_PLANS) -> Result | None:
         return None
     tried = [(made.schedule.peak_nbytes["device"], made.plan.total_us) for made in map(candidates.evaluate, plans)]
     least, full = min(peak for peak, _ in tried), candidates.best(None, None).schedule.peak_nbytes["device"]
-    start, ratios, rejected = time.perf_counter(), [], 0
+    start, ratios, bounds, rejected = time.perf_counter(), [], [], 0
     for share in SHARES:
         budget = int(least + share * (full - least))
         optimum = min(total for peak, total in tried if peak <= budget)
+        certificate = candidates.certificate(budget, None)
+        bounds.append(certificate.bound_us / optimum if certificate else 0.0)
         try:
             ratios.append(candidates.best(budget, None).plan.total_us / optimum)
         except DoesNotFit:
             rejected += 1
-    return Result(seed, len(plans), time.perf_counter() - start, candidates.evaluations, tuple(ratios), rejected)
+    return Result(seed, len(plans), time.perf_counter() - start, candidates.evaluations, tuple(ratios), tuple(bounds), rejected)
 
 
 def main() -> None:
@@ -161,11 +164,14 @@ def main() -> None:
         if result is not None:
             found.append(result)
             shown = " ".join(f"{ratio:.3f}" for ratio in result.ratios)
-            print(f"graph {result.graph}: {result.plans} plans; planner/optimum {shown}; refused {result.rejected}", flush=True)
+            bounds = " ".join(f"{ratio:.3f}" for ratio in result.bounds)
+            print(f"graph {result.graph}: {result.plans} plans; planner/optimum {shown}; bound/optimum {bounds}; ", end="")
+            print(f"refused {result.rejected}", flush=True)
     ratios = [ratio for result in found for ratio in result.ratios]
     worst, refused = max(ratios), sum(result.rejected for result in found)
     median = statistics.median(ratios)
     print(f"{len(found)} graphs, {len(ratios)} budgets: worst {worst:.4f}, median {median:.4f}; refused {refused}")
+    print(f"certificate over optimum: at most {max(bound for result in found for bound in result.bounds):.4f}")
     if options.json:
         options.json.write_text(json.dumps([asdict(result) for result in found], indent=1))
 

@@ -152,8 +152,9 @@ def _update_cost(plan: Plan, machine: Machine, queue: Queue, nbytes: int) -> tup
 def _with_lives(work: list[Instruction], buffers: Mapping[str, Buffer], lookahead: int) -> list[Instruction]:
     """Lists allocs before the first write of their buffer, and frees after its last use.
 
-    A pooled value whose last use is a copy home is freed on the compute queue, which then waits for the copy: at once
-    when memory is what counts (no lookahead), after the next region otherwise, so that the copy hides behind it.
+    A pooled value that is copied home is freed on the compute queue, which then waits for the copy: after its last use when
+    memory is what counts (no lookahead), otherwise no sooner than as many regions after the copy as prefetches are ahead, so that
+    the copy hides behind these.
     """
     last = {name: position for position, user in enumerate(work) for name in (*user.reads, *user.writes)}
     ending: dict[int, list[str]] = {}
@@ -162,29 +163,36 @@ def _with_lives(work: list[Instruction], buffers: Mapping[str, Buffer], lookahea
             ending.setdefault(position, []).append(name)
 
     instructions: list[Instruction] = []
-    deferred: list[tuple[str, Instruction]] = []  # buffers to free after the next region, and their last user
+    deferred: list[tuple[int, str, Instruction]] = []  # after which region to free a buffer, and its last user
+    ran = 0  # regions
+    copied: dict[str, int] = {}  # value -> regions that had run when its copy home was listed
 
     def life(op: Op, name: str, user: Instruction) -> None:
         queue = "compute" if buffers[name].kind == "pooled" else user.queue
         instructions.append(Instruction(op, queue, user.phase, writes=(name,), block=user.block))
 
-    def free_deferred() -> None:
-        for name, user in deferred:
-            life("free", name, user)
-        deferred.clear()
+    def free_deferred(whole: bool = False) -> None:
+        for due, name, user in tuple(deferred):
+            if whole or due <= ran:
+                deferred.remove((due, name, user))
+                life("free", name, user)
 
     for position, user in enumerate(work):
         for name in user.writes:
             if buffers[name].kind != "home":
                 life("alloc", name, user)
         instructions.append(user)
+        if user.queue == "d2h":
+            copied |= dict.fromkeys(user.reads, ran)
         if user.op == "run" and user.queue == "compute":
+            ran += 1
             free_deferred()
         for name in ending.get(position, ()):
-            if buffers[name].kind == "pooled" and user.queue != "compute" and lookahead:
-                deferred.append((name, user))
+            due = copied[name] + lookahead if name in copied and lookahead and buffers[name].kind == "pooled" else ran
+            if due > ran:
+                deferred.append((due, name, user))
             else:
                 life("free", name, user)
         if position + 1 == len(work) or work[position + 1].phase != user.phase:
-            free_deferred()
+            free_deferred(whole=True)
     return instructions

@@ -52,12 +52,35 @@ class Updates:
 
 
 @dataclass(frozen=True, slots=True)
+class Certificate:
+    """A lower bound on the time of a whole step, of any plan within the budgets on this machine. ``gains_us``: about how much
+    lower the bound would be with one GiB more of a tier's memory (``device memory``, ``host memory``), or with something a tenth
+    faster (``compute``, ``link``, ``host``); what is not there would change nothing."""
+
+    bound_us: float
+    gains_us: Mapping[str, float] = field(default_factory=dict)
+
+    def gap(self, step_time_us: float) -> float:
+        """The share of the bound by which a step is longer than it."""
+        return max(0.0, step_time_us / self.bound_us - 1) if self.bound_us else 0.0
+
+    def __str__(self) -> str:
+        """One sentence for a reader."""
+        words = {name: ("1 GiB more " if name.endswith("memory") else "a 10 % faster ") + name for name in self.gains_us}
+        words |= {"compute": "10 % more compute"}
+        worth = sorted((us, name) for name, us in self.gains_us.items() if us > self.bound_us / 1000)
+        gains = [f"{words[name]} -{us / 1e3:.3g} ms" for us, name in reversed(worth)]
+        sentence = f"no plan within these budgets is faster than {self.bound_us / 1e3:.4g} ms"
+        return sentence + (f" (with {', '.join(gains)})" if gains else "")
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Every decision about a step. Missing subjects take the floor's choice: parameters on the host, activations on the host,
     blocks recomputed. ``lookahead``: how many regions ahead a prefetch is issued. ``span``: how many blocks
     in a row are recomputed at once (longer runs are halved, recursively); 0: all of them. ``peak_bytes``, ``budget_bytes``:
     bytes per tier. ``step_time_us``: forward and backward as the simulator predicts them; ``update_us``: what the optimizer's
-    update adds to them. ``updates``: how parameters are updated in the backward; None: by optimizer.step(). ``narrow``: casts
+    update adds to them. ``certificate``: how fast any plan within these budgets could be. ``updates``: how parameters are updated in the backward; None: by optimizer.step(). ``narrow``: casts
     run on the side of the link where fewer bytes cross. ``numerics``: the contract in words."""
 
     decisions: tuple[Decision, ...] = ()
@@ -72,6 +95,7 @@ class Plan:
     limiting_resource: str = ""
     machine: str = ""
     numerics: str = ""
+    certificate: Certificate | None = None
     updates: Updates | None = None
     narrow: bool = True
     # The decisions by kind and subject, filled in by the first ``find``.
@@ -104,6 +128,11 @@ class Plan:
         return self.step_time_us + self.update_us
 
     @property
+    def gap(self) -> float:
+        """The share of the bound by which the step is longer than it; 0 without a certificate."""
+        return self.certificate.gap(self.total_us) if self.certificate else 0.0
+
+    @property
     def all_resident(self) -> bool:
         """True where nothing moves and nothing is computed again."""
         return all(d.choice in ("device", "save") for d in self.decisions)
@@ -129,6 +158,8 @@ class Plan:
         for tier, peak in self.peak_bytes.items():
             budget = self.budget_bytes.get(tier)
             lines.append(f"  {tier}: peak {gib(peak)} of {gib(budget) if budget is not None else 'no limit'}")
+        if self.certificate is not None:
+            lines.append(f"  within {self.gap:.1%} of the bound: {self.certificate}")
         lines.append(f"  smallest device budget that works: {gib(self.minimum_device_bytes)}")
         runs = f"; runs of recomputed blocks are halved down to {self.span}" if self.span else ""
         lines.append(f"  training state: {gib(self.state_bytes)}; prefetch {self.lookahead} region(s) ahead{runs}")
@@ -153,5 +184,10 @@ def plan_from_json(text: str) -> Plan:
     if data.pop("format", None) != FORMAT:
         raise ValueError(f"expected a plan of format {FORMAT!r}; write one with plan.to_json()")
     decisions = tuple(Decision(**{**row, "values": tuple(row.get("values", ()))}) for row in data.pop("decisions"))
-    updates = data.pop("updates", None)
-    return Plan(decisions=decisions, updates=None if updates is None else Updates(**updates), **data)
+    updates, certificate = data.pop("updates", None), data.pop("certificate", None)
+    return Plan(
+        decisions=decisions,
+        updates=None if updates is None else Updates(**updates),
+        certificate=None if certificate is None else Certificate(**certificate),
+        **data,
+    )

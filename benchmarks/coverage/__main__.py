@@ -1,9 +1,9 @@
 """Trains other people's models plainly and compiled, and writes what was equal into docs/coverage.md.
 
-    python -m benchmarks.coverage                               # all, from where an earlier run of the same sources stopped
-    python -m benchmarks.coverage --budgets roomy               # a quick pass; the next one adds the other two budgets
-    python -m benchmarks.coverage --only 'nn.Conv*' --limit 20
-    python -m benchmarks.coverage --again refused INTERNAL WRONG --any-source    # only what was not equal
+python -m benchmarks.coverage                               # all, from where an earlier run of the same sources stopped
+python -m benchmarks.coverage --budgets roomy               # a quick pass; the next one adds the other two budgets
+python -m benchmarks.coverage --only 'nn.Conv*' --limit 20
+python -m benchmarks.coverage --again refused INTERNAL WRONG --any-source    # only what was not equal
 """
 
 from __future__ import annotations

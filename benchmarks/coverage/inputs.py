@@ -42,7 +42,7 @@ def _vision(model: Any, names: set[str]) -> Iterator[Data]:
     for channels, height, width in _pictures(model.config, size):
         picture = torch.randn(BATCH, channels, height, width)
         segments = {"labels": torch.randint(0, 2, (BATCH, height, width))}
-        for labelled in ((labels, segments, {}) if "labels" in names else ({},)):
+        for labelled in (labels, segments, {}) if "labels" in names else ({},):
             yield {"pixel_values": picture, **labelled}
     frames = int(getattr(model.config, "num_frames", 4))
     video = torch.randn(BATCH, frames, 3, size[0], size[1])

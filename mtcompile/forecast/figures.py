@@ -24,8 +24,6 @@ from mtcompile.runtime.trace import busy_us, exposed_us
 from mtcompile.runtime.usage import most_in_slots, walk
 from mtcompile.runtime.verify import verify
 
-_ONE_GIB = 2**30
-
 
 def figures(request: ForecastRequest, sized: SizedStep) -> Forecast:
     """Plans a step within the request's budgets, and returns the plan's bytes and time; if nothing fits, what would help."""
@@ -83,17 +81,12 @@ def _row(candidates: Candidates, policy: str, budgets: Budgets) -> Row:
 
 
 def _with_plan(unplanned: Forecast, candidates: Candidates, budgets: Budgets, planned: Planned) -> Forecast:
-    plan, schedule, limits = planned.plan, planned.schedule, budgets.nbytes
+    plan, schedule = planned.plan, planned.schedule
     bodies: dict[str, Any] = dict(planned.step.named_children())
     flops = sum(kernel_cost(bodies[i.kernel]).flops for i in schedule.instructions if i.kernel in bodies)
     trace = simulate(schedule)
-    busy: dict[str, float] = {queue: us / plan.step_time_us for queue, us in busy_us(trace).items()}
+    busy: dict[str, float] = {queue: us / plan.total_us for queue, us in busy_us(trace).items()}
     queues = [queue for queue in busy_us(trace) if queue != "compute"]
-    next_gib_us = {}
-    for tier, limit in limits.items():
-        if limit is not None and unplanned.feasible:
-            device, host = (limit + _ONE_GIB if tier == t else n for t, n in limits.items())
-            next_gib_us[tier] = max(0.0, plan.total_us - _fastest(candidates, device, host).plan.total_us)
     return replace(
         unplanned,
         peak_bytes=dict(schedule.peak_nbytes),
@@ -107,20 +100,22 @@ def _with_plan(unplanned: Forecast, candidates: Candidates, budgets: Budgets, pl
         exposed_us={queue: exposed_us(trace, queue) for queue in queues},
         ledger=_ledger(unplanned, candidates, planned),
         load_host_bytes=sum(candidates.sizes.values()) + max(candidates.sizes.values(), default=0),
-        next_gib_us=next_gib_us,
+        certificate=plan.certificate,
+        gap=plan.gap,
         planned=planned,
     )
 
 
 def _ledger(unplanned: Forecast, candidates: Candidates, planned: Planned) -> dict[str, dict[str, int]]:
-    """Returns tier -> part -> bytes at the moment when the tier is fullest. The parts of a tier add up to its peak."""
+    """Returns tier -> part -> bytes at the moment when the tier is fullest. The parts of a tier add up to its peak.
+    ``other``: what is held at all times beside training state: a generator's state, the step counters of optimizers."""
     schedule, copies = planned.schedule, candidates.problem.budgets.state_copies
     master = 1.0 if PRECISIONS[unplanned.precision].split else 0.0
     weights = {"device": 0, "host": 0}
     for block, nbytes in candidates.sizes.items():
         weights["device" if planned.plan.params(block) == "device" else "host"] += nbytes
     held = resident_nbytes(candidates.sizes, planned.plan, candidates.problem.budgets)
-    fullest = max(walk(schedule), key=lambda usage: usage.pooled + usage.workspace)
+    fullest = max(walk(schedule), key=lambda usage: usage.pooled + usage.tangents + usage.workspace)
     ledger: dict[str, dict[str, int]] = {}
     for tier, nbytes in weights.items():
         parts = {"weights": nbytes, "master": int(nbytes * master), "optimizer": int(nbytes * (copies - master))}
@@ -131,8 +126,9 @@ def _ledger(unplanned: Forecast, candidates: Candidates, planned: Planned) -> di
             parts["gradients"], arena = parts["gradients"] + slots, arena - slots
         parts["staging" if tier == "device" else "activations"] = arena
         if tier == "device":
-            parts |= {"activations": fullest.pooled, "workspace": fullest.workspace}
-        parts["other"] = schedule.peak_nbytes[tier] - sum(parts.values())
+            parts |= {"activations": fullest.pooled + fullest.tangents, "workspace": fullest.workspace}
+        parts["other"] = schedule.resident_nbytes[tier] - held[tier]
+        assert sum(parts.values()) == schedule.peak_nbytes[tier], "expected parts that add up to the peak"
         ledger[tier] = parts
     return ledger
 

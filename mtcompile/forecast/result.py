@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 
 from torch import fx
 
+from mtcompile.passes.plan import Certificate
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
 from mtcompile.runtime.schedule import gib
 
@@ -29,8 +30,9 @@ class Forecast:
     """A step that has been planned but not run.
 
     ``ledger``: tier -> part -> bytes at the step's peak. ``step_time_us``: time of forward, backward and update, of which
-    ``update_us`` is what the update adds. ``busy``: share of forward and backward in which each queue works. ``exposed_us``:
-    how long each queue works while compute is idle. ``next_gib_us``: microseconds per step that one more GiB of a tier saves.
+    ``update_us`` is what the update adds. ``certificate``: how fast any plan within the budgets could be; ``gap``: the share by
+    which this one is slower. ``busy``: share of the step in which each queue works. ``exposed_us``: how long each queue works
+    while compute is idle.
     ``ways_out``: what would help if nothing fits. ``solved``: the size that ``solve`` found. ``peak_expressions``: with
     ``solve``, the bytes that the leanest plan needs in each tier, as sympy expressions. ``planned``: None if nothing fits,
     unless forced. ``joint`` and ``problem``: the joint graph, and the planning problem made from it.
@@ -59,7 +61,8 @@ class Forecast:
     exposed_us: Mapping[str, float] | None = None
     ledger: Mapping[str, Mapping[str, int]] | None = None
     load_host_bytes: int = 0
-    next_gib_us: Mapping[str, float] | None = None
+    certificate: Certificate | None = None
+    gap: float = 0.0
     ways_out: tuple[str, ...] = ()
     rows: tuple[Row, ...] = ()
     solved: Mapping[str, int] | None = None
@@ -100,8 +103,8 @@ def _lines(f: Forecast) -> list[str]:
         waits = f.exposed_us or {}
         shown = [_busy(queue, share, waits.get(queue, 0.0)) for queue, share in (f.busy or {}).items()]
         lines.append(f"  busy: {', '.join(shown)}")
-        for tier, us in (f.next_gib_us or {}).items():
-            lines.append(f"  one GiB more of {tier} memory: {time_of(us)} a step less")
+        if f.certificate is not None:
+            lines.append(f"  within {f.gap:.1%} of the bound: {f.certificate}")
         lines.append(f"  smallest device memory that works: {gib(f.minimum_device_bytes)}")
         lines.append(f"  numerics: {f.numerics}")
     for tier, expression in (f.peak_expressions or {}).items():

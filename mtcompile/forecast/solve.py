@@ -99,10 +99,7 @@ def plan(
         if solve in ("batch", "seq"):
             return _largest(request, solve, batch, seq)
         forecast, sized = _forecast(request, batch, seq)
-        if solve == "memory" and (least := forecast.minimum_device_bytes):
-            forecast = figures(replace(request, budgets=replace(budgets, device=least)), sized)
-            return replace(forecast, solved={"memory": least})
-        return forecast
+        return _least_memory(request, sized, forecast) if solve == "memory" else forecast
 
 
 def _forecast(request: ForecastRequest, batch: int, seq: int) -> tuple[Forecast, SizedStep]:
@@ -116,6 +113,19 @@ def _forecast(request: ForecastRequest, batch: int, seq: int) -> tuple[Forecast,
             break
         sized, forecast = finer, figures(request, finer)
     return forecast, sized
+
+
+def _least_memory(request: ForecastRequest, sized: SizedStep, forecast: Forecast) -> Forecast:
+    """Plans the step in the least device memory that works, however many chunks its loss head is cut into."""
+    least, leanest = sized.candidates.least().schedule.peak_nbytes["device"], sized
+    while sized.joint.chunks < MOST_CHUNKS:
+        chunks = min(MOST_CHUNKS, 4 * sized.joint.chunks)
+        sized = in_chunks(request, sized.captured, sized.tokens, chunks)
+        if sized.joint.chunks != chunks or (peak := sized.candidates.least().schedule.peak_nbytes["device"]) >= least:
+            break
+        least, leanest = peak, sized
+    within = replace(request, budgets=replace(request.budgets, device=least))
+    return replace(figures(within, leanest), solved={"memory": least})
 
 
 def _largest(request: ForecastRequest, what: str, batch: int, seq: int) -> Forecast:

@@ -55,6 +55,7 @@ def explain(
         compare(schedule, predicted, measured) if measured else None,
         compare(schedule, predicted, measured, here) if measured else None,
         "" if measured else unmeasured,
+        plan.certificate,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from mtcompile.forecast.result import time_of
-from mtcompile.passes.plan import Decision
+from mtcompile.passes.plan import Certificate, Decision
 from mtcompile.report.alternatives import Alternative
 from mtcompile.report.compare import Compared
 from mtcompile.runtime.schedule import gib, listed
@@ -53,10 +53,10 @@ class Value:
 class Explanation:
     """The values that ``asked`` names, why the plan treats them as it does, and what else it could have done.
 
-    ``step_time_us`` (update included) and ``peak_bytes`` are the plan's. ``exact``: lowering the plan again gives its own
-    figures, so that the ``alternatives`` compare with it (compiled and recorded kernels need other workspace). ``compared``
-    and ``compared_here``: predicted and measured times of the last step, of all instructions and of those that touch these
-    values. ``unmeasured``: why there are none."""
+    ``step_time_us`` (update included), ``peak_bytes`` and ``certificate`` are the plan's. ``exact``: lowering the plan again
+    gives its own figures, so that the ``alternatives`` compare with it (compiled and recorded kernels need other workspace).
+    ``compared`` and ``compared_here``: predicted and measured times of the last step, of all instructions and of those that
+    touch these values. ``unmeasured``: why there are none."""
 
     asked: str
     step_time_us: float
@@ -68,6 +68,7 @@ class Explanation:
     compared: Compared | None = None
     compared_here: Compared | None = None
     unmeasured: str = ""
+    certificate: Certificate | None = None
 
     def to_json(self, indent: int | None = None) -> str:
         return json.dumps(asdict(self), indent=indent)
@@ -82,6 +83,8 @@ def _text(e: Explanation) -> str:
     for tier, peak in e.peak_bytes.items():
         budget = e.budget_bytes.get(tier)
         lines.append(f"  {tier}: peak {gib(peak)} of {gib(budget) if budget is not None else 'no limit'}")
+    if e.certificate is not None:
+        lines.append(f"  within {e.certificate.gap(e.step_time_us):.1%} of the bound: {e.certificate}")
     for value in e.values[:_MOST]:
         lines += _value(value)
     if len(e.values) > _MOST:

@@ -90,6 +90,9 @@ class Cost:
     fusible_nbytes: int = 0
     fusible: int = 0
 
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
+
     def time_us(self, machine: Machine) -> float:
         if not machine.fuses:
             return machine.run_us(self.flops, self.nbytes, self.operations)

@@ -40,13 +40,15 @@ NO_LIMITS = Budgets()
 
 
 def param_nbytes(step: fx.GraphModule) -> dict[str, int]:
-    """The bytes of parameters by home block."""
-    sizes: dict[str, int] = {}
-    for spec, node in inputs_of(step):
-        if spec.role == "param" and spec.name in step.meta["homes"]:
-            block = step.meta["homes"][spec.name]
-            sizes[block] = sizes.get(block, 0) + placed(node.meta["nbytes"])
-    return sizes
+    """The bytes of parameters by home block, worked out once per step."""
+    if "param_nbytes" not in step.meta:
+        step.meta["param_nbytes"] = sizes = dict[str, int]()
+        for spec, node in inputs_of(step):
+            if spec.role == "param" and spec.name in step.meta["homes"]:
+                block = step.meta["homes"][spec.name]
+                sizes[block] = sizes.get(block, 0) + placed(node.meta["nbytes"])
+    known: dict[str, int] = step.meta["param_nbytes"]
+    return known
 
 
 def resident_nbytes(sizes: Mapping[str, int], plan: Plan, budgets: Budgets) -> dict[str, int]:

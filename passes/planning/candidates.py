@@ -7,25 +7,31 @@ and a budget takes the last point that fits. So a larger budget is never slower,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Protocol
 
 from mtcompile.passes.analysis.state import Budgets, param_nbytes
 from mtcompile.passes.draft import draft_of
-from mtcompile.passes.plan import Decision, Plan
+from mtcompile.passes.plan import Certificate, Decision, Plan
 from mtcompile.passes.planning.evaluate import completed, evaluate, shortfall
 from mtcompile.passes.planning.frontier import Point, choose, fits, most_promising, pareto, points_from_json, points_to_json
-from mtcompile.passes.planning.ladders import Ladder, blocks_of, everything, ladders
+from mtcompile.passes.planning.ladders import Block, Ladder, blocks_of, everything, ladders
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Progress, no_progress
+from mtcompile.passes.planning.linear.homes import HomeCost, home_costs
+from mtcompile.passes.planning.linear.program import Infeasible
+from mtcompile.passes.planning.linear.relaxation import Relaxed, relaxation
+from mtcompile.passes.planning.linear.seeds import SOLUTIONS, Seeds
 from mtcompile.passes.planning.search import neighbours, signature
 from mtcompile.passes.step_graph import kernel_of, regions
 
 # Limits count evaluations, not seconds, so that the same input gives the same plan. One takes time in proportion to regions.
 _REGIONS_PER_LADDER = 150  # regions to evaluate per ladder, but ...
 _FEWEST_POINTS, MOST_POINTS = 6, 12  # ... at least and at most this many plans
+_GIB = 1 << 30
+_AHEAD = (1, 2, 3)  # blocks ahead that plans of the linear program fetch
 _SEARCHED, MOST_SEARCHED = 4_000_000, 300  # plans of local search: the first over the square of a step's operations; at most
 
 
@@ -62,12 +68,21 @@ class Candidates:
     def planned(self, plan: Plan) -> Planned:
         """Returns the plan with its rewritten step graph and schedule, whether it fits or not."""
         candidate = self.evaluate(plan)
-        return completed(self.problem, candidate, candidate.plan.peak_bytes["device"])
+        return completed(self.problem, candidate, candidate.plan.peak_bytes["device"], None)
 
     @cached_property
     def ladders(self) -> tuple[Ladder, ...]:
-        """Lists of candidates from the floor up. If activations may go home, they include every fixed policy's plan, so that no
-        policy beats the search."""
+        """Lists of candidates from the floor up: by density, and by linear programs."""
+        least, device = self._by_density[0][0], (self._floor, self._everything().plan.peak_bytes["device"])
+        by_programs = []
+        for ahead in _AHEAD:
+            solve = relaxation(self.problem, self.blocks, self._home_costs, ahead)
+            by_programs.append(Seeds(solve, replace(least, lookahead=ahead), self.blocks, self.sizes, device))
+        return (*self._by_density, *by_programs)
+
+    @cached_property
+    def _by_density(self) -> tuple[Ladder, ...]:
+        """If activations may go home, these include every fixed policy's plan, so that no policy beats the search."""
         step, host = self.problem.step, self.problem.budgets.host_activations
         searched = ladders(step, self.base, self.problem.machine, self.open_params, host)
         if host:
@@ -75,18 +90,51 @@ class Candidates:
             searched += tuple((policy(step, self.base, self.open_params),) for policy in policies)
         return searched
 
+    @cached_property
+    def _floor(self) -> int:
+        """The lowest peak of the plans that keep least."""
+        return min(self.evaluate(ladder[0]).plan.peak_bytes["device"] for ladder in self._by_density)
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """The blocks of the step, and what a plan may decide about each."""
+        return blocks_of(self.problem.step, self.problem.machine)
+
+    @cached_property
+    def _home_costs(self) -> dict[str, HomeCost]:
+        problem, streamed = self.problem, POLICIES["megatrain"](self.problem.step, self.base, self.open_params)
+        on_host = [self.evaluate(replace(streamed, narrow=narrow)).schedule for narrow in (True, False)]
+        return home_costs(problem.step, problem.machine, on_host, self._everything().schedule)
+
+    @cached_property
+    def _bounded(self) -> Callable[[Mapping[str, int | None]], Relaxed]:
+        return relaxation(self.problem, self.blocks, self._home_costs)
+
+    def certificate(self, device: int | None, host: int | None) -> Certificate | None:
+        """How fast any plan within these bytes could be; None without a solver."""
+        with contextlib.suppress(Infeasible):
+            limits = {"device": device, "host": host}
+            relaxed = self._bounded(limits)
+            gains_us = dict(relaxed.gains_us)
+            for tier, nbytes in limits.items():
+                if nbytes is not None:
+                    with_more = self._bounded({**limits, tier: nbytes + _GIB})
+                    gains_us[f"{tier} memory"] = relaxed.bound_us - with_more.bound_us
+            return Certificate(relaxed.bound_us, {what: us for what, us in gains_us.items() if us > 1e-3})
+        return None
+
     def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:
         """Returns the fastest candidate within these bytes. ``known``: the plan found for the same request before; it is taken
         without a search if it still fits. Raises DoesNotFit."""
         problem = self._within(device, host)
         if known is not None and fits((again := self.evaluate(known)).plan, problem.budgets):
-            return completed(problem, again, known.minimum_device_bytes)
+            return completed(problem, again, known.minimum_device_bytes, known.certificate)
         if not self._points:
             resident = self._everything()
             if fits(resident.plan, problem.budgets):  # no search is needed; the floor is reported anyway
-                floor = self.evaluate(self.ladders[0][0]).plan
-                minimum = min(floor.peak_bytes["device"], resident.plan.peak_bytes["device"])
-                return completed(problem, self._with_late_updates(resident, problem.budgets), minimum)
+                minimum = min(self._floor, resident.plan.peak_bytes["device"])
+                late = self._with_late_updates(resident, problem.budgets)
+                return completed(problem, late, minimum, self.certificate(device, host))
             self._points = self._stored_points() or self._search(resident.plan)
         try:
             return self._chosen(problem)
@@ -112,7 +160,8 @@ class Candidates:
         for tier, limit in budgets.nbytes.items():
             if limit is not None and peaks[tier] > limit:
                 raise shortfall(candidate, tier)
-        return completed(replace(self.problem, budgets=budgets), candidate, peaks["device"])
+        certificate = self.certificate(budgets.device, budgets.host)
+        return completed(replace(self.problem, budgets=budgets), candidate, peaks["device"], certificate)
 
     # -------------------------------------------------------------------------------------------------------- choosing
 
@@ -128,7 +177,8 @@ class Candidates:
         frontier = self._frontier(budgets)
         point = choose(frontier, self._points, lambda plan: self.evaluate(plan).plan, budgets)
         candidate = self._with_late_updates(self._with_casts_in_place(self._again(point), budgets), budgets)
-        return completed(problem, candidate, min(frontier[0].peak, candidate.plan.peak_bytes["device"]))
+        minimum = min(frontier[0].peak, candidate.plan.peak_bytes["device"])
+        return completed(problem, candidate, minimum, self.certificate(budgets.device, budgets.host))
 
     def _again(self, point: Point) -> Candidate:
         """Returns the point with its schedule. Raises _Stale."""
@@ -182,12 +232,14 @@ class Candidates:
         per_ladder = min(max(_FEWEST_POINTS, _REGIONS_PER_LADDER // len(step_regions)), MOST_POINTS)
         points = [Point(resident, (resident,), 0)]
         sampled = []
-        for ladder in self.ladders:
-            last, count = len(ladder) - 1, min(len(ladder), per_ladder)
-            positions = sorted({round(i * last / max(1, count - 1)) for i in range(count)})
-            sampled += [(ladder, position) for position in positions]
+        by_density = len(self._by_density)
         operations = sum(len(kernel_of(self.problem.step, region).graph.nodes) for region in step_regions)
         remaining = min(MOST_SEARCHED, _SEARCHED // operations**2)
+        by_programs = SOLUTIONS if remaining < per_ladder else per_ladder  # more where local search can do little
+        for number, ladder in enumerate(self.ladders):
+            last, count = len(ladder) - 1, min(len(ladder), per_ladder if number < by_density else by_programs)
+            positions = sorted({round(i * last / max(1, count - 1)) for i in range(count)})
+            sampled += [(ladder, position) for position in positions]
         for done, (ladder, position) in enumerate(sampled):
             self.progress("planning", done, len(sampled) + remaining)
             points.append(Point(self.evaluate(ladder[position]).plan, ladder, position))
@@ -198,8 +250,7 @@ class Candidates:
 
     def _explore(self, points: list[Point], remaining: int) -> None:
         """Adds plans that local search evaluates to ``points``, at most ``remaining`` of them."""
-        blocks = blocks_of(self.problem.step, self.problem.machine)
-        host = self.problem.budgets.host_activations
+        blocks, host = self.blocks, self.problem.budgets.host_activations
         seen = {signature(point.plan, blocks, self.sizes) for point in points}
         unvaried = list(points)
         while remaining > 0 and unvaried:

@@ -9,7 +9,7 @@ from torch import fx
 from mtcompile.passes import rewrite, rewritten_draft
 from mtcompile.passes.analysis.state import param_nbytes, persistent_nbytes, resident_nbytes, times_us
 from mtcompile.passes.lower import lower_without_deps
-from mtcompile.passes.plan import Plan
+from mtcompile.passes.plan import Certificate, Plan
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
 from mtcompile.runtime.deps import derive, waits
 from mtcompile.runtime.schedule import Schedule
@@ -26,9 +26,9 @@ def evaluate(problem: PlanningProblem, draft: fx.GraphModule, plan: Plan) -> Can
     return Candidate(replace(plan, step_time_us=time_us, update_us=exposed, peak_bytes=dict(schedule.peak_nbytes)), schedule)
 
 
-def completed(problem: PlanningProblem, candidate: Candidate, minimum: int) -> Planned:
-    """Returns the chosen candidate with its rewritten step graph, and with budgets, limits, the limiting resource and
-    ``minimum``, the smallest device budget that works, in bytes. Its schedule is the one that it was chosen by."""
+def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, certificate: Certificate | None) -> Planned:
+    """Returns the chosen candidate with its rewritten step graph, and with budgets, limits, the limiting resource, ``minimum``,
+    the smallest device budget that works, in bytes, and its certificate. Its schedule is the one that it was chosen by."""
     step = rewrite(problem.step, candidate.plan)
     schedule = _lowered(problem, step, candidate.plan)
     assert schedule == candidate.schedule, "expected the schedule of the draft, found another one"
@@ -41,6 +41,7 @@ def completed(problem: PlanningProblem, candidate: Candidate, minimum: int) -> P
         budget_bytes=limits,
         minimum_device_bytes=minimum,
         state_bytes=sum(resident_nbytes(param_nbytes(problem.step), candidate.plan, problem.budgets).values()),
+        certificate=certificate,
         limiting_resource=max(busy, key=lambda resource: busy[resource]),
     )
     stated = {tier: nbytes for tier, nbytes in limits.items() if nbytes is not None}

@@ -7,7 +7,7 @@ other, starting with the last block, whose saved values live shortest.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -19,7 +19,8 @@ from mtcompile.passes.planning.variants import Variant, fused_variant, save_all,
 from mtcompile.passes.step_graph import regions, results
 from mtcompile.runtime.schedule import gib
 
-Ladder = tuple[Plan, ...]
+Ladder = Sequence[Plan]
+_NEAR_FLOOR = (1, 2)  # a little more kept than the fewest bytes: a kernel that recomputes less may need less
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +54,14 @@ def ladders(
     """Returns the ladders to search; the first starts at the floor. ``base``: decisions already made. ``param_nbytes``: bytes
     of the home blocks whose tier is still open. ``host``: whether activations may go home."""
     blocks = blocks_of(step, machine)
-    lightest = [b for b in blocks if b.variants[0].positions]  # blocks where that is lighter than recomputing everything
     why = "weighs less than what replaying needs"
-    base = _with(base, [variant_decision(b.name, b.saved, b.variants[0], why) for b in lightest])
+    floors = [base := _with_variants(base, blocks, 0, why), *(_with_variants(base, blocks, i, why) for i in _NEAR_FLOOR)]
     param_upgrades = _param_upgrades(param_nbytes, machine)
     crossing_upgrades = [u for b in blocks for u in _crossing_upgrades(b, machine)]
     variant_upgrades = [u for b in blocks for u in _variant_upgrades(b)]
     ahead = replace(base, lookahead=1)
-    device = ahead.with_decision(Decision("activation", "*", "device", 0, "what is kept stays on the device"))
+    stays = Decision("activation", "*", "device", 0, "what is kept stays on the device")
+    device = ahead.with_decision(stays)
     searched: list[Ladder] = []
     if host:
         why = "kept at home: costs transfers, no recomputation"
@@ -73,6 +74,7 @@ def ladders(
     else:
         searched.append((replace(device, lookahead=0),))
         searched.append(_ladder(device, [*_by_density(variant_upgrades), *param_upgrades]))
+    searched += [(plan if host else plan.with_decision(stays),) for plan in floors[1:]]
     for length in _chain_lengths(len(blocks)):
         searched += [(_with(start, _chains(blocks, length)),) for start in ((device, base) if host else (device,))]
     if not host:  # values that cannot go home: recompute recursively, in halves of halves
@@ -119,6 +121,12 @@ def blocks_of(step: fx.GraphModule, machine: Machine) -> list[Block]:
                 )
             )
     return blocks
+
+
+def _with_variants(plan: Plan, blocks: list[Block], index: int, why: str) -> Plan:
+    """Gives every block its variant at ``index``, or its last one before. Blocks that recompute everything need no decision."""
+    chosen = [(b, b.variants[min(index, len(b.variants) - 1)]) for b in blocks]
+    return _with(plan, [variant_decision(b.name, b.saved, variant, why) for b, variant in chosen if variant.positions])
 
 
 def _with(plan: Plan, decisions: Iterable[Decision]) -> Plan:

@@ -5,6 +5,7 @@ It does not depend on a budget: it improves the frontier over (peak, time), from
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -12,8 +13,10 @@ from torch import fx
 
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.ladders import Block, variant_decision
+from mtcompile.passes.planning.variants import Variant
 
 LOOKAHEADS = (0, 1, 2)
+_FEW = 4  # homes that are exchanged in pairs, and saved values of a block of which each is tried by itself
 _WHY = "found by local search"
 
 
@@ -33,6 +36,10 @@ def neighbours(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, i
     for home, nbytes in param_nbytes.items():
         other: Choice = "host" if plan.params(home) == "device" else "device"
         yield plan.with_decision(Decision("params", home, other, nbytes, _WHY))
+    for one, other in itertools.combinations(param_nbytes, 2) if len(param_nbytes) <= _FEW else ():
+        if plan.params(one) != plan.params(other):
+            exchanged = plan.with_decision(Decision("params", one, plan.params(other), param_nbytes[one], _WHY))
+            yield exchanged.with_decision(Decision("params", other, plan.params(one), param_nbytes[other], _WHY))
     for block in reversed(blocks):
         yield from _block_neighbours(plan, block, host)
     for lookahead in LOOKAHEADS:
@@ -42,17 +49,20 @@ def neighbours(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, i
 
 def _block_neighbours(plan: Plan, block: Block, host: bool) -> Iterator[Plan]:
     positions = tuple(i for i, value in enumerate(block.saved) if plan.keeps(block.name, value.name))
-    for variant in block.variants:
-        if variant.positions != positions:
-            varied = plan.with_decision(variant_decision(block.name, block.saved, variant, _WHY))
-            saved = tuple(block.saved[i] for i in variant.positions)
+    one_more_or_less = (tuple(sorted({*positions} ^ {i})) for i in range(len(block.saved)) if len(block.saved) <= _FEW)
+    choices = dict.fromkeys((*(variant.positions for variant in block.variants), *one_more_or_less))
+    for others in choices:
+        if others != positions:
+            saved = tuple(block.saved[i] for i in others)
+            nbytes = sum(value.meta["nbytes"] for value in saved)
+            varied = plan.with_decision(variant_decision(block.name, block.saved, Variant(others, nbytes, 0.0), _WHY))
             yield _with_activations(varied, saved, "device")
-            if variant.positions and host:
+            if others and host:
                 yield _with_activations(varied, saved, "host")
     groups = (tuple(block.saved[i] for i in positions), block.crossing, block.others)
     for values in groups:
-        choices: tuple[Choice, ...] = ("device", "host", "recompute") if host else ("device", "recompute")
-        for choice in choices:
+        tiers: tuple[Choice, ...] = ("device", "host", "recompute") if host else ("device", "recompute")
+        for choice in tiers:
             elsewhere = [value for value in values if plan.activation(value.name) != choice]
             if elsewhere and (choice != "recompute" or values is block.crossing):
                 yield _with_activations(plan, values, choice)

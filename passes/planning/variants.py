@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
+import networkx
 import torch
 from torch import fx
 
-from mtcompile.passes.analysis.cost import Machine, node_cost
+from mtcompile.passes.analysis.cost import Cost, Machine, kernel_cost, node_cost
 from mtcompile.passes.analysis.kernels import saved_states
 from mtcompile.passes.analysis.saved import saved_values
-from mtcompile.passes.step_graph import body_outputs, is_random, is_view, kernel_of, results
+from mtcompile.passes.step_graph import body_outputs, is_random, is_view, kernel_of, regions, results
 
-_MANY = 48  # with more saved values, the order of dropping follows from each one's cost alone
-_POINTS = 5  # variants kept of a block's trade-off, including its two ends
+_POINTS = 7  # variants kept of a block's trade-off, including its two ends
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
     """A choice of the saved values that a block keeps. ``positions``: which ones. ``nbytes``: bytes of these, and of the
-    generator states that recomputing the others needs. ``time_us``: time to recompute the others, operation by operation."""
+    generator states that recomputing the others needs. ``time_us``: what recomputing the others adds to a backward."""
 
     positions: tuple[int, ...]
     nbytes: int
@@ -30,38 +31,86 @@ class Variant:
 
 def variants(step: fx.GraphModule, region: fx.Node, machine: Machine) -> tuple[Variant, ...]:
     """Returns the block's variants, from the fewest bytes to no recomputation, each with more bytes and less time than the one
-    before.
+    before: a few points of ``trade_off``."""
+    return _thinned(trade_off(step, region, machine))
 
-    Starts from saving everything and drops the value that costs least time per byte, again and again. The lower convex hull of
-    these points over (bytes, time) is what a planner needs.
-    """
-    body = kernel_of(step, region)
+
+def trade_off(step: fx.GraphModule, region: fx.Node, machine: Machine) -> tuple[Variant, ...]:
+    """Returns the lower convex hull of (bytes kept, time to recompute) over the choices of a block's saved values, by rising
+    bytes. Each point is a minimum cut: with a byte priced at the slope between two points, the cheapest choice lies between
+    them, or there is none. What is recomputed runs in one kernel with a backward, whose time is that of its FLOPs or of its
+    traffic, whichever is more: so cuts are made for both, and for a mixture. The first point does not always recompute all:
+    replaying a random operation may keep a generator's state that is larger than its result."""
+    body, items = kernel_of(step, region), saved_values(region)
     outputs = body_outputs(body)
-    saved = [outputs[int(item.args[1])] for item in saved_values(region)]
-    sizes = [item.meta["nbytes"] for item in saved_values(region)]
-    states = saved_states(body)
-    state_nbytes = {name: _size(region, position) for name, position in states.items()}
+    saved = [outputs[int(item.args[1])] for item in items]
+    sizes = [item.meta["nbytes"] for item in items]
+    states = {name: _size(region, position) for name, position in saved_states(body).items()}
+    reader = next((call for call in regions(step) if any(call in item.users for item in items)), None)
+    alone = Cost(0, 0, 0) if reader is None else kernel_cost(kernel_of(step, reader))
 
     def variant(positions: Iterable[int]) -> Variant:
         positions = tuple(sorted(positions))
-        again = _recomputed([n for i, n in enumerate(saved) if i not in positions], {saved[i] for i in positions})
+        again = recomputed([n for i, n in enumerate(saved) if i not in positions], {saved[i] for i in positions})
         random = {node.meta["rng_state"] for node in again if is_random(node)}
-        nbytes = sum(sizes[i] for i in positions) + sum(state_nbytes[name] for name in random)
-        return Variant(positions, nbytes, sum(node_cost(node).time_us(machine) for node in again))
+        nbytes = sum(sizes[i] for i in positions) + sum(states[name] for name in random)
+        together = sum(map(node_cost, again), alone)
+        return Variant(positions, nbytes, together.time_us(machine) - alone.time_us(machine))
 
-    points = [variant(range(len(saved)))]
-    if len(saved) > _MANY:
-        full = points[0]
-        without = [variant(i for i in full.positions if i != dropped) for dropped in full.positions]
-        cheapest_first = sorted(full.positions, key=lambda i: (without[i].time_us / max(1, sizes[i]), i))
-        stride = -(-len(saved) // _MANY)
-        points += [variant(cheapest_first[count:]) for count in range(1, len(saved) + 1, stride)]
-        points += [variant(())] if points[-1].positions else []
-    while points[-1].positions:
-        last = points[-1]
-        smaller = [variant(i for i in last.positions if i != dropped) for dropped in last.positions]
-        points.append(min(smaller, key=lambda v: ((v.time_us - last.time_us) / max(1, last.nbytes - v.nbytes), v.positions)))
-    return _thinned(_lower_hull(points[::-1]))
+    everything = variant(range(len(saved)))
+    points = [variant(()), everything]
+    again = recomputed(saved, set(), True)
+    for flops in (1.0, 0.5, 0.0):
+        costs = {node: round(1e3 * _mixed_us(node_cost(node), machine, flops)) for node in again}
+
+        def cheapest(ns: int, nbytes: int, costs: Mapping[fx.Node, int] = costs) -> tuple[Variant, int]:
+            """The choice that costs least if keeping ``nbytes`` costs ``ns``, and the ns of what it recomputes."""
+            chosen = _cheapest(costs, list(zip(saved, sizes, strict=True)), states, ns, nbytes)
+            return variant(i for i, node in enumerate(saved) if node not in chosen), sum(costs[node] for node in chosen)
+
+        todo = [(cheapest(sum(costs.values()) + 1, 1), (everything, 0))]
+        points.append(todo[0][0][0])
+        while todo:
+            (light, more), (heavy, less) = todo.pop()
+            if more <= less or heavy.nbytes - light.nbytes <= 1:
+                continue
+            middle = cheapest(more - less, heavy.nbytes - light.nbytes)
+            if light.nbytes < middle[0].nbytes < heavy.nbytes:
+                points.append(middle[0])
+                todo += [((light, more), middle), (middle, (heavy, less))]
+    return tuple(_lower_hull(points))
+
+
+def _mixed_us(cost: Cost, machine: Machine, flops: float) -> float:
+    """The µs of an operation's FLOPs, and of its traffic, mixed."""
+    return flops * replace(cost, nbytes=0, fusible_nbytes=0).time_us(machine) + (1 - flops) * replace(cost, flops=0).time_us(
+        machine
+    )
+
+
+def _cheapest(
+    costs: Mapping[fx.Node, int], saved: list[tuple[fx.Node, int]], states: Mapping[str, int], ns: int, nbytes: int
+) -> set[fx.Node]:
+    """Returns the operations to run again, where keeping ``nbytes`` costs ``ns``: the source's side of a minimum cut. An
+    operation is cut from the sink for its time, a saved value from the source for its bytes; what runs again needs its
+    operands."""
+    graph: Any = networkx.DiGraph()
+    graph.add_nodes_from(("source", "sink"))
+    kept: dict[fx.Node, int] = {}
+    for node, size in saved:
+        kept[node] = kept.get(node, 0) + size
+    for node, cost in costs.items():
+        graph.add_edge(node, "sink", capacity=cost * nbytes)
+        for operand in node.all_input_nodes:
+            if operand in costs and operand not in kept:
+                graph.add_edge(node, operand)  # without capacity: never cut
+        if is_random(node):
+            graph.add_edge(node, node.meta["rng_state"])
+            graph.add_edge(node.meta["rng_state"], "sink", capacity=states[node.meta["rng_state"]] * ns)
+    for node, size in kept.items():
+        graph.add_edge("source", node, capacity=size * ns)
+    _, (again, _) = networkx.minimum_cut(graph, "source", "sink")
+    return {node for node in again if isinstance(node, fx.Node)}
 
 
 def save_all(region: fx.Node) -> Variant:
@@ -77,7 +126,7 @@ def fused_variant(step: fx.GraphModule, region: fx.Node) -> Variant:
     saved = [outputs[int(item.args[1])] for item in saved_values(region)]
     positions = set(range(len(saved)))
     for position in reversed(range(len(saved))):  # last first: each is recomputed from those before it
-        again = _recomputed([saved[position]], {saved[i] for i in positions if i != position})
+        again = recomputed([saved[position]], {saved[i] for i in positions if i != position})
         if all(torch.Tag.pointwise in getattr(node.target, "tags", ()) and not is_random(node) for node in again):
             positions.discard(position)
     sizes = [item.meta["nbytes"] for item in saved_values(region)]
@@ -88,8 +137,8 @@ def _size(region: fx.Node, position: int) -> int:
     return next((item.meta["nbytes"] for item in results(region) if item.args[1] == position), 0)
 
 
-def _recomputed(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.Node]:
-    """Returns the operations that make ``wanted`` from the body's inputs and ``given``, without views and getitems, which cost
+def recomputed(wanted: list[fx.Node], given: set[fx.Node], free: bool = False) -> list[fx.Node]:
+    """Returns the operations that make ``wanted`` from the body's inputs and ``given``; with ``free``, also those that cost
     nothing."""
     operations: dict[fx.Node, None] = {}
     stack = list(wanted)
@@ -98,12 +147,15 @@ def _recomputed(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.Node]:
         if node.op == "call_function" and node not in given and node not in operations:
             operations[node] = None
             stack.extend(node.all_input_nodes)
-    return [node for node in operations if not is_view(node) and node.target is not operator.getitem]
+    return [node for node in operations if free or not _is_free(node)]
+
+
+def _is_free(node: fx.Node) -> bool:
+    return is_view(node) or node.target is operator.getitem
 
 
 def _lower_hull(points: list[Variant]) -> list[Variant]:
-    """Returns the lower convex hull of time over bytes, by rising bytes. The first point is not always to recompute all:
-    replaying a random operation may keep a generator's state that is larger than its result."""
+    """Returns the lower convex hull of time over bytes, by rising bytes."""
     hull: list[Variant] = []
     for point in sorted(points, key=lambda v: (v.nbytes, v.time_us, len(v.positions))):
         if hull and point.time_us >= hull[-1].time_us:
@@ -118,7 +170,16 @@ def _slope(one: Variant, other: Variant) -> float:
     return (other.time_us - one.time_us) / max(1, other.nbytes - one.nbytes)
 
 
-def _thinned(hull: list[Variant]) -> tuple[Variant, ...]:
-    if len(hull) <= _POINTS:
-        return tuple(hull)
-    return tuple(hull[round(i * (len(hull) - 1) / (_POINTS - 1))] for i in range(_POINTS))
+def _thinned(hull: tuple[Variant, ...]) -> tuple[Variant, ...]:
+    """Drops the inner points nearest to the line between their neighbours, until few are left."""
+    points = list(hull)
+
+    def gap(index: int) -> float:
+        before, point, after = points[index - 1 : index + 2]
+        return (after.nbytes - before.nbytes) * (before.time_us - point.time_us) - (point.nbytes - before.nbytes) * (
+            before.time_us - after.time_us
+        )
+
+    while len(points) > _POINTS:
+        del points[min(range(1, len(points) - 1), key=gap)]
+    return tuple(points)

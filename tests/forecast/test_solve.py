@@ -23,11 +23,14 @@ def test_the_ledger_adds_up_and_names_every_byte() -> None:
     for tier, parts in forecast.ledger.items():
         assert sum(parts.values()) == forecast.peak_bytes[tier]
         assert 0 <= parts["other"] <= 2**20
+    assert forecast.busy is not None and all(0 < share <= 1 for share in forecast.busy.values())
     assert forecast.peak_bytes["device"] <= 40 * 2**20
     assert forecast.state_bytes == pytest.approx(4 * 4 * forecast.parameters, rel=0.01)
     assert forecast.step_time_us > forecast.update_us > 0 and forecast.tokens == 256
     assert forecast.tokens_per_s == pytest.approx(256 / forecast.step_time_us * 1e6)
-    assert all(saved >= 0 for saved in (forecast.next_gib_us or {}).values())
+    assert forecast.certificate is not None and 0 < forecast.certificate.bound_us <= forecast.step_time_us
+    assert forecast.gap == pytest.approx(forecast.step_time_us / forecast.certificate.bound_us - 1)
+    assert all(saved > 0 for saved in forecast.certificate.gains_us.values())
     text = str(forecast)
     assert "fits:" in text and "workspace" in text and "numerics" in text
 

@@ -255,4 +255,14 @@ def test_near_the_best_of_all_plans() -> None:
     """One of the benchmark's graphs: every plan of it is tried."""
     found = examine(20)
     assert found is not None and found.plans > 1000
-    assert max(found.ratios) <= 1.03 and found.rejected == 0
+    assert max(found.ratios) <= 1.01 and found.rejected == 0
+    assert all(0 < bound <= 1 + 1e-9 for bound in found.bounds)  # the certificate is never above the optimum
+
+
+def test_more_memory_never_raises_the_bound_and_the_plan_is_never_below_it() -> None:
+    candidates = Candidates(PlanningProblem(traced_case("gpt2").step, PRESETS["rtx4090"], Budgets()))
+    full, least = candidates.best(None, None).plan.peak_bytes["device"], candidates.least().plan.peak_bytes["device"]
+    plans = [candidates.best(least + (full - least) * i // 9, None).plan for i in range(10)]
+    bounds = [plan.certificate.bound_us for plan in plans if plan.certificate]
+    assert len(bounds) == 10 and bounds == sorted(bounds, reverse=True)
+    assert all(plan.total_us >= bound * (1 - 1e-9) for plan, bound in zip(plans, bounds, strict=True))

@@ -1,0 +1,1 @@
+"""The planning problem as a linear program: the bound that certifies a plan, and plans to start from."""

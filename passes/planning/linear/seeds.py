@@ -1,0 +1,114 @@
+"""Plans to start from: solutions of the relaxed problem for budgets from the floor up, in whole decisions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from mtcompile.passes.plan import Choice, Decision, Plan
+from mtcompile.passes.planning.ladders import Block, variant_decision
+from mtcompile.passes.planning.linear.program import Infeasible
+from mtcompile.passes.planning.linear.relaxation import Option, Relaxed
+
+T = TypeVar("T")
+_WHY = "by the linear program"
+SOLUTIONS, _BETWEEN = 23, 4  # solutions, and plans between each two of them
+
+
+class Seeds(Sequence[Plan]):
+    """Plans from the fewest device bytes to the most, each made when it is asked for. ``solve``: of the relaxed problem, from
+    the ``device`` budget ``low`` to ``high``."""
+
+    def __init__(
+        self,
+        solve: Callable[[Mapping[str, int | None]], Relaxed],
+        base: Plan,
+        blocks: Sequence[Block],
+        sizes: Mapping[str, int],
+        device: tuple[int, int],
+    ) -> None:
+        self.solve, self.base, self.blocks, self.sizes = solve, base, blocks, sizes
+        self.low, self.high = device
+        self._plans: dict[int, Plan] = {}
+
+    def __len__(self) -> int:
+        return 1 + (SOLUTIONS - 1) * _BETWEEN
+
+    def __getitem__(self, position: Any) -> Any:
+        if position not in self._plans:
+            budget = round(self.low * (self.high / self.low) ** (position / (len(self) - 1)))
+            try:
+                self._plans[position] = rounded(self.solve({"device": budget, "host": None}), self.base, self.blocks, self.sizes)
+            except Infeasible:
+                self._plans[position] = self.base
+        return self._plans[position]
+
+
+def rounded(relaxed: Relaxed, base: Plan, blocks: Sequence[Block], sizes: Mapping[str, int]) -> Plan:
+    """Returns the plan that decides as the solution does. Of equal blocks as many take each option as its shares add up to; those
+    that send values home are spread evenly, so that copies never pile up, and the later ones, whose values live shortest, keep
+    most."""
+    decisions = []
+    for homes in _alike(relaxed.resident, sizes):
+        count = round(sum(relaxed.resident[home] for home in homes))
+        chosen = set(sorted(homes, key=lambda home: -relaxed.resident[home])[:count])
+        decisions += [Decision("params", h, "device" if h in chosen else "host", sizes[h], _WHY) for h in homes]
+    alike: dict[int, list[Block]] = defaultdict(list)
+    for block in blocks:
+        alike[id(block.variants)].append(block)
+    for members in alike.values():
+        totals: dict[Option, float] = defaultdict(float)
+        away = round(sum(relaxed.crossing[block.index][1] for block in members))
+        for block in members:
+            for option, fraction in relaxed.options[block.index]:
+                totals[option] += fraction
+        options = _spread(_apportioned(totals, len(members)), lambda option: option.variant.nbytes * (option.tier == "host"))
+        tiers: list[Choice] = ["device", "host"]
+        places = _spread([tiers[n < away] for n in reversed(range(len(members)))], lambda place: place == "host")
+        for block, option, place in zip(members, options, places, strict=True):
+            decisions += _block_decisions(block, option, place)
+    named = {(d.kind, d.subject) for d in decisions}
+    others = [d for d in base.decisions if (d.kind, d.subject) not in named]
+    return replace(base, decisions=(*others, *decisions))
+
+
+def _alike(resident: Mapping[str, float], sizes: Mapping[str, int]) -> list[list[str]]:
+    """Homes of equal size, together, except the first and the last: what they keep waiting is another."""
+    homes = list(resident)
+    alike: dict[object, list[str]] = defaultdict(list)
+    for home in homes:
+        alike[home if home in (homes[0], homes[-1]) else sizes[home]].append(home)
+    return list(alike.values())
+
+
+def _apportioned(totals: Mapping[Option, float], count: int) -> list[Option]:
+    """Returns ``count`` options, each as often as its total, by the largest remainders; by rising bytes."""
+    whole = {option: int(total + 1e-6) for option, total in totals.items()}
+    by_remainder = sorted(totals, key=lambda option: (whole[option] - totals[option], option.variant.nbytes))
+    for option in by_remainder[: count - sum(whole.values())]:
+        whole[option] += 1
+    return sorted((o for o, n in whole.items() for _ in range(n)), key=lambda option: (option.variant.nbytes, option.tier))
+
+
+def _spread(choices: Sequence[T], weight: Callable[[T], float]) -> list[T]:
+    """Returns the choices in an order in which their weights add up evenly; of equal weights, the first come first."""
+    remaining, spread = list(choices), []
+    total = sum(map(weight, choices))
+    so_far = 0.0
+    for place in range(1, len(choices) + 1):
+        due = total * place / len(choices) - so_far
+        choice = min(dict.fromkeys(remaining), key=lambda choice: abs(due - weight(choice)))
+        so_far += weight(choice)
+        remaining.remove(choice)
+        spread.append(choice)
+    return spread
+
+
+def _block_decisions(block: Block, option: Option, place: Choice) -> list[Decision]:
+    kept: Choice = "device" if option.tier == "device" else "host"
+    decisions = [variant_decision(block.name, block.saved, option.variant, _WHY)]
+    values = [(block.saved[i], kept) for i in option.variant.positions]
+    values += [(value, place) for value in (*block.crossing, *block.others)]
+    return decisions + [Decision("activation", value.name, tier, value.meta["nbytes"], _WHY) for value, tier in values]
