@@ -153,8 +153,8 @@ def _with_lives(work: list[Instruction], buffers: Mapping[str, Buffer], lookahea
     """Lists allocs before the first write of their buffer, and frees after its last use.
 
     A pooled value that is copied home is freed on the compute queue, which then waits for the copy: after its last use when
-    memory is what counts (no lookahead), otherwise no sooner than as many regions after the copy as prefetches are ahead, so that
-    the copy hides behind these.
+    memory is what counts (no lookahead), otherwise no sooner than as many regions after the copy as prefetches are ahead, so
+    that the copy hides behind these.
     """
     last = {name: position for position, user in enumerate(work) for name in (*user.reads, *user.writes)}
     ending: dict[int, list[str]] = {}

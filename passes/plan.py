@@ -54,8 +54,8 @@ class Updates:
 @dataclass(frozen=True, slots=True)
 class Certificate:
     """A lower bound on the time of a whole step, of any plan within the budgets on this machine. ``gains_us``: about how much
-    lower the bound would be with one GiB more of a tier's memory (``device memory``, ``host memory``), or with something a tenth
-    faster (``compute``, ``link``, ``host``); what is not there would change nothing."""
+    lower the bound would be with one GiB more of a tier's memory (``device memory``, ``host memory``), or with something a
+    tenth faster (``compute``, ``link``, ``host``); what is not there would change nothing."""
 
     bound_us: float
     gains_us: Mapping[str, float] = field(default_factory=dict)
@@ -80,8 +80,9 @@ class Plan:
     blocks recomputed. ``lookahead``: how many regions ahead a prefetch is issued. ``span``: how many blocks
     in a row are recomputed at once (longer runs are halved, recursively); 0: all of them. ``peak_bytes``, ``budget_bytes``:
     bytes per tier. ``step_time_us``: forward and backward as the simulator predicts them; ``update_us``: what the optimizer's
-    update adds to them. ``certificate``: how fast any plan within these budgets could be. ``updates``: how parameters are updated in the backward; None: by optimizer.step(). ``narrow``: casts
-    run on the side of the link where fewer bytes cross. ``numerics``: the contract in words."""
+    update adds to them. ``certificate``: how fast any plan within these budgets could be. ``updates``: how parameters are
+    updated in the backward; None: by optimizer.step(). ``narrow``: casts run on the side of the link where fewer bytes cross.
+    ``numerics``: the contract in words."""
 
     decisions: tuple[Decision, ...] = ()
     lookahead: int = 0

@@ -18,12 +18,12 @@ from mtcompile.passes.plan import Certificate, Decision, Plan
 from mtcompile.passes.planning.evaluate import completed, evaluate, shortfall
 from mtcompile.passes.planning.frontier import Point, choose, fits, most_promising, pareto, points_from_json, points_to_json
 from mtcompile.passes.planning.ladders import Block, Ladder, blocks_of, everything, ladders
-from mtcompile.passes.planning.policies import POLICIES
-from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Progress, no_progress
 from mtcompile.passes.planning.linear.homes import HomeCost, home_costs
 from mtcompile.passes.planning.linear.program import Infeasible
 from mtcompile.passes.planning.linear.relaxation import Relaxed, relaxation
 from mtcompile.passes.planning.linear.seeds import SOLUTIONS, Seeds
+from mtcompile.passes.planning.policies import POLICIES
+from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Progress, no_progress
 from mtcompile.passes.planning.search import neighbours, signature
 from mtcompile.passes.step_graph import kernel_of, regions
 

@@ -28,9 +28,7 @@ class HomeCost:
     stored: int
 
 
-def home_costs(
-    step: fx.GraphModule, machine: Machine, on_host: Sequence[Schedule], on_device: Schedule
-) -> dict[str, HomeCost]:
+def home_costs(step: fx.GraphModule, machine: Machine, on_host: Sequence[Schedule], on_device: Schedule) -> dict[str, HomeCost]:
     """Reads what homes cost at least out of schedules with every home on the host, and of one with every home on the device."""
     several = [_home_costs(step, machine, schedule, on_device) for schedule in on_host]
     return {home: _least([costs[home] for costs in several]) for home in several[0]}

@@ -35,7 +35,12 @@ class Program:
         return len(self.upper) - 1
 
     def takes(
-        self, resource: str, span: Mapping[int, float], work: Mapping[int, float], fixed: float = 0.0, *beside: Mapping[int, float]
+        self,
+        resource: str,
+        span: Mapping[int, float],
+        work: Mapping[int, float],
+        fixed: float = 0.0,
+        *beside: Mapping[int, float],
     ) -> None:
         """Adds a row: ``work`` and ``fixed``, in µs, and what is ``beside`` take no longer than ``span``."""
         terms = added({variable: -factor for variable, factor in span.items()}, work, *beside)

@@ -127,7 +127,9 @@ def relaxation(
     names = {value: spec.name for spec, value in outputs_of(step) if spec.kind == "grad"}
     grads = {region: _graded(step, region, names) for region in regions(step)}
 
-    def waited(region: fx.Node, nbytes: Mapping[fx.Node, Mapping[str, int]], us: Callable[[HomeCost], float]) -> dict[int, float]:
+    def waited(
+        region: fx.Node, nbytes: Mapping[fx.Node, Mapping[str, int]], us: Callable[[HomeCost], float]
+    ) -> dict[int, float]:
         """The µs of a home that belong to a region, by its share of the bytes in the region's phase."""
         every = [n for other, n in nbytes.items() if other.meta["phase"] == region.meta["phase"]]
         return {
@@ -165,8 +167,8 @@ def relaxation(
         program.takes("host", {time: 1.0, span["forward"]: -1.0}, added(updates_us, shared["backward"]), 0.0, contention)
         program.takes("compute", {span["backward"]: 1.0}, loads["compute", "backward"], fixed_us["backward"], turn, end)
 
-    # Memory: at each block's forward and backward, what it and all blocks before it keep, what it reads and makes, and what is on
-    # its way: weights, saved values and gradients of the blocks near by.
+    # Memory: at each block's forward and backward, what it and all blocks before it keep, what it reads and makes, and what is
+    # on its way: weights, saved values and gradients of the blocks near by.
     weights = {block.index: {away[h]: float(n) for h, n in reads[block.region].items() if h in away} for block in blocks}
     stored: dict[int, dict[int, float]] = defaultdict(dict)
     needed: dict[int, dict[int, float]] = defaultdict(dict)  # weights that a backward in one region reads

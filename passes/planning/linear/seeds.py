@@ -40,16 +40,18 @@ class Seeds(Sequence[Plan]):
         if position not in self._plans:
             budget = round(self.low * (self.high / self.low) ** (position / (len(self) - 1)))
             try:
-                self._plans[position] = rounded(self.solve({"device": budget, "host": None}), self.base, self.blocks, self.sizes)
+                self._plans[position] = rounded(
+                    self.solve({"device": budget, "host": None}), self.base, self.blocks, self.sizes
+                )
             except Infeasible:
                 self._plans[position] = self.base
         return self._plans[position]
 
 
 def rounded(relaxed: Relaxed, base: Plan, blocks: Sequence[Block], sizes: Mapping[str, int]) -> Plan:
-    """Returns the plan that decides as the solution does. Of equal blocks as many take each option as its shares add up to; those
-    that send values home are spread evenly, so that copies never pile up, and the later ones, whose values live shortest, keep
-    most."""
+    """Returns the plan that decides as the solution does. Of equal blocks as many take each option as its shares add up to;
+    those that send values home are spread evenly, so that copies never pile up, and the later ones, whose values live shortest,
+    keep most."""
     decisions = []
     for homes in _alike(relaxed.resident, sizes):
         count = round(sum(relaxed.resident[home] for home in homes))
