@@ -68,7 +68,10 @@ def judge(build: Build, budgets: Collection[str] = BUDGETS) -> Verdict:
     try:
         peak, verdict = _at(build, plain, ROOMY, ROOMY_BYTES, "fastest")
         for name, (memory, policy) in ({} if verdict else _tight(build, peak, budgets)).items():
-            verdict = verdict or _at(build, plain, name, memory, policy)[1]
+            try:
+                verdict = verdict or _at(build, plain, name, memory, policy)[1]
+            except mtcompile.BudgetError as error:  # a gradient that arrives with other strides is another program
+                verdict = _at(build, plain, name, error.minimum_bytes, policy)[1]
     except mtcompile.BudgetError as error:
         return Verdict(INTERNAL, f"refused at the memory that it named: {_sentence(error)}")
     return verdict or Verdict(EQUAL)

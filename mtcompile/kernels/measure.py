@@ -95,10 +95,24 @@ class _OnZeros(fx.Interpreter):
                 f"{_operation(n)} draws random numbers and does not say so, so what is computed again would draw others\n"
                 "  expected the tag torch.Tag.nondeterministic_seeded on an operation that changes none of its arguments"
             )
+        _compare_shapes(n, result)
         for value in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(value, torch.Tensor):
                 value.zero_()
         return result
+
+
+def _compare_shapes(node: fx.Node, result: Any) -> None:
+    """Raises CaptureError if an operation returns other shapes than it declares, for which memory is planned."""
+    declared, values = node.meta["val"], result
+    if isinstance(result, torch.Tensor):
+        declared, values = [declared], [result]
+    for val, value in zip(declared, values, strict=False) if isinstance(values, (tuple, list)) else ():
+        if isinstance(value, torch.Tensor) and isinstance(val, torch.Tensor) and value.shape != val.shape:
+            raise CaptureError(
+                f"{_operation(node)} returns a tensor of shape {tuple(value.shape)} and declares one of {tuple(val.shape)}\n"
+                "  expected the shape that it declares; give it inputs with a batch dimension"
+            )
 
 
 def _operation(node: fx.Node) -> str:
