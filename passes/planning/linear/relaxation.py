@@ -18,10 +18,11 @@ from mtcompile.passes.analysis.state import param_nbytes
 from mtcompile.passes.generators import save_rng
 from mtcompile.passes.planning.ladders import Block
 from mtcompile.passes.planning.linear.homes import HomeCost
-from mtcompile.passes.planning.linear.program import Infeasible, Program, added, gains_us
+from mtcompile.passes.planning.linear.program import Infeasible, added, gains_us
+from mtcompile.passes.planning.linear.terms import Terms, terms_of
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.planning.variants import Variant, recomputed
-from mtcompile.passes.step_graph import body_outputs, kernel_of, outputs_of, regions, results
+from mtcompile.passes.step_graph import body_outputs, kernel_of, regions, results
 from mtcompile.runtime.schedule import PHASES
 
 
@@ -46,111 +47,124 @@ class Relaxed:
     gains_us: Mapping[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """The variables of blocks. By block: ``options`` for what it saves, and the two places of what leaves it (``crossing``);
+    bytes by variable that it keeps on the device (``kept``), that leave it and wait there (``leaving``), and that its backward
+    gets back from the host (``back``)."""
+
+    options: Mapping[int, list[tuple[Option, int]]]
+    crossing: Mapping[int, tuple[int, int]]
+    kept: Mapping[int, dict[int, float]]
+    leaving: Mapping[int, dict[int, float]]
+    back: Mapping[int, dict[int, float]]
+
+
 def relaxation(
     problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str, HomeCost], ahead: int = 0
 ) -> Callable[[Mapping[str, int | None]], Relaxed]:
     """Builds the linear program of a problem. Returns what solves it for bytes per tier, None for no limit; raises Infeasible.
     ``ahead``: how many blocks ahead prefetches are in memory, beside what must be there; the optimum bounds all plans only if
     it is 0."""
-    step, machine, budgets = problem.step, problem.machine, problem.budgets
-    sizes = param_nbytes(step)
-    program = Program()
-    time, span = 0, {phase: program.variable(None) for phase in PHASES}
-    loads: dict[tuple[str, str], dict[int, float]] = defaultdict(lambda: defaultdict(float))  # (queue, phase) -> µs by variable
-    copied: dict[str, dict[int, float]] = {phase: defaultdict(float) for phase in PHASES}  # bytes
-    held = {tier: defaultdict[int, float](float) for tier in ("device", "host")}  # bytes at the start of the backward
+    terms = terms_of(problem.step)
+    _place_homes(problem, costs, terms)
+    choices = _place_blocks(problem, blocks, terms)
+    _take_time(problem, costs, terms)
+    _hold_memory(problem, blocks, terms, choices, ahead)
 
-    def moved(variable: int, nbytes: float, phase: str, queue: str) -> None:
-        loads[queue, phase][variable] += machine.copy_us(1, queue) * nbytes
-        copied[phase][variable] += nbytes
+    def solve(limits: Mapping[str, int | None]) -> Relaxed:
+        solution, rows = terms.program.solve(limits)
+        if solution.status != 0:
+            raise Infeasible(solution.message)
+        values = solution.x
+        return Relaxed(
+            float(solution.fun),
+            {home: 1.0 - float(values[variable]) for home, variable in terms.away.items()},
+            {index: tuple((option, float(values[v])) for option, v in shares) for index, shares in choices.options.items()},
+            {index: (float(values[one]), float(values[other])) for index, (one, other) in choices.crossing.items()},
+            gains_us(rows, values, -solution.ineqlin.marginals),
+        )
 
-    # Homes: the share of each that is on the host.
-    copies = (2 if budgets.updates is None else 1) + budgets.state_copies
-    away = {home: program.variable() for home in sizes}
+    return solve
+
+
+def _place_homes(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: Terms) -> None:
+    """What the share of each home that is on the host costs, and what it leaves free on the device."""
+    sizes, copies = param_nbytes(problem.step), _copies(problem)
     for home, tier in problem.fixed_homes.items():
-        if home in away:
-            program.equal.append(({away[home]: 1.0}, 0.0 if tier == "device" else 1.0))
-    resident = sum(nbytes * copies for nbytes in sizes.values())
-    on_device_us = 0.0  # updates, if all are on the device
-    for home, variable in away.items():
+        if home in terms.away:
+            terms.program.equal.append(({terms.away[home]: 1.0}, 0.0 if tier == "device" else 1.0))
+    for home, variable in terms.away.items():
         cost = costs[home]
         for phase in PHASES:
-            loads["h2d", phase][variable] += cost.fetch_us[phase]
-            copied[phase][variable] += cost.fetched[phase]
-        copied["backward"][variable] += cost.stored
-        loads["d2h", "backward"][variable] += cost.store_us
-        loads["host", "backward"][variable] += cost.update_us
-        loads["compute", "backward"][variable] -= cost.device_update_us
-        on_device_us += cost.device_update_us
-        held["device"][variable] -= sizes[home] * copies
-        held["host"][variable] += sizes[home] * copies
+            terms.loads["h2d", phase][variable] += cost.fetch_us[phase]
+            terms.copied[phase][variable] += cost.fetched[phase]
+        terms.copied["backward"][variable] += cost.stored
+        terms.loads["d2h", "backward"][variable] += cost.store_us
+        terms.loads["host", "backward"][variable] += cost.update_us
+        terms.loads["compute", "backward"][variable] -= cost.device_update_us
+        terms.held["device"][variable] -= sizes[home] * copies
+        terms.held["host"][variable] += sizes[home] * copies
 
-    # Blocks: the share of each option for what it saves, and of each place for what leaves it.
+
+def _copies(problem: PlanningProblem) -> float:
+    """Training state in parameter sizes."""
+    return (2 if problem.budgets.updates is None else 1) + problem.budgets.state_copies
+
+
+def _place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms) -> _Choices:
+    """The share of each option for what a block saves, and of each place for what leaves it."""
+    machine, host, program = problem.machine, problem.budgets.host_activations, terms.program
+    kept: dict[int, dict[int, float]] = defaultdict(dict)
+    back: dict[int, dict[int, float]] = defaultdict(dict)
+    leaving: dict[int, dict[int, float]] = {}
     options: dict[int, list[tuple[Option, int]]] = {}
     crossing: dict[int, tuple[int, int]] = {}
-    alone_us: dict[str, float] = defaultdict(float)
-    for region in regions(step):
-        alone_us[region.meta["phase"]] += _least_us(kernel_of(step, region), machine)
-    kept: dict[int, dict[int, float]] = {block.index: defaultdict(float) for block in blocks}
-    leaving: dict[int, dict[int, float]] = {}
-    back: dict[int, dict[int, float]] = {block.index: defaultdict(float) for block in blocks}  # from the host, for the backward
+
+    def goes_home(variable: int, nbytes: float) -> None:
+        terms.held["host"][variable] += nbytes
+        for phase, queue in (("forward", "d2h"), ("backward", "h2d")):
+            terms.loads[queue, phase][variable] += machine.copy_us(1, queue) * nbytes
+            terms.copied[phase][variable] += nbytes
+
     for block in blocks:
-        shares = []
+        shares = options[block.index] = list[tuple[Option, int]]()
         for variant in block.variants:
-            for tier in ("device", "host") if budgets.host_activations and variant.positions else ("device",):
+            for tier in ("device", "host") if host and variant.positions else ("device",):
                 variable = program.variable()
                 shares.append((Option(variant, tier), variable))
-                loads["compute", "backward"][variable] += variant.time_us
-                if tier == "device":
-                    kept[block.index][variable] += variant.nbytes
-                else:
-                    back[block.index][variable] += variant.nbytes
-                    held["host"][variable] += variant.nbytes
-                    moved(variable, variant.nbytes, "forward", "d2h")
-                    moved(variable, variant.nbytes, "backward", "h2d")
-        options[block.index] = shares
+                terms.loads["compute", "backward"][variable] += variant.time_us
+                (kept if tier == "device" else back)[block.index][variable] = float(variant.nbytes)
+                if tier == "host":
+                    goes_home(variable, variant.nbytes)
         program.equal.append(({variable: 1.0 for _, variable in shares}, 1.0))
         nbytes = sum(value.meta["nbytes"] for value in block.crossing)
-        places = [program.variable() for _ in range(3)]  # on the device, on the host, made again
-        crossing[block.index] = (places[0], places[1])
-        leaving[block.index] = {places[0]: float(nbytes)}
-        held["host"][places[1]] += nbytes
-        moved(places[1], nbytes, "forward", "d2h")
-        moved(places[1], nbytes, "backward", "h2d")
-        loads["compute", "backward"][places[2]] += _made_again_us(step, block, machine)
-        program.equal.append((dict.fromkeys(places, 1.0), 1.0))
-        if not budgets.host_activations:
-            program.equal.append(({places[1]: 1.0}, 0.0))
+        stays, away, again = (program.variable() for _ in range(3))  # on the device, on the host, made again
+        crossing[block.index], leaving[block.index] = (stays, away), {stays: float(nbytes)}
+        goes_home(away, nbytes)
+        terms.loads["compute", "backward"][again] += _made_again_us(problem.step, block, machine)
+        program.equal.append(({stays: 1.0, away: 1.0, again: 1.0}, 1.0))
+        if not host:
+            program.equal.append(({away: 1.0}, 0.0))
+    return _Choices(options, crossing, kept, leaving, back)
 
-    # Time.
-    reads = {region: _read(step, region) for region in regions(step)}
-    names = {value: spec.name for spec, value in outputs_of(step) if spec.kind == "grad"}
-    grads = {region: _graded(step, region, names) for region in regions(step)}
 
-    def waited(
-        region: fx.Node, nbytes: Mapping[fx.Node, Mapping[str, int]], us: Callable[[HomeCost], float]
-    ) -> dict[int, float]:
-        """The µs of a home that belong to a region, by its share of the bytes in the region's phase."""
-        every = [n for other, n in nbytes.items() if other.meta["phase"] == region.meta["phase"]]
-        return {
-            away[home]: us(costs[home]) * n / sum(each.get(home, 0) for each in every)
-            for home, n in nbytes[region].items()
-            if home in away
-        }
-
-    forward, backward = ([region for region in reads if region.meta["phase"] == phase] for phase in PHASES)
-    start = waited(forward[0], reads, lambda cost: cost.fetch_us["forward"])
-    turn = waited(backward[0], reads, lambda cost: cost.fetch_us["backward"]) if backward else {}
-    end = waited(backward[-1], grads, lambda cost: cost.store_us + cost.update_us) if backward else {}
-    fixed_us = {"forward": alone_us["forward"], "backward": alone_us["backward"] + on_device_us}
+def _take_time(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: Terms) -> None:
+    """The rows that say how long queues take, and what waits for what."""
+    step, machine, budgets = problem.step, problem.machine, problem.budgets
+    program, time, span, loads, away = terms.program, terms.time, terms.span, terms.loads, terms.away
+    sizes = param_nbytes(step)
+    start, turn, end = _waits(costs, terms)
+    fixed_us = {phase: sum(_least_us(kernel_of(step, region), machine) for region in terms.of_phase(phase)) for phase in PHASES}
+    fixed_us["backward"] += sum(costs[home].device_update_us for home in away)  # updates, if all are on the device
     for phase, waits in (("forward", start), ("backward", turn)):
         program.takes("compute", {span[phase]: 1.0}, loads["compute", phase], fixed_us[phase], waits)
         program.takes("link", {span[phase]: 1.0}, loads["h2d", phase])
         program.takes("link", {span[phase]: 1.0}, loads["d2h", phase])
-    contention = added(*({v: machine.contention_us(1) * n for v, n in copied[phase].items()} for phase in PHASES))
+    contention = added(*({v: machine.contention_us(1) * n for v, n in terms.copied[phase].items()} for phase in PHASES))
     both = added({span["forward"]: 1.0, span["backward"]: 1.0}, contention)
     updates_us = {v: machine.update_us(sizes[h], 0, budgets.state_copies) for h, v in away.items()}
-    shared = {phase: {v: n / machine.host_gbps / 1e3 for v, n in copied[phase].items()} for phase in PHASES}
+    shared = {phase: {v: n / machine.host_gbps / 1e3 for v, n in terms.copied[phase].items()} for phase in PHASES}
     if budgets.updates is None:
         on_device = {h: machine.update_us(0, n, budgets.state_copies) for h, n in sizes.items()}
         more = {v: -on_device[h] for h, v in away.items()}
@@ -167,46 +181,57 @@ def relaxation(
         program.takes("host", {time: 1.0, span["forward"]: -1.0}, added(updates_us, shared["backward"]), 0.0, contention)
         program.takes("compute", {span["backward"]: 1.0}, loads["compute", "backward"], fixed_us["backward"], turn, end)
 
-    # Memory: at each block's forward and backward, what it and all blocks before it keep, what it reads and makes, and what is
-    # on its way: weights, saved values and gradients of the blocks near by.
-    weights = {block.index: {away[h]: float(n) for h, n in reads[block.region].items() if h in away} for block in blocks}
+
+def _waits(costs: Mapping[str, HomeCost], terms: Terms) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
+    """What compute waits for: the first fetches of the forward and of the backward, and, before the next step can begin, the
+    last gradients' copies home and updates."""
+
+    def waited(
+        region: fx.Node, nbytes: Mapping[fx.Node, Mapping[str, int]], us: Callable[[HomeCost], float]
+    ) -> dict[int, float]:
+        """The µs of a home that belong to a region, by its share of the bytes in the region's phase."""
+        every = [nbytes[other] for other in terms.of_phase(region.meta["phase"])]
+        return {
+            terms.away[home]: us(costs[home]) * n / sum(each.get(home, 0) for each in every)
+            for home, n in nbytes[region].items()
+            if home in terms.away
+        }
+
+    forward, backward = map(terms.of_phase, PHASES)
+    start = waited(forward[0], terms.reads, lambda cost: cost.fetch_us["forward"])
+    turn = waited(backward[0], terms.reads, lambda cost: cost.fetch_us["backward"]) if backward else {}
+    end = waited(backward[-1], terms.grads, lambda cost: cost.store_us + cost.update_us) if backward else {}
+    return start, turn, end
+
+
+def _hold_memory(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms, choices: _Choices, ahead: int) -> None:
+    """The rows that say what memory holds at each block's forward and backward: what it and all blocks before it keep, what it
+    reads and makes, and what is on its way: weights, saved values and gradients of the blocks near by."""
+    weights = {block.index: terms.by_share(terms.reads[block.region]) for block in blocks}
     stored: dict[int, dict[int, float]] = defaultdict(dict)
     needed: dict[int, dict[int, float]] = defaultdict(dict)  # weights that a backward in one region reads
-    for region in backward:
+    for region in terms.of_phase("backward"):
         index = region.meta["block"]
-        stored[index] = added(stored[index], {away[h]: float(n) for h, n in grads[region].items() if h in away})
-        needed[index] = {away[h]: float(n) for h, n in reads[region].items() if h in away}
-    live: dict[int, float] = defaultdict(float)
+        stored[index] = added(stored[index], terms.by_share(terms.grads[region]))
+        needed[index] = terms.by_share(terms.reads[region])
+    always = problem.budgets.reserve + sum(nbytes * _copies(problem) for nbytes in param_nbytes(problem.step).values())
+    live = dict(terms.held["device"])
     for place, block in enumerate(blocks):
-        live = added(live, kept[block.index], held["device"] if not place else {})
+        index, back = block.index, choices.back
+        live = added(live, choices.kept[index])
         before, after = blocks[max(0, place - ahead) : place], blocks[place + 1 : place + 1 + ahead]
         beside, whole = _beside(problem, block)
-        near = [needed[block.index], back[block.index]] if whole else []
-        near += [terms[other.index] for other in before for terms in (weights, back)]
+        near = [needed[index], back[index]] if whole else []
+        near += [nbytes[other.index] for other in before for nbytes in (weights, back)]
         near += [stored[other.index] for other in after]
-        beyond = leaving[block.index] if ahead else {}  # a plan may let it go later than it must
-        program.holds("device", added(live, beyond, *near), budgets.reserve + resident + beside)
+        beyond = choices.leaving[index] if ahead else {}  # a plan may let it go later than it must
+        terms.program.holds("device", added(live, beyond, *near), always + beside)
         if ahead:
-            near = [weights[block.index], back[block.index], *(back[other.index] for other in before)]
+            near = [weights[index], back[index], *(back[other.index] for other in before)]
             near += [weights[other.index] for other in after]
-            program.holds("device", added(live, leaving[block.index], *near), budgets.reserve + resident)
-        live = added(live, leaving[block.index])
-    program.holds("host", held["host"], 0.0)
-
-    def solve(limits: Mapping[str, int | None]) -> Relaxed:
-        solution, rows = program.solve(limits)
-        if solution.status != 0:
-            raise Infeasible(solution.message)
-        values = solution.x
-        return Relaxed(
-            float(solution.fun),
-            {home: 1.0 - float(values[variable]) for home, variable in away.items()},
-            {index: tuple((option, float(values[v])) for option, v in shares) for index, shares in options.items()},
-            {index: (float(values[one]), float(values[other])) for index, (one, other) in crossing.items()},
-            gains_us(rows, values, -solution.ineqlin.marginals),
-        )
-
-    return solve
+            terms.program.holds("device", added(live, choices.leaving[index], *near), always)
+        live = added(live, choices.leaving[index])
+    terms.program.holds("host", terms.held["host"], 0.0)
 
 
 def _least_us(kernel: fx.GraphModule, machine: Machine) -> float:
@@ -252,21 +277,3 @@ def _beside(problem: PlanningProblem, block: Block) -> tuple[int, bool]:
 def _phase(value: fx.Node) -> str:
     """The phase of the region that makes a value."""
     return str(value.args[0].meta["phase"]) if isinstance(value.args[0], fx.Node) else ""
-
-
-def _read(step: fx.GraphModule, region: fx.Node) -> dict[str, int]:
-    """The bytes of the parameters that a region reads, by home."""
-    homes, nbytes = step.meta["homes"], defaultdict[str, int](int)
-    for operand in region.all_input_nodes:
-        if operand.op == "placeholder" and operand.meta["role"] == "param" and operand.meta["name"] in homes:
-            nbytes[homes[operand.meta["name"]]] += operand.meta["nbytes"]
-    return nbytes
-
-
-def _graded(step: fx.GraphModule, region: fx.Node, names: Mapping[fx.Node, str]) -> dict[str, int]:
-    """The bytes of the parameters' gradients that a region makes, by home. ``names``: gradient -> parameter."""
-    homes, nbytes = step.meta["homes"], defaultdict[str, int](int)
-    for value in results(region):
-        if names.get(value) in homes:
-            nbytes[homes[names[value]]] += value.meta["nbytes"]
-    return nbytes

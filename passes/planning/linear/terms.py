@@ -1,0 +1,74 @@
+"""The linear program while it is built: its variables, and how much each takes of queues and memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from mtcompile.passes.analysis.state import param_nbytes
+from mtcompile.passes.planning.linear.program import Program
+from mtcompile.passes.step_graph import outputs_of, regions, results
+from mtcompile.runtime.schedule import PHASES
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """``time``: the variable for the whole step, in µs; ``span``: phase -> the variable for its time. ``loads``: (queue, phase)
+    -> µs by variable; ``copied``: phase -> bytes by variable; ``held``: tier -> bytes by variable, at the start of the
+    backward. ``away``: home -> the variable for its share on the host. ``reads``, ``grads``: region -> bytes by home, of the
+    parameters that it reads and of their gradients that it makes."""
+
+    program: Program
+    time: int
+    span: Mapping[str, int]
+    loads: dict[tuple[str, str], dict[int, float]]
+    copied: dict[str, dict[int, float]]
+    held: dict[str, dict[int, float]]
+    away: Mapping[str, int]
+    reads: Mapping[fx.Node, Mapping[str, int]]
+    grads: Mapping[fx.Node, Mapping[str, int]]
+
+    def of_phase(self, phase: str) -> list[fx.Node]:
+        return [region for region in self.reads if region.meta["phase"] == phase]
+
+    def by_share(self, nbytes: Mapping[str, int]) -> dict[int, float]:
+        """Bytes by home as bytes by variable."""
+        return {self.away[home]: float(n) for home, n in nbytes.items() if home in self.away}
+
+
+def terms_of(step: fx.GraphModule) -> Terms:
+    """Returns the terms of a step graph, with its variables for time and homes and nothing taken yet."""
+    program = Program()
+    names = {value: spec.name for spec, value in outputs_of(step) if spec.kind == "grad"}
+    return Terms(
+        program,
+        0,
+        {phase: program.variable(None) for phase in PHASES},
+        defaultdict(lambda: defaultdict(float)),
+        {phase: defaultdict(float) for phase in PHASES},
+        {tier: defaultdict(float) for tier in ("device", "host")},
+        {home: program.variable() for home in param_nbytes(step)},
+        {region: _read(step, region) for region in regions(step)},
+        {region: _graded(step, region, names) for region in regions(step)},
+    )
+
+
+def _read(step: fx.GraphModule, region: fx.Node) -> dict[str, int]:
+    """The bytes of the parameters that a region reads, by home."""
+    homes, nbytes = step.meta["homes"], defaultdict[str, int](int)
+    for operand in region.all_input_nodes:
+        if operand.op == "placeholder" and operand.meta["role"] == "param" and operand.meta["name"] in homes:
+            nbytes[homes[operand.meta["name"]]] += operand.meta["nbytes"]
+    return nbytes
+
+
+def _graded(step: fx.GraphModule, region: fx.Node, names: Mapping[fx.Node, str]) -> dict[str, int]:
+    """The bytes of the parameters' gradients that a region makes, by home. ``names``: gradient -> parameter."""
+    homes, nbytes = step.meta["homes"], defaultdict[str, int](int)
+    for value in results(region):
+        if names.get(value) in homes:
+            nbytes[homes[names[value]]] += value.meta["nbytes"]
+    return nbytes
