@@ -34,9 +34,9 @@ CPU = (
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, causal: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -44,7 +44,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, width = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(batch, seq, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, seq, width))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks import models
 from mtcompile.models.decoders import Block, Shape
 
 
@@ -20,7 +21,7 @@ class Vit(nn.Module):
         self.heads = heads
         self.patches = nn.Conv2d(3, width, 14, 14)
         self.place = nn.Parameter(torch.zeros(1, 256, width))
-        self.blocks = nn.ModuleList(VitBlock(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(models.Block(width, heads, causal=False) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 1000)
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
@@ -28,22 +29,6 @@ class Vit(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x).mean(1)), labels)
-
-
-class VitBlock(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, seq, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, seq, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, seq, width))
-        out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
-        return out
 
 
 class UnetBlock(nn.Module):

@@ -64,8 +64,12 @@ class Certificate:
         """The share of the bound by which a step is longer than it."""
         return max(0.0, step_time_us / self.bound_us - 1) if self.bound_us else 0.0
 
+    def of(self, step_time_us: float) -> str:
+        """One sentence about a step, for a reader."""
+        return f"within {self.gap(step_time_us):.1%} of the bound: {self}"
+
     def __str__(self) -> str:
-        """One sentence for a reader."""
+        """The bound alone, and what would lower it."""
         words = {name: ("1 GiB more " if name.endswith("memory") else "a 10 % faster ") + name for name in self.gains_us}
         words |= {"compute": "10 % more compute"}
         worth = sorted((us, name) for name, us in self.gains_us.items() if us > self.bound_us / 1000)
@@ -160,7 +164,7 @@ class Plan:
             budget = self.budget_bytes.get(tier)
             lines.append(f"  {tier}: peak {gib(peak)} of {gib(budget) if budget is not None else 'no limit'}")
         if self.certificate is not None:
-            lines.append(f"  within {self.gap:.1%} of the bound: {self.certificate}")
+            lines.append(f"  {self.certificate.of(self.total_us)}")
         lines.append(f"  smallest device budget that works: {gib(self.minimum_device_bytes)}")
         runs = f"; runs of recomputed blocks are halved down to {self.span}" if self.span else ""
         lines.append(f"  training state: {gib(self.state_bytes)}; prefetch {self.lookahead} region(s) ahead{runs}")

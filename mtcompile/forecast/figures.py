@@ -53,10 +53,10 @@ def figures(request: ForecastRequest, sized: SizedStep) -> Forecast:
         if not request.force:
             return refused
         least = candidates.least()
-        forced = _with_plan(refused, candidates, budgets, least)
+        forced = _with_plan(refused, candidates, least)
         return replace(forced, feasible=False, minimum_device_bytes=least.schedule.peak_nbytes["device"])
     verify(planned.schedule)
-    return _with_plan(replace(unplanned, feasible=True), candidates, budgets, planned)
+    return _with_plan(replace(unplanned, feasible=True), candidates, planned)
 
 
 def _fastest(candidates: Candidates, device: int | None, host: int | None) -> Planned:
@@ -80,7 +80,7 @@ def _row(candidates: Candidates, policy: str, budgets: Budgets) -> Row:
     return Row(policy, True, peaks, time_us)
 
 
-def _with_plan(unplanned: Forecast, candidates: Candidates, budgets: Budgets, planned: Planned) -> Forecast:
+def _with_plan(unplanned: Forecast, candidates: Candidates, planned: Planned) -> Forecast:
     plan, schedule = planned.plan, planned.schedule
     bodies: dict[str, Any] = dict(planned.step.named_children())
     flops = sum(kernel_cost(bodies[i.kernel]).flops for i in schedule.instructions if i.kernel in bodies)

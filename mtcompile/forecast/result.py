@@ -104,7 +104,7 @@ def _lines(f: Forecast) -> list[str]:
         shown = [_busy(queue, share, waits.get(queue, 0.0)) for queue, share in (f.busy or {}).items()]
         lines.append(f"  busy: {', '.join(shown)}")
         if f.certificate is not None:
-            lines.append(f"  within {f.gap:.1%} of the bound: {f.certificate}")
+            lines.append(f"  {f.certificate.of(f.step_time_us)}")
         lines.append(f"  smallest device memory that works: {gib(f.minimum_device_bytes)}")
         lines.append(f"  numerics: {f.numerics}")
     for tier, expression in (f.peak_expressions or {}).items():

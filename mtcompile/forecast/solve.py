@@ -99,7 +99,7 @@ def plan(
         if solve in ("batch", "seq"):
             return _largest(request, solve, batch, seq)
         forecast, sized = _forecast(request, batch, seq)
-        return _least_memory(request, sized, forecast) if solve == "memory" else forecast
+        return _least_memory(request, sized) if solve == "memory" else forecast
 
 
 def _forecast(request: ForecastRequest, batch: int, seq: int) -> tuple[Forecast, SizedStep]:
@@ -115,7 +115,7 @@ def _forecast(request: ForecastRequest, batch: int, seq: int) -> tuple[Forecast,
     return forecast, sized
 
 
-def _least_memory(request: ForecastRequest, sized: SizedStep, forecast: Forecast) -> Forecast:
+def _least_memory(request: ForecastRequest, sized: SizedStep) -> Forecast:
     """Plans the step in the least device memory that works, however many chunks its loss head is cut into."""
     least, leanest = sized.candidates.least().schedule.peak_nbytes["device"], sized
     while sized.joint.chunks < MOST_CHUNKS:

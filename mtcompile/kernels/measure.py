@@ -104,10 +104,7 @@ class _OnZeros(fx.Interpreter):
 
 def _compare_shapes(node: fx.Node, result: Any) -> None:
     """Raises CaptureError if an operation returns other shapes than it declares, for which memory is planned."""
-    declared, values = node.meta["val"], result
-    if isinstance(result, torch.Tensor):
-        declared, values = [declared], [result]
-    for val, value in zip(declared, values, strict=False) if isinstance(values, (tuple, list)) else ():
+    for val, value in zip(pytree.tree_leaves(node.meta["val"]), pytree.tree_leaves(result), strict=False):
         if isinstance(value, torch.Tensor) and isinstance(val, torch.Tensor) and value.shape != val.shape:
             raise CaptureError(
                 f"{_operation(node)} returns a tensor of shape {tuple(value.shape)} and declares one of {tuple(val.shape)}\n"

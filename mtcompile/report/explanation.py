@@ -84,7 +84,7 @@ def _text(e: Explanation) -> str:
         budget = e.budget_bytes.get(tier)
         lines.append(f"  {tier}: peak {gib(peak)} of {gib(budget) if budget is not None else 'no limit'}")
     if e.certificate is not None:
-        lines.append(f"  within {e.certificate.gap(e.step_time_us):.1%} of the bound: {e.certificate}")
+        lines.append(f"  {e.certificate.of(e.step_time_us)}")
     for value in e.values[:_MOST]:
         lines += _value(value)
     if len(e.values) > _MOST:

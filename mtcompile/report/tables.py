@@ -66,7 +66,7 @@ def _decisions(plan: Plan) -> Table:
 
 def _summary(plan: Plan) -> str:
     update = f", {time_of(plan.update_us)} of it the update" if plan.update_us else ""
-    bound = f"; within {plan.gap:.1%} of the bound: {plan.certificate}" if plan.certificate else ""
+    bound = f"; {plan.certificate.of(plan.total_us)}" if plan.certificate else ""
     return (
         f"step {time_of(plan.total_us)} predicted on {plan.machine}{update}, limited by {plan.limiting_resource}; parameters "
         f"of blocks without a decision are on the host, activations wait there, what a block saves is computed again{bound}"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -84,14 +84,28 @@ class Machine:
 class Cost:
     """The work of a kernel. ``fusible_nbytes``, ``fusible``: the part of the bytes and operations that a compiler fuses."""
 
-    flops: int
-    nbytes: int
-    operations: int
+    flops: int = 0
+    nbytes: int = 0
+    operations: int = 0
     fusible_nbytes: int = 0
     fusible: int = 0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
+        return Cost(
+            self.flops + other.flops,
+            self.nbytes + other.nbytes,
+            self.operations + other.operations,
+            self.fusible_nbytes + other.fusible_nbytes,
+            self.fusible + other.fusible,
+        )
+
+    def flops_us(self, machine: Machine) -> float:
+        """The microseconds without memory traffic."""
+        return replace(self, nbytes=0, fusible_nbytes=0).time_us(machine)
+
+    def traffic_us(self, machine: Machine) -> float:
+        """The microseconds without FLOPs."""
+        return replace(self, flops=0).time_us(machine)
 
     def time_us(self, machine: Machine) -> float:
         if not machine.fuses:
@@ -128,14 +142,13 @@ def kernel_cost(kernel: fx.GraphModule) -> Cost:
 
 def body_cost(body: fx.Graph) -> Cost:
     """FLOPs, bytes read and written, and number of operations of a body run operation by operation."""
-    costs = [node_cost(node) for node in body.nodes if node.op == "call_function" and not is_view(node)]
-    return Cost(*(sum(parts) for parts in zip(*map(astuple, costs), strict=True))) if costs else Cost(0, 0, 0)
+    return sum((node_cost(node) for node in body.nodes if node.op == "call_function" and not is_view(node)), Cost())
 
 
 def node_cost(node: fx.Node) -> Cost:
     """The cost of one operation; a getitem costs nothing."""
     if node.target is operator.getitem:
-        return Cost(0, 0, 0)
+        return Cost()
     nbytes = sum(span_nbytes(v) for v in iter_tensors(node))
     nbytes += sum(span_nbytes(v) for operand in node.all_input_nodes for v in iter_tensors(operand))
     fusible = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _REDUCTIONS

@@ -32,6 +32,11 @@ class Budgets:
     updates: Updates | None = None
 
     @property
+    def copies(self) -> float:
+        """Training state in parameter sizes: weights, optimizer state, and gradients where they wait for optimizer.step()."""
+        return (2 if self.updates is None else 1) + self.state_copies
+
+    @property
     def nbytes(self) -> dict[str, int | None]:
         return {"device": self.device, "host": self.host}
 
@@ -55,10 +60,9 @@ def resident_nbytes(sizes: Mapping[str, int], plan: Plan, budgets: Budgets) -> d
     """Persistent bytes per tier, at the home of their block: weights, optimizer state, and gradients where they wait for
     optimizer.step() (an older one may be held while a new one is made)."""
     totals = {"device": 0, "host": 0}
-    copies = (2 if budgets.updates is None else 1) + budgets.state_copies
     for block, nbytes in sizes.items():
         tier = "device" if plan.params(block) == "device" else "host"
-        totals[tier] += int(nbytes * copies)
+        totals[tier] += int(nbytes * budgets.copies)
     return totals
 
 

@@ -73,7 +73,7 @@ class Candidates:
     @cached_property
     def ladders(self) -> tuple[Ladder, ...]:
         """Lists of candidates from the floor up: by density, and by linear programs."""
-        least, device = self._by_density[0][0], (self._floor, self._everything().plan.peak_bytes["device"])
+        least, device = self._by_density[0][0], (self._floor, self._everything.plan.peak_bytes["device"])
         by_programs = []
         for ahead in _AHEAD:
             solve = relaxation(self.problem, self.blocks, self._home_costs, ahead)
@@ -84,7 +84,7 @@ class Candidates:
     def _by_density(self) -> tuple[Ladder, ...]:
         """If activations may go home, these include every fixed policy's plan, so that no policy beats the search."""
         step, host = self.problem.step, self.problem.budgets.host_activations
-        searched = ladders(step, self.base, self.problem.machine, self.open_params, host)
+        searched = ladders(self.blocks, self.base, self.problem.machine, self.open_params, host)
         if host:
             policies = (policy for name, policy in POLICIES.items() if name != "resident")
             searched += tuple((policy(step, self.base, self.open_params),) for policy in policies)
@@ -104,7 +104,7 @@ class Candidates:
     def _home_costs(self) -> dict[str, HomeCost]:
         problem, streamed = self.problem, POLICIES["megatrain"](self.problem.step, self.base, self.open_params)
         on_host = [self.evaluate(replace(streamed, narrow=narrow)).schedule for narrow in (True, False)]
-        return home_costs(problem.step, problem.machine, on_host, self._everything().schedule)
+        return home_costs(problem.step, problem.machine, on_host, self._everything.schedule)
 
     @cached_property
     def _bounded(self) -> Callable[[Mapping[str, int | None]], Relaxed]:
@@ -130,7 +130,7 @@ class Candidates:
         if known is not None and fits((again := self.evaluate(known)).plan, problem.budgets):
             return completed(problem, again, known.minimum_device_bytes, known.certificate)
         if not self._points:
-            resident = self._everything()
+            resident = self._everything
             if fits(resident.plan, problem.budgets):  # no search is needed; the floor is reported anyway
                 minimum = min(self._floor, resident.plan.peak_bytes["device"])
                 late = self._with_late_updates(resident, problem.budgets)
@@ -139,7 +139,7 @@ class Candidates:
         try:
             return self._chosen(problem)
         except _Stale:
-            self._points = self._search(self._everything().plan)
+            self._points = self._search(self._everything.plan)
             return self._chosen(problem)
 
     def least(self) -> Planned:
@@ -168,6 +168,7 @@ class Candidates:
     def _within(self, device: int | None, host: int | None) -> PlanningProblem:
         return replace(self.problem, budgets=replace(self.problem.budgets, device=device, host=host))
 
+    @cached_property
     def _everything(self) -> Candidate:
         return self.evaluate(everything(self.problem.step, self.base, self.open_params))
 
@@ -232,12 +233,11 @@ class Candidates:
         per_ladder = min(max(_FEWEST_POINTS, _REGIONS_PER_LADDER // len(step_regions)), MOST_POINTS)
         points = [Point(resident, (resident,), 0)]
         sampled = []
-        by_density = len(self._by_density)
         operations = sum(len(kernel_of(self.problem.step, region).graph.nodes) for region in step_regions)
         remaining = min(MOST_SEARCHED, _SEARCHED // operations**2)
         by_programs = SOLUTIONS if remaining < per_ladder else per_ladder  # more where local search can do little
-        for number, ladder in enumerate(self.ladders):
-            last, count = len(ladder) - 1, min(len(ladder), per_ladder if number < by_density else by_programs)
+        for ladder in self.ladders:
+            last, count = len(ladder) - 1, min(len(ladder), by_programs if isinstance(ladder, Seeds) else per_ladder)
             positions = sorted({round(i * last / max(1, count - 1)) for i in range(count)})
             sampled += [(ladder, position) for position in positions]
         for done, (ladder, position) in enumerate(sampled):

@@ -49,11 +49,10 @@ class Block:
 
 
 def ladders(
-    step: fx.GraphModule, base: Plan, machine: Machine, param_nbytes: Mapping[str, int], host: bool = True
+    blocks: list[Block], base: Plan, machine: Machine, param_nbytes: Mapping[str, int], host: bool = True
 ) -> tuple[Ladder, ...]:
-    """Returns the ladders to search; the first starts at the floor. ``base``: decisions already made. ``param_nbytes``: bytes
-    of the home blocks whose tier is still open. ``host``: whether activations may go home."""
-    blocks = blocks_of(step, machine)
+    """Returns the ladders to search; the first starts at the floor. ``blocks``: of the step. ``base``: decisions already made.
+    ``param_nbytes``: bytes of the home blocks whose tier is still open. ``host``: whether activations may go home."""
     why = "weighs less than what replaying needs"
     floors = [base := _with_variants(base, blocks, 0, why), *(_with_variants(base, blocks, i, why) for i in _NEAR_FLOOR)]
     param_upgrades = _param_upgrades(param_nbytes, machine)

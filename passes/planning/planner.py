@@ -45,8 +45,7 @@ def resident_plan(problem: PlanningProblem) -> Planned | None:
 def may_be_resident(problem: PlanningProblem) -> bool:
     """Says whether the training state alone fits on the device."""
     budgets = problem.budgets
-    copies = (2 if budgets.updates is None else 1) + budgets.state_copies
-    return budgets.device is None or sum(param_nbytes(problem.step).values()) * copies <= budgets.device
+    return budgets.device is None or sum(param_nbytes(problem.step).values()) * budgets.copies <= budgets.device
 
 
 def relowered(planned: Planned, machine: Machine, workspace: Workspace, held: int = 0) -> Planned:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import networkx
@@ -47,7 +47,7 @@ def trade_off(step: fx.GraphModule, region: fx.Node, machine: Machine) -> tuple[
     sizes = [item.meta["nbytes"] for item in items]
     states = {name: _size(region, position) for name, position in saved_states(body).items()}
     reader = next((call for call in regions(step) if any(call in item.users for item in items)), None)
-    alone = Cost(0, 0, 0) if reader is None else kernel_cost(kernel_of(step, reader))
+    alone = Cost() if reader is None else kernel_cost(kernel_of(step, reader))
 
     def variant(positions: Iterable[int]) -> Variant:
         positions = tuple(sorted(positions))
@@ -61,7 +61,10 @@ def trade_off(step: fx.GraphModule, region: fx.Node, machine: Machine) -> tuple[
     points = [variant(()), everything]
     again = recomputed(saved, set(), True)
     for flops in (1.0, 0.5, 0.0):
-        costs = {node: round(1e3 * _mixed_us(node_cost(node), machine, flops)) for node in again}
+        costs = {}
+        for node in again:
+            cost = node_cost(node)
+            costs[node] = round(1e3 * (flops * cost.flops_us(machine) + (1 - flops) * cost.traffic_us(machine)))
 
         def cheapest(ns: int, nbytes: int, costs: Mapping[fx.Node, int] = costs) -> tuple[Variant, int]:
             """The choice that costs least if keeping ``nbytes`` costs ``ns``, and the ns of what it recomputes."""
@@ -81,13 +84,6 @@ def trade_off(step: fx.GraphModule, region: fx.Node, machine: Machine) -> tuple[
     return tuple(_lower_hull(points))
 
 
-def _mixed_us(cost: Cost, machine: Machine, flops: float) -> float:
-    """The µs of an operation's FLOPs, and of its traffic, mixed."""
-    return flops * replace(cost, nbytes=0, fusible_nbytes=0).time_us(machine) + (1 - flops) * replace(cost, flops=0).time_us(
-        machine
-    )
-
-
 def _cheapest(
     costs: Mapping[fx.Node, int], saved: list[tuple[fx.Node, int]], states: Mapping[str, int], ns: int, nbytes: int
 ) -> set[fx.Node]:
@@ -96,18 +92,18 @@ def _cheapest(
     operands."""
     graph: Any = networkx.DiGraph()
     graph.add_nodes_from(("source", "sink"))
-    kept: dict[fx.Node, int] = {}
+    saved_nbytes: dict[fx.Node, int] = {}
     for node, size in saved:
-        kept[node] = kept.get(node, 0) + size
+        saved_nbytes[node] = saved_nbytes.get(node, 0) + size
     for node, cost in costs.items():
         graph.add_edge(node, "sink", capacity=cost * nbytes)
         for operand in node.all_input_nodes:
-            if operand in costs and operand not in kept:
+            if operand in costs and operand not in saved_nbytes:
                 graph.add_edge(node, operand)  # without capacity: never cut
         if is_random(node):
             graph.add_edge(node, node.meta["rng_state"])
             graph.add_edge(node.meta["rng_state"], "sink", capacity=states[node.meta["rng_state"]] * ns)
-    for node, size in kept.items():
+    for node, size in saved_nbytes.items():
         graph.add_edge("source", node, capacity=size * ns)
     _, (again, _) = networkx.minimum_cut(graph, "source", "sink")
     return {node for node in again if isinstance(node, fx.Node)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -90,7 +90,7 @@ def relaxation(
 
 def _place_homes(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: Terms) -> None:
     """What the share of each home that is on the host costs, and what it leaves free on the device."""
-    sizes, copies = param_nbytes(problem.step), _copies(problem)
+    sizes, copies = param_nbytes(problem.step), problem.budgets.copies
     for home, tier in problem.fixed_homes.items():
         if home in terms.away:
             terms.program.equal.append(({terms.away[home]: 1.0}, 0.0 if tier == "device" else 1.0))
@@ -105,11 +105,6 @@ def _place_homes(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms:
         terms.loads["compute", "backward"][variable] -= cost.device_update_us
         terms.held["device"][variable] -= sizes[home] * copies
         terms.held["host"][variable] += sizes[home] * copies
-
-
-def _copies(problem: PlanningProblem) -> float:
-    """Training state in parameter sizes."""
-    return (2 if problem.budgets.updates is None else 1) + problem.budgets.state_copies
 
 
 def _place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms) -> _Choices:
@@ -214,7 +209,7 @@ def _hold_memory(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms
         index = region.meta["block"]
         stored[index] = added(stored[index], terms.by_share(terms.grads[region]))
         needed[index] = terms.by_share(terms.reads[region])
-    always = problem.budgets.reserve + sum(nbytes * _copies(problem) for nbytes in param_nbytes(problem.step).values())
+    always = problem.budgets.reserve + sum(nbytes * problem.budgets.copies for nbytes in param_nbytes(problem.step).values())
     live = dict(terms.held["device"])
     for place, block in enumerate(blocks):
         index, back = block.index, choices.back
@@ -236,7 +231,7 @@ def _hold_memory(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms
 
 def _least_us(kernel: fx.GraphModule, machine: Machine) -> float:
     """The µs of a kernel of which nothing is recomputed: no generator's state is saved for that."""
-    states = sum((node_cost(node) for node in kernel.graph.nodes if node.target is save_rng), Cost(0, 0, 0))
+    states = sum((node_cost(node) for node in kernel.graph.nodes if node.target is save_rng), Cost())
     return max(0.0, kernel_us(kernel, machine) - states.time_us(machine))
 
 
@@ -251,14 +246,10 @@ def _made_again_us(step: fx.GraphModule, block: Block, machine: Machine) -> floa
         without = set(recomputed([node for node in saved if node not in given], given))
         costs = [node_cost(node) for node in recomputed(wanted, given) if node not in without]
         # Beside a kernel that is bound by FLOPs its traffic is free, and the other way round.
-        total = sum(costs, Cost(0, 0, 0))
-        return min(total.time_us(machine), replace(total, flops=0).time_us(machine), _flops_us(total, machine))
+        total = sum(costs, Cost())
+        return min(total.time_us(machine), total.traffic_us(machine), total.flops_us(machine))
 
     return min(map(more_us, block.variants))
-
-
-def _flops_us(cost: Cost, machine: Machine) -> float:
-    return replace(cost, nbytes=0, fusible_nbytes=0).time_us(machine)
 
 
 def _beside(problem: PlanningProblem, block: Block) -> tuple[int, bool]:
