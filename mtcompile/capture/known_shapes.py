@@ -144,9 +144,6 @@ def named_ctc_loss(
     return ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, _REDUCTIONS[reduction], zero_infinity)
 
 
-STAND_INS: dict[Callable[..., Any], Callable[..., Any]] = {torch.ctc_loss: ctc_loss, F.ctc_loss: named_ctc_loss}
-
-
 def _tensor(lengths: Any) -> Tensor:
     return lengths if isinstance(lengths, torch.Tensor) else torch.tensor(lengths)
 
@@ -196,3 +193,53 @@ def _gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _forward.register_autograd(_gradient, setup_context=_keep)
+
+# ---------------------------------------------------------------------------------------- the weight of targets that count
+#
+# A mean of smoothed losses is over the weights of the targets that are not ignored. A plain run adds up these weights alone.
+# While it is traced, torch adds up zeros for the ignored ones too, which rounds otherwise.
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """As ``torch.nn.functional.cross_entropy``."""
+    if size_average is not None or reduce is not None:
+        reduction = F._Reduction.legacy_get_string(size_average, reduce)
+    composed = torch._C._nn.cross_entropy_loss
+    if weight is None or not label_smoothing or reduction != "mean" or target.is_floating_point():
+        how = F._Reduction.get_enum(reduction), ignore_index, label_smoothing
+        return composed(input, target, weight, *how)  # type: ignore[no-any-return]
+    if torch.is_autocast_enabled("cpu") and input.device.type == "cpu":
+        input = input.float()
+    class_dim = 0 if input.dim() == 1 else 1
+    log_probs = F.log_softmax(input, class_dim)
+    losses = -(log_probs * weight.view(-1, *(1,) * (input.dim() - 1 - class_dim))).sum(class_dim)
+    smooth = losses.masked_fill(target == ignore_index, 0.0).sum()
+    smooth = smooth / torch.ops.mtcompile.weight_of_targets(weight, target, ignore_index)
+    nll = F.nll_loss(log_probs, target, weight, ignore_index=ignore_index)
+    return nll * (1 - label_smoothing) + smooth * (label_smoothing / input.shape[class_dim])
+
+
+@torch.library.custom_op("mtcompile::weight_of_targets", mutates_args=())
+def _weight_of_targets(weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    return weight.gather(0, target.masked_select(target != ignore_index)).sum()
+
+
+@_weight_of_targets.register_fake
+def _one_weight(weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    return weight.new_empty(())
+
+
+STAND_INS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.ctc_loss: ctc_loss,
+    F.ctc_loss: named_ctc_loss,
+    F.cross_entropy: cross_entropy,
+}

@@ -79,6 +79,7 @@ def compiled_step(tangents: Tangents, planned: Planned, problem: PlanningProblem
     by_name = {node.name: node for node in step.graph.nodes}
     backward_reads = {name for _, i in schedule.phase("backward") for name in i.reads}
     values = {source(by_name[name]).name for name in backward_reads}
+    training = any(spec.role == "tangent" for spec, _ in inputs)  # even if its backward has nothing to do
     return CompiledStep(
         tangents,
         planned.plan,
@@ -93,7 +94,7 @@ def compiled_step(tangents: Tangents, planned: Planned, problem: PlanningProblem
         frozenset(spec.index for spec, name in outputs if spec.kind == "output" and name in values),
         _read_by_place(step),
         any(buffer.role == "rng" for buffer in schedule.buffers.values()) or has_random(step),
-        {phase: prepare(schedule, phase) for phase in PHASES if phase == "forward" or any(schedule.phase(phase))},
+        {phase: prepare(schedule, phase) for phase in PHASES if phase == "forward" or training},
         problem,
     )
 

@@ -208,7 +208,7 @@ def _own_outputs(joint: fx.GraphModule) -> None:
         if as_input and val.stride() != inputs[spec.index].meta["val"].stride():
             with graph.inserting_before(output):
                 copy = add_restride(graph, value, inputs[spec.index].meta["val"])
-        elif value.op == "placeholder" or value in seen:
+        elif value.op == "placeholder" or value in seen or val.is_conj() or val.is_neg():  # what leaves is what memory holds
             with graph.inserting_before(output):
                 copy = graph.call_function(aten.clone.default, (value,))
             copy.meta["val"] = torch.empty_like(val, device="meta")

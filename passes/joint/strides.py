@@ -53,7 +53,7 @@ def correct_strides(graph: fx.Graph, observe: Observe) -> None:
 
 
 def _alike(val: torch.Tensor, strides: Sequence[int]) -> bool:
-    return not val.numel() or same_strides(val.shape, val.stride(), strides)
+    return same_strides(val.shape, val.stride(), strides)
 
 
 def may_differ(node: fx.Node) -> bool:

@@ -25,8 +25,8 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 
 def same_strides(size: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
     """Tells whether two strides place every element of ``size`` alike. The stride of a dimension of one element does not
-    count: torch's kernels and its shape propagation do not always agree on it."""
-    return all(n == 1 or a == b for n, a, b in zip(size, one, other, strict=True))
+    count, nor any where there are no elements: torch's kernels and its shape propagation do not always agree on these."""
+    return 0 in size or all(n == 1 or a == b for n, a, b in zip(size, one, other, strict=True))
 
 
 def arena(nbytes: int, device: torch.device | None = None) -> torch.Tensor:

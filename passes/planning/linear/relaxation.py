@@ -189,11 +189,11 @@ def _waits(costs: Mapping[str, HomeCost], terms: Terms) -> tuple[dict[int, float
         return {
             terms.away[home]: us(costs[home]) * n / sum(each.get(home, 0) for each in every)
             for home, n in nbytes[region].items()
-            if home in terms.away
+            if n and home in terms.away
         }
 
     forward, backward = map(terms.of_phase, PHASES)
-    start = waited(forward[0], terms.reads, lambda cost: cost.fetch_us["forward"])
+    start = waited(forward[0], terms.reads, lambda cost: cost.fetch_us["forward"]) if forward else {}
     turn = waited(backward[0], terms.reads, lambda cost: cost.fetch_us["backward"]) if backward else {}
     end = waited(backward[-1], terms.grads, lambda cost: cost.store_us + cost.update_us) if backward else {}
     return start, turn, end
