@@ -212,20 +212,20 @@ def cross_entropy(
 ) -> Tensor:
     """As ``torch.nn.functional.cross_entropy``."""
     if size_average is not None or reduce is not None:
-        reduction = F._Reduction.legacy_get_string(size_average, reduce)
-    composed = torch._C._nn.cross_entropy_loss
+        reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
+    how = _REDUCTIONS[reduction], ignore_index, label_smoothing
     if weight is None or not label_smoothing or reduction != "mean" or target.is_floating_point():
-        how = F._Reduction.get_enum(reduction), ignore_index, label_smoothing
-        return composed(input, target, weight, *how)  # type: ignore[no-any-return]
+        composed: Tensor = torch.ops.aten.cross_entropy_loss(input, target, weight, *how)
+        return composed
     if torch.is_autocast_enabled("cpu") and input.device.type == "cpu":
         input = input.float()
     class_dim = 0 if input.dim() == 1 else 1
     log_probs = F.log_softmax(input, class_dim)
     losses = -(log_probs * weight.view(-1, *(1,) * (input.dim() - 1 - class_dim))).sum(class_dim)
     smooth = losses.masked_fill(target == ignore_index, 0.0).sum()
-    smooth = smooth / torch.ops.mtcompile.weight_of_targets(weight, target, ignore_index)
+    mean: Tensor = smooth / torch.ops.mtcompile.weight_of_targets(weight, target, ignore_index)
     nll = F.nll_loss(log_probs, target, weight, ignore_index=ignore_index)
-    return nll * (1 - label_smoothing) + smooth * (label_smoothing / input.shape[class_dim])
+    return nll * (1 - label_smoothing) + mean * (label_smoothing / input.shape[class_dim])
 
 
 @torch.library.custom_op("mtcompile::weight_of_targets", mutates_args=())
