@@ -36,18 +36,19 @@ class Updates:
     """Updates of parameters in the backward. ``state_copies``, ``workspace_copies``: what an update reads and writes
     beside a parameter and its gradient, and what it needs for itself on the device, in sizes of the parameter. ``held``: no
     update starts before all gradients are there, because their norm is needed first. ``run_ahead``: updates go on behind the
-    next forward. ``behind``: the updates of so many regions, the last ones, wait until after the backward and then come in the
-    forward's order."""
+    next forward. ``behind``: so many updates, the last ones, wait until after the backward and then come in the forward's order.
+    ``waiting``: the gradients of so many updates may wait on the host, beside those of one that runs and one that arrives."""
 
     state_copies: float = 2.0
     workspace_copies: float = 0.0
     held: bool = False
     run_ahead: bool = False
     behind: int = 0
+    waiting: int = 0
 
     def __str__(self) -> str:
         when = "once all gradients and their norm are there" if self.held else "as gradients arrive"
-        late = f", those of {self.behind} region(s) after it" if self.behind else ""
+        late = f", the last {self.behind} after it" if self.behind else ""
         return f"in the backward, {when}{late}" + ("; they go on behind the next forward" if self.run_ahead else "")
 
 

@@ -33,8 +33,8 @@ RegionId = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class InputHomes:
-    """The homes of a step's inputs. ``known``: home block by parameter, where earlier programs of the same model have
-    decided it; any other parameter is at home in the block that reads it first. ``all_on_device``: every input is on the device
+    """The homes of a step's inputs. ``known``: home by parameter, where earlier programs of the same model have decided it; any
+    other parameter is at home in the block that reads it first, or by itself if it is large. ``all_on_device``: every input is on the device
     and no parameter has a home that a plan could move. ``updated``: the parameters that a plan with updates in the backward
     updates; None: all that have gradients."""
 
@@ -43,6 +43,7 @@ class InputHomes:
     updated: Collection[str] | None = None
 
 
+_LARGE = 1 << 28  # bytes of a parameter that is a home by itself: its block can be split, and its copies hide behind each other
 ROLE_OF_RESULT = {"output": "output", "grad": "grad", "mutation": "buffer"}  # by an output's kind
 AT_HOME = InputHomes()  # every parameter in the block that reads it first
 
@@ -117,14 +118,15 @@ def build(
 def _homes(
     joint: fx.GraphModule, region: Mapping[fx.Node, RegionId], blocks: Sequence[str], known: Mapping[str, str]
 ) -> dict[str, str]:
-    """Home block of each parameter that a region reads: the known one, or that of the first region that reads it (tied weights
-    have one home)."""
+    """The home of each parameter that a region reads: the known one, its own name if it is large, or the block of the first
+    region that reads it (tied weights have one home)."""
     names = {node: spec.name for spec, node in inputs_of(joint) if spec.role == "param"}
     homes: dict[str, str] = {}
     for rid, nodes in in_order(joint.graph, region):
         for operand in _externals(nodes, rid, region):
             if name := names.get(operand):
-                homes.setdefault(name, known.get(name, blocks[rid[1]]))
+                alone = span_nbytes(operand.meta["val"]) >= _LARGE and name not in blocks
+                homes.setdefault(name, known.get(name, name if alone else blocks[rid[1]]))
     return homes
 
 

@@ -88,9 +88,9 @@ def _offload_between(
 
 
 def offload_gradients(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-    """Sends gradients and new buffer versions home right after the region that makes them, in one offload per region; a
+    """Sends gradients and new buffer versions home right after the region that makes them, in one offload per home block; a
     gradient whose parameter lives on the device stays there and leaves with the outputs."""
-    output = step.graph.output_node()
+    output, homes = step.graph.output_node(), step.meta["homes"]
     values = list(output.args[0])
     specs = step.meta["outputs"]
     inputs = {
@@ -98,23 +98,20 @@ def offload_gradients(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True)
         if spec.index >= 0 and spec.role != "tangent"
     }
-    leaving: dict[fx.Node, list[int]] = {}  # region -> positions of its results among the outputs
+    leaving: dict[fx.Node, dict[str, list[int]]] = {}  # region -> home -> positions of its results among the outputs
     for position, (spec, value) in enumerate(zip(specs, values, strict=True)):
         home = inputs[spec.index].meta["tier"] if spec.kind != "output" else "device"
         if spec.kind != "output" and home == "host":
-            leaving.setdefault(value.args[0], []).append(position)
-    for region, positions in leaving.items():
-        with step.graph.inserting_before(results(region)[-1].next):
-            moved = add_move(
-                step.graph,
-                offload,
-                [values[p] for p in positions],
-                region.meta["phase"],
-                region.meta["block"],
-                f"store_{region.name}",
-            )
-        for position, at_home in zip(positions, moved, strict=True):
-            values[position] = at_home
+            leaving.setdefault(value.args[0], {}).setdefault(homes.get(spec.name, ""), []).append(position)
+    for region, by_home in leaving.items():
+        behind = results(region)[-1].next
+        for home, positions in by_home.items():
+            name = f"store_{region.name}" + (f"_{home.replace('.', '_')}" if len(by_home) > 1 else "")
+            with step.graph.inserting_before(behind):
+                gradients = [values[position] for position in positions]
+                moved = add_move(step.graph, offload, gradients, region.meta["phase"], region.meta["block"], name)
+            for position, at_home in zip(positions, moved, strict=True):
+                values[position] = at_home
     output.args = (tuple(values),)
     return step
 

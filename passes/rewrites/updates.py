@@ -55,10 +55,12 @@ def place_updates(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     end, first_output = len(order) - 1, step.graph.output_node()
     after: dict[int, list[_Group]] = {}
     late = groups if plan.updates.held else [g for g in groups if g.tier == "host"][-plan.updates.behind or len(groups) :]
-    for group, following in zip(groups, [*groups[1:], None], strict=True):
+    on_host = [group for group in groups if group.tier == "host"]
+    following = dict(zip(map(id, on_host), on_host[1 + plan.updates.waiting :], strict=False))
+    for group in groups:
         if group in late:
             continue
-        stored = following.call if following is not None and group.tier == "host" else group.call
+        stored = following.get(id(group), on_host[-1] if group.tier == "host" else group).call
         reads = [place[user] for param in group.params for user in param.users if user in place]
         after.setdefault(max(place[stored], *reads), []).append(group)
     after.setdefault(end, []).extend(reversed(late))

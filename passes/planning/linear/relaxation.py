@@ -149,7 +149,7 @@ def _take_time(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: T
     step, machine, budgets = problem.step, problem.machine, problem.budgets
     program, time, span, loads, away = terms.program, terms.time, terms.span, terms.loads, terms.away
     sizes = param_nbytes(step)
-    start, turn, end = _waits(costs, terms)
+    start, turn, ends = _waits(costs, terms, budgets.updates is not None and budgets.updates.run_ahead)
     fixed_us = {phase: sum(_least_us(kernel_of(step, region), machine) for region in terms.of_phase(phase)) for phase in PHASES}
     fixed_us["backward"] += sum(costs[home].device_update_us for home in away)  # updates, if all are on the device
     for phase, waits in (("forward", start), ("backward", turn)):
@@ -169,17 +169,21 @@ def _take_time(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: T
         program.takes("host", {time: 1.0}, loads["host", "backward"], 0.0, contention)
         program.takes("host", {time: 1.0}, added(updates_us, *shared.values()), 0.0, contention)
         busy = added(*(loads["compute", phase] for phase in PHASES))
-        program.takes("compute", {time: 1.0}, busy, sum(fixed_us.values()), start, turn, end, contention)
+        for end in (start, *ends):
+            program.takes("compute", {time: 1.0}, busy, sum(fixed_us.values()), turn, end, contention)
     else:
         program.takes("", {time: 1.0}, both)
         program.takes("host", {span["backward"]: 1.0}, loads["host", "backward"])
         program.takes("host", {time: 1.0, span["forward"]: -1.0}, added(updates_us, shared["backward"]), 0.0, contention)
-        program.takes("compute", {span["backward"]: 1.0}, loads["compute", "backward"], fixed_us["backward"], turn, end)
+        for end in ends:
+            program.takes("compute", {span["backward"]: 1.0}, loads["compute", "backward"], fixed_us["backward"], turn, end)
 
 
-def _waits(costs: Mapping[str, HomeCost], terms: Terms) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
+def _waits(
+    costs: Mapping[str, HomeCost], terms: Terms, run_ahead: bool
+) -> tuple[dict[int, float], dict[int, float], list[dict[int, float]]]:
     """What compute waits for: the first fetches of the forward and of the backward, and, before the next step can begin, the
-    last gradients' copies home and updates."""
+    last gradients' copies home, their updates, and for each home both and the fetch after them."""
 
     def waited(
         region: fx.Node, nbytes: Mapping[fx.Node, Mapping[str, int]], us: Callable[[HomeCost], float]
@@ -195,8 +199,13 @@ def _waits(costs: Mapping[str, HomeCost], terms: Terms) -> tuple[dict[int, float
     forward, backward = map(terms.of_phase, PHASES)
     start = waited(forward[0], terms.reads, lambda cost: cost.fetch_us["forward"]) if forward else {}
     turn = waited(backward[0], terms.reads, lambda cost: cost.fetch_us["backward"]) if backward else {}
-    end = waited(backward[-1], terms.grads, lambda cost: cost.store_us + cost.update_us) if backward else {}
-    return start, turn, end
+    if not backward:
+        return start, turn, []
+    stores = waited(backward[-1], terms.grads, lambda cost: cost.store_us)
+    updates = waited(backward[-1], terms.grads, lambda cost: cost.update_us)
+    fetches = start if run_ahead else {}
+    each = [{v: stores[v] + updates[v] + fetches.get(v, 0.0)} for v in stores]
+    return start, turn, [stores, updates, *each]
 
 
 def _hold_memory(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms, choices: _Choices, ahead: int) -> None:
