@@ -36,7 +36,7 @@ class Updates:
     """Updates of parameters in the backward. ``state_copies``, ``workspace_copies``: what an update reads and writes
     beside a parameter and its gradient, and what it needs for itself on the device, in sizes of the parameter. ``held``: no
     update starts before all gradients are there, because their norm is needed first. ``run_ahead``: updates go on behind the
-    next forward. ``behind``: so many updates, the last ones, wait until after the backward and then come in the forward's order.
+    next forward. ``behind``: so many updates, the last ones, wait until after the backward and come in the forward's order.
     ``waiting``: the gradients of so many updates may wait on the host, beside those of one that runs and one that arrives."""
 
     state_copies: float = 2.0

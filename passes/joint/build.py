@@ -34,9 +34,9 @@ RegionId = tuple[str, int]
 @dataclass(frozen=True, slots=True)
 class InputHomes:
     """The homes of a step's inputs. ``known``: home by parameter, where earlier programs of the same model have decided it; any
-    other parameter is at home in the block that reads it first, or by itself if it is large. ``all_on_device``: every input is on the device
-    and no parameter has a home that a plan could move. ``updated``: the parameters that a plan with updates in the backward
-    updates; None: all that have gradients."""
+    other parameter is at home in the block that reads it first, or by itself if it is large. ``all_on_device``: every input is
+    on the device and no parameter has a home that a plan could move. ``updated``: the parameters that a plan with updates in
+    the backward updates; None: all that have gradients."""
 
     known: Mapping[str, str] = field(default_factory=dict)
     all_on_device: bool = False

@@ -22,6 +22,7 @@ from mtcompile.passes.planning.linear.homes import HomeCost, home_costs
 from mtcompile.passes.planning.linear.program import Infeasible
 from mtcompile.passes.planning.linear.relaxation import Relaxed, relaxation
 from mtcompile.passes.planning.linear.seeds import SOLUTIONS, Seeds
+from mtcompile.passes.planning.pace import impatient, nearby, paced
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Progress, no_progress
 from mtcompile.passes.planning.search import neighbours, signature
@@ -59,6 +60,7 @@ class Candidates:
         self.draft = draft_of(problem.step)
         self.evaluations = 0
         self._points: list[Point] = []
+        self._impatient_points: list[Point] | None = None
 
     def evaluate(self, plan: Plan) -> Candidate:
         """Evaluates a plan, and counts it."""
@@ -150,7 +152,7 @@ class Candidates:
 
     def needs(self, tier: str, limits: Mapping[str, int]) -> int | None:
         """Returns the fewest bytes of a tier with which some plan keeps to ``limits`` on others, after ``best`` found none."""
-        peaks = [point.plan.peak_bytes for point in self._points]
+        peaks = [point.plan.peak_bytes for point in (*self._points, *self._impatient)]
         return min((p[tier] for p in peaks if all(p[other] <= n for other, n in limits.items())), default=None)
 
     def by_policy(self, policy: str, budgets: Budgets) -> Planned:
@@ -176,10 +178,19 @@ class Candidates:
         """Returns the best plan for these budgets, at an evaluated point or between two. Raises DoesNotFit and _Stale."""
         budgets = problem.budgets
         frontier = self._frontier(budgets)
-        point = choose(frontier, self._points, lambda plan: self.evaluate(plan).plan, budgets)
+        point = choose(frontier, self._points, lambda plan: paced(plan, self.evaluate).plan, budgets)
         candidate = self._with_late_updates(self._with_casts_in_place(self._again(point), budgets), budgets)
         minimum = min(frontier[0].peak, candidate.plan.peak_bytes["device"])
         return completed(problem, candidate, minimum, self.certificate(budgets.device, budgets.host))
+
+    @property
+    def _impatient(self) -> list[Point]:
+        """The frontier's plans with less on the host: none is faster than the plan that it is made from."""
+        if self._impatient_points is None:
+            plans = [(point, plan) for point in pareto(self._points) if (plan := impatient(point.plan)) is not None]
+            evaluated = [(point, self.evaluate(plan).plan) for point, plan in plans]
+            self._impatient_points = [Point(p, (p,), 0) for point, p in evaluated if p.total_us >= point.time_us]
+        return self._impatient_points
 
     def _again(self, point: Point) -> Candidate:
         """Returns the point with its schedule. Raises _Stale."""
@@ -190,7 +201,7 @@ class Candidates:
 
     def _frontier(self, budgets: Budgets) -> list[Point]:
         """Returns points by rising peak, each faster than all before it. Raises DoesNotFit if no candidate fits."""
-        points = self._points
+        points = self._points if budgets.host is None else [*self._points, *self._impatient]
         least = min(points, key=lambda point: point.peak)
         if budgets.device is not None and least.peak > budgets.device:
             raise shortfall(self._again(least), "device")
@@ -208,15 +219,9 @@ class Candidates:
         return unmoved if fits(unmoved.plan, budgets) and unmoved.plan.total_us < candidate.plan.total_us else candidate
 
     def _with_late_updates(self, candidate: Candidate, budgets: Budgets) -> Candidate:
-        """Returns the plan with the fastest number of updates left until after the backward."""
-        updates = candidate.plan.updates
-        if updates is None or not updates.run_ahead or updates.held:
-            return candidate
-        most = sum(i.op == "run" and i.queue == "host" for i in candidate.schedule.instructions)
-        counts = sorted({most, *(most // part for part in (2, 3, 4, 6, 8, 12, 16))} - {0})
-        late = (self.evaluate(replace(candidate.plan, updates=replace(updates, behind=n))) for n in counts)
-        fitting = (one for one in (candidate, *late) if fits(one.plan, budgets))
-        return min(fitting, key=lambda one: one.plan.total_us)
+        """Returns the plan with the fastest number of late updates near its own."""
+        others = (self.evaluate(plan) for plan in nearby(candidate))
+        return min((candidate, *(one for one in others if fits(one.plan, budgets))), key=lambda one: one.plan.total_us)
 
     # ------------------------------------------------------------------------------------------------------- searching
 
@@ -242,7 +247,7 @@ class Candidates:
             sampled += [(ladder, position) for position in positions]
         for done, (ladder, position) in enumerate(sampled):
             self.progress("planning", done, len(sampled) + remaining)
-            points.append(Point(self.evaluate(ladder[position]).plan, ladder, position))
+            points.append(Point(paced(ladder[position], self.evaluate).plan, ladder, position))
         self._explore(points, remaining)
         if self.store:
             self.store.write(points_to_json(points, self.ladders))
@@ -262,7 +267,7 @@ class Candidates:
                     seen.add(key)
                     self.progress("planning", len(points), len(points) + remaining)
                     remaining -= 1
-                    evaluated = self.evaluate(plan).plan
+                    evaluated = paced(plan, self.evaluate).plan
                     points.append(Point(evaluated, (evaluated,), 0))
                     unvaried.append(points[-1])
 
@@ -276,4 +281,5 @@ def _decided(problem: PlanningProblem, sizes: Mapping[str, int]) -> Plan:
     )
     budgets = problem.budgets
     plan = Plan(decisions=fixed, budget_bytes=budgets.nbytes, machine=problem.machine.name, numerics=problem.numerics)
-    return replace(plan, updates=budgets.updates)
+    # Gradients wait on the host rather than make the device wait for their updates; see ``impatient`` for less of it.
+    return replace(plan, updates=None if budgets.updates is None else replace(budgets.updates, waiting=len(sizes)))

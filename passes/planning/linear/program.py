@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy
 
+Work = tuple[Mapping[int, float], float]  # µs by variable, and µs whatever they are
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """At most ``limit``, and the bytes of ``tier`` besides. ``resource``: a tenth more of it would shorten ``work`` and what is
-    fixed."""
+    """At most ``limit``, and the bytes of ``tier`` besides. ``work``: what a tenth more of a resource would shorten."""
 
-    resource: str
     terms: dict[int, float]
     limit: float
     tier: str | None
-    work: dict[int, float]
+    work: Mapping[str, Work]
 
 
 @dataclass(slots=True)
@@ -34,21 +34,14 @@ class Program:
         self.upper.append(upper)
         return len(self.upper) - 1
 
-    def takes(
-        self,
-        resource: str,
-        span: Mapping[int, float],
-        work: Mapping[int, float],
-        fixed: float = 0.0,
-        *beside: Mapping[int, float],
-    ) -> None:
-        """Adds a row: ``work`` and ``fixed``, in µs, and what is ``beside`` take no longer than ``span``."""
-        terms = added({variable: -factor for variable, factor in span.items()}, work, *beside)
-        self.rows.append(Row(resource, terms, -fixed, None, dict(work)))
+    def takes(self, span: Mapping[int, float], work: Mapping[str, Work], *beside: Mapping[int, float]) -> None:
+        """Adds a row: ``work`` by resource, and what is ``beside``, take no longer than ``span`` altogether."""
+        terms = added({variable: -factor for variable, factor in span.items()}, *(us for us, _ in work.values()), *beside)
+        self.rows.append(Row(terms, -sum(fixed for _, fixed in work.values()), None, work))
 
     def holds(self, tier: str, terms: Mapping[int, float], fixed: float) -> None:
         """Adds a row: bytes that a tier holds."""
-        self.rows.append(Row(f"{tier} memory", dict(terms), -fixed, tier, {}))
+        self.rows.append(Row(dict(terms), -fixed, tier, {}))
 
     def solve(self, budgets: Mapping[str, int | None]) -> tuple[Any, list[Row]]:
         """Solves the program without the rows of tiers that have no budget. Returns HiGHS's result, and its rows."""
@@ -71,20 +64,22 @@ class Program:
         return result, rows
 
     def _matrix(self, rows: Sequence[Mapping[int, float]]) -> Any:
-        dense = numpy.zeros((len(rows), len(self.upper)))
-        for number, terms in enumerate(rows):
-            dense[number, list(terms)] = list(terms.values())
-        return dense
+        from scipy.sparse import csr_array
+
+        lengths = [len(row) for row in rows]
+        columns = [variable for row in rows for variable in row]
+        factors = [factor for row in rows for factor in row.values()]
+        return csr_array((factors, columns, numpy.cumsum([0, *lengths])), shape=(len(rows), len(self.upper)), dtype=float)
 
 
 def gains_us(rows: Sequence[Row], values: Any, prices: Any) -> dict[str, float]:
     """What a tenth more of each resource that takes time saves, by the prices of its rows."""
     gains: dict[str, float] = defaultdict(float)
     for row, price in zip(rows, prices, strict=True):
-        if not row.tier:
-            work = sum(factor * values[variable] for variable, factor in row.work.items()) - row.limit
-            gains[row.resource] += float(price) * work * (1 - 1 / 1.1)
-    return {resource: float(gain) for resource, gain in gains.items() if resource and gain > 1e-3}
+        for resource, (us, fixed) in row.work.items():
+            work = sum(factor * values[variable] for variable, factor in us.items()) + fixed
+            gains[resource] += float(price) * work * (1 - 1 / 1.1)
+    return {resource: float(gain) for resource, gain in gains.items() if gain > 1e-3}
 
 
 class Infeasible(Exception):

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from mtcompile.passes.analysis.cost import Cost, Machine, kernel_us, node_cost
+from mtcompile.passes.analysis.cost import Cost, Machine, node_cost
 from mtcompile.passes.analysis.state import param_nbytes
-from mtcompile.passes.generators import save_rng
 from mtcompile.passes.planning.ladders import Block
 from mtcompile.passes.planning.linear.homes import HomeCost
 from mtcompile.passes.planning.linear.program import Infeasible, added, gains_us
-from mtcompile.passes.planning.linear.terms import Terms, terms_of
+from mtcompile.passes.planning.linear.queues import take_time
+from mtcompile.passes.planning.linear.terms import Load, Terms, terms_of
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.planning.variants import Variant, recomputed
 from mtcompile.passes.step_graph import body_outputs, kernel_of, regions, results
@@ -69,7 +69,7 @@ def relaxation(
     terms = terms_of(problem.step)
     _place_homes(problem, costs, terms)
     choices = _place_blocks(problem, blocks, terms)
-    _take_time(problem, costs, terms)
+    take_time(problem, costs, terms)
     _hold_memory(problem, blocks, terms, choices, ahead)
 
     def solve(limits: Mapping[str, int | None]) -> Relaxed:
@@ -95,14 +95,17 @@ def _place_homes(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms:
         if home in terms.away:
             terms.program.equal.append(({terms.away[home]: 1.0}, 0.0 if tier == "device" else 1.0))
     for home, variable in terms.away.items():
-        cost = costs[home]
+        cost, low, high = costs[home], *terms.blocks_of(home)
         for phase in PHASES:
-            terms.loads["h2d", phase][variable] += cost.fetch_us[phase]
+            terms.loads["h2d", phase].append(Load(low, high, {variable: cost.fetch_us[phase]}))
             terms.copied[phase][variable] += cost.fetched[phase]
         terms.copied["backward"][variable] += cost.stored
-        terms.loads["d2h", "backward"][variable] += cost.store_us
-        terms.loads["host", "backward"][variable] += cost.update_us
-        terms.loads["compute", "backward"][variable] -= cost.device_update_us
+        terms.loads["d2h", "backward"].append(Load(low, high, {variable: cost.store_us}))
+        terms.loads["host", "backward"].append(Load(low, high, {variable: cost.update_us}))
+        if problem.budgets.updates is not None and problem.budgets.updates.held:  # they come last, wherever they belong
+            low, high = terms.blocks_of(*terms.away)
+        on_device = {variable: -cost.device_update_us}
+        terms.loads["compute", "backward"].append(Load(low, high, on_device, cost.device_update_us))
         terms.held["device"][variable] -= sizes[home] * copies
         terms.held["host"][variable] += sizes[home] * copies
 
@@ -116,96 +119,41 @@ def _place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Term
     options: dict[int, list[tuple[Option, int]]] = {}
     crossing: dict[int, tuple[int, int]] = {}
 
-    def goes_home(variable: int, nbytes: float) -> None:
+    def goes_home(variable: int, nbytes: float, made_in: int, read_in: tuple[int, int]) -> None:
         terms.held["host"][variable] += nbytes
-        for phase, queue in (("forward", "d2h"), ("backward", "h2d")):
-            terms.loads[queue, phase][variable] += machine.copy_us(1, queue) * nbytes
+        for phase, queue, within in (("forward", "d2h", (made_in, made_in)), ("backward", "h2d", read_in)):
+            terms.loads[queue, phase].append(Load(*within, {variable: machine.copy_us(1, queue) * nbytes}))
             terms.copied[phase][variable] += nbytes
 
+    last = max((block.index for block in blocks), default=0)
     for block in blocks:
+        read_in = _read_in(block.saved, block.index)
         shares = options[block.index] = list[tuple[Option, int]]()
         for variant in block.variants:
             for tier in ("device", "host") if host and variant.positions else ("device",):
                 variable = program.variable()
                 shares.append((Option(variant, tier), variable))
-                terms.loads["compute", "backward"][variable] += variant.time_us
+                terms.loads["compute", "backward"].append(Load(*read_in, {variable: variant.time_us}))
                 (kept if tier == "device" else back)[block.index][variable] = float(variant.nbytes)
                 if tier == "host":
-                    goes_home(variable, variant.nbytes)
+                    goes_home(variable, variant.nbytes, block.index, read_in)
         program.equal.append(({variable: 1.0 for _, variable in shares}, 1.0))
         nbytes = sum(value.meta["nbytes"] for value in block.crossing)
         stays, away, again = (program.variable() for _ in range(3))  # on the device, on the host, made again
         crossing[block.index], leaving[block.index] = (stays, away), {stays: float(nbytes)}
-        goes_home(away, nbytes)
-        terms.loads["compute", "backward"][again] += _made_again_us(problem.step, block, machine)
+        goes_home(away, nbytes, block.index, _read_in(block.crossing, block.index))
+        made_again = {again: _made_again_us(problem.step, block, machine)}
+        terms.loads["compute", "backward"].append(Load(block.index, last, made_again))
         program.equal.append(({stays: 1.0, away: 1.0, again: 1.0}, 1.0))
         if not host:
             program.equal.append(({away: 1.0}, 0.0))
     return _Choices(options, crossing, kept, leaving, back)
 
 
-def _take_time(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: Terms) -> None:
-    """The rows that say how long queues take, and what waits for what."""
-    step, machine, budgets = problem.step, problem.machine, problem.budgets
-    program, time, span, loads, away = terms.program, terms.time, terms.span, terms.loads, terms.away
-    sizes = param_nbytes(step)
-    start, turn, ends = _waits(costs, terms, budgets.updates is not None and budgets.updates.run_ahead)
-    fixed_us = {phase: sum(_least_us(kernel_of(step, region), machine) for region in terms.of_phase(phase)) for phase in PHASES}
-    fixed_us["backward"] += sum(costs[home].device_update_us for home in away)  # updates, if all are on the device
-    for phase, waits in (("forward", start), ("backward", turn)):
-        program.takes("compute", {span[phase]: 1.0}, loads["compute", phase], fixed_us[phase], waits)
-        program.takes("link", {span[phase]: 1.0}, loads["h2d", phase])
-        program.takes("link", {span[phase]: 1.0}, loads["d2h", phase])
-    contention = added(*({v: machine.contention_us(1) * n for v, n in terms.copied[phase].items()} for phase in PHASES))
-    both = added({span["forward"]: 1.0, span["backward"]: 1.0}, contention)
-    updates_us = {v: machine.update_us(sizes[h], 0, budgets.state_copies) for h, v in away.items()}
-    shared = {phase: {v: n / machine.host_gbps / 1e3 for v, n in terms.copied[phase].items()} for phase in PHASES}
-    if budgets.updates is None:
-        on_device = {h: machine.update_us(0, n, budgets.state_copies) for h, n in sizes.items()}
-        more = {v: -on_device[h] for h, v in away.items()}
-        program.takes("host", {time: 1.0}, added(updates_us, more), sum(on_device.values()), both)
-    elif budgets.updates.run_ahead:
-        program.takes("", {time: 1.0}, both)
-        program.takes("host", {time: 1.0}, loads["host", "backward"], 0.0, contention)
-        program.takes("host", {time: 1.0}, added(updates_us, *shared.values()), 0.0, contention)
-        busy = added(*(loads["compute", phase] for phase in PHASES))
-        for end in (start, *ends):
-            program.takes("compute", {time: 1.0}, busy, sum(fixed_us.values()), turn, end, contention)
-    else:
-        program.takes("", {time: 1.0}, both)
-        program.takes("host", {span["backward"]: 1.0}, loads["host", "backward"])
-        program.takes("host", {time: 1.0, span["forward"]: -1.0}, added(updates_us, shared["backward"]), 0.0, contention)
-        for end in ends:
-            program.takes("compute", {span["backward"]: 1.0}, loads["compute", "backward"], fixed_us["backward"], turn, end)
-
-
-def _waits(
-    costs: Mapping[str, HomeCost], terms: Terms, run_ahead: bool
-) -> tuple[dict[int, float], dict[int, float], list[dict[int, float]]]:
-    """What compute waits for: the first fetches of the forward and of the backward, and, before the next step can begin, the
-    last gradients' copies home, their updates, and for each home both and the fetch after them."""
-
-    def waited(
-        region: fx.Node, nbytes: Mapping[fx.Node, Mapping[str, int]], us: Callable[[HomeCost], float]
-    ) -> dict[int, float]:
-        """The µs of a home that belong to a region, by its share of the bytes in the region's phase."""
-        every = [nbytes[other] for other in terms.of_phase(region.meta["phase"])]
-        return {
-            terms.away[home]: us(costs[home]) * n / sum(each.get(home, 0) for each in every)
-            for home, n in nbytes[region].items()
-            if n and home in terms.away
-        }
-
-    forward, backward = map(terms.of_phase, PHASES)
-    start = waited(forward[0], terms.reads, lambda cost: cost.fetch_us["forward"]) if forward else {}
-    turn = waited(backward[0], terms.reads, lambda cost: cost.fetch_us["backward"]) if backward else {}
-    if not backward:
-        return start, turn, []
-    stores = waited(backward[-1], terms.grads, lambda cost: cost.store_us)
-    updates = waited(backward[-1], terms.grads, lambda cost: cost.update_us)
-    fetches = start if run_ahead else {}
-    each = [{v: stores[v] + updates[v] + fetches.get(v, 0.0)} for v in stores]
-    return start, turn, [stores, updates, *each]
+def _read_in(values: Sequence[fx.Node], block: int) -> tuple[int, int]:
+    """The first and the last block whose backward reads any of the values; ``block`` if none does."""
+    readers = [user.meta["block"] for value in values for user in value.users if user.meta.get("phase") == "backward"]
+    return min(readers, default=block), max(readers, default=block)
 
 
 def _hold_memory(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms, choices: _Choices, ahead: int) -> None:
@@ -236,12 +184,6 @@ def _hold_memory(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms
             terms.program.holds("device", added(live, choices.leaving[index], *near), always)
         live = added(live, choices.leaving[index])
     terms.program.holds("host", terms.held["host"], 0.0)
-
-
-def _least_us(kernel: fx.GraphModule, machine: Machine) -> float:
-    """The µs of a kernel of which nothing is recomputed: no generator's state is saved for that."""
-    states = sum((node_cost(node) for node in kernel.graph.nodes if node.target is save_rng), Cost())
-    return max(0.0, kernel_us(kernel, machine) - states.time_us(machine))
 
 
 def _made_again_us(step: fx.GraphModule, block: Block, machine: Machine) -> float:

@@ -9,22 +9,32 @@ from dataclasses import dataclass
 from torch import fx
 
 from mtcompile.passes.analysis.state import param_nbytes
-from mtcompile.passes.planning.linear.program import Program
+from mtcompile.passes.planning.linear.program import Program, Work, added
 from mtcompile.passes.step_graph import outputs_of, regions, results
 from mtcompile.runtime.schedule import PHASES
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """What a queue does in a phase for the blocks from ``low`` to ``high``: µs by variable, and µs whatever they are."""
+
+    low: int
+    high: int
+    us: Mapping[int, float]
+    fixed: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Terms:
     """``time``: the variable for the whole step, in µs; ``span``: phase -> the variable for its time. ``loads``: (queue, phase)
-    -> µs by variable; ``copied``: phase -> bytes by variable; ``held``: tier -> bytes by variable, at the start of the
+    -> what the queue does; ``copied``: phase -> bytes by variable; ``held``: tier -> bytes by variable, at the start of the
     backward. ``away``: home -> the variable for its share on the host. ``reads``, ``grads``: region -> bytes by home, of the
     parameters that it reads and of their gradients that it makes."""
 
     program: Program
     time: int
     span: Mapping[str, int]
-    loads: dict[tuple[str, str], dict[int, float]]
+    loads: dict[tuple[str, str], list[Load]]
     copied: dict[str, dict[int, float]]
     held: dict[str, dict[int, float]]
     away: Mapping[str, int]
@@ -33,6 +43,16 @@ class Terms:
 
     def of_phase(self, phase: str) -> list[fx.Node]:
         return [region for region in self.reads if region.meta["phase"] == phase]
+
+    def blocks_of(self, *homes: str) -> tuple[int, int]:
+        """The first and the last block that reads parameters of these homes, or makes gradients of them."""
+        users = [region.meta["block"] for uses in (self.reads, self.grads) for region in uses if uses[region].keys() & {*homes}]
+        return min(users, default=0), max(users, default=0)
+
+    def work(self, queue: str, phase: str, low: int = 0, high: int = 1 << 30) -> Work:
+        """What a queue certainly does in a phase for the blocks from ``low`` to ``high``."""
+        loads = [load for load in self.loads[queue, phase] if low <= load.low and load.high <= high]
+        return added(*(load.us for load in loads)), sum(load.fixed for load in loads)
 
     def by_share(self, nbytes: Mapping[str, int]) -> dict[int, float]:
         """Bytes by home as bytes by variable."""
@@ -47,7 +67,7 @@ def terms_of(step: fx.GraphModule) -> Terms:
         program,
         0,
         {phase: program.variable(None) for phase in PHASES},
-        defaultdict(lambda: defaultdict(float)),
+        defaultdict(list),
         {phase: defaultdict(float) for phase in PHASES},
         {tier: defaultdict(float) for tier in ("device", "host")},
         {home: program.variable() for home in param_nbytes(step)},

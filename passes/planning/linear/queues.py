@@ -1,0 +1,108 @@
+"""The rows of the linear program that say how long queues take, and what waits for what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from mtcompile.passes.analysis.cost import Cost, Machine, kernel_us, node_cost
+from mtcompile.passes.analysis.state import param_nbytes
+from mtcompile.passes.generators import save_rng
+from mtcompile.passes.planning.linear.homes import HomeCost
+from mtcompile.passes.planning.linear.program import Work, added
+from mtcompile.passes.planning.linear.terms import Load, Terms
+from mtcompile.passes.planning.problem import PlanningProblem
+from mtcompile.passes.step_graph import kernel_of, regions
+from mtcompile.runtime.schedule import PHASES
+
+_MOST_PLACES = 16  # blocks before and behind which work is counted
+
+
+def take_time(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: Terms) -> None:
+    """Adds the rows. ``costs``: of homes."""
+    step, machine, budgets = problem.step, problem.machine, problem.budgets
+    program, time, span, away = terms.program, terms.time, terms.span, terms.away
+    for region in regions(step):
+        phase, block = region.meta["phase"], region.meta["block"]
+        terms.loads["compute", phase].append(Load(block, block, {}, _least_us(kernel_of(step, region), machine)))
+    for phase in PHASES:
+        program.takes({span[phase]: 1.0}, {"link": terms.work("d2h", phase)})
+        program.takes({span[phase]: 1.0}, {"link": terms.work("h2d", phase)})
+        program.takes({span[phase]: 1.0}, {"compute": terms.work("compute", phase)})
+    contention = added(*({v: machine.contention_us(1) * n for v, n in terms.copied[phase].items()} for phase in PHASES))
+    both = added({span["forward"]: 1.0, span["backward"]: 1.0}, contention)
+    sizes = param_nbytes(step)
+    updates_us = {v: machine.update_us(sizes[h], 0, budgets.state_copies) for h, v in away.items()}
+    shared = {phase: {v: n / machine.host_gbps / 1e3 for v, n in terms.copied[phase].items()} for phase in PHASES}
+    if budgets.updates is None:
+        on_device = {h: machine.update_us(0, n, budgets.state_copies) for h, n in sizes.items()}
+        more = {v: -on_device[h] for h, v in away.items()}
+        program.takes({time: 1.0}, {"host": (added(updates_us, more), sum(on_device.values()))}, both)
+    else:
+        program.takes({time: 1.0}, {}, both)
+        traffic, until = added(updates_us, shared["backward"]), {time: 1.0, span["forward"]: -1.0}
+        if budgets.updates.run_ahead:
+            traffic, until = added(traffic, shared["forward"]), {time: 1.0}
+            program.takes({time: 1.0}, {"host": terms.work("host", "backward")}, contention)
+        else:
+            program.takes({span["backward"]: 1.0}, {"host": terms.work("host", "backward")})
+        program.takes(until, {"host": (traffic, 0.0)}, contention)
+    for place in _places(terms):
+        _before_and_behind(problem, terms, place, contention)
+
+
+def _before_and_behind(problem: PlanningProblem, terms: Terms, place: int, contention: Mapping[int, float]) -> None:
+    """The rows that say what one queue does before another can begin with a block, or after it has ended with it."""
+    program, time, span, updates = terms.program, terms.time, terms.span, problem.budgets.updates
+    forward, backward = {span["forward"]: 1.0}, {span["backward"]: 1.0}
+    forward_from, forward_until = terms.work("compute", "forward", place), terms.work("compute", "forward", 0, place)
+    whole = sum(region.meta["block"] == place for region in terms.of_phase("backward")) <= 1
+    backward_from = terms.work("compute", "backward", place if whole else place + 1)
+    backward_until = terms.work("compute", "backward", 0, place if whole else place - 1)
+    first = max((region.meta["block"] for region in terms.of_phase("backward")), default=0)
+    turn = terms.work("h2d", "backward", first)[0]  # what compute waits for at the start of the backward
+    program.takes(forward, {"link": terms.work("h2d", "forward", 0, place), "compute": forward_from})
+    program.takes(forward, {"link": terms.work("d2h", "forward", place), "compute": forward_until})
+    program.takes(backward, {"link": terms.work("h2d", "backward", place), "compute": backward_until})
+    program.takes(backward, {"link": terms.work("d2h", "backward", 0, place), "compute": backward_from}, turn)
+    if updates is not None and updates.run_ahead:
+        outside = _sum(forward_from, backward_from)
+        updated = terms.work("host", "backward", 0, place)
+        program.takes({time: 1.0}, {"host": updated, "compute": outside}, turn, contention)
+        fetched = terms.work("h2d", "forward", place)  # after the last of these updates, in the order of the blocks
+        program.takes({time: 1.0}, {"host": updated, "link": fetched, "compute": backward_from}, turn, contention)
+        for alone in _updated_alone(terms, place):
+            program.takes({time: 1.0}, {"compute": outside}, alone, turn, contention)
+    elif updates is not None:
+        program.takes(backward, {"host": terms.work("host", "backward", 0, place), "compute": backward_from}, turn)
+        for alone in _updated_alone(terms, place):
+            program.takes(backward, {"compute": backward_from}, alone, turn)
+
+
+def _updated_alone(terms: Terms, place: int) -> list[dict[int, float]]:
+    """For each home of a block: how long its gradients take home, its update, and its weights back, one after the other."""
+    chains: list[dict[int, float]] = []
+    for home, variable in terms.away.items():
+        if terms.blocks_of(home) == (place, place):
+            ways = (("d2h", "backward"), ("host", "backward"), ("h2d", "forward"))
+            chains.append(added(*(load.us for way in ways for load in terms.loads[way] if variable in load.us)))
+    return chains
+
+
+def _sum(*works: Work) -> Work:
+    return added(*(us for us, _ in works)), sum(fixed for _, fixed in works)
+
+
+def _places(terms: Terms) -> Sequence[int]:
+    """Blocks spread over all of them, with the first and the last."""
+    blocks = sorted({region.meta["block"] for region in terms.reads})
+    last = len(blocks) - 1
+    count = min(len(blocks), _MOST_PLACES)
+    return sorted({blocks[round(i * last / max(1, count - 1))] for i in range(count)})
+
+
+def _least_us(kernel: fx.GraphModule, machine: Machine) -> float:
+    """The µs of a kernel of which nothing is recomputed: no generator's state is saved for that."""
+    states = sum((node_cost(node) for node in kernel.graph.nodes if node.target is save_rng), Cost())
+    return max(0.0, kernel_us(kernel, machine) - states.time_us(machine))
