@@ -36,20 +36,21 @@ class Updates:
     """Updates of parameters in the backward. ``state_copies``, ``workspace_copies``: what an update reads and writes
     beside a parameter and its gradient, and what it needs for itself on the device, in sizes of the parameter. ``held``: no
     update starts before all gradients are there, because their norm is needed first. ``run_ahead``: updates go on behind the
-    next forward. ``behind``: so many updates, the last ones, wait until after the backward and come in the forward's order.
-    ``waiting``: the gradients of so many updates may wait on the host, beside those of one that runs and one that arrives."""
+    next forward. ``patient``: gradients wait on the host while others are updated, however many they are; otherwise two sets
+    take turns. ``order``: of patient updates on the host, each by the name of its first parameter's value; the others follow, as
+    their gradients arrive."""
 
     state_copies: float = 2.0
     workspace_copies: float = 0.0
     held: bool = False
     run_ahead: bool = False
-    behind: int = 0
-    waiting: int = 0
+    patient: bool = False
+    order: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         when = "once all gradients and their norm are there" if self.held else "as gradients arrive"
-        late = f", the last {self.behind} after it" if self.behind else ""
-        return f"in the backward, {when}{late}" + ("; they go on behind the next forward" if self.run_ahead else "")
+        first = ", first those that the next forward needs first" if self.order else ""
+        return f"in the backward, {when}{first}" + ("; they go on behind the next forward" if self.run_ahead else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +194,7 @@ def plan_from_json(text: str) -> Plan:
     updates, certificate = data.pop("updates", None), data.pop("certificate", None)
     return Plan(
         decisions=decisions,
-        updates=None if updates is None else Updates(**updates),
+        updates=None if updates is None else Updates(**{**updates, "order": tuple(updates.get("order", ()))}),
         certificate=None if certificate is None else Certificate(**certificate),
         **data,
     )

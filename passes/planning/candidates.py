@@ -22,7 +22,7 @@ from mtcompile.passes.planning.linear.homes import HomeCost, home_costs
 from mtcompile.passes.planning.linear.program import Infeasible
 from mtcompile.passes.planning.linear.relaxation import Relaxed, relaxation
 from mtcompile.passes.planning.linear.seeds import SOLUTIONS, Seeds
-from mtcompile.passes.planning.pace import impatient, nearby, paced
+from mtcompile.passes.planning.pace import impatient, paced
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Progress, no_progress
 from mtcompile.passes.planning.search import neighbours, signature
@@ -135,8 +135,7 @@ class Candidates:
             resident = self._everything
             if fits(resident.plan, problem.budgets):  # no search is needed; the floor is reported anyway
                 minimum = min(self._floor, resident.plan.peak_bytes["device"])
-                late = self._with_late_updates(resident, problem.budgets)
-                return completed(problem, late, minimum, self.certificate(device, host))
+                return completed(problem, resident, minimum, self.certificate(device, host))
             self._points = self._stored_points() or self._search(resident.plan)
         try:
             return self._chosen(problem)
@@ -179,7 +178,7 @@ class Candidates:
         budgets = problem.budgets
         frontier = self._frontier(budgets)
         point = choose(frontier, self._points, lambda plan: paced(plan, self.evaluate).plan, budgets)
-        candidate = self._with_late_updates(self._with_casts_in_place(self._again(point), budgets), budgets)
+        candidate = self._with_casts_in_place(self._again(point), budgets)
         minimum = min(frontier[0].peak, candidate.plan.peak_bytes["device"])
         return completed(problem, candidate, minimum, self.certificate(budgets.device, budgets.host))
 
@@ -217,11 +216,6 @@ class Candidates:
             return candidate
         unmoved = self.evaluate(replace(candidate.plan, narrow=False))
         return unmoved if fits(unmoved.plan, budgets) and unmoved.plan.total_us < candidate.plan.total_us else candidate
-
-    def _with_late_updates(self, candidate: Candidate, budgets: Budgets) -> Candidate:
-        """Returns the plan with the fastest number of late updates near its own."""
-        others = (self.evaluate(plan) for plan in nearby(candidate))
-        return min((candidate, *(one for one in others if fits(one.plan, budgets))), key=lambda one: one.plan.total_us)
 
     # ------------------------------------------------------------------------------------------------------- searching
 
@@ -282,4 +276,4 @@ def _decided(problem: PlanningProblem, sizes: Mapping[str, int]) -> Plan:
     budgets = problem.budgets
     plan = Plan(decisions=fixed, budget_bytes=budgets.nbytes, machine=problem.machine.name, numerics=problem.numerics)
     # Gradients wait on the host rather than make the device wait for their updates; see ``impatient`` for less of it.
-    return replace(plan, updates=None if budgets.updates is None else replace(budgets.updates, waiting=len(sizes)))
+    return replace(plan, updates=None if budgets.updates is None else replace(budgets.updates, patient=True))

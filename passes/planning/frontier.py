@@ -115,8 +115,8 @@ def points_to_json(points: Sequence[Point], ladders: Sequence[Ladder]) -> str:
     for point in points:
         number = numbers.get(id(point.ladder))
         place = point.plan.to_json() if number is None else [number, point.position]
-        behind = 0 if point.plan.updates is None else point.plan.updates.behind
-        rows.append([place, dict(point.plan.peak_bytes), point.plan.step_time_us, point.plan.update_us, behind])
+        order = () if point.plan.updates is None else point.plan.updates.order
+        rows.append([place, dict(point.plan.peak_bytes), point.plan.step_time_us, point.plan.update_us, order])
     return json.dumps(rows)
 
 
@@ -124,11 +124,11 @@ def points_from_json(text: str, ladders: Sequence[Ladder]) -> list[Point]:
     """Reads the points that ``points_to_json`` wrote. Raises ValueError, TypeError, KeyError or IndexError for any text that it
     did not write for these ladders."""
     points = []
-    for place, peaks, step_time_us, update_us, behind in json.loads(text):
+    for place, peaks, step_time_us, update_us, order in json.loads(text):
         ladder = (plan_from_json(place),) if isinstance(place, str) else ladders[place[0]]
         position = 0 if isinstance(place, str) else place[1]
         plan = replace(ladder[position], peak_bytes=peaks, step_time_us=step_time_us, update_us=update_us)
         if plan.updates is not None:
-            plan = replace(plan, updates=replace(plan.updates, behind=behind))
+            plan = replace(plan, updates=replace(plan.updates, order=tuple(order)))
         points.append(Point(plan, ladder, position))
     return points

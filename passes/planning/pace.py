@@ -1,59 +1,68 @@
-"""In which order the host updates parameters whose gradients arrive faster than it can update them.
+"""In which order the host updates parameters, so that neither gradients nor the next forward wait longer than they must.
 
-While a backward runs, it takes gradients as they arrive. What it has not begun when the backward ends is due in the order in
-which the next forward needs the parameters. An update begins as soon as its gradients are there, wherever it is listed.
+An update may begin when its gradients are on the host, and is due when the next forward fetches the parameters. Of those that
+may begin, the host takes the one that is due first: the order in which as little as possible is late.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from dataclasses import replace
 
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.problem import Candidate
 from mtcompile.runtime.deps import waits
-from mtcompile.runtime.schedule import Schedule
+from mtcompile.runtime.schedule import PHASES, Schedule
 from mtcompile.runtime.sim import clock
 
-_NEAR = (-4, -2, -1, 1, 2, 4)  # how far from the number that begins too late others are tried
+_EXPOSED = 0.005  # of a step: updates that add less than this to it need no other order
 
 
 def paced(plan: Plan, evaluate: Callable[[Plan], Candidate]) -> Candidate:
-    """Evaluates a plan, and again with those updates late that would begin too late; returns the faster."""
-    candidate = evaluate(plan)
-    if not _may_be_late(plan) or not (late := _begun_too_late(candidate.schedule)):
+    """Evaluates a plan with updates as gradients arrive, and in the order in which they are due; returns the faster."""
+    if plan.updates is None or plan.updates.held:
+        return evaluate(plan)
+    candidate = evaluate(_ordered(plan, ()))
+    if not plan.updates.run_ahead or candidate.plan.update_us < _EXPOSED * candidate.plan.step_time_us:
         return candidate
-    return min(candidate, evaluate(_with_late(plan, late)), key=lambda one: one.plan.total_us)
-
-
-def nearby(candidate: Candidate) -> list[Plan]:
-    """Plans with a few more or fewer late updates, and with shares of all of them late."""
-    if not _may_be_late(candidate.plan):
-        return []
-    assert candidate.plan.updates is not None
-    behind = candidate.plan.updates.behind
-    most = sum(i.work == "update" and i.queue == "host" for i in candidate.schedule.instructions)
-    counts = {behind + more for more in _NEAR} | {most // part for part in (1, 2, 3, 4, 8)} | {0}
-    return [_with_late(candidate.plan, count) for count in sorted(counts) if 0 <= count <= most and count != behind]
+    due_first = evaluate(_ordered(plan, _due_first(candidate.schedule)))
+    return min(candidate, due_first, key=lambda one: one.plan.total_us)
 
 
 def impatient(plan: Plan) -> Plan | None:
-    """The plan whose gradients do not wait on the host for long; None if they do not as it is."""
+    """The plan whose gradients wait for no others' updates on the host; None if it is as it is."""
     updates = plan.updates
-    return replace(plan, updates=replace(updates, waiting=0, behind=0)) if updates is not None and updates.waiting else None
+    return None if updates is None or not updates.patient else replace(plan, updates=replace(updates, patient=False, order=()))
 
 
-def _may_be_late(plan: Plan) -> bool:
-    return plan.updates is not None and plan.updates.run_ahead and not plan.updates.held
-
-
-def _with_late(plan: Plan, count: int) -> Plan:
+def _ordered(plan: Plan, order: tuple[str, ...]) -> Plan:
     assert plan.updates is not None
-    return replace(plan, updates=replace(plan.updates, behind=count))
+    return replace(plan, updates=replace(plan.updates, order=order))
 
 
-def _begun_too_late(schedule: Schedule) -> int:
-    """How many updates on the host begin after the backward's last kernel has ended."""
-    rows = list(zip(*clock(schedule, waits=waits(schedule)), schedule.instructions, strict=True))
-    ended = max((end for _, end, i in rows if i.op == "run" and i.queue == "compute"), default=0.0)
-    return sum(start >= ended for start, _, i in rows if i.work == "update" and i.queue == "host")
+def _due_first(schedule: Schedule) -> tuple[str, ...]:
+    """Names each update on the host by the first home that it writes over, in the order in which they should run."""
+    derived = waits(schedule)
+    _, ends = clock(schedule, waits=derived)
+    due: dict[str, int] = {}  # home -> the first instruction of a forward that reads it
+    arriving = []  # (when the gradients are there, when the weights are due, µs, name)
+    for index, instruction in enumerate(schedule.instructions):
+        if instruction.phase == PHASES[0]:
+            due |= {name: index for name in instruction.reads if name not in due}
+        elif instruction.work == "update" and instruction.queue == "host":
+            there = max((ends[dep] for dep in derived.deps[index]), default=0.0)
+            homes = [schedule.buffers[name].version_of for name in instruction.writes]
+            last = len(schedule)
+            arriving.append((there, min(due.get(home, last) for home in homes), instruction.time_us, homes[0]))
+    order, waiting, now = [], list[tuple[int, float, str]](), 0.0
+    arriving.sort(reverse=True)
+    while arriving or waiting:
+        if not waiting:
+            now = max(now, arriving[-1][0])
+        while arriving and arriving[-1][0] <= now:
+            heapq.heappush(waiting, arriving.pop()[1:])
+        _, time_us, name = heapq.heappop(waiting)
+        now += time_us
+        order.append(name)
+    return tuple(order)

@@ -1,9 +1,9 @@
 """Insert update nodes: parameters are updated in the backward, each after the last read of its old version.
 
-As gradients arrive: on the host, a region's update comes after the next region's gradients have been stored, so that two
-sets of slots take turns and neither the copies nor the updates wait for each other. Where the plan leaves some of them until
-after the backward, those come in the order in which the next forward needs the parameters. *Held*, all come at the end, once
-the norm of all gradients is known: a norm per gradient as it arrives, then one scale that every update reads.
+As gradients arrive: on the host, an update comes after the next gradients have been stored, so that two sets of slots take
+turns and neither the copies nor the updates wait for each other. *Patient*, updates on the host are listed at the end, in the
+plan's order: each begins as soon as its gradients are there and its turn has come, and no copy waits for it. *Held*, all come
+at the end, once the norm of all gradients is known: a norm per gradient as it arrives, then one scale that every update reads.
 """
 
 from __future__ import annotations
@@ -53,17 +53,18 @@ def place_updates(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     order = calls(step)
     place = {call: position for position, call in enumerate(order)}
     end, first_output = len(order) - 1, step.graph.output_node()
-    after: dict[int, list[_Group]] = {}
-    late = groups if plan.updates.held else [g for g in groups if g.tier == "host"][-plan.updates.behind or len(groups) :]
     on_host = [group for group in groups if group.tier == "host"]
-    following = dict(zip(map(id, on_host), on_host[1 + plan.updates.waiting :], strict=False))
+    turns = dict(zip(map(id, on_host), [*on_host[1:], *on_host[-1:]], strict=True))  # after whose copy home an update comes
+    late = (
+        list(reversed(groups)) if plan.updates.held else _in_order(on_host, plan.updates.order) if plan.updates.patient else []
+    )
+    after: dict[int, list[_Group]] = {}
     for group in groups:
-        if group in late:
-            continue
-        stored = following.get(id(group), on_host[-1] if group.tier == "host" else group).call
-        reads = [place[user] for param in group.params for user in param.users if user in place]
-        after.setdefault(max(place[stored], *reads), []).append(group)
-    after.setdefault(end, []).extend(reversed(late))
+        if group not in late:
+            stored = turns.get(id(group), group).call
+            reads = [place[user] for param in group.params for user in param.users if user in place]
+            after.setdefault(max(place[stored], *reads), []).append(group)
+    after.setdefault(end, []).extend(late)
 
     scale: dict[str, fx.Node] = _scales(step, groups) if plan.updates.held else {}
     anchors = {position: results(order[position])[-1].next if position != end else first_output for position in after}
@@ -74,6 +75,12 @@ def place_updates(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
                 updated |= _update(step, group, scale.get(group.tier))
     _replace_outputs(step, updated)
     return step
+
+
+def _in_order(groups: list[_Group], order: tuple[str, ...]) -> list[_Group]:
+    """The groups that ``order`` names, by their first parameters, and then all others as they come."""
+    ranks = {name: rank for rank, name in enumerate(order)}
+    return sorted(groups, key=lambda group: ranks.get(group.params[0].name, len(ranks)))
 
 
 def _groups(step: fx.GraphModule) -> list[_Group]:
