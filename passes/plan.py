@@ -37,7 +37,7 @@ class Updates:
     beside a parameter and its gradient, and what it needs for itself on the device, in sizes of the parameter. ``held``: no
     update starts before all gradients are there, because their norm is needed first. ``run_ahead``: updates go on behind the
     next forward. ``patient``: gradients wait on the host while others are updated, however many they are; otherwise two sets
-    take turns. ``order``: of patient updates on the host, each by the name of its first parameter's value; the others follow, as
+    take turns. ``order``: of patient updates on the host, each by the name of its first parameter; the others follow as
     their gradients arrive."""
 
     state_copies: float = 2.0
