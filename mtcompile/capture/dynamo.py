@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -133,11 +134,11 @@ def _copied(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _logging_functions() -> set[Any]:
-    """Functions that only log: harmless to leave out of a graph (Transformers' models call them in forward)."""
+    """Functions that only warn and log: harmless to leave out of a graph (Transformers' models call them in forward)."""
     try:
         from transformers.utils import logging
 
         logger = type(logging.get_logger("transformers"))
-        return {logger.warning_once, logger.warning, logger.info, logger.debug}
+        return {warnings.warn, logger.warning_once, logger.warning, logger.info, logger.debug}
     except (ImportError, AttributeError):
-        return set()
+        return {warnings.warn}

@@ -38,12 +38,14 @@ def leave_out_of_graphs(functions: Iterable[Callable[..., Any]]) -> None:
     """Let Dynamo leave out calls of functions that only log."""
     from torch._dynamo import config as dynamo_config
 
-    dynamo_config.ignore_logging_functions = _SortableSet({*set.__iter__(dynamo_config.ignore_logging_functions), *functions})
+    every = {*set.__iter__(dynamo_config.ignore_logging_functions), *functions}
+    sorts = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+    dynamo_config.ignore_logging_functions = _SortableSet(every) if sorts else every
 
 
 class _SortableSet(set[Any]):
-    """A set whose members are seen by their names: some versions of torch sort the members of the setting above for their log,
-    and functions cannot be sorted."""
+    """A set whose members are seen by their names: torch before 2.13 sorts the members of the setting above for its log, and
+    functions cannot be sorted. It then asks loggers alone whether they are among them: warnings are refused."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(sorted(repr(member) for member in set.__iter__(self)))

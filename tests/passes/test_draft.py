@@ -18,7 +18,7 @@ from tests.helpers.tracing import random_plan, traced_case
 
 pytestmark = pytest.mark.slow  # it traces models
 
-UPDATES = (None, Updates(), Updates(held=True), Updates(run_ahead=True, behind=2))
+UPDATES = (None, Updates(), Updates(held=True), Updates(run_ahead=True), Updates(run_ahead=True, patient=True))
 
 
 @pytest.mark.parametrize("name", ["cnn", "tied", "llama", "constants"])

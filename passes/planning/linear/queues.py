@@ -16,6 +16,7 @@ from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import kernel_of, regions
 from mtcompile.runtime.schedule import PHASES
 
+_HOME_AND_UPDATED = (("d2h", "backward"), ("host", "backward"))  # queues and phases that a home's gradients go through
 _MOST_PLACES = 16  # blocks before and behind which work is counted
 
 
@@ -72,20 +73,19 @@ def _before_and_behind(problem: PlanningProblem, terms: Terms, place: int, conte
         program.takes({time: 1.0}, {"host": updated, "compute": outside}, turn, contention)
         fetched = terms.work("h2d", "forward", place)  # after the last of these updates, in the order of the blocks
         program.takes({time: 1.0}, {"host": updated, "link": fetched, "compute": backward_from}, turn, contention)
-        for alone in _updated_alone(terms, place):
+        for alone in _updated_alone(terms, place, (*_HOME_AND_UPDATED, ("h2d", "forward"))):
             program.takes({time: 1.0}, {"compute": outside}, alone, turn, contention)
     elif updates is not None:
         program.takes(backward, {"host": terms.work("host", "backward", 0, place), "compute": backward_from}, turn)
-        for alone in _updated_alone(terms, place):
+        for alone in _updated_alone(terms, place, _HOME_AND_UPDATED):
             program.takes(backward, {"compute": backward_from}, alone, turn)
 
 
-def _updated_alone(terms: Terms, place: int) -> list[dict[int, float]]:
-    """For each home of a block: how long its gradients take home, its update, and its weights back, one after the other."""
+def _updated_alone(terms: Terms, place: int, ways: Sequence[tuple[str, str]]) -> list[dict[int, float]]:
+    """For each home of a block: how long its gradients take home, its update, and so on, one after the other."""
     chains: list[dict[int, float]] = []
     for home, variable in terms.away.items():
         if terms.blocks_of(home) == (place, place):
-            ways = (("d2h", "backward"), ("host", "backward"), ("h2d", "forward"))
             chains.append(added(*(load.us for way in ways for load in terms.loads[way] if variable in load.us)))
     return chains
 

@@ -138,7 +138,8 @@ def _place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Term
                 if tier == "host":
                     goes_home(variable, variant.nbytes, block.index, read_in)
         program.equal.append(({variable: 1.0 for _, variable in shares}, 1.0))
-        nbytes = sum(value.meta["nbytes"] for value in block.crossing)
+        # What no backward reads need not wait for one, unless something is made again from it.
+        nbytes = sum(value.meta["nbytes"] for value in block.crossing if _readers(value))
         stays, away, again = (program.variable() for _ in range(3))  # on the device, on the host, made again
         crossing[block.index], leaving[block.index] = (stays, away), {stays: float(nbytes)}
         goes_home(away, nbytes, block.index, _read_in(block.crossing, block.index))
@@ -152,8 +153,13 @@ def _place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Term
 
 def _read_in(values: Sequence[fx.Node], block: int) -> tuple[int, int]:
     """The first and the last block whose backward reads any of the values; ``block`` if none does."""
-    readers = [user.meta["block"] for value in values for user in value.users if user.meta.get("phase") == "backward"]
+    readers = [block for value in values for block in _readers(value)]
     return min(readers, default=block), max(readers, default=block)
+
+
+def _readers(value: fx.Node) -> list[int]:
+    """The blocks whose backward reads a value."""
+    return [user.meta["block"] for user in value.users if user.meta.get("phase") == "backward"]
 
 
 def _hold_memory(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms, choices: _Choices, ahead: int) -> None:
