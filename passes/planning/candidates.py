@@ -16,7 +16,16 @@ from mtcompile.passes.analysis.state import Budgets, param_nbytes
 from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Certificate, Decision, Plan
 from mtcompile.passes.planning.evaluate import completed, evaluate, shortfall
-from mtcompile.passes.planning.frontier import Point, choose, fits, most_promising, pareto, points_from_json, points_to_json
+from mtcompile.passes.planning.frontier import (
+    Point,
+    choose,
+    fits,
+    most_promising,
+    pareto,
+    points_from_json,
+    points_to_json,
+    undominated,
+)
 from mtcompile.passes.planning.ladders import Block, Ladder, blocks_of, everything, ladders
 from mtcompile.passes.planning.linear.homes import HomeCost, home_costs
 from mtcompile.passes.planning.linear.program import Infeasible
@@ -184,9 +193,9 @@ class Candidates:
 
     @property
     def _impatient(self) -> list[Point]:
-        """The frontier's plans with less on the host: none is faster than the plan that it is made from."""
+        """Plans with less on the host, of those that are best for some budgets: none is faster than what it is made from."""
         if self._impatient_points is None:
-            plans = [(point, plan) for point in pareto(self._points) if (plan := impatient(point.plan)) is not None]
+            plans = [(point, plan) for point in undominated(self._points) if (plan := impatient(point.plan)) is not None]
             evaluated = [(point, self.evaluate(plan).plan) for point, plan in plans]
             self._impatient_points = [Point(p, (p,), 0) for point, p in evaluated if p.total_us >= point.time_us]
         return self._impatient_points

@@ -48,6 +48,17 @@ def pareto(points: Iterable[Point]) -> list[Point]:
     return frontier
 
 
+def undominated(points: Sequence[Point]) -> list[Point]:
+    """Returns the points that no other point is as fast as with no more bytes on any tier; of equal ones, one."""
+    rows = {(point.time_us, *sorted(point.plan.peak_bytes.items())): point for point in points}
+    best: list[Point] = []
+    for point in sorted(rows.values(), key=lambda p: (p.time_us, sum(p.plan.peak_bytes.values()))):
+        peaks = point.plan.peak_bytes
+        if not any(all(other.plan.peak_bytes[tier] <= nbytes for tier, nbytes in peaks.items()) for other in best):
+            best.append(point)
+    return best
+
+
 def most_promising(points: list[Point], unvaried: list[Point]) -> Point:
     """Returns the point to vary next: of the frontier's points that were not varied yet, the one with the largest gap to a
     neighbour; if there is none, the point nearest to the frontier in time."""

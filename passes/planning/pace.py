@@ -27,7 +27,7 @@ def paced(plan: Plan, evaluate: Callable[[Plan], Candidate]) -> Candidate:
     if not plan.updates.run_ahead or candidate.plan.update_us < _EXPOSED * candidate.plan.step_time_us:
         return candidate
     due_first = evaluate(_ordered(plan, _due_first(candidate.schedule)))
-    return min(candidate, due_first, key=lambda one: one.plan.total_us)
+    return min(due_first, candidate, key=lambda one: one.plan.total_us)
 
 
 def impatient(plan: Plan) -> Plan | None:
