@@ -187,7 +187,7 @@ class Candidates:
         budgets = problem.budgets
         frontier = self._frontier(budgets)
         point = choose(frontier, self._points, lambda plan: paced(plan, self.evaluate).plan, budgets)
-        candidate = self._with_casts_in_place(self._again(point), budgets)
+        candidate = self._with_less_on_host(self._with_casts_in_place(self._again(point), budgets), budgets)
         minimum = min(frontier[0].peak, candidate.plan.peak_bytes["device"])
         return completed(problem, candidate, minimum, self.certificate(budgets.device, budgets.host))
 
@@ -225,6 +225,13 @@ class Candidates:
             return candidate
         unmoved = self.evaluate(replace(candidate.plan, narrow=False))
         return unmoved if fits(unmoved.plan, budgets) and unmoved.plan.total_us < candidate.plan.total_us else candidate
+
+    def _with_less_on_host(self, candidate: Candidate, budgets: Budgets) -> Candidate:
+        """Returns the plan whose gradients do not wait on the host, if it is as fast."""
+        if (plan := impatient(candidate.plan)) is None:
+            return candidate
+        less = self.evaluate(plan)
+        return less if fits(less.plan, budgets) and less.plan.total_us <= candidate.plan.total_us else candidate
 
     # ------------------------------------------------------------------------------------------------------- searching
 
