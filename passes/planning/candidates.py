@@ -7,7 +7,7 @@ and a budget takes the last point that fits. So a larger budget is never slower,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Protocol
@@ -29,7 +29,7 @@ from mtcompile.passes.planning.frontier import (
 from mtcompile.passes.planning.ladders import Block, Ladder, blocks_of, everything, ladders
 from mtcompile.passes.planning.linear.homes import HomeCost, home_costs
 from mtcompile.passes.planning.linear.program import Infeasible
-from mtcompile.passes.planning.linear.relaxation import Relaxed, relaxation
+from mtcompile.passes.planning.linear.relaxation import Solve, relaxation
 from mtcompile.passes.planning.linear.seeds import SOLUTIONS, Seeds
 from mtcompile.passes.planning.pace import impatient, paced
 from mtcompile.passes.planning.policies import POLICIES
@@ -118,7 +118,7 @@ class Candidates:
         return home_costs(problem.step, problem.machine, on_host, self._everything.schedule)
 
     @cached_property
-    def _bounded(self) -> Callable[[Mapping[str, int | None]], Relaxed]:
+    def _bounded(self) -> Solve:
         return relaxation(self.problem, self.blocks, self._home_costs)
 
     def certificate(self, device: int | None, host: int | None) -> Certificate | None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy
 
+_GIB = 1 << 30
 Work = tuple[Mapping[int, float], float]  # µs by variable, and µs whatever they are
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """At most ``limit``, and the bytes of ``tier`` besides. ``work``: what a tenth more of a resource would shorten."""
+    """At most ``limit``, and the GiB of ``tier`` besides. ``work``: what a tenth more of a resource would shorten."""
 
     terms: dict[int, float]
     limit: float
@@ -41,10 +43,14 @@ class Program:
 
     def holds(self, tier: str, terms: Mapping[int, float], fixed: float) -> None:
         """Adds a row: bytes that a tier holds."""
-        self.rows.append(Row(dict(terms), -fixed, tier, {}))
+        in_gib = {variable: nbytes / _GIB for variable, nbytes in terms.items()}  # about as large as other rows' factors
+        self.rows.append(Row(in_gib, -fixed / _GIB, tier, {}))
 
-    def solve(self, budgets: Mapping[str, int | None]) -> tuple[Any, list[Row]]:
-        """Solves the program without the rows of tiers that have no budget. Returns HiGHS's result, and its rows."""
+    def solve(
+        self, budgets: Mapping[str, int | None], fixed: Mapping[int, float] = MappingProxyType({})
+    ) -> tuple[Any, list[Row]]:
+        """Solves the program without the rows of tiers that have no budget, with some variables ``fixed``. Returns HiGHS's
+        result, and its rows."""
         try:
             from scipy.optimize import linprog
         except ImportError as error:  # an installation without dependencies: plans have no certificate, and are searched for
@@ -55,10 +61,10 @@ class Program:
         result = linprog(
             objective,
             A_ub=self._matrix([row.terms for row in rows]),
-            b_ub=[row.limit + (budgets[row.tier] or 0 if row.tier else 0) for row in rows],
+            b_ub=[row.limit + ((budgets[row.tier] or 0) / _GIB if row.tier else 0) for row in rows],
             A_eq=self._matrix([terms for terms, _ in self.equal]),
             b_eq=[limit for _, limit in self.equal],
-            bounds=[(0, upper) for upper in self.upper],
+            bounds=[(fixed[v], fixed[v]) if v in fixed else (0, upper) for v, upper in enumerate(self.upper)],
             method="highs",
         )
         return result, rows

@@ -8,8 +8,9 @@ whole decisions, it is a plan to start from.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import fx
 
@@ -22,7 +23,7 @@ from mtcompile.passes.planning.linear.queues import take_time
 from mtcompile.passes.planning.linear.terms import Load, Terms, terms_of
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.planning.variants import Variant, recomputed
-from mtcompile.passes.step_graph import body_outputs, kernel_of, regions, results
+from mtcompile.passes.step_graph import body_outputs, kernel_of, placeholders, regions, results
 from mtcompile.runtime.schedule import PHASES
 
 
@@ -47,6 +48,12 @@ class Relaxed:
     gains_us: Mapping[str, float]
 
 
+class Solve(Protocol):
+    """See ``relaxation``."""
+
+    def __call__(self, limits: Mapping[str, int | None], on_device: Collection[str] | None = None) -> Relaxed: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Choices:
     """The variables of blocks. By block: ``options`` for what it saves, and the two places of what leaves it (``crossing``);
@@ -60,10 +67,9 @@ class _Choices:
     back: Mapping[int, dict[int, float]]
 
 
-def relaxation(
-    problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str, HomeCost], ahead: int = 0
-) -> Callable[[Mapping[str, int | None]], Relaxed]:
-    """Builds the linear program of a problem. Returns what solves it for bytes per tier, None for no limit; raises Infeasible.
+def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str, HomeCost], ahead: int = 0) -> Solve:
+    """Builds the linear program of a problem. Returns what solves it for bytes per tier, None for no limit, with the homes in
+    ``on_device`` there and all others on the host if it is given; raises Infeasible.
     ``ahead``: how many blocks ahead prefetches are in memory, beside what must be there; the optimum bounds all plans only if
     it is 0."""
     terms = terms_of(problem.step)
@@ -72,8 +78,9 @@ def relaxation(
     take_time(problem, costs, terms)
     _hold_memory(problem, blocks, terms, choices, ahead)
 
-    def solve(limits: Mapping[str, int | None]) -> Relaxed:
-        solution, rows = terms.program.solve(limits)
+    def solve(limits: Mapping[str, int | None], on_device: Collection[str] | None = None) -> Relaxed:
+        decided = {} if on_device is None else {v: 0.0 if home in on_device else 1.0 for home, v in terms.away.items()}
+        solution, rows = terms.program.solve(limits, decided)
         if solution.status != 0:
             raise Infeasible(solution.message)
         values = solution.x
@@ -118,6 +125,7 @@ def _place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Term
     leaving: dict[int, dict[int, float]] = {}
     options: dict[int, list[tuple[Option, int]]] = {}
     crossing: dict[int, tuple[int, int]] = {}
+    elsewhere: dict[int, dict[int, float]] = {}
 
     def goes_home(variable: int, nbytes: float, made_in: int, read_in: tuple[int, int]) -> None:
         terms.held["host"][variable] += nbytes
@@ -138,17 +146,47 @@ def _place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Term
                 if tier == "host":
                     goes_home(variable, variant.nbytes, block.index, read_in)
         program.equal.append(({variable: 1.0 for _, variable in shares}, 1.0))
-        # What no backward reads need not wait for one, unless something is made again from it.
-        nbytes = sum(value.meta["nbytes"] for value in block.crossing if _readers(value))
+        nbytes = sum(value.meta["nbytes"] for value in block.crossing)
         stays, away, again = (program.variable() for _ in range(3))  # on the device, on the host, made again
-        crossing[block.index], leaving[block.index] = (stays, away), {stays: float(nbytes)}
+        crossing[block.index], leaving[block.index] = (stays, away), {}
         goes_home(away, nbytes, block.index, _read_in(block.crossing, block.index))
         made_again = {again: _made_again_us(problem.step, block, machine)}
         terms.loads["compute", "backward"].append(Load(block.index, last, made_again))
         program.equal.append(({stays: 1.0, away: 1.0, again: 1.0}, 1.0))
         if not host:
             program.equal.append(({away: 1.0}, 0.0))
+        elsewhere[block.index] = {away: 1.0, again: 1.0}
+    for block in blocks:
+        for value in block.crossing:
+            if _readers(value):
+                waits = crossing[block.index][0]
+            else:  # no backward reads it as it is: it waits if a block makes something again from it
+                waits = program.variable()
+                needing = _needing(problem.step, value, blocks, options)
+                program.takes({waits: 1.0, **elsewhere[block.index]}, {}, needing)
+            leaving[block.index][waits] = leaving[block.index].get(waits, 0.0) + value.meta["nbytes"]
     return _Choices(options, crossing, kept, leaving, back)
+
+
+def _needing(
+    step: fx.GraphModule, value: fx.Node, blocks: Sequence[Block], options: Mapping[int, list[tuple[Option, int]]]
+) -> dict[int, float]:
+    """The variables of those options of the first block that reads a value, in which it makes something again from it."""
+    reader = next((block for block in blocks if block.region in value.users), None)
+    if reader is None:
+        return {}
+    body = kernel_of(step, reader.region)
+    operand = placeholders(body.graph)[list(reader.region.args).index(value)]
+    outputs = body_outputs(body)
+    saved = [outputs[int(item.args[1])] for item in reader.saved]
+
+    def is_needed(variant: Variant) -> bool:
+        given = {saved[position] for position in variant.positions}
+        again = recomputed([node for node in saved if node not in given], given, free=True)
+        return any(operand in node.all_input_nodes for node in again) or any(node is operand for node in saved)
+
+    needed = {id(option.variant): is_needed(option.variant) for option, _ in options[reader.index]}
+    return {variable: 1.0 for option, variable in options[reader.index] if needed[id(option.variant)]}
 
 
 def _read_in(values: Sequence[fx.Node], block: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.ladders import Block, variant_decision
 from mtcompile.passes.planning.linear.program import Infeasible
-from mtcompile.passes.planning.linear.relaxation import Option, Relaxed
+from mtcompile.passes.planning.linear.relaxation import Option, Relaxed, Solve
 
 T = TypeVar("T")
 _WHY = "by the linear program"
@@ -23,7 +24,7 @@ class Seeds(Sequence[Plan]):
 
     def __init__(
         self,
-        solve: Callable[[Mapping[str, int | None]], Relaxed],
+        solve: Solve,
         base: Plan,
         blocks: Sequence[Block],
         sizes: Mapping[str, int],
@@ -40,23 +41,38 @@ class Seeds(Sequence[Plan]):
         if position not in self._plans:
             budget = round(self.low * (self.high / self.low) ** (position / (len(self) - 1)))
             try:
-                self._plans[position] = rounded(
-                    self.solve({"device": budget, "host": None}), self.base, self.blocks, self.sizes
-                )
+                relaxed = self._with_whole_homes({"device": budget, "host": None})
+                self._plans[position] = rounded(relaxed, self.base, self.blocks, self.sizes)
             except Infeasible:
                 self._plans[position] = self.base
         return self._plans[position]
 
+    def _with_whole_homes(self, limits: Mapping[str, int | None]) -> Relaxed:
+        """The solution with every home in one place: homes are large, and what blocks keep must fit beside them. As many homes
+        as their shares add up to are on the device; if that is too much, as many as they fill."""
+        relaxed = self.solve(limits)
+        for whole in (round, int):
+            with contextlib.suppress(Infeasible):
+                return self.solve(limits, _chosen(relaxed.resident, self.sizes, whole))
+        return self.solve(limits, ())
+
+
+def _chosen(resident: Mapping[str, float], sizes: Mapping[str, int], whole: Callable[[float], int]) -> set[str]:
+    """The homes to keep on the device; of equal ones, those with the largest shares."""
+    chosen: set[str] = set()
+    for homes in _alike(resident, sizes):
+        count = whole(sum(resident[home] for home in homes) + 1e-6)
+        chosen |= set(sorted(homes, key=lambda home: -resident[home])[:count])
+    return chosen
+
 
 def rounded(relaxed: Relaxed, base: Plan, blocks: Sequence[Block], sizes: Mapping[str, int]) -> Plan:
-    """Returns the plan that decides as the solution does. Of equal blocks as many take each option as its shares add up to;
-    those that send values home are spread evenly, so that copies never pile up, and the later ones, whose values live shortest,
-    keep most."""
+    """Returns the plan that decides as a solution does, in which homes are whole. Of equal blocks as many take each option as
+    its shares add up to; those that send values home are spread evenly, so that copies never pile up, and the later ones, whose
+    values live shortest, keep most."""
     decisions = []
-    for homes in _alike(relaxed.resident, sizes):
-        count = round(sum(relaxed.resident[home] for home in homes))
-        chosen = set(sorted(homes, key=lambda home: -relaxed.resident[home])[:count])
-        decisions += [Decision("params", h, "device" if h in chosen else "host", sizes[h], _WHY) for h in homes]
+    for home, share in relaxed.resident.items():
+        decisions.append(Decision("params", home, "device" if share > 0.5 else "host", sizes[home], _WHY))
     alike: dict[int, list[Block]] = defaultdict(list)
     for block in blocks:
         alike[id(block.variants)].append(block)
