@@ -80,6 +80,23 @@ def test_losses_weights_and_state_are_the_plain_loops(
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("host_gbps", [0.05, 1.0])
+def test_large_parameters_and_a_slow_host_change_no_bits(
+    host_gbps: float, clip: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most parameters have homes of their own, and the host updates them in the order in which they are due."""
+    monkeypatch.setattr("mtcompile.passes.joint.build._LARGE", 4096)
+    monkeypatch.setenv("MT_CHECK", "1")
+    losses, wanted = plain(clip=clip)
+    model, optimizer = compiled("700KiB", max_grad_norm=clip, run_ahead=True, throttle=replace(FAIR_HOST, host_gbps=host_gbps))
+    assert all(map(torch.equal, losses, train(model, optimizer)))
+    assert same(wanted, state(model, optimizer))
+    assert any(i.label.startswith("fetch_blocks_0_down_weight") for i in model.schedule.instructions)
+    stored = [i.label for i in model.schedule.instructions if i.label.startswith("store_") and i.label.endswith("_weight")]
+    assert len(stored) >= 3  # the gradients of a region leave home by home
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
 def test_masters_are_those_of_the_ordinary_loop(clip: float | None) -> None:
     """The norm is fp32 there; torch's of bf16 gradients is rounded, so clipping is compared where it changes nothing."""
     ordinary, bound = compiled(update="step", precision="bf16-master32")
