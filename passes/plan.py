@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from mtcompile.runtime.schedule import gib
 
-FORMAT = "mtcompile-plan-1"
+FORMAT = "mtcompile-plan-2"
 Choice = Literal["device", "host", "save", "keep", "recompute"]
 
 
