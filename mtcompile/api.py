@@ -211,9 +211,9 @@ def compile(
                loss over the whole batch
     update     ``"step"``: gradients wait in ``p.grad`` for ``optimizer.step()``. ``"backward"``: parameters are updated as
                their gradients arrive, with the optimizer's own arithmetic, and ``p.grad`` stays None; call
-               ``optimizer.step()`` as before to end the step. Gradients take the host memory of two regions; of more
-               where the host is slow and ``host`` allows it. Clipping by hand, gradient scalers and hooks of parameters
-               raise an error
+               ``optimizer.step()`` as before to end the step. Gradients take the host memory of two regions; if the
+               host is slower than the device, a plan uses more, within the limit that ``host`` sets. Clipping by hand, gradient
+               scalers and hooks of parameters raise an error
     max_grad_norm  with ``update="backward"``: clips gradients as ``clip_grad_norm_`` does. All gradients are kept until
                their norm (``model.grad_norm``) is known; then updates start
     run_ahead  with ``update="backward"``: lets updates continue during the next forward, whose prefetches each wait for the

@@ -36,7 +36,7 @@ class Updates:
     """Updates of parameters in the backward. ``state_copies``, ``workspace_copies``: what an update reads and writes
     beside a parameter and its gradient, and what it needs for itself on the device, in sizes of the parameter. ``held``: no
     update starts before all gradients are there, because their norm is needed first. ``run_ahead``: updates go on behind the
-    next forward. ``patient``: gradients wait on the host while others are updated, however many they are; otherwise two sets
+    next forward. ``patient``: any number of gradients may wait on the host for their updates; otherwise two sets of slots
     take turns. ``order``: of patient updates on the host, each by the name of its first parameter; the others follow as
     their gradients arrive."""
 
@@ -49,7 +49,7 @@ class Updates:
 
     def __str__(self) -> str:
         when = "once all gradients and their norm are there" if self.held else "as gradients arrive"
-        first = ", first those that the next forward needs first" if self.order else ""
+        first = "; those due first in the next forward come first" if self.order else ""
         return f"in the backward, {when}{first}" + ("; they go on behind the next forward" if self.run_ahead else "")
 
 

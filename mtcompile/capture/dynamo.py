@@ -134,7 +134,7 @@ def _copied(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _logging_functions() -> set[Any]:
-    """Functions that only warn and log: harmless to leave out of a graph (Transformers' models call them in forward)."""
+    """Functions that only warn or log: harmless to leave out of a graph (Transformers' models call them in forward)."""
     try:
         from transformers.utils import logging
 

@@ -196,8 +196,8 @@ _forward.register_autograd(_gradient, setup_context=_keep)
 
 # ---------------------------------------------------------------------------------------- the weight of targets that count
 #
-# A mean of smoothed losses is over the weights of the targets that are not ignored. A plain run adds up these weights alone.
-# While it is traced, torch adds up zeros for the ignored ones too, which rounds otherwise.
+# The mean of smoothed losses divides by the sum of the weights of all targets that are not ignored. A plain run sums only these
+# weights. Under tracing, torch also adds a zero for each ignored target, and the sum rounds differently.
 
 
 def cross_entropy(

@@ -35,7 +35,7 @@ def capture_settings(signatures: int) -> contextlib.AbstractContextManager[Any]:
 
 
 def leave_out_of_graphs(functions: Iterable[Callable[..., Any]]) -> None:
-    """Let Dynamo leave out calls of functions that only log."""
+    """Let Dynamo leave out calls of functions that only log or warn."""
     from torch._dynamo import config as dynamo_config
 
     every = {*set.__iter__(dynamo_config.ignore_logging_functions), *functions}
@@ -45,7 +45,7 @@ def leave_out_of_graphs(functions: Iterable[Callable[..., Any]]) -> None:
 
 class _SortableSet(set[Any]):
     """A set whose members are seen by their names: torch before 2.13 sorts the members of the setting above for its log, and
-    functions cannot be sorted. It then asks loggers alone whether they are among them: warnings are refused."""
+    functions cannot be sorted. These versions look up only methods of loggers in the set: ``warnings.warn`` is refused."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(sorted(repr(member) for member in set.__iter__(self)))

@@ -43,9 +43,9 @@ class InputHomes:
     updated: Collection[str] | None = None
 
 
-_LARGE = 1 << 28  # bytes of a parameter that is a home by itself: its block can be split, and its copies hide behind each other
+_LARGE = 1 << 28  # bytes from which a parameter has a home of its own: part of a block can stay, and its copies overlap
 ROLE_OF_RESULT = {"output": "output", "grad": "grad", "mutation": "buffer"}  # by an output's kind
-AT_HOME = InputHomes()  # every parameter in the block that reads it first
+AT_HOME = InputHomes()  # nothing is known yet
 
 
 def build(

@@ -193,7 +193,8 @@ class Candidates:
 
     @property
     def _impatient(self) -> list[Point]:
-        """Plans with less on the host, of those that are best for some budgets: none is faster than what it is made from."""
+        """Variants of undominated plans in which no gradients wait on the host. One that is faster than its original is left
+        out: it would make a larger budget slower."""
         if self._impatient_points is None:
             plans = [(point, plan) for point in undominated(self._points) if (plan := impatient(point.plan)) is not None]
             evaluated = [(point, self.evaluate(plan).plan) for point, plan in plans]

@@ -49,7 +49,7 @@ def pareto(points: Iterable[Point]) -> list[Point]:
 
 
 def undominated(points: Sequence[Point]) -> list[Point]:
-    """Returns the points that no other point is as fast as with no more bytes on any tier; of equal ones, one."""
+    """Returns the points that no other dominates (as fast or faster, with no more bytes on any tier); of equal points, one."""
     rows = {(point.time_us, *sorted(point.plan.peak_bytes.items())): point for point in points}
     best: list[Point] = []
     for point in sorted(rows.values(), key=lambda p: (p.time_us, sum(p.plan.peak_bytes.values()))):

@@ -1,7 +1,7 @@
-"""In which order the host updates parameters, so that neither gradients nor the next forward wait longer than they must.
+"""Chooses the order of updates on the host, so that gradients and the next forward wait less.
 
 An update may begin when its gradients are on the host, and is due when the next forward fetches the parameters. Of those that
-may begin, the host takes the one that is due first: the order in which as little as possible is late.
+may begin, the host takes the one that is due first (earliest due date first), so that few updates are late.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def paced(plan: Plan, evaluate: Callable[[Plan], Candidate]) -> Candidate:
 
 
 def impatient(plan: Plan) -> Plan | None:
-    """The plan whose gradients wait for no others' updates on the host; None if it is as it is."""
+    """Returns the plan without waiting gradients; None if it has no updates or is not patient."""
     updates = plan.updates
     return None if updates is None or not updates.patient else replace(plan, updates=replace(updates, patient=False, order=()))
 
@@ -42,7 +42,7 @@ def _ordered(plan: Plan, order: tuple[str, ...]) -> Plan:
 
 
 def _due_first(schedule: Schedule) -> tuple[str, ...]:
-    """Names each update on the host by the first home that it writes over, in the order in which they should run."""
+    """Returns the updates on the host, earliest due date first, each by its first parameter."""
     derived = waits(schedule)
     _, ends = clock(schedule, waits=derived)
     due: dict[str, int] = {}  # home -> the first instruction of a forward that reads it

@@ -88,8 +88,8 @@ def _offload_between(
 
 
 def offload_gradients(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-    """Sends gradients and new buffer versions home right after the region that makes them, in one offload per home block; a
-    gradient whose parameter lives on the device stays there and leaves with the outputs."""
+    """Sends gradients and new buffer versions home right after the region that makes them, in one offload per region and home;
+    a gradient whose parameter lives on the device stays there and leaves with the outputs."""
     output, homes = step.graph.output_node(), step.meta["homes"]
     values = list(output.args[0])
     specs = step.meta["outputs"]

@@ -11,12 +11,13 @@ from typing import Any
 import numpy
 
 _GIB = 1 << 30
-Work = tuple[Mapping[int, float], float]  # µs by variable, and µs whatever they are
+Work = tuple[Mapping[int, float], float]  # µs per unit of each variable, and constant µs
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """At most ``limit``, and the GiB of ``tier`` besides. ``work``: what a tenth more of a resource would shorten."""
+    """The sum of ``terms`` is at most ``limit``, plus the budget of ``tier`` in GiB if there is one. ``work``: by resource, the
+    µs that more of it would shorten."""
 
     terms: dict[int, float]
     limit: float

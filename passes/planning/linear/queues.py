@@ -54,7 +54,7 @@ def take_time(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: Te
 
 
 def _before_and_behind(problem: PlanningProblem, terms: Terms, place: int, contention: Mapping[int, float]) -> None:
-    """The rows that say what one queue does before another can begin with a block, or after it has ended with it."""
+    """The rows that say what one queue must do before another starts a block, or can do only after another has finished it."""
     program, time, span, updates = terms.program, terms.time, terms.span, problem.budgets.updates
     forward, backward = {span["forward"]: 1.0}, {span["backward"]: 1.0}
     forward_from, forward_until = terms.work("compute", "forward", place), terms.work("compute", "forward", 0, place)
@@ -82,7 +82,7 @@ def _before_and_behind(problem: PlanningProblem, terms: Terms, place: int, conte
 
 
 def _updated_alone(terms: Terms, place: int, ways: Sequence[tuple[str, str]]) -> list[dict[int, float]]:
-    """For each home of a block: how long its gradients take home, its update, and so on, one after the other."""
+    """For each home of a block: the µs of its chain of ``ways``, such as its gradients' copy home and their update."""
     chains: list[dict[int, float]] = []
     for home, variable in terms.away.items():
         if terms.blocks_of(home) == (place, place):

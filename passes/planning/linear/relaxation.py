@@ -68,8 +68,8 @@ class _Choices:
 
 
 def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str, HomeCost], ahead: int = 0) -> Solve:
-    """Builds the linear program of a problem. Returns what solves it for bytes per tier, None for no limit, with the homes in
-    ``on_device`` there and all others on the host if it is given; raises Infeasible.
+    """Builds the linear program of a problem. Returns a function that solves it for a limit in bytes per tier (None: no
+    limit) and raises Infeasible. If ``on_device`` is given, the homes in it are on the device and all others on the host.
     ``ahead``: how many blocks ahead prefetches are in memory, beside what must be there; the optimum bounds all plans only if
     it is 0."""
     terms = terms_of(problem.step)
@@ -171,7 +171,7 @@ def _place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Term
 def _needing(
     step: fx.GraphModule, value: fx.Node, blocks: Sequence[Block], options: Mapping[int, list[tuple[Option, int]]]
 ) -> dict[int, float]:
-    """The variables of those options of the first block that reads a value, in which it makes something again from it."""
+    """Takes the first block that reads a value. Returns the variables of its options that recompute something from it."""
     reader = next((block for block in blocks if block.region in value.users), None)
     if reader is None:
         return {}

@@ -48,8 +48,8 @@ class Seeds(Sequence[Plan]):
         return self._plans[position]
 
     def _with_whole_homes(self, limits: Mapping[str, int | None]) -> Relaxed:
-        """The solution with every home in one place: homes are large, and what blocks keep must fit beside them. As many homes
-        as their shares add up to are on the device; if that is too much, as many as they fill."""
+        """Solves again with every home wholly on one tier: homes are large, and what blocks keep must fit beside them. The
+        number of homes on the device is the sum of their shares, rounded; if that does not fit, rounded down; else zero."""
         relaxed = self.solve(limits)
         for whole in (round, int):
             with contextlib.suppress(Infeasible):

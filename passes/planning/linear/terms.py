@@ -16,7 +16,8 @@ from mtcompile.runtime.schedule import PHASES
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a queue does in a phase for the blocks from ``low`` to ``high``: µs by variable, and µs whatever they are."""
+    """What a queue does in a phase for the blocks from ``low`` to ``high``: µs per unit of each variable,
+    and constant µs."""
 
     low: int
     high: int
