@@ -200,19 +200,16 @@ _forward.register_autograd(_gradient, setup_context=_keep)
 # weights. Under tracing, torch also adds a zero for each ignored target, and the sum rounds differently.
 
 
-def cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
+_OF_CROSS_ENTROPY = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+
+
+def cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """As ``torch.nn.functional.cross_entropy``."""
-    if size_average is not None or reduce is not None:
-        reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
+    given = {**dict(zip(_OF_CROSS_ENTROPY, args, strict=False)), **kwargs}
+    weight, label_smoothing = given.get("weight"), given.get("label_smoothing", 0.0)
+    ignore_index, reduction = given.get("ignore_index", -100), given.get("reduction", "mean")
+    if given.get("size_average") is not None or given.get("reduce") is not None:
+        reduction = "none" if given.get("reduce") is False else "sum" if given.get("size_average") is False else "mean"
     how = _REDUCTIONS[reduction], ignore_index, label_smoothing
     if weight is None or not label_smoothing or reduction != "mean" or target.is_floating_point():
         composed: Tensor = torch.ops.aten.cross_entropy_loss(input, target, weight, *how)
@@ -225,7 +222,8 @@ def cross_entropy(
     smooth = losses.masked_fill(target == ignore_index, 0.0).sum()
     mean: Tensor = smooth / torch.ops.mtcompile.weight_of_targets(weight, target, ignore_index)
     nll = F.nll_loss(log_probs, target, weight, ignore_index=ignore_index)
-    return nll * (1 - label_smoothing) + mean * (label_smoothing / input.shape[class_dim])
+    loss: Tensor = nll * (1 - label_smoothing) + mean * (label_smoothing / input.shape[class_dim])
+    return loss
 
 
 @torch.library.custom_op("mtcompile::weight_of_targets", mutates_args=())
