@@ -211,13 +211,13 @@ def cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> T
     if given.get("size_average") is not None or given.get("reduce") is not None:
         reduction = "none" if given.get("reduce") is False else "sum" if given.get("size_average") is False else "mean"
     how = _REDUCTIONS[reduction], ignore_index, label_smoothing
-    if weight is None or not label_smoothing or reduction != "mean" or target.is_floating_point():
+    if weight is None or not 0.0 < label_smoothing <= 1.0 or reduction != "mean" or target.is_floating_point():
         composed: Tensor = torch.ops.aten.cross_entropy_loss(input, target, weight, *how)
         return composed
     if torch.is_autocast_enabled("cpu") and input.device.type == "cpu":
-        input = input.float()
+        input, weight = (x if x.dtype == torch.float64 else x.float() for x in (input, weight))
     class_dim = 0 if input.dim() == 1 else 1
-    log_probs = F.log_softmax(input, class_dim)
+    log_probs = F.log_softmax(input, class_dim, dtype=input.dtype)
     losses = -(log_probs * weight.view(-1, *(1,) * (input.dim() - 1 - class_dim))).sum(class_dim)
     smooth = losses.masked_fill(target == ignore_index, 0.0).sum()
     mean: Tensor = smooth / torch.ops.mtcompile.weight_of_targets(weight, target, ignore_index)

@@ -145,11 +145,11 @@ class Candidates:
             if fits(resident.plan, problem.budgets):  # no search is needed; the floor is reported anyway
                 minimum = min(self._floor, resident.plan.peak_bytes["device"])
                 return completed(problem, resident, minimum, self.certificate(device, host))
-            self._points = self._stored_points() or self._search(resident.plan)
+            self._points, self._impatient_points = self._stored_points() or self._search(resident.plan), None
         try:
             return self._chosen(problem)
         except _Stale:
-            self._points = self._search(self._everything.plan)
+            self._points, self._impatient_points = self._search(self._everything.plan), None
             return self._chosen(problem)
 
     def least(self) -> Planned:

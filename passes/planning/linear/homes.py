@@ -57,6 +57,8 @@ def _home_costs(step: fx.GraphModule, machine: Machine, on_host: Schedule, on_de
             is_update, buffers = instruction.work == "update", schedule.buffers
             if not is_update and (schedule is on_device or instruction.queue != "h2d"):
                 continue
+            if is_update and instruction.queue != ("compute" if schedule is on_device else "host"):
+                continue  # a home whose tier is fixed is updated there in both
             touched = [buffers[name] for name in (instruction.writes if is_update else instruction.reads)]
             total = sum(buffer.nbytes for buffer in touched)
             for buffer in touched:

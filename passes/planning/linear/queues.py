@@ -71,7 +71,9 @@ def _before_and_behind(problem: PlanningProblem, terms: Terms, place: int, conte
         outside = _sum(forward_from, backward_from)
         updated = terms.work("host", "backward", 0, place)
         program.takes({time: 1.0}, {"host": updated, "compute": outside}, turn, contention)
-        fetched = terms.work("h2d", "forward", place)  # after the last of these updates, in the order of the blocks
+        # After the last of these updates, in the order of the blocks; of several homes in one block, any may be the last.
+        alone_here = sum(terms.blocks_of(home) == (place, place) for home in terms.away) <= 1
+        fetched = terms.work("h2d", "forward", place if alone_here else place + 1)
         program.takes({time: 1.0}, {"host": updated, "link": fetched, "compute": backward_from}, turn, contention)
         for alone in _updated_alone(terms, place, (*_HOME_AND_UPDATED, ("h2d", "forward"))):
             program.takes({time: 1.0}, {"compute": outside}, alone, turn, contention)

@@ -101,6 +101,7 @@ def _place_homes(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms:
     for home, tier in problem.fixed_homes.items():
         if home in terms.away:
             terms.program.equal.append(({terms.away[home]: 1.0}, 0.0 if tier == "device" else 1.0))
+    _, last = terms.blocks_of(*terms.away)
     for home, variable in terms.away.items():
         cost, low, high = costs[home], *terms.blocks_of(home)
         for phase in PHASES:
@@ -109,10 +110,8 @@ def _place_homes(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms:
         terms.copied["backward"][variable] += cost.stored
         terms.loads["d2h", "backward"].append(Load(low, high, {variable: cost.store_us}))
         terms.loads["host", "backward"].append(Load(low, high, {variable: cost.update_us}))
-        if problem.budgets.updates is not None and problem.budgets.updates.held:  # they come last, wherever they belong
-            low, high = terms.blocks_of(*terms.away)
-        on_device = {variable: -cost.device_update_us}
-        terms.loads["compute", "backward"].append(Load(low, high, on_device, cost.device_update_us))
+        # Updates on the device run beside a block's other work, held ones last of all: only all blocks together count them.
+        terms.loads["compute", "backward"].append(Load(-1, last, {variable: -cost.device_update_us}, cost.device_update_us))
         terms.held["device"][variable] -= sizes[home] * copies
         terms.held["host"][variable] += sizes[home] * copies
 

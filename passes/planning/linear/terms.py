@@ -50,7 +50,7 @@ class Terms:
         users = [region.meta["block"] for uses in (self.reads, self.grads) for region in uses if uses[region].keys() & {*homes}]
         return min(users, default=0), max(users, default=0)
 
-    def work(self, queue: str, phase: str, low: int = 0, high: int = 1 << 30) -> Work:
+    def work(self, queue: str, phase: str, low: int = -1, high: int = 1 << 30) -> Work:
         """What a queue certainly does in a phase for the blocks from ``low`` to ``high``."""
         loads = [load for load in self.loads[queue, phase] if low <= load.low and load.high <= high]
         return added(*(load.us for load in loads)), sum(load.fixed for load in loads)
