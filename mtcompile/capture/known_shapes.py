@@ -118,7 +118,7 @@ def ctc_loss(
     reduction: int = _MEAN,
     zero_infinity: bool = False,
 ) -> Tensor:
-    """As ``torch.ctc_loss``: ``log_probs`` (T, N, C) or (T, C); lengths are tensors or sequences of ints."""
+    """Computes ``torch.ctc_loss``: ``log_probs`` (T, N, C) or (T, C); lengths are tensors or sequences of ints."""
     batched = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
     inputs, lengths = _tensor(input_lengths), _tensor(target_lengths)
     losses: Tensor = torch.ops.mtcompile.ctc_loss(batched, targets, inputs, lengths, blank, zero_infinity)
@@ -140,7 +140,7 @@ def named_ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """As ``torch.nn.functional.ctc_loss``."""
+    """Computes ``torch.nn.functional.ctc_loss``."""
     return ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, _REDUCTIONS[reduction], zero_infinity)
 
 
@@ -204,7 +204,7 @@ _OF_CROSS_ENTROPY = ("weight", "size_average", "ignore_index", "reduce", "reduct
 
 
 def cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """As ``torch.nn.functional.cross_entropy``."""
+    """Computes ``torch.nn.functional.cross_entropy``."""
     given = {**dict(zip(_OF_CROSS_ENTROPY, args, strict=False)), **kwargs}
     weight, label_smoothing = given.get("weight"), given.get("label_smoothing", 0.0)
     ignore_index, reduction = given.get("ignore_index", -100), given.get("reduction", "mean")

@@ -293,4 +293,5 @@ def _decided(problem: PlanningProblem, sizes: Mapping[str, int]) -> Plan:
     budgets = problem.budgets
     plan = Plan(decisions=fixed, budget_bytes=budgets.nbytes, machine=problem.machine.name, numerics=problem.numerics)
     # Gradients wait on the host rather than make the device wait for their updates; see ``impatient`` for less of it.
-    return replace(plan, updates=None if budgets.updates is None else replace(budgets.updates, patient=True))
+    updates = budgets.updates
+    return replace(plan, updates=None if updates is None else replace(updates, patient=not updates.held))

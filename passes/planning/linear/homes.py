@@ -1,4 +1,4 @@
-"""What the home of a block costs a step, by where it is."""
+"""The costs of a home in a step, by where it is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mtcompile.runtime.schedule import PHASES, Schedule
 
 @dataclass(frozen=True, slots=True)
 class HomeCost:
-    """What a home block costs a step if it is on the host: µs of its fetches by phase, of the copies of its gradients and of
+    """The costs of a home in a step if it is on the host: µs of its fetches by phase, of the copies of its gradients and of
     its update there, and the bytes copied. ``device_update_us``: of its update if it is on the device. ``fetched``, ``stored``:
     bytes of the weights that fetches bring, by phase, and of their gradients."""
 
@@ -55,10 +55,12 @@ def _home_costs(step: fx.GraphModule, machine: Machine, on_host: Schedule, on_de
     for schedule in (on_host, on_device):
         for instruction in schedule.instructions:
             is_update, buffers = instruction.work == "update", schedule.buffers
-            if not is_update and (schedule is on_device or instruction.queue != "h2d"):
+            if schedule is on_device:  # each queue is read in one schedule: a fixed home is updated on the same one in both
+                counts = is_update and instruction.queue == "compute"
+            else:
+                counts = instruction.queue == ("host" if is_update else "h2d")
+            if not counts:
                 continue
-            if is_update and instruction.queue != ("compute" if schedule is on_device else "host"):
-                continue  # a home whose tier is fixed is updated there in both
             touched = [buffers[name] for name in (instruction.writes if is_update else instruction.reads)]
             total = sum(buffer.nbytes for buffer in touched)
             for buffer in touched:

@@ -80,7 +80,7 @@ class Program:
 
 
 def gains_us(rows: Sequence[Row], values: Any, prices: Any) -> dict[str, float]:
-    """What a tenth more of each resource that takes time saves, by the prices of its rows."""
+    """Returns what a tenth more of each resource that takes time saves, by the prices of its rows."""
     gains: dict[str, float] = defaultdict(float)
     for row, price in zip(rows, prices, strict=True):
         for resource, (us, fixed) in row.work.items():

@@ -49,47 +49,47 @@ def take_time(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: Te
         else:
             program.takes({span["backward"]: 1.0}, {"host": terms.work("host", "backward")})
         program.takes(until, {"host": (traffic, 0.0)}, contention)
+    first = max((region.meta["block"] for region in terms.of_phase("backward")), default=0)
+    turn = terms.work("h2d", "backward", first)[0]  # what compute waits for at the start of the backward
     for place in _places(terms):
-        _before_and_behind(problem, terms, place, contention)
+        _before_and_behind(problem, terms, place, turn, contention)
 
 
-def _before_and_behind(problem: PlanningProblem, terms: Terms, place: int, contention: Mapping[int, float]) -> None:
-    """The rows that say what one queue must do before another starts a block, or can do only after another has finished it."""
+def _before_and_behind(
+    problem: PlanningProblem, terms: Terms, place: int, turn: Mapping[int, float], contention: Mapping[int, float]
+) -> None:
+    """Adds the rows that say what one queue must do before another starts a block, or can do only after another has finished
+    it."""
     program, time, span, updates = terms.program, terms.time, terms.span, problem.budgets.updates
     forward, backward = {span["forward"]: 1.0}, {span["backward"]: 1.0}
     forward_from, forward_until = terms.work("compute", "forward", place), terms.work("compute", "forward", 0, place)
     whole = sum(region.meta["block"] == place for region in terms.of_phase("backward")) <= 1
     backward_from = terms.work("compute", "backward", place if whole else place + 1)
     backward_until = terms.work("compute", "backward", 0, place if whole else place - 1)
-    first = max((region.meta["block"] for region in terms.of_phase("backward")), default=0)
-    turn = terms.work("h2d", "backward", first)[0]  # what compute waits for at the start of the backward
     program.takes(forward, {"link": terms.work("h2d", "forward", 0, place), "compute": forward_from})
     program.takes(forward, {"link": terms.work("d2h", "forward", place), "compute": forward_until})
     program.takes(backward, {"link": terms.work("h2d", "backward", place), "compute": backward_until})
     program.takes(backward, {"link": terms.work("d2h", "backward", 0, place), "compute": backward_from}, turn)
+    homes = [variable for home, variable in terms.away.items() if terms.blocks[home] == (place, place)]  # this block's own
     if updates is not None and updates.run_ahead:
         outside = _sum(forward_from, backward_from)
         updated = terms.work("host", "backward", 0, place)
         program.takes({time: 1.0}, {"host": updated, "compute": outside}, turn, contention)
         # After the last of these updates, in the order of the blocks; of several homes in one block, any may be the last.
-        alone_here = sum(terms.blocks_of(home) == (place, place) for home in terms.away) <= 1
-        fetched = terms.work("h2d", "forward", place if alone_here else place + 1)
+        fetched = terms.work("h2d", "forward", place if len(homes) <= 1 else place + 1)
         program.takes({time: 1.0}, {"host": updated, "link": fetched, "compute": backward_from}, turn, contention)
-        for alone in _updated_alone(terms, place, (*_HOME_AND_UPDATED, ("h2d", "forward"))):
-            program.takes({time: 1.0}, {"compute": outside}, alone, turn, contention)
+        for home in homes:
+            chain = _chain(terms, home, (*_HOME_AND_UPDATED, ("h2d", "forward")))
+            program.takes({time: 1.0}, {"compute": outside}, chain, turn, contention)
     elif updates is not None:
         program.takes(backward, {"host": terms.work("host", "backward", 0, place), "compute": backward_from}, turn)
-        for alone in _updated_alone(terms, place, _HOME_AND_UPDATED):
-            program.takes(backward, {"compute": backward_from}, alone, turn)
+        for home in homes:
+            program.takes(backward, {"compute": backward_from}, _chain(terms, home, _HOME_AND_UPDATED), turn)
 
 
-def _updated_alone(terms: Terms, place: int, ways: Sequence[tuple[str, str]]) -> list[dict[int, float]]:
-    """For each home of a block: the µs of its chain of ``ways``, such as its gradients' copy home and their update."""
-    chains: list[dict[int, float]] = []
-    for home, variable in terms.away.items():
-        if terms.blocks_of(home) == (place, place):
-            chains.append(added(*(load.us for way in ways for load in terms.loads[way] if variable in load.us)))
-    return chains
+def _chain(terms: Terms, home: int, ways: Sequence[tuple[str, str]]) -> dict[int, float]:
+    """The µs that a home (its variable) takes on queues one after the other, such as its gradients' copy and their update."""
+    return added(*(load.us for way in ways for load in terms.loads[way] if home in load.us))
 
 
 def _sum(*works: Work) -> Work:

@@ -57,12 +57,12 @@ class Solve(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Choices:
     """The variables of blocks. By block: ``options`` for what it saves, and the two places of what leaves it (``crossing``);
-    bytes by variable that it keeps on the device (``kept``), that leave it and wait there (``leaving``), and that its backward
+    bytes by variable that it saves on the device (``saved``), that leave it and wait there (``leaving``), and that its backward
     gets back from the host (``back``)."""
 
     options: Mapping[int, list[tuple[Option, int]]]
     crossing: Mapping[int, tuple[int, int]]
-    kept: Mapping[int, dict[int, float]]
+    saved: Mapping[int, dict[int, float]]
     leaving: Mapping[int, dict[int, float]]
     back: Mapping[int, dict[int, float]]
 
@@ -96,14 +96,13 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
 
 
 def _place_homes(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: Terms) -> None:
-    """What the share of each home that is on the host costs, and what it leaves free on the device."""
+    """Adds what the share of each home that is on the host costs, and what it leaves free on the device."""
     sizes, copies = param_nbytes(problem.step), problem.budgets.copies
     for home, tier in problem.fixed_homes.items():
         if home in terms.away:
             terms.program.equal.append(({terms.away[home]: 1.0}, 0.0 if tier == "device" else 1.0))
-    _, last = terms.blocks_of(*terms.away)
     for home, variable in terms.away.items():
-        cost, low, high = costs[home], *terms.blocks_of(home)
+        cost, low, high = costs[home], *terms.blocks[home]
         for phase in PHASES:
             terms.loads["h2d", phase].append(Load(low, high, {variable: cost.fetch_us[phase]}))
             terms.copied[phase][variable] += cost.fetched[phase]
@@ -111,7 +110,7 @@ def _place_homes(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms:
         terms.loads["d2h", "backward"].append(Load(low, high, {variable: cost.store_us}))
         terms.loads["host", "backward"].append(Load(low, high, {variable: cost.update_us}))
         # Updates on the device run beside a block's other work, held ones last of all: only all blocks together count them.
-        terms.loads["compute", "backward"].append(Load(-1, last, {variable: -cost.device_update_us}, cost.device_update_us))
+        terms.loads["compute", "backward"].append(Load(-1, high, {variable: -cost.device_update_us}, cost.device_update_us))
         terms.held["device"][variable] -= sizes[home] * copies
         terms.held["host"][variable] += sizes[home] * copies
 
@@ -119,7 +118,7 @@ def _place_homes(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms:
 def _place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms) -> _Choices:
     """The share of each option for what a block saves, and of each place for what leaves it."""
     machine, host, program = problem.machine, problem.budgets.host_activations, terms.program
-    kept: dict[int, dict[int, float]] = defaultdict(dict)
+    saved: dict[int, dict[int, float]] = defaultdict(dict)
     back: dict[int, dict[int, float]] = defaultdict(dict)
     leaving: dict[int, dict[int, float]] = {}
     options: dict[int, list[tuple[Option, int]]] = {}
@@ -141,7 +140,7 @@ def _place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Term
                 variable = program.variable()
                 shares.append((Option(variant, tier), variable))
                 terms.loads["compute", "backward"].append(Load(*read_in, {variable: variant.time_us}))
-                (kept if tier == "device" else back)[block.index][variable] = float(variant.nbytes)
+                (saved if tier == "device" else back)[block.index][variable] = float(variant.nbytes)
                 if tier == "host":
                     goes_home(variable, variant.nbytes, block.index, read_in)
         program.equal.append(({variable: 1.0 for _, variable in shares}, 1.0))
@@ -164,7 +163,7 @@ def _place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Term
                 needing = _needing(problem.step, value, blocks, options)
                 program.takes({waits: 1.0, **elsewhere[block.index]}, {}, needing)
             leaving[block.index][waits] = leaving[block.index].get(waits, 0.0) + value.meta["nbytes"]
-    return _Choices(options, crossing, kept, leaving, back)
+    return _Choices(options, crossing, saved, leaving, back)
 
 
 def _needing(
@@ -213,7 +212,7 @@ def _hold_memory(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms
     live = dict(terms.held["device"])
     for place, block in enumerate(blocks):
         index, back = block.index, choices.back
-        live = added(live, choices.kept[index])
+        live = added(live, choices.saved[index])
         before, after = blocks[max(0, place - ahead) : place], blocks[place + 1 : place + 1 + ahead]
         beside, whole = _beside(problem, block)
         near = [needed[index], back[index]] if whole else []
@@ -254,9 +253,9 @@ def _beside(problem: PlanningProblem, block: Block) -> tuple[int, bool]:
     workspace = max((problem.workspace(kernel_of(step, region)) for region in backward), default=0)
     if len(backward) != 1:
         return workspace, False
-    made = [value for value in results(backward[0]) if problem.budgets.updates is not None or value.meta["role"] != "grad"]
-    given = [v for v in backward[0].all_input_nodes if v.meta.get("role") == "activation" and _phase(v) == "backward"]
-    return workspace + sum(value.meta["nbytes"] for value in (*made, *given)), True
+    outputs = [value for value in results(backward[0]) if problem.budgets.updates is not None or value.meta["role"] != "grad"]
+    inputs = [v for v in backward[0].all_input_nodes if v.meta.get("role") == "activation" and _phase(v) == "backward"]
+    return workspace + sum(value.meta["nbytes"] for value in (*outputs, *inputs)), True
 
 
 def _phase(value: fx.Node) -> str:

@@ -125,8 +125,8 @@ def _spread(choices: Sequence[T], weight: Callable[[T], float]) -> list[T]:
 
 
 def _block_decisions(block: Block, option: Option, place: Choice) -> list[Decision]:
-    kept: Choice = "device" if option.tier == "device" else "host"
+    tier: Choice = "device" if option.tier == "device" else "host"
     decisions = [variant_decision(block.name, block.saved, option.variant, _WHY)]
-    values = [(block.saved[i], kept) for i in option.variant.positions]
+    values = [(block.saved[i], tier) for i in option.variant.positions]
     values += [(value, place) for value in (*block.crossing, *block.others)]
-    return decisions + [Decision("activation", value.name, tier, value.meta["nbytes"], _WHY) for value, tier in values]
+    return decisions + [Decision("activation", value.name, where, value.meta["nbytes"], _WHY) for value, where in values]

@@ -16,8 +16,7 @@ from mtcompile.runtime.schedule import PHASES
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a queue does in a phase for the blocks from ``low`` to ``high``: µs per unit of each variable,
-    and constant µs."""
+    """The work of a queue in a phase for the blocks from ``low`` to ``high``: µs per unit of each variable, and constant µs."""
 
     low: int
     high: int
@@ -30,7 +29,8 @@ class Terms:
     """``time``: the variable for the whole step, in µs; ``span``: phase -> the variable for its time. ``loads``: (queue, phase)
     -> what the queue does; ``copied``: phase -> bytes by variable; ``held``: tier -> bytes by variable, at the start of the
     backward. ``away``: home -> the variable for its share on the host. ``reads``, ``grads``: region -> bytes by home, of the
-    parameters that it reads and of their gradients that it makes."""
+    parameters that it reads and of their gradients that it makes. ``blocks``: home -> the first and the last block of these
+    regions."""
 
     program: Program
     time: int
@@ -41,14 +41,10 @@ class Terms:
     away: Mapping[str, int]
     reads: Mapping[fx.Node, Mapping[str, int]]
     grads: Mapping[fx.Node, Mapping[str, int]]
+    blocks: Mapping[str, tuple[int, int]]
 
     def of_phase(self, phase: str) -> list[fx.Node]:
         return [region for region in self.reads if region.meta["phase"] == phase]
-
-    def blocks_of(self, *homes: str) -> tuple[int, int]:
-        """The first and the last block that reads parameters of these homes, or makes gradients of them."""
-        users = [region.meta["block"] for uses in (self.reads, self.grads) for region in uses if uses[region].keys() & {*homes}]
-        return min(users, default=0), max(users, default=0)
 
     def work(self, queue: str, phase: str, low: int = -1, high: int = 1 << 30) -> Work:
         """What a queue certainly does in a phase for the blocks from ``low`` to ``high``."""
@@ -64,6 +60,13 @@ def terms_of(step: fx.GraphModule) -> Terms:
     """Returns the terms of a step graph, with its variables for time and homes and nothing taken yet."""
     program = Program()
     names = {value: spec.name for spec, value in outputs_of(step) if spec.kind == "grad"}
+    reads = {region: _read(step, region) for region in regions(step)}
+    grads = {region: _graded(step, region, names) for region in regions(step)}
+    users: dict[str, list[int]] = {home: [] for home in param_nbytes(step)}
+    for uses in (reads, grads):
+        for region, nbytes in uses.items():
+            for home in nbytes:
+                users[home].append(region.meta["block"])
     return Terms(
         program,
         0,
@@ -72,8 +75,9 @@ def terms_of(step: fx.GraphModule) -> Terms:
         {phase: defaultdict(float) for phase in PHASES},
         {tier: defaultdict(float) for tier in ("device", "host")},
         {home: program.variable() for home in param_nbytes(step)},
-        {region: _read(step, region) for region in regions(step)},
-        {region: _graded(step, region, names) for region in regions(step)},
+        reads,
+        grads,
+        {home: (min(indices, default=0), max(indices, default=0)) for home, indices in users.items()},
     )
 
 
