@@ -28,12 +28,15 @@ def fake_mode_of(fakes: Iterable[torch.Tensor]) -> Any:
 @contextlib.contextmanager
 def tracing_joint(fake_mode: Any, backward_autocast: Iterable[tuple[str, torch.dtype]]) -> Iterator[None]:
     """The context that ``export_joint`` and ``joint_trace_key`` need. ``backward_autocast``: (device, dtype) of every autocast
-    that is enabled when backward is called."""
+    that is enabled when backward is called. Random numbers that nothing reads are drawn too, as in a plain run: what is drawn
+    after them depends on it."""
     from torch._functorch import config as functorch_config
     from torch._guards import TracingContext, tracing
+    from torch._inductor import config as inductor_config
 
     autocast = [{"device_type": device, "dtype": dtype} for device, dtype in backward_autocast]
-    with tracing(TracingContext(fake_mode)), functorch_config.patch(backward_pass_autocast=autocast):
+    keeping_random = inductor_config.patch(fallback_random=True)  # which is what fx asks before it drops what nothing reads
+    with tracing(TracingContext(fake_mode)), functorch_config.patch(backward_pass_autocast=autocast), keeping_random:
         yield
 
 

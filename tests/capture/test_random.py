@@ -3,6 +3,7 @@ anything ran, with the user's line."""
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -115,6 +116,43 @@ def test_every_way_to_draw_from_the_default_generator_is_a_plain_runs(policy: st
             return x.pow(2).mean()
 
     assert equal_to_plain(Draws(lambda model, h: h), {"x": torch.ones(4, 8)}, policy=policy)
+
+
+class DrawsInVain(nn.Module):
+    """Draws random numbers that nothing reads, as a last layer does whose second stream nobody takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.beside = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        self.beside(nn.functional.dropout(h, 0.5))
+        torch.rand(3)
+        torch.multinomial(h.softmax(-1), 2)
+        nn.functional.scaled_dot_product_attention(h[None], h[None], h[None], dropout_p=0.3)
+        return torch.tanh(nn.functional.dropout(h, 0.2))
+
+
+@pytest.mark.parametrize("policy", ["resident", "checkpoint-all", "offload-all"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_numbers_that_nothing_reads_are_drawn_too(policy: str, autocast: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(DrawsInVain() for _ in range(3)))
+    compiled = mtcompile.compile(copy.deepcopy(plain), memory="1GiB", policy=policy)
+    results = []
+    for model in (plain, compiled):
+        torch.manual_seed(7)
+        losses = []
+        for training in (True, False, True):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), torch.set_grad_enabled(training):
+                losses.append(model(torch.ones(4, 8)).float().pow(2).sum())
+            if training:
+                losses[-1].backward()
+        gradients = [p.grad for p in model.parameters()]
+        results.append([torch.get_rng_state(), *losses, *(grad for grad in gradients if grad is not None)])
+    assert len(results[0]) == len(results[1]) == 4 + 6
+    assert all(map(torch.equal, *results))
 
 
 def test_dynamo_may_draw_python_numbers_elsewhere() -> None:
