@@ -15,6 +15,9 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from mtcompile.passes.step_graph import calls, is_move, results
+from mtcompile.runtime.schedule import placed
+
 _NUMBERED = re.compile(r"(.*?)(?:_(\d+))?$")
 _NOT_IN_NAMES = re.compile(r"[^0-9a-zA-Z_]+")
 
@@ -39,17 +42,43 @@ def draft_of(step: fx.GraphModule) -> fx.GraphModule:
     graph = DraftGraph()
     copies: dict[Any, DraftNode] = {}
 
-    def copy(argument: Any) -> Any:
-        if isinstance(argument, tuple):
-            return tuple(copy(part) for part in argument)
-        return copies.get(argument, argument) if isinstance(argument, (fx.Node, DraftNode)) else argument
+    def copy(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple([copy(a) if type(a) is tuple else copies.get(a, a) for a in args])
 
     for node in step.graph.nodes:
-        copied = graph.create_node(node.op, node.target, copy(node.args), node.kwargs, node.name)
+        copied = graph.create_node(node.op, node.target, copy(tuple(node.args)), node.kwargs, node.name)
         copied.meta = dict(node.meta)
         copies[node] = copied
     kernels = {name: kernel for name, kernel in step._modules.items() if kernel is not None}
     return cast(fx.GraphModule, Draft(graph, kernels, step.meta))
+
+
+def bundle(draft: fx.GraphModule) -> fx.GraphModule:
+    """Makes one value of those that a call makes for the same readers, in a draft that is only lowered from now on.
+
+    They live equally long, so peaks and times stay what they are, and there are several times fewer of them. ``nbytes`` is of
+    all of them, ``slot_nbytes`` too, as they lie behind each other in a slot (``slots.slots_of``)."""
+    first_of: dict[fx.Node, fx.Node] = {}  # what is left out, and what stands for it
+    for call in calls(draft):
+        alike: dict[tuple[object, ...], fx.Node] = {}
+        for item in results(call):
+            if any(user.op == "output" for user in item.users):
+                continue
+            first = alike.setdefault((item.meta["tier"], item.meta["role"], frozenset(item.users)), item)
+            if first is not item:
+                first_of[item] = first
+                meta = first.meta
+                meta["slot_nbytes"] = meta.get("slot_nbytes", placed(meta["nbytes"])) + placed(item.meta["nbytes"])
+                meta["nbytes"] += item.meta["nbytes"]
+    for call in calls(draft):
+        if not first_of.keys().isdisjoint(call.args):
+            operands = [first_of.get(operand, operand) for operand in call.args]
+            call.args = tuple([operand for operand in call.args if operand not in first_of])
+            for item in results(call) if is_move(call) else ():
+                item.args = (call, call.args.index(operands[item.args[1]]))
+    for item in first_of:
+        draft.graph.erase_node(item)
+    return draft
 
 
 class DraftNode:
@@ -73,8 +102,9 @@ class DraftNode:
 
     @args.setter
     def args(self, args: tuple[Any, ...]) -> None:
-        for operand in _nodes(self._args):
-            operand.users.pop(self, None)
+        if self._args:
+            for operand in _nodes(self._args):
+                operand.users.pop(self, None)
         self._args = args
         for operand in _nodes(args):
             operand.users[self] = None
@@ -142,6 +172,9 @@ class DraftGraph:
 
     def _unused(self, candidate: str) -> str:
         """Returns the name that ``fx`` gives a node: the candidate, or the next number behind it."""
+        if candidate not in self._used and candidate.isidentifier() and not candidate[-1].isdigit():
+            self._used.add(candidate)  # most names: nothing to count
+            return candidate
         if not candidate.isidentifier():
             candidate = _NOT_IN_NAMES.sub("_", candidate)
         match = _NUMBERED.match(candidate)

@@ -57,7 +57,7 @@ def lower_without_deps(
     Peaks are computed here and proven by ``runtime/verify``.
     """
     buffers = _buffers(step)
-    work = [_instruction(step, call, plan, buffers, machine, workspace) for call in calls(step)]
+    work = [_instruction(step, call, plan, machine, workspace) for call in calls(step)]
     instructions = _with_lives(work, buffers, plan.lookahead)
     buffers, arenas = assign_offsets(instructions, buffers)
     limit = {tier: n for tier, n in plan.budget_bytes.items() if n is not None}
@@ -83,7 +83,8 @@ def _buffers(step: fx.GraphModule) -> dict[str, Buffer]:
 
     def add(node: fx.Node, kind: str, returned: bool = False, version_of: str = "") -> None:
         meta = node.meta
-        about = node.name, source(node).name, meta["tier"], kind, meta["nbytes"], meta["role"]
+        nbytes = meta.get("slot_nbytes", meta["nbytes"]) if kind == "placed" else meta["nbytes"]
+        about = node.name, source(node).name, meta["tier"], kind, nbytes, meta["role"]
         buffers[node.name] = Buffer(*about, returned=returned, version_of=version_of)
 
     for node in placeholders(step.graph):
@@ -101,13 +102,10 @@ def _buffers(step: fx.GraphModule) -> dict[str, Buffer]:
     return buffers
 
 
-def _instruction(
-    step: fx.GraphModule, call: fx.Node, plan: Plan, buffers: Mapping[str, Buffer], machine: Machine, workspace: Workspace
-) -> Instruction:
+def _instruction(step: fx.GraphModule, call: fx.Node, plan: Plan, machine: Machine, workspace: Workspace) -> Instruction:
     """Returns the copy or run of one call, before allocs and frees are put around it."""
-    reads = tuple(operand.name for operand in call.args)
-    writes = tuple(item.name for item in results(call))
-    read_nbytes, written_nbytes = (sum(buffers[name].nbytes for name in names) for names in (reads, writes))
+    written = results(call)
+    read_nbytes, written_nbytes = (sum([value.meta["nbytes"] for value in values]) for values in (call.args, written))
     work, block = work_of(call), step.meta["blocks"][call.meta["block"]]
     queue: Queue = "host"
     kernel, scratch, moved = call.name, 0, 0
@@ -129,8 +127,8 @@ def _instruction(
         "copy" if work in ("prefetch", "offload") else "run",
         queue,
         call.meta["phase"],
-        reads,
-        writes,
+        tuple([operand.name for operand in call.args]),
+        tuple([item.name for item in written]),
         kernel,
         scratch,
         nbytes=moved,

@@ -12,36 +12,58 @@ def assign_offsets(
 ) -> tuple[dict[str, Buffer], dict[str, int]]:
     """Returns all buffers, the placed ones with an offset in their tier's arena, and the size of each arena in bytes.
 
-    Buffers are placed largest first, each at the lowest offset that is free during its whole life (by list order), which is
+    Slots are placed largest first, each at the lowest offset that is free during its whole life (by list order), which is
     deterministic.
     """
+    slots = slots_of(instructions, buffers)
     start = {i.writes[0]: position for position, i in enumerate(instructions) if i.op == "alloc"}
-    ranges: dict[str, tuple[int, int]] = {}  # offset and end offset of each buffer that has its place
-    slots = sorted((b for b in buffers.values() if b.kind == "placed"), key=lambda b: (-b.nbytes, start[b.name], b.name))
+    nbytes = {first: sum(placed(buffers[name].nbytes) for name in names) for first, names in slots.items()}
+    ranges: dict[str, tuple[int, int]] = {}  # offset and end offset of each slot that has its place
     arenas = {"device": 0, "host": 0}
     located: dict[str, Buffer] = {}
-    beside = _beside(instructions, buffers)
-    for buffer in slots:
-        size = placed(buffer.nbytes)
-        offset = 0
-        for low, high in sorted(ranges[other] for other in beside[buffer.name] if other in ranges):
+    beside = _beside(instructions, buffers, slots)
+    for slot in sorted(slots, key=lambda name: (-nbytes[name], start[name], name)):
+        size, offset = nbytes[slot], 0
+        for low, high in sorted([ranges[other] for other in beside[slot] if other in ranges]):
             if offset + size <= low:
                 break
             offset = max(offset, high)
-        ranges[buffer.name] = offset, offset + size
-        arenas[buffer.tier] = max(arenas[buffer.tier], offset + size)
-        located[buffer.name] = _at(buffer, offset)
+        ranges[slot] = offset, offset + size
+        tier = buffers[slot].tier
+        arenas[tier] = max(arenas[tier], offset + size)
+        for name in slots[slot]:
+            located[name] = _at(buffers[name], offset)
+            offset += placed(buffers[name].nbytes)
     return {name: located.get(name, buffer) for name, buffer in buffers.items()}, arenas
 
 
-def _beside(instructions: Sequence[Instruction], buffers: Mapping[str, Buffer]) -> dict[str, list[str]]:
-    """Returns, for each placed buffer, those of its tier whose lives have an instruction in common with its own."""
+def slots_of(instructions: Sequence[Instruction], buffers: Mapping[str, Buffer]) -> dict[str, list[str]]:
+    """Returns the placed buffers of each slot, by the first of them: those that the same copies and runs touch lie behind each
+    other in one slot, since they live equally long."""
+    touching: dict[str, list[int]] = {name: [] for name, buffer in buffers.items() if buffer.kind == "placed"}
+    for position, instruction in enumerate(instructions):
+        if instruction.op != "alloc" and instruction.op != "free":
+            for name in (*instruction.reads, *instruction.writes):
+                if name in touching:
+                    touching[name].append(position)
+    slots: dict[str, list[str]] = {}
+    first_of: dict[tuple[str, str, tuple[int, ...]], str] = {}
+    for name, positions in touching.items():
+        first = first_of.setdefault((buffers[name].tier, buffers[name].role, tuple(positions)), name)
+        slots.setdefault(first, []).append(name)
+    return slots
+
+
+def _beside(
+    instructions: Sequence[Instruction], buffers: Mapping[str, Buffer], slots: Mapping[str, object]
+) -> dict[str, list[str]]:
+    """Returns, for each slot, those of its tier whose lives have an instruction in common with its own."""
     beside: dict[str, list[str]] = {}
     live: dict[str, dict[str, None]] = {tier: {} for tier in TIERS}
     for instruction in instructions:
         if instruction.op == "alloc" or instruction.op == "free":
             name = instruction.writes[0]
-            if buffers[name].kind == "placed":
+            if name in slots:
                 others = live[buffers[name].tier]
                 if instruction.op == "free":
                     del others[name]

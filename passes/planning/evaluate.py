@@ -9,9 +9,10 @@ from torch import fx
 from mtcompile.passes import rewrite, rewritten_draft
 from mtcompile.passes.analysis.state import param_nbytes, persistent_nbytes, resident_nbytes, times_us
 from mtcompile.passes.lower import lower_without_deps
+from mtcompile.passes.draft import bundle
 from mtcompile.passes.plan import Certificate, Plan
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
-from mtcompile.runtime.deps import derive, waits
+from mtcompile.runtime.deps import Waits, derive, waits
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us
@@ -20,19 +21,17 @@ from mtcompile.runtime.trace import busy_us
 def evaluate(problem: PlanningProblem, draft: fx.GraphModule, plan: Plan) -> Candidate:
     """Fills in a plan's peaks and predicted times. ``draft``: of the problem's step graph; it is rewritten and lowered in its
     place."""
-    schedule = _lowered(problem, rewritten_draft(draft, plan), plan)
-    sizes = param_nbytes(problem.step)
-    time_us, exposed = times_us(schedule, waits(schedule), problem.machine, sizes, plan, problem.budgets)
-    return Candidate(replace(plan, step_time_us=time_us, update_us=exposed, peak_bytes=dict(schedule.peak_nbytes)), schedule)
+    schedule = _lowered(problem, bundle(rewritten_draft(draft, plan)), plan)
+    return Candidate(_with_figures(problem, plan, schedule, waits(schedule)), schedule)
 
 
 def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, certificate: Certificate | None) -> Planned:
     """Returns the chosen candidate with its rewritten step graph, and with budgets, limits, the limiting resource, ``minimum``,
     the smallest device budget that works, in bytes, and its certificate. Its schedule is the one that it was chosen by."""
     step = rewrite(problem.step, candidate.plan)
-    schedule = _lowered(problem, step, candidate.plan)
-    assert schedule == candidate.schedule, "expected the schedule of the draft, found another one"
-    schedule = derive(schedule)
+    schedule = derive(_lowered(problem, step, candidate.plan))
+    figures = _with_figures(problem, candidate.plan, schedule, None)
+    assert figures == candidate.plan, f"expected the figures of the draft, found others:\n{candidate.plan}\n{figures}"
     busy: dict[str, float] = {queue: us for queue, us in busy_us(simulate(schedule)).items()}
     busy["update"] = candidate.plan.update_us
     limits = problem.budgets.nbytes
@@ -46,6 +45,12 @@ def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, cert
     )
     stated = {tier: nbytes for tier, nbytes in limits.items() if nbytes is not None}
     return Planned(plan, step, replace(schedule, budget_nbytes=stated))
+
+
+def _with_figures(problem: PlanningProblem, plan: Plan, schedule: Schedule, waiting: Waits | None) -> Plan:
+    """Returns the plan with its peaks and predicted times. ``waiting``: what instructions wait for, if the schedule lacks it."""
+    time_us, exposed = times_us(schedule, waiting, problem.machine, param_nbytes(problem.step), plan, problem.budgets)
+    return replace(plan, step_time_us=time_us, update_us=exposed, peak_bytes=dict(schedule.peak_nbytes))
 
 
 def _lowered(problem: PlanningProblem, step: fx.GraphModule, plan: Plan) -> Schedule:
