@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile.capture.outputs import Output, fake_of, outputs_of
+from mtcompile.capture.outputs import Output, differentiated, fake_of, outputs_of, requires_grad
 from mtcompile.capture.refusals import place_of
 from mtcompile.errors import CaptureError
 from mtcompile.passes.step_graph import InputSpec
@@ -28,7 +28,8 @@ class Description:
     the program must produce: (name, differentiable, is a scalar). ``autocast``: (device, enabled, dtype) at the call;
     ``backward_autocast``: (device, dtype) of those enabled when backward is called, which is mostly outside autocast.
     ``device``: where it computes. ``at_home``: whether its parameters need not be there. ``told``: the places in its code that
-    were told that they are being compiled. ``unordered``: as ``outputs_of`` names them.
+    were told that they are being compiled. ``unordered``: as ``outputs_of`` names them. ``only_values``: indices of the inputs that
+    require grad, and of which forward reads nothing but the values (detached, or under ``torch.no_grad()``).
     """
 
     graph: fx.GraphModule
@@ -41,6 +42,7 @@ class Description:
     backward_autocast: tuple[tuple[str, torch.dtype], ...] = ()
     told: tuple[Question, ...] = ()
     unordered: tuple[str, ...] = ()
+    only_values: frozenset[int] = frozenset()
 
 
 def autocast_state(device: torch.device) -> tuple[tuple[str, bool, torch.dtype], ...]:
@@ -100,8 +102,11 @@ def describe(
     )
     graph.graph.output_node().args = (computed_nodes,)
     graph.recompile()
+    reached = differentiated(computed_nodes)
+    only_values = (i for i, node in enumerate(input_nodes) if requires_grad(node) and node not in reached)
     autocast, told = autocast_state(device), graph.meta.get("told", ())
-    return Description(graph, tuple(specs), outputs, computed, autocast, device, at_home, told=told, unordered=unordered)
+    known: dict[str, Any] = {"told": told, "unordered": unordered, "only_values": frozenset(only_values)}
+    return Description(graph, tuple(specs), outputs, computed, autocast, device, at_home, **known)
 
 
 def _return_items(graph: fx.GraphModule) -> None:

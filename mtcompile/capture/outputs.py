@@ -113,16 +113,27 @@ def _unordered(
     for position, base in enumerate(computed):
         if not fake_of(base).requires_grad:
             continue
-        uses = [user for user in base.users if user in needed and _requires_grad(user)]
+        uses = [user for user in base.users if user in needed and requires_grad(user)]
         pairs = zip(outputs, returned, strict=True)
         own = [(o, value) for o, value in pairs if isinstance(o, Computed) and o.position == position and not o.detached]
         if uses and any(output.views for output, _ in own) and len(own) + len(uses) > 2:
             yield base, [value for _, value in own]
 
 
-def _requires_grad(node: fx.Node) -> bool:
+def requires_grad(node: fx.Node) -> bool:
+    """Says whether a gradient flows through a value of Dynamo's graph."""
     values = pytree.tree_leaves(node.meta.get("example_value"))
     return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+
+
+def differentiated(computed: Sequence[fx.Node]) -> set[fx.Node]:
+    """Returns the nodes that a gradient of the ``computed`` values may reach."""
+    reached, todo = set[fx.Node](), [node for node in computed if requires_grad(node)]
+    while todo:
+        if (node := todo.pop()) not in reached:
+            reached.add(node)
+            todo += filter(requires_grad, node.all_input_nodes)
+    return reached
 
 
 def _rebuilding(graph: fx.Graph, views: bool, alone: frozenset[fx.Node]) -> tuple[tuple[Output, ...], tuple[fx.Node, ...]]:

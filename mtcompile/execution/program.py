@@ -73,10 +73,17 @@ class Program:
             names = (spec.name for spec in self.description.inputs)
             self.session.door.before_forward(dict(zip(names, inputs, strict=True)))
             # Before autograd looks at the inputs: planning may send a parameter to another device.
-            computed = _Step.apply(self, self.compile(), *inputs)  # type: ignore[no-untyped-call]
+            computed = _Step.apply(self, self.compile(), *self._differentiated(inputs))  # type: ignore[no-untyped-call]
         else:
             computed = self.session.infer(self.compile(), inputs)
         return tuple(rebuilt(output, inputs, computed) for output in self.description.outputs)
+
+    def _differentiated(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """The inputs, detached where no gradient can go back. One of them may be a result of the call before, such as the state
+        of a recurrent layer, and autograd would walk on into that call, whose backward has run."""
+        only_values = self.description.only_values
+        leaving = [tensor.requires_grad and not tensor.is_leaf and i in only_values for i, tensor in enumerate(inputs)]
+        return tuple(tensor.detach() if leaves else tensor for tensor, leaves in zip(inputs, leaving, strict=True))
 
     def compile(self) -> CompiledStep:
         """Compiles the step that a call would run now. Raises CaptureError and BudgetError."""

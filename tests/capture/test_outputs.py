@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -151,3 +152,39 @@ def test_a_function_that_returns_its_operand_keeps_its_own_gradient(of_input: bo
         (hidden.sum() + reversed_.pow(2).sum()).backward()
         gradients.append([x.grad, *(p.grad for p in model.linear.parameters())])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+class Remembers(nn.Module):
+    """Reads its last result: detached, as truncated backpropagation does, and under no_grad, as a running average does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(6, 8)
+        self.state: torch.Tensor | None = None
+        self.average: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor, given: torch.Tensor | None = None) -> torch.Tensor:
+        before = self.state if given is None else given
+        self.state = self.cell(x, None if before is None else before.detach())
+        loss = self.state.pow(2).mean()
+        with torch.no_grad():
+            self.average = loss if self.average is None else 0.9 * self.average + 0.1 * loss
+        return loss
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_results_of_the_last_call_are_read_without_a_gradient(update: str) -> None:
+    torch.manual_seed(0)
+    plain = Remembers()
+    compiled, results = copy.deepcopy(plain), []
+    for model in (plain, compiled):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if model is compiled:
+            model = mtcompile.compile(model, memory="1GiB", optimizer=optimizer, update=update)
+        for step in range(4):
+            x = torch.linspace(-1, 1, 30).reshape(5, 6) * (step + 1)
+            model(x, model.state if step == 2 else None).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([model.state, model.average, *model.parameters()])
+    assert all(map(torch.equal, *results))
