@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mtcompile.runtime.devices.arena import Layout, arena, layout_of, same_strides, span_nbytes, view
-from mtcompile.runtime.schedule import Queue, Schedule, Tier, gib
+from mtcompile.runtime.schedule import ALIGNMENT, Queue, Schedule, Tier, gib
 
 POISON = 0xFF  # every float type reads NaN, every index far out of range
 
@@ -84,7 +84,8 @@ class CpuMemory:
         if buffer.kind == "pooled":
             self.live -= buffer.nbytes
         if self.check and tensor.numel():
-            self._poison(tensor, buffer.tier, whole=buffer.kind == "pooled")
+            pooled = buffer.kind == "pooled"
+            self._poison(tensor if pooled else self.views[name], buffer.tier, whole=pooled)
 
     def _poison(self, tensor: torch.Tensor, tier: Tier, whole: bool) -> None:
         """Overwrite a tensor's bytes; ``whole``: all of its storage, which no other value uses."""
@@ -93,8 +94,11 @@ class CpuMemory:
         ctypes.memset(pointer, POISON, nbytes)
 
     def copy(self, reads: Sequence[str], writes: Sequence[str]) -> None:
-        for target, source in self._pairs(reads, writes):
-            ctypes.memmove(target.data_ptr(), source.data_ptr(), span_nbytes(source))
+        for read, write, (target, source) in zip(reads, writes, self._pairs(reads, writes), strict=True):
+            if source.data_ptr() % ALIGNMENT and self.schedule.buffers[read].role == "input":
+                self.tensors[write] = source  # such as data[5:10]: the bits of some kernels depend on the address
+            else:
+                ctypes.memmove(target.data_ptr(), source.data_ptr(), span_nbytes(source))
 
     def _pairs(self, reads: Sequence[str], writes: Sequence[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the (target, source) pairs of a copy. Raises RuntimeError where their layouts differ."""

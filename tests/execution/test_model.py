@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import mtcompile
 from tests.helpers.models import CASES, labels, make
 from tests.helpers.training import adamw, compiled_run, minimum_bytes, same, train
 
@@ -84,3 +85,22 @@ def test_results_may_take_more_bytes_than_declared(mode: str) -> None:
         actual, report, _ = compiled_run(model, data, budget)
         assert same(expected, actual)
         assert report["peak_device_bytes"] <= report["planned_peak_device_bytes"]
+
+
+@pytest.mark.parametrize("policy", ["resident", "offload-all", "checkpoint-all"])
+def test_batches_cut_from_one_tensor_have_the_bits_of_their_addresses(policy: str) -> None:
+    """Some kernels add up in another order where a tensor does not begin at a multiple of 16 bytes."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    compiled = mtcompile.compile(copy.deepcopy(plain), memory="1GiB", device="cpu", policy=policy)
+    batches = torch.sin(torch.arange(240.0)).reshape(40, 6).split(5)
+    assert {batch.data_ptr() % 16 for batch in batches} == {0, 8}
+    results = []
+    for model in (plain, compiled):
+        outputs = []
+        for batch in batches:
+            output = model(batch)
+            output.pow(2).sum().backward()
+            outputs.append(output.detach())
+        results.append([*outputs, *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *results))
