@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ class Description:
     the program must produce: (name, differentiable, is a scalar). ``autocast``: (device, enabled, dtype) at the call;
     ``backward_autocast``: (device, dtype) of those enabled when backward is called, which is mostly outside autocast.
     ``device``: where it computes. ``at_home``: whether its parameters need not be there. ``told``: the places in its code that
-    were told that they are being compiled. ``unordered``: as ``outputs_of`` names them. ``only_values``: indices of the inputs that
-    require grad, and of which forward reads nothing but the values (detached, or under ``torch.no_grad()``).
+    were told that they are being compiled. ``unordered``: as ``outputs_of`` names them. ``only_values``: indices of the inputs
+    that require grad, and of which forward reads nothing but the values (detached, or under ``torch.no_grad()``).
     """
 
     graph: fx.GraphModule
@@ -105,8 +106,8 @@ def describe(
     reached = differentiated(computed_nodes)
     only_values = (i for i, node in enumerate(input_nodes) if requires_grad(node) and node not in reached)
     autocast, told = autocast_state(device), graph.meta.get("told", ())
-    known: dict[str, Any] = {"told": told, "unordered": unordered, "only_values": frozenset(only_values)}
-    return Description(graph, tuple(specs), outputs, computed, autocast, device, at_home, **known)
+    facts: dict[str, Any] = {"told": told, "unordered": unordered, "only_values": frozenset(only_values)}
+    return Description(graph, tuple(specs), outputs, computed, autocast, device, at_home, **facts)
 
 
 def _return_items(graph: fx.GraphModule) -> None:
@@ -140,12 +141,21 @@ def _check_values(graph: fx.GraphModule) -> None:
                     "  expected random numbers from torch's default generator, seeded outside forward"
                 )
             values = pytree.tree_leaves(node.meta.get("example_value"))
-            if node.op != "placeholder" and node.users and any(map(depends_on_values, values)):
+            used = node.users and any(map(depends_on_values, values))
+            if node.op != "placeholder" and (used or _writes_where_a_mask_is(node)):
                 raise CaptureError(
                     f"a shape or Python value depends on what tensors hold{place_of([node, *node.users])}\n"
                     "  expected static shapes; try torch.where or a tensor operation at that line in place of .item(), a "
                     "boolean mask as an index, nonzero or unique, or compute the value outside forward and pass it"
                 )
+
+
+def _writes_where_a_mask_is(node: fx.Node) -> bool:
+    """Says whether a node is ``x[mask] = tensor``: the number of elements depends on the mask."""
+    if node.target is not operator.setitem or not isinstance(node.args[2], fx.Node):
+        return False
+    indices = [index.meta.get("example_value") for index in pytree.tree_leaves(node.args[1]) if isinstance(index, fx.Node)]
+    return any(isinstance(index, torch.Tensor) and index.dtype is torch.bool and index.dim() > 0 for index in indices)
 
 
 def depends_on_values(value: Any) -> bool:

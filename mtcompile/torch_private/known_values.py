@@ -11,7 +11,7 @@ import ast
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -104,6 +104,23 @@ def _give_shape(tx: Any, node: fx.Node) -> None:
             return
         counts.append(count)
     node.op, node.target, node.args = "call_function", shaped.function, (counts, *node.args)
+
+
+def _unmasked(tx: Any, key: Any) -> Any:
+    """The index ``key`` with the places of a mask's elements for each mask, where the call's inputs decide all masks."""
+    from torch._dynamo.variables import ConstantVariable, TensorVariable, TupleVariable
+
+    indices = []
+    for index in key.items if isinstance(key, TupleVariable) else [key]:
+        value = index.proxy.node.meta.get("example_value") if isinstance(index, TensorVariable) else None
+        if not isinstance(value, torch.Tensor) or value.dtype is not torch.bool or value.dim() == 0:
+            indices.append(index)
+        elif known_value(tx, index.call_method(tx, "count_nonzero", [], {})) is None:
+            return key
+        else:
+            places = index.call_method(tx, "nonzero", [], {"as_tuple": ConstantVariable.create(True)})
+            indices += places.unpack_var_sequence(tx)
+    return TupleVariable(indices)
 
 
 def _cone(result: fx.Node) -> list[fx.Node]:
@@ -261,6 +278,15 @@ def _replace_methods() -> None:
 
         return known
 
+    def setitem(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def unmasked(variable: Any, tx: Any, key: Any, value: Any) -> Any:
+            if _taking.value.types and isinstance(value, TensorVariable):  # a Python number needs no shape
+                with _taking.during(replace(_taking.value, types=(bool, int))):  # there is no other way
+                    key = _unmasked(tx, key)
+            return plain(variable, tx, key, value)
+
+        return unmasked
+
     def wrapping(plain: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(target: Any, tx: Any, proxy: Any, *args: Any, **kwargs: Any) -> Any:
             if int in _taking.value.types:
@@ -270,6 +296,6 @@ def _replace_methods() -> None:
         return wrapped
 
     builder._wrap_fx_proxy = functools.wraps(builder._wrap_fx_proxy)(wrapping(builder._wrap_fx_proxy))
-    for name, replaced in (("method_item", item), ("method_tolist", tolist)):
+    for name, replaced in (("method_item", item), ("method_tolist", tolist), ("method___setitem__", setitem)):
         if (plain := getattr(TensorVariable, name, None)) is not None:
             setattr(TensorVariable, name, functools.wraps(plain)(replaced(plain)))

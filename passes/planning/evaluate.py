@@ -8,8 +8,8 @@ from torch import fx
 
 from mtcompile.passes import rewrite, rewritten_draft
 from mtcompile.passes.analysis.state import param_nbytes, persistent_nbytes, resident_nbytes, times_us
-from mtcompile.passes.lower import lower_without_deps
 from mtcompile.passes.draft import bundle
+from mtcompile.passes.lower import lower_without_deps
 from mtcompile.passes.plan import Certificate, Plan
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
 from mtcompile.runtime.deps import Waits, derive, waits
@@ -48,7 +48,7 @@ def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, cert
 
 
 def _with_figures(problem: PlanningProblem, plan: Plan, schedule: Schedule, waiting: Waits | None) -> Plan:
-    """Returns the plan with its peaks and predicted times. ``waiting``: what instructions wait for, if the schedule lacks it."""
+    """Returns the plan with its peaks and predicted times. ``waiting``: what instructions wait for; None: their deps."""
     time_us, exposed = times_us(schedule, waiting, problem.machine, param_nbytes(problem.step), plan, problem.budgets)
     return replace(plan, step_time_us=time_us, update_us=exposed, peak_bytes=dict(schedule.peak_nbytes))
 

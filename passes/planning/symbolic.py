@@ -15,6 +15,7 @@ from torch import fx
 
 from mtcompile.passes.analysis.memory import body_lives, output_nbytes
 from mtcompile.passes.planning.problem import Planned
+from mtcompile.passes.slots import slots_of
 from mtcompile.runtime.schedule import Instruction, Schedule, Tier, placed
 
 BATCH, SEQ = sympy.symbols("batch seq", positive=True, integer=True)
@@ -110,14 +111,14 @@ def _arena(schedules: Sequence[Schedule], tier: Tier, polynomial: Callable[[Byte
         if instruction.op in ("alloc", "free"):
             lives.setdefault(instruction.writes[0], []).append(position)
     last = len(schedules[0].instructions)
-    order = sorted(
-        (b for b in schedules[-1].buffers.values() if b.kind == "placed" and b.tier == tier),
-        key=lambda b: (-b.nbytes, lives[b.name][0], b.name),
-    )
+    sizes: dict[str, Bytes] = {}
+    for slot, names in slots_of(schedules[0].instructions, schedules[0].buffers).items():
+        if schedules[0].buffers[slot].tier == tier:
+            sizes[slot] = tuple(sum(placed(s.buffers[name].nbytes) for name in names) for s in schedules)
     stacked: list[tuple[int, int, list[Polynomial]]] = []  # start and end of a slot's life, and its possible ends in bytes
-    for buffer in order:
-        start, end = (*lives[buffer.name], last)[:2]
-        size = polynomial(tuple(placed(s.buffers[buffer.name].nbytes) for s in schedules))
+    for slot in sorted(sizes, key=lambda slot: (-sizes[slot][-1], lives[slot][0], slot)):
+        start, end = (*lives[slot], last)[:2]
+        size = polynomial(sizes[slot])
         below = _largest(top for first, until, tops in stacked if first <= end and start <= until for top in tops)
         stacked.append((start, end, [tuple(map(sum, zip(size, top, strict=True))) for top in below] or [size]))
     return _largest(top for _, _, tops in stacked for top in tops)

@@ -1,4 +1,6 @@
-"""A rewritten draft is the rewritten step graph: the same calls by the same names, the same schedule, byte for byte."""
+"""A rewritten draft is the rewritten step graph: the same calls by the same names, the same schedule, byte for byte.
+
+Bundled, it has the same peaks and times."""
 
 from __future__ import annotations
 
@@ -10,10 +12,13 @@ import pytest
 from mtcompile.passes import rewrite, rewritten_draft
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.kernels import copy_meta
-from mtcompile.passes.draft import draft_of
+from mtcompile.passes.draft import bundle, draft_of
 from mtcompile.passes.lower import lower_without_deps
 from mtcompile.passes.plan import Updates
 from mtcompile.passes.step_graph import calls, copy_step, listing, results
+from mtcompile.runtime.deps import waits
+from mtcompile.runtime.schedule import Schedule
+from mtcompile.runtime.sim import clock
 from tests.helpers.tracing import random_plan, traced_case
 
 pytestmark = pytest.mark.slow  # it traces models
@@ -36,10 +41,19 @@ def test_a_draft_is_rewritten_as_the_step_graph_is(name: str) -> None:
             assert [copy_meta(v, ("nbytes", "role", "tier", "origin")) for v in results(one)] == [
                 copy_meta(v, ("nbytes", "role", "tier", "origin")) for v in results(other)
             ]
-        assert lower_without_deps(drafted, plan, Machine(), {"device": number}) == lower_without_deps(
-            rewritten, plan, Machine(), {"device": number}
-        )
+        schedule = lower_without_deps(rewritten, plan, Machine(), {"device": number})
+        assert lower_without_deps(drafted, plan, Machine(), {"device": number}) == schedule
+        bundled = lower_without_deps(bundle(drafted), plan, Machine(), {"device": number})
+        assert len(bundled) < len(schedule)
+        assert (bundled.peak_nbytes, bundled.arena_nbytes) == (schedule.peak_nbytes, schedule.arena_nbytes)
+        assert _worked(bundled) == _worked(schedule)
     assert listing(draft) == listing(step) == before
+
+
+def _worked(schedule: Schedule) -> list[tuple[str, float, float]]:
+    """When each copy and run of a schedule starts and ends."""
+    times = zip(schedule.instructions, *clock(schedule, waits=waits(schedule)), strict=True)
+    return [(instruction.label, start, end) for instruction, start, end in times if instruction.label]
 
 
 def test_names_are_those_of_fx() -> None:

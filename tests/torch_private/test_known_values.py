@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -156,3 +157,71 @@ def test_shapes_that_a_mask_of_the_weights_decides_are_refused() -> None:
 
     with pytest.raises(mtcompile.CaptureError, match=r"(?s)test_known_values.py.*bias > 0"):
         mtcompile.compile(Pruned(""), memory="1GiB")(X, X)
+
+
+def _experts(experts: nn.ModuleList, h: Tensor, mask: Tensor) -> Tensor:
+    out, route = torch.zeros_like(h), mask.long().cumsum(0) % 3
+    for number, expert in enumerate(experts):
+        own = route == number
+        if own.any():
+            out[own] = expert(h[own])
+    return out
+
+
+def _written(value: Callable[[nn.ModuleList, Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    def write(experts: nn.ModuleList, h: Tensor, mask: Tensor) -> Tensor:
+        out = h.clone()
+        out[mask] = value(experts, h, mask)
+        return out
+
+    return write
+
+
+def _parts(experts: nn.ModuleList, h: Tensor, mask: Tensor) -> Tensor:
+    out = h.clone()
+    out[mask, 2] = experts[1](h[mask])[:, 0]
+    out[~mask, :2] += h[~mask][:, 2:]
+    out[mask] = out[mask] * 0.5
+    return out
+
+
+WRITTEN = {
+    "what the mask chose": _written(lambda experts, h, mask: experts[0](h[mask])),
+    "one row for all": _written(lambda experts, h, mask: experts[0](h[0])),
+    "one number for all": _written(lambda experts, h, mask: experts[0](h).mean()),
+    "parts": _parts,
+    "experts": _experts,
+}
+
+
+class Writing(nn.Module):
+    """Writes to the places of a mask."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear, self.experts, self.way = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), way
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        h = self.linear(x)
+        return WRITTEN[self.way](self.experts, h, h[:, 0] > 0 if mask is None else mask)
+
+
+@pytest.mark.parametrize("way", WRITTEN)
+def test_places_of_a_mask_are_written_as_in_a_plain_run(way: str) -> None:
+    torch.manual_seed(0)
+    plain = Writing(way)
+    model, results = mtcompile.compile(copy.deepcopy(plain), memory="1GiB"), []
+    for each in (plain, model):
+        for mask in ([1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0]):
+            output = each(X, torch.tensor(mask, dtype=torch.bool))
+            output.pow(2).sum().backward()
+            results.append(output.detach())
+        results += [torch.zeros(0) if p.grad is None else p.grad for p in each.parameters()]
+    half = len(results) // 2
+    assert all(map(torch.equal, results[:half], results[half:]))
+
+
+@pytest.mark.parametrize("way", ["one row for all", "what the mask chose"])
+def test_places_that_the_weights_decide_are_refused_with_their_line(way: str) -> None:
+    with pytest.raises(mtcompile.CaptureError, match=r"depends on what tensors hold\n  at .*test_known_values.py"):
+        mtcompile.compile(Writing(way), memory="1GiB")(X)
