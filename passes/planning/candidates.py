@@ -180,7 +180,7 @@ class Candidates:
 
     @cached_property
     def _everything(self) -> Candidate:
-        return self.evaluate(everything(self.problem.step, self.base, self.open_params))
+        return paced(everything(self.problem.step, self.base, self.open_params), self.evaluate)
 
     def _chosen(self, problem: PlanningProblem) -> Planned:
         """Returns the best plan for these budgets, at an evaluated point or between two. Raises DoesNotFit and _Stale."""
