@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -112,6 +113,46 @@ def test_changes_in_place_that_cannot_be_kept_are_refused(kind: str) -> None:
     with pytest.raises(mtcompile.CaptureError, match=words):
         mtcompile.compile(Model(function), memory="1GiB")(torch.ones(4, 8), **others(rows))
     assert not rows.any()
+
+
+class Sharing(nn.Module):
+    """A model with a buffer that is a view of a parameter, and a parameter without a gradient."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.query, self.key, self.function = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False), function
+        self.register_buffer("row", self.query.weight.data[0])
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self, self.query(x), x)
+
+
+def momentum(model: Sharing, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        for query, key in zip(model.query.parameters(), model.key.parameters(), strict=True):
+            key.data = key.data * 0.9 + query.data * 0.1
+        return (h * model.key(x)).sum()
+
+
+def scaled(model: Sharing, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    model.row.mul_(0.9)
+    return h.sum()
+
+
+MEMORY: dict[str, tuple[Callable[..., Any], str]] = {
+    "replaced": (momentum, r"the parameter key.weight other memory(.|\n)*test_refusals.py:.*key.data = (.|\n)*outside forward"),
+    "shared": (scaled, r"row shares memory with another(.|\n)*test_refusals.py:.*row.mul_(.|\n)*clone"),
+}
+
+
+@pytest.mark.parametrize("kind", MEMORY)
+def test_memory_that_a_graph_cannot_change_is_named(kind: str) -> None:
+    function, words = MEMORY[kind]
+    model = Sharing(function)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(mtcompile.CaptureError, match=words):
+        mtcompile.compile(model, memory="1GiB")(torch.ones(4, 8))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_inputs_with_gaps_may_be_changed_and_overlapping_ones_read() -> None:
