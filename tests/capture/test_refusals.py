@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -39,6 +40,11 @@ class Model(nn.Module):
         return self.function(self, self.linear(x), **others)
 
 
+def inverted(model: Model, h: torch.Tensor) -> torch.Tensor:
+    window = torch.ones(8)
+    return torch.istft(torch.stft(h.flatten(), 8, return_complex=True, window=window), 8, window=window).sum()
+
+
 def set_mask(model: Model, h: torch.Tensor) -> torch.Tensor:
     h = h.clone()
     h[h < 0] *= 0.5
@@ -55,6 +61,12 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "boolean mask": (lambda model, h: h[h > 0].sum(), DATA),
     "assignment to a mask": (set_mask, DATA),
     "unique": (lambda model, h: h.sum() + torch.unique(h.detach().long()).numel(), DATA),
+    "inside an operation": (inverted, r"DataDependent(.|\n)*do not depend on what tensors hold"),
+    "constructor": (
+        lambda model, h: (h * torch.FloatTensor(np.arange(8.0))).sum(),
+        r"fit together.*torch\.tensor\(values, dtype",
+    ),
+    "number of the inputs": (lambda model, h, y: h.sum() * y.sum().item(), DATA),
     "branch": (lambda model, h: h.sum() if h.sum() > 0 else -h.sum(), DATA),
     "not differentiable": (lambda model, h: (h * Hard.apply(h)).sum(), "compile the submodules"),
     "shapes": (lambda model, h: h @ torch.ones(9, 2), r"\[4, 8\] X \[9, 2\]"),
@@ -66,7 +78,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
 def test_a_refusal_names_the_line_and_what_to_do(reason: str) -> None:
     function, words = REFUSED[reason]
     with pytest.raises(mtcompile.CaptureError, match=words) as refusal:
-        mtcompile.compile(Model(function), memory="1GiB")(torch.ones(4, 8))
+        others = {"y": torch.rand(2)} if "y" in function.__code__.co_varnames else {}
+        mtcompile.compile(Model(function), memory="1GiB")(torch.ones(4, 8), **others)
     line = function.__code__.co_firstlineno
     places = [f"test_refusals.py:{number} in " for number in range(line, line + 5)]
     assert any(place in str(refusal.value) for place in places)
