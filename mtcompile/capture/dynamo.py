@@ -74,6 +74,7 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
                 plain_torch.plain_answers(state.answers),
                 torch_private.checking_branches(),
                 torch_private.tracing_new_leaves(),
+                torch_private.computing_numpy(device),
                 torch_private.taking_known_values(state.takes, known_shapes.shaped),
             ):
                 return variant(*args, **kwargs)

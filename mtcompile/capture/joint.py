@@ -44,7 +44,8 @@ def joint_graph(description: Description, tangents: Tangents, observe: Observe |
         except CaptureError as error:
             refuse(CaptureError(str(error).partition("\n\nWhile executing")[0]), error)  # what fx adds
         except Exception as error:
-            refuse(not_compiled(error, "the backward of this model could not be traced"), error)
+            why = _refused_change(description)
+            refuse(CaptureError(why) if why else not_compiled(error, "the backward of this model could not be traced"), error)
     drop_tokens(joint)
     _check_storages(joint, fakes, description)
     return _annotate(joint, description)
@@ -205,17 +206,45 @@ def _refused_input(desc: Any, description: Description) -> str:
         return _changed_in_place(description, position)
     viewed = getattr(desc, "base_of", None)
     if (position := getattr(viewed, "idx", None)) is not None:
-        return (
-            f"{description.inputs[position].name} shares memory with another tensor that forward reads, and forward changes "
-            f"one of them in place{_changing(description, position)}\n"
-            "  expected memory of its own for each tensor that forward changes: pass or register a copy (clone)"
-        )
+        return _changed_beside_another(description, position)
     return f"the traced graph takes {desc.expr()}, which is not supported (a tensor subclass)"
+
+
+def _refused_change(description: Description) -> str | None:
+    """Why a graph that torch could not trace is refused, if forward changes its inputs as no graph can."""
+    nodes = description.graph.graph
+    inputs = list(nodes.find_nodes(op="placeholder"))
+    for node in nodes.find_nodes(op="call_function", target=torch.Tensor.set_):
+        if node.args[0] in inputs:
+            spec = description.inputs[inputs.index(node.args[0])]
+            return (
+                f"forward gives {_described(spec)} other memory (.data = ...){place_of([node, *node.all_input_nodes[1:]])}\n"
+                "  expected parameters to be changed outside forward, under torch.no_grad(), and buffers in place "
+                "(buffer.copy_(...)) or by assignment (self.buffer = ...)"
+            )
+    storages = [storage_of(node) for node in inputs]
+    shared = [position for position, storage in enumerate(storages) if storages.count(storage) > 1]
+    named = sorted(shared, key=lambda position: description.inputs[position].role == "param")  # rather what may be a copy
+    changed = (position for position in named if any(map(changes_operand, _users_of_memory(description, position))))
+    position = next(changed, None)
+    return None if position is None else _changed_beside_another(description, position)
+
+
+def _changed_beside_another(description: Description, position: int) -> str:
+    return (
+        f"{description.inputs[position].name} shares memory with another tensor that forward reads, and forward changes "
+        f"one of them in place{_changing(description, position)}\n"
+        "  expected memory of its own for each tensor that forward changes: pass or register a copy (clone)"
+    )
+
+
+def _described(spec: InputSpec) -> str:
+    return f"the parameter {spec.name}" if spec.role == "param" else spec.name
 
 
 def _changed_in_place(description: Description, position: int) -> str:
     spec = description.inputs[position]
-    what = f"the parameter {spec.name}" if spec.role == "param" else f"{spec.name}, which needs a gradient,"
+    what = _described(spec) if spec.role == "param" else f"{spec.name}, which needs a gradient,"
     return (
         f"forward changes {what} in place (an embedding with max_norm= does){_changing(description, position)}\n"
         "  expected only buffers, and inputs that need no gradient, to be changed in place: do it outside forward, under "
@@ -225,12 +254,17 @@ def _changed_in_place(description: Description, position: int) -> str:
 
 def _changing(description: Description, position: int) -> str:
     """The user's line that changes an input of the graph in place."""
+    alike = _users_of_memory(description, position)
+    return place_of([node for node in alike if changes_operand(node)] or alike)
+
+
+def _users_of_memory(description: Description, position: int) -> list[fx.Node]:
+    """The calls whose first operand lies in the memory of an input of the graph."""
     nodes = list(description.graph.graph.nodes)
     storage = storage_of([node for node in nodes if node.op == "placeholder"][position])
     calls = [node for node in nodes if node.op in ("call_function", "call_method") and node.all_input_nodes]
     operands = [(node, node.all_input_nodes[0].meta.get("example_value")) for node in calls]
-    alike = [node for node, value in operands if isinstance(value, torch.Tensor) and torch_private.storage_id(value) == storage]
-    return place_of([node for node in alike if changes_operand(node)] or alike)
+    return [node for node, value in operands if isinstance(value, torch.Tensor) and torch_private.storage_id(value) == storage]
 
 
 def _check_storages(joint: fx.GraphModule, fakes: tuple[torch.Tensor, ...], description: Description) -> None:

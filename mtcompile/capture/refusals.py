@@ -15,15 +15,20 @@ _DATA = (
     "expected shapes and Python values that do not depend on what tensors hold; try torch.where or a tensor operation at "
     "that line, or compute the value outside forward and pass it"
 )
+_ASKS_VALUES = r"(?i)data.?dependent|\.item\(\)|tolist|nonzero|unbacked|dynamic.?(output.?)?shape"
 _TIPS = (  # for the first expression that occurs in the first line of torch's report, or else in all of it
-    ("when making fake tensor call", "expected operands that fit together, also in code whose errors forward catches"),
+    (
+        "when making fake tensor call",
+        "expected operands that fit together, also in code whose errors forward catches; if they do, torch cannot trace that "
+        "operation: try another one at that line, such as torch.tensor(values, dtype=...) for a constructor",
+    ),
     ("backwards hooks", "remove the module's backward hooks; those on parameters and outputs (tensor.register_hook) work"),
     (
         r"[Rr]andom|\brandn?\b|Generator\b|seed\b|_rng\b",
         "expected random numbers from torch's default generator only (torch.rand(..., device=x.device), dropout, ...), seeded "
         "outside forward: draw others outside and pass them as tensors",
     ),
-    (r"(?i)data.dependent|\.item\(\)|tolist|nonzero|unbacked|dynamic shape", _DATA),
+    (_ASKS_VALUES, _DATA),
 )
 _OTHERWISE = (
     "expected a forward without data-dependent Python control flow or unsupported calls; "
@@ -31,6 +36,10 @@ _OTHERWISE = (
 )
 
 
+_UNTRACED = (
+    "expected operations that torch can trace from shapes and dtypes alone: rewrite that line with others, or compile the "
+    "submodules that do not contain it"
+)
 _ELSEWHERE = (
     "expected a call as plain training makes it: if it stands in a transform (torch.func.vmap, grad, functional_call), call "
     "the plain model in it"
@@ -65,11 +74,10 @@ def not_captured(error: BaseException) -> CaptureError:
 
 def not_compiled(error: BaseException, doing: str, place: str = "") -> CaptureError:
     """Returns the error for what went wrong while a captured step was traced, planned or measured."""
-    return CaptureError(
-        f"{doing}: {type(error).__name__}: {first_line(error)}{place_in(str(error)) or place}\n"
-        "  rewrite that line with other operations, or compile the submodules that do not contain it; MT_DEBUG=1 shows where "
-        "this was raised"
-    )
+    reason = f"{type(error).__name__}: {first_line(error)}"
+    tip = _DATA if re.search(_ASKS_VALUES, reason) else _UNTRACED
+    where = place_in(str(error)) or place
+    return CaptureError(f"{doing}: {reason}{where}\n  {tip}; MT_DEBUG=1 shows where this was raised")
 
 
 def with_place(error: MtcompileError, report: BaseException) -> MtcompileError:

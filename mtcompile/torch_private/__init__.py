@@ -5,9 +5,6 @@ tests/capture/test_dynamo.py."""
 
 from torch.utils import _pytree
 
-from mtcompile.torch_private.allocator import (
-    AllocatorPeak,
-)
 from mtcompile.torch_private.autograd import (
     accumulating,
     accumulation_hooks,
@@ -33,7 +30,8 @@ from mtcompile.torch_private.dynamo import (
     set_grad_enabled,
     tracing_new_leaves,
 )
-from mtcompile.torch_private.fused_kernels import (
+from mtcompile.torch_private.kernels import (
+    AllocatorPeak,
     inductor,
     inductor_cache,
     probe_inductor,
@@ -48,6 +46,9 @@ from mtcompile.torch_private.lazy_modules import (
     initialize_root,
     initializing,
     lazy_modules,
+)
+from mtcompile.torch_private.numpy_calls import (
+    computing_numpy,
 )
 from mtcompile.torch_private.raising_branches import (
     checking_branches,
@@ -74,6 +75,7 @@ __all__ = [
     "cast_of",
     "cause_in_dynamo",
     "checking_branches",
+    "computing_numpy",
     "counting_losses",
     "expecting_values",
     "export_joint",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -38,6 +40,11 @@ class Model(nn.Module):
         return self.function(self, self.linear(x), **others)
 
 
+def inverted(model: Model, h: torch.Tensor) -> torch.Tensor:
+    window = torch.ones(8)
+    return torch.istft(torch.stft(h.flatten(), 8, return_complex=True, window=window), 8, window=window).sum()
+
+
 def set_mask(model: Model, h: torch.Tensor) -> torch.Tensor:
     h = h.clone()
     h[h < 0] *= 0.5
@@ -54,6 +61,12 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "boolean mask": (lambda model, h: h[h > 0].sum(), DATA),
     "assignment to a mask": (set_mask, DATA),
     "unique": (lambda model, h: h.sum() + torch.unique(h.detach().long()).numel(), DATA),
+    "inside an operation": (inverted, r"DataDependent(.|\n)*do not depend on what tensors hold"),
+    "constructor": (
+        lambda model, h: (h * torch.FloatTensor(np.arange(8.0))).sum(),
+        r"fit together.*torch\.tensor\(values, dtype",
+    ),
+    "number of the inputs": (lambda model, h, y: h.sum() * y.sum().item(), DATA),
     "branch": (lambda model, h: h.sum() if h.sum() > 0 else -h.sum(), DATA),
     "not differentiable": (lambda model, h: (h * Hard.apply(h)).sum(), "compile the submodules"),
     "shapes": (lambda model, h: h @ torch.ones(9, 2), r"\[4, 8\] X \[9, 2\]"),
@@ -65,7 +78,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
 def test_a_refusal_names_the_line_and_what_to_do(reason: str) -> None:
     function, words = REFUSED[reason]
     with pytest.raises(mtcompile.CaptureError, match=words) as refusal:
-        mtcompile.compile(Model(function), memory="1GiB")(torch.ones(4, 8))
+        others = {"y": torch.rand(2)} if "y" in function.__code__.co_varnames else {}
+        mtcompile.compile(Model(function), memory="1GiB")(torch.ones(4, 8), **others)
     line = function.__code__.co_firstlineno
     places = [f"test_refusals.py:{number} in " for number in range(line, line + 5)]
     assert any(place in str(refusal.value) for place in places)
@@ -112,6 +126,46 @@ def test_changes_in_place_that_cannot_be_kept_are_refused(kind: str) -> None:
     with pytest.raises(mtcompile.CaptureError, match=words):
         mtcompile.compile(Model(function), memory="1GiB")(torch.ones(4, 8), **others(rows))
     assert not rows.any()
+
+
+class Sharing(nn.Module):
+    """A model with a buffer that is a view of a parameter, and a parameter without a gradient."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.query, self.key, self.function = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False), function
+        self.register_buffer("row", self.query.weight.data[0])
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self, self.query(x), x)
+
+
+def momentum(model: Sharing, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        for query, key in zip(model.query.parameters(), model.key.parameters(), strict=True):
+            key.data = key.data * 0.9 + query.data * 0.1
+        return (h * model.key(x)).sum()
+
+
+def scaled(model: Sharing, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    model.row.mul_(0.9)
+    return h.sum()
+
+
+MEMORY: dict[str, tuple[Callable[..., Any], str]] = {
+    "replaced": (momentum, r"the parameter key.weight other memory(.|\n)*test_refusals.py:.*key.data = (.|\n)*outside forward"),
+    "shared": (scaled, r"row shares memory with another(.|\n)*test_refusals.py:.*row.mul_(.|\n)*clone"),
+}
+
+
+@pytest.mark.parametrize("kind", MEMORY)
+def test_memory_that_a_graph_cannot_change_is_named(kind: str) -> None:
+    function, words = MEMORY[kind]
+    model = Sharing(function)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(mtcompile.CaptureError, match=words):
+        mtcompile.compile(model, memory="1GiB")(torch.ones(4, 8))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_inputs_with_gaps_may_be_changed_and_overlapping_ones_read() -> None:
