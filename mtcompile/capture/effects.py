@@ -1,8 +1,10 @@
-"""Takes the tokens out of a traced graph: torch threads them through operations with effects, to keep their order."""
+"""Effects in captured graphs: what a checkpoint would change twice, and the tokens that torch threads through operations with
+effects to keep their order."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,8 +12,36 @@ from torch import fx
 
 from mtcompile.capture.refusals import place_of
 from mtcompile.errors import CaptureError
-from mtcompile.passes.step_graph import is_check
-from mtcompile.torch_private import pytree
+from mtcompile.passes.step_graph import InputSpec, is_check
+from mtcompile.torch_private import changes_within, pytree
+
+
+def check_checkpoints(graph: fx.GraphModule, inputs: Sequence[InputSpec]) -> None:
+    """Raises CaptureError for a torch.utils.checkpoint of Dynamo's graph that changes a tensor from outside of it in place,
+    where gradients flow: a plain run computes it again in the backward, and so changes the tensor twice."""
+    specs = dict(zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint):
+        if not _requires_grad(node):
+            continue
+        body, *operands = node.args
+        values = [value.meta.get("example_value") if isinstance(value, fx.Node) else value for value in operands]
+        for position, change in changes_within(getattr(graph, str(body.target)), values):
+            raise CaptureError(
+                f"torch.utils.checkpoint holds a change in place of {_named(specs.get(operands[position]))}, which a plain run "
+                f"makes once more in the backward{place_of([change, node])}\n"
+                "  remove the checkpoint: mtcompile itself computes again what does not fit into memory"
+            )
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    values = pytree.tree_leaves(node.meta.get("example_value"))
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+
+
+def _named(spec: InputSpec | None) -> str:
+    if spec is None:
+        return "a tensor that is computed outside of it"
+    return {"param": "the parameter ", "buffer": "the buffer "}.get(spec.role, "") + spec.name
 
 
 def drop_tokens(joint: fx.GraphModule) -> None:

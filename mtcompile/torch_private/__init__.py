@@ -53,6 +53,7 @@ from mtcompile.torch_private.raising_branches import (
     checking_branches,
 )
 from mtcompile.torch_private.tracing import (
+    changes_within,
     export_joint,
     fake_mode_of,
     joint_trace_key,
@@ -73,6 +74,7 @@ __all__ = [
     "capture_settings",
     "cast_of",
     "cause_in_dynamo",
+    "changes_within",
     "checking_branches",
     "counting_losses",
     "expecting_values",
