@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -53,7 +54,7 @@ CHANGES: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
     "its function": (lambda m, h, x: again(lambda z: normed_alone(m, z), h), "the buffer norm.running_mean,"),
     "a counter": (lambda m, h, x: again(lambda z: z * m.count.add_(1), h), "the buffer count,"),
     "part of an attribute": (lambda m, h, x: again(lambda z: part_of_state(m, z), h), "state,"),
-    "an input": (lambda m, h, x: again(lambda z: m.inner(z) + x.add_(1), h), "of x,"),
+    "an input": (lambda m, h, x: again(lambda z: m.inner(z) + x.add_(1), h), "of kwargs_x,"),
     "a value": (lambda m, h, x: again(lambda z: m.inner(z.add_(1)), h), "a tensor that is computed outside of it,"),
     "within another": (lambda m, h, x: again(lambda z: again(m.norm, m.inner(z)), h), "the buffer norm.num_batches_tracked,"),
 }
@@ -91,3 +92,55 @@ def test_without_gradients_a_buffer_is_changed_once() -> None:
     with torch.no_grad():
         mtcompile.compile(model, memory="1GiB")(torch.randn(5, 6))
     assert model.norm.num_batches_tracked == 1
+
+
+def attribute(model: Any, x: Tensor) -> Tensor:
+    return model.inner(x).tanh()  # type: ignore[no-any-return]
+
+
+NO_GRADIENTS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "an input": lambda m, h, x: h + again(lambda z: attribute(m, z), x, use_reentrant=True),
+    "by default": lambda m, h, x: h + checkpoint(lambda z: attribute(m, z), x),
+    "in a tuple": lambda m, h, x: h + again(lambda z: attribute(m, z[0]), (h,), use_reentrant=True),  # type: ignore[arg-type]
+    "used in it": lambda m, h, x: again(lambda z: attribute(m, h + z), x, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("kind", NO_GRADIENTS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_that_stops_gradients_is_refused(kind: str) -> None:
+    with pytest.raises(mtcompile.CaptureError, match=r"(?s)requires grad, .*test_checkpoints\.py:.*pass use_reentrant=False"):
+        mtcompile.compile(Model(NO_GRADIENTS[kind]), memory="1GiB")(torch.ones(5, 6))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("refused", "words"), [(CHANGES["batch norm"][0], "change in"), (NO_GRADIENTS["an input"], "no tensor")]
+)
+def test_the_backend_refuses_them_too(refused: Callable[..., Tensor], words: str) -> None:
+    torch.compiler.reset()
+    with pytest.raises(BackendCompilerFailed, match=rf"CaptureError: .*{words}"):
+        torch.compile(Model(refused), backend="mtcompile", fullgraph=True)(torch.ones(5, 6))
+
+
+GRADIENTS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "one argument of two": lambda m, h, x: again(lambda z, y: attribute(m, z * y), x, h, use_reentrant=True),
+    "a parameter": lambda m, h, x: h + again(lambda z, w: F.linear(z, w), x, m.inner.weight, use_reentrant=True),
+    "nothing trained": lambda m, h, x: h + again(torch.tanh, x, use_reentrant=True),
+    "not reentrant": lambda m, h, x: h + again(lambda z: attribute(m, z), x),
+}
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_that_passes_gradients_trains(kind: str) -> None:
+    torch.manual_seed(0)
+    assert equal_to_plain(Model(GRADIENTS[kind]), {"x": torch.randn(5, 6)})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_without_gradients_none_are_stopped() -> None:
+    torch.manual_seed(0)
+    model, x = Model(NO_GRADIENTS["an input"]), torch.randn(5, 6)
+    with torch.no_grad():
+        assert torch.equal(mtcompile.compile(model, memory="1GiB")(x), model(x))
