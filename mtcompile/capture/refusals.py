@@ -17,6 +17,11 @@ _DATA = (
 )
 _TIPS = (  # for the first expression that occurs in the first line of torch's report, or else in all of it
     ("when making fake tensor call", "expected operands that fit together, also in code whose errors forward catches"),
+    (
+        r"(?i)nested.?tensor",
+        "expected dense tensors; where nn.TransformerEncoder makes nested ones of padded batches in evaluation, pass "
+        "enable_nested_tensor=False to it, which changes nothing in training (and to a plain model that you compare with)",
+    ),
     ("backwards hooks", "remove the module's backward hooks; those on parameters and outputs (tensor.register_hook) work"),
     (
         r"[Rr]andom|\brandn?\b|Generator\b|seed\b|_rng\b",
