@@ -4,7 +4,8 @@
 Three things turn a trace into another computation. Its dispatcher first asks operators for kernels in Python, and finds
 decompositions (of upsampling, of margin losses, ...) that a plain run never meets. Dynamo rewrites a few calls. And code that
 asks whether it is compiling is told that it is, and takes another branch. Here the first two are put out of action, and code
-outside torch is told no; where what it does then cannot be captured, it is told yes after all, and that is reported.
+outside torch and torch's attention are told no; where what the former does then cannot be captured, it is told yes after
+all, and that is reported.
 """
 
 from __future__ import annotations
