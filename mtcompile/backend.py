@@ -28,8 +28,10 @@ from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.problem import DoesNotFit
 from mtcompile.runtime.devices.protocol import Device
+from mtcompile.torch_private import noting_arguments_of_checkpoints
 
 _OPTIONS = ("activation_memory", "offload", "kernels", "loss_chunks")
+noting_arguments_of_checkpoints()  # when torch.compile looks the backend up, which is before it captures anything
 _backends: weakref.WeakValueDictionary[tuple[int, torch.device], Backend] = weakref.WeakValueDictionary()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mtcompile.capture.effects import check_checkpoints
 from mtcompile.capture.outputs import Output, differentiated, fake_of, outputs_of, requires_grad
 from mtcompile.capture.refusals import place_of
 from mtcompile.errors import CaptureError
@@ -96,6 +97,7 @@ def describe(
         on_device = role == "input" and device.type != "cpu" and tensor.device == device
         specs.append(InputSpec(role, name, index, tensor.requires_grad, "device" if on_device else "host"))  # type: ignore[arg-type]
 
+    check_checkpoints(graph, specs)
     outputs, computed_nodes, unordered = outputs_of(graph.graph, views)
     computed = tuple(
         (node.name, bool(fake_of(node).requires_grad), fake_of(node).numel() == 1 and fake_of(node).is_floating_point())

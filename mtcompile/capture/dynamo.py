@@ -54,6 +54,7 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
     settings = torch_private.capture_settings(_MOST_SIGNATURES)
     devices = torch_private.mixing_devices(device)
     torch_private.leave_out_of_graphs(_logging_functions())
+    torch_private.noting_arguments_of_checkpoints()
 
     variants: list[Callable[..., Any]] = []  # of ``fn``, each captured with other values; the one that ran last is the first
 

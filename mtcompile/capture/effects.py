@@ -1,8 +1,10 @@
-"""Takes the tokens out of a traced graph: torch threads them through operations with effects, to keep their order."""
+"""Effects in captured graphs: what a checkpoint would change twice, and the tokens that torch threads through operations with
+effects to keep their order."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +12,52 @@ from torch import fx
 
 from mtcompile.capture.refusals import place_of
 from mtcompile.errors import CaptureError
-from mtcompile.passes.step_graph import is_check
-from mtcompile.torch_private import pytree
+from mtcompile.passes.step_graph import InputSpec, is_check
+from mtcompile.torch_private import changes_within, gives_no_gradients, pytree
+
+
+def check_checkpoints(graph: fx.GraphModule, inputs: Sequence[InputSpec]) -> None:
+    """Raises CaptureError for a torch.utils.checkpoint of Dynamo's graph that a plain run stops gradients at, or changes a
+    tensor twice in."""
+    for module in graph.modules():
+        for node in _checkpoints(module) if isinstance(module, fx.GraphModule) else ():
+            if gives_no_gradients(node):
+                raise CaptureError(
+                    "no tensor among the arguments of a torch.utils.checkpoint with use_reentrant=True requires grad, and a "
+                    f"plain run gives the parameters in it no gradient{place_of([node])}\n  pass use_reentrant=False, or "
+                    "remove the checkpoint: mtcompile itself computes again what does not fit into memory"
+                )
+    specs: dict[Any, InputSpec] = dict(zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    for node in _checkpoints(graph):
+        _check_changes(graph, node, specs)
+
+
+def _checkpoints(graph: fx.GraphModule) -> Iterator[fx.Node]:
+    """The checkpoints in a graph of Dynamo's that gradients flow through."""
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint):
+        values = pytree.tree_leaves(node.meta.get("example_value"))
+        if any(isinstance(value, torch.Tensor) and value.requires_grad for value in values):
+            yield node
+
+
+def _check_changes(graph: fx.GraphModule, node: fx.Node, specs: dict[Any, InputSpec]) -> None:
+    """Raises CaptureError for a checkpoint that changes a tensor from outside of it in place: a plain run computes it again in
+    the backward, and so changes the tensor twice."""
+    body: Any = node.args[0]
+    operands = node.args[1:]
+    values = [value.meta.get("example_value") if isinstance(value, fx.Node) else value for value in operands]
+    for position, change in changes_within(getattr(graph, body.target), values):
+        raise CaptureError(
+            f"torch.utils.checkpoint holds a change in place of {_named(specs.get(operands[position]))}, which a plain run "
+            f"makes once more in the backward{place_of([change, node])}\n"
+            "  remove the checkpoint: mtcompile itself computes again what does not fit into memory"
+        )
+
+
+def _named(spec: InputSpec | None) -> str:
+    if spec is None:
+        return "a tensor that is computed outside of it"
+    return {"param": "the parameter ", "buffer": "the buffer "}.get(spec.role, "") + spec.name
 
 
 def drop_tokens(joint: fx.GraphModule) -> None:

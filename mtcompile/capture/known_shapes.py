@@ -236,8 +236,21 @@ def _one_weight(weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     return weight.new_empty(())
 
 
+# ---------------------------------------------------------------------------------------------- encoders of nested tensors
+#
+# In evaluation, nn.TransformerEncoder packs the tokens that its mask keeps, if they lie in front.
+
+
+def is_left_aligned(tensor: Tensor, mask: Tensor) -> Any:
+    """Computes ``torch._nested_tensor_from_mask_left_aligned``, as a tensor."""
+    if torch.is_grad_enabled() and tensor.requires_grad:  # where an encoder asks that, but packs nothing
+        return False
+    return (mask[:, 1:] <= mask[:, :-1]).all()
+
+
 STAND_INS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ctc_loss: ctc_loss,
     F.ctc_loss: named_ctc_loss,
     F.cross_entropy: cross_entropy,
+    torch._nested_tensor_from_mask_left_aligned: is_left_aligned,
 }

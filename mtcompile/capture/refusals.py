@@ -22,6 +22,11 @@ _TIPS = (  # for the first expression that occurs in the first line of torch's r
         "expected operands that fit together, also in code whose errors forward catches; if they do, torch cannot trace that "
         "operation: try another one at that line, such as torch.tensor(values, dtype=...) for a constructor",
     ),
+    (
+        r"(?i)nested.?tensor",
+        "expected dense tensors; where nn.TransformerEncoder makes nested ones of padded batches in evaluation, pass "
+        "enable_nested_tensor=False to it, which changes nothing in training (and to a plain model that you compare with)",
+    ),
     ("backwards hooks", "remove the module's backward hooks; those on parameters and outputs (tensor.register_hook) work"),
     (
         r"[Rr]andom|\brandn?\b|Generator\b|seed\b|_rng\b",

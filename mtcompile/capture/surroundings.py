@@ -27,6 +27,11 @@ class Surroundings:
                 f"the call stands in torch.autograd.graph.saved_tensors_hooks({hook}, ...), which a compiled model would pass "
                 "by: its plan decides what is saved, and where. Leave the context out, or call the plain model in it"
             )
+        if (mode := torch_private.dispatch_mode()) is not None:
+            raise StepError(
+                f"the call stands in {mode}, a TorchDispatchMode, which would see the making of a plan and then nothing that a "
+                "plain run does. Call the model outside of it, or the plain model in it"
+            )
         if self._looks < _MOST_LOOKS and torch_private.caches_casts():
             self._check_casts(parameters)
 

@@ -1,4 +1,4 @@
-"""Autograd: what runs in a backward, hooks, clipping, and who shares a tensor's storage."""
+"""Autograd: what runs in a backward, hooks, modes, clipping, and who shares a tensor's storage."""
 
 from __future__ import annotations
 
@@ -33,6 +33,13 @@ def saving_hook() -> str | None:
     if hooks is None or hooks[0].__module__.startswith("torch."):
         return None
     return str(getattr(hooks[0], "__qualname__", hooks[0]))
+
+
+def dispatch_mode() -> str | None:
+    """The name of the user's innermost TorchDispatchMode, in which Dynamo captures nothing; None for none."""
+    modes: list[Any] = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    hiding = [mode for mode in modes if not getattr(mode, "ignore_compile_internals", bool)()]
+    return type(hiding[-1]).__name__ if hiding else None
 
 
 def caches_casts() -> bool:

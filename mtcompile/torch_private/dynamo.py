@@ -194,3 +194,40 @@ def _replace_assignments() -> None:
     for owner, name, replaced in (*places, (TensorVariable, "method_requires_grad_", calling)):
         if (plain := getattr(owner, name, None)) is not None:
             setattr(owner, name, functools.wraps(plain)(replaced(plain)))
+
+
+# ----------------------------------------------------------------------------------------------------------- checkpoints
+
+_NEEDS_GRAD = "mt_argument_needs_grad"  # in the meta of a checkpoint's node: an argument of the user's call requires grad
+
+
+@functools.cache
+def noting_arguments_of_checkpoints() -> None:
+    """From now on, Dynamo's graphs tell what a checkpoint was called with from what else is used in it."""
+    from torch._dynamo.variables import higher_order_ops
+
+    owner: Any = higher_order_ops.CheckpointHigherOrderVariable
+    name = next(name for name in ("_call_function", "call_function") if name in vars(owner))
+    plain = getattr(owner, name)
+
+    @functools.wraps(plain)
+    def noting(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        result = plain(variable, tx, args, kwargs)
+        nodes = tx.output.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)
+        nodes[-1].meta[_NEEDS_GRAD] = any(map(_needs_grad, args[1:]))
+        return result
+
+    setattr(owner, name, noting)
+
+
+def _needs_grad(argument: Any) -> bool:
+    from torch._dynamo.variables import LazyVariableTracker, TensorVariable
+
+    if isinstance(argument, LazyVariableTracker):
+        argument = argument.realize()
+    return isinstance(argument, TensorVariable) and argument.proxy.node.meta["example_value"].requires_grad
+
+
+def gives_no_gradients(checkpoint: fx.Node) -> bool:
+    """Tells whether a plain run gives what a checkpoint uses no gradient, because no tensor among its arguments has one."""
+    return checkpoint.kwargs.get("use_reentrant") is not False and checkpoint.meta.get(_NEEDS_GRAD) is False

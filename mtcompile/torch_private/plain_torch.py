@@ -4,7 +4,8 @@
 Three things turn a trace into another computation. Its dispatcher first asks operators for kernels in Python, and finds
 decompositions (of upsampling, of margin losses, ...) that a plain run never meets. Dynamo rewrites a few calls. And code that
 asks whether it is compiling is told that it is, and takes another branch. Here the first two are put out of action, and code
-outside torch is told no; where what it does then cannot be captured, it is told yes after all, and that is reported.
+outside torch and torch's attention are told no; where what the former does then cannot be captured, it is told yes after
+all, and that is reported.
 """
 
 from __future__ import annotations
@@ -84,6 +85,8 @@ _Stack = tuple[tuple[str, int], ...]  # (file, line) of each call that leads to 
 # Files whose question decides only where they keep a Python object: in a ContextVar, which cannot be captured, or in a global.
 _ONLY_KEEP = (os.path.join("transformers", "utils", "output_capturing.py"),)
 _OWN = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)  # torch's files and mtcompile's
+# Files of torch whose answer decides what is computed: attention in evaluation has faster kernels, which round otherwise.
+_FASTER = tuple(os.path.join("torch", "nn", "modules", name) for name in ("activation.py", "transformer.py"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +187,8 @@ def _answering(handler: Callable[..., Any]) -> Callable[..., Any]:
 
     def answer(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         answers, truth = _answers.value, handler(variable, tx, *args, **kwargs)
+        if answers is not None and tx.f_code.co_filename.endswith(_FASTER):
+            return VariableTracker.build(tx, False)
         if answers is None or tx.f_code.co_filename.startswith(_OWN):  # torch must know, and so must mtcompile
             return truth
         if (parent := getattr(tx, "parent", None)) is not None and parent.f_code.co_filename.endswith(_ONLY_KEEP):

@@ -1,16 +1,17 @@
-"""The joint export, its cache key, and tensors without memory."""
+"""The joint export, its cache key, tensors without memory, and what a captured function changes in place."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from mtcompile.torch_private.autograd import storage_id
 from mtcompile.torch_private.thread_setting import ThreadSetting
 
 Strides = Mapping[int, tuple[int, ...]]  # of gradients that arrive from outside, by the outputs that they are of
@@ -99,3 +100,42 @@ def lasting() -> contextlib.AbstractContextManager[Any]:
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.no_grad())  # which leaving inference mode would enable
     return stack
+
+
+def changes_within(body: fx.GraphModule, operands: Sequence[Any]) -> Iterator[tuple[int, fx.Node]]:
+    """Yields (position, node) for each operand that a captured function changes in place, and the node that changes it. Runs
+    the function on the operands, which are fake tensors."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    changed = set[int]()  # storages of the statistics that a batch norm changes, which its schema does not say
+
+    class Statistics(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "batch_norm" in func.__name__ and "backward" not in func.__name__ and len(args) > 5 and args[5] is True:
+                changed.update(storage_id(tensor) for tensor in args[3:5] if isinstance(tensor, torch.Tensor))
+            return func(*args, **(kwargs or {}))
+
+    class Watching(fx.Interpreter):
+        def run_node(self, node: fx.Node) -> Any:
+            changed.clear()
+            before = [_version(operand) for operand in operands]
+            result = super().run_node(node)
+            for position, operand in enumerate(operands):
+                of_statistics = isinstance(operand, torch.Tensor) and storage_id(operand) in changed
+                if of_statistics or _version(operand) != before[position]:
+                    found.append((position, node))
+            return result
+
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            if target is torch.ops.higher_order.tag_activation_checkpoint:
+                return fx.Interpreter(args[0]).run(*args[1:])
+            return super().call_function(target, args, kwargs)
+
+    found: list[tuple[int, fx.Node]] = []
+    with fake_mode_of(operands) or contextlib.nullcontext(), torch.no_grad(), Statistics():  # type: ignore[no-untyped-call]
+        Watching(body).run(*operands)
+    return iter(found)
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0

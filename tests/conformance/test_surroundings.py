@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import mtcompile
 
@@ -125,6 +127,22 @@ def test_hooks_on_saved_tensors_are_refused_unless_they_are_torchs() -> None:
         model(x)
     with torch.autograd.graph.save_on_cpu():
         model(x).sum().backward()
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [Watching, lambda: FlopCounterMode(display=False)])
+@pytest.mark.parametrize("compiled_before", [True, False])
+def test_a_call_within_a_dispatch_mode_is_refused(mode: Callable[[], Any], compiled_before: bool) -> None:
+    model, x = compiled(nn.Sequential(nn.Linear(8, 16), nn.Tanh())), torch.randn(3, 8)
+    if compiled_before:
+        model(x).sum().backward()
+    with mode(), pytest.raises(mtcompile.StepError, match=r"stands in (Watching|\w*Flop\w*), .*Call the model outside of it"):
+        model(x)
+    model(x).sum().backward()
 
 
 @pytest.mark.parametrize("cached", [True, False])
