@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from mtcompile.errors import CaptureError
+from mtcompile.torch_private.plain_torch import left_aligned
 
 # ----------------------------------------------------------------------------------------------- elements that a mask chooses
 #
@@ -242,7 +243,7 @@ def _one_weight(weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
 
 
 def is_left_aligned(tensor: Tensor, mask: Tensor) -> Any:
-    """Computes ``torch._nested_tensor_from_mask_left_aligned``, as a tensor."""
+    """Computes ``torch_private.left_aligned``, as a tensor."""
     if torch.is_grad_enabled() and tensor.requires_grad:  # where an encoder asks that, but packs nothing
         return False
     return (mask[:, 1:] <= mask[:, :-1]).all()
@@ -252,5 +253,5 @@ STAND_INS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ctc_loss: ctc_loss,
     F.ctc_loss: named_ctc_loss,
     F.cross_entropy: cross_entropy,
-    torch._nested_tensor_from_mask_left_aligned: is_left_aligned,
+    left_aligned: is_left_aligned,
 }

@@ -214,7 +214,8 @@ def noting_arguments_of_checkpoints() -> None:
     def noting(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         result = plain(variable, tx, args, kwargs)
         nodes = tx.output.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)
-        nodes[-1].meta[_NEEDS_GRAD] = any(map(_needs_grad, args[1:]))
+        if nodes:
+            nodes[-1].meta[_NEEDS_GRAD] = any(map(_needs_grad, args[1:]))
         return result
 
     setattr(owner, name, noting)

@@ -87,6 +87,7 @@ _ONLY_KEEP = (os.path.join("transformers", "utils", "output_capturing.py"),)
 _OWN = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)  # torch's files and mtcompile's
 # Files of torch whose answer decides what is computed: attention in evaluation has faster kernels, which round otherwise.
 _FASTER = tuple(os.path.join("torch", "nn", "modules", name) for name in ("activation.py", "transformer.py"))
+left_aligned = torch._nested_tensor_from_mask_left_aligned  # which nn.TransformerEncoder asks about its mask
 
 
 @dataclass(frozen=True, slots=True)
