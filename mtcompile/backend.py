@@ -31,7 +31,7 @@ from mtcompile.runtime.devices.protocol import Device
 from mtcompile.torch_private import noting_arguments_of_checkpoints
 
 _OPTIONS = ("activation_memory", "offload", "kernels", "loss_chunks")
-noting_arguments_of_checkpoints()  # when torch.compile looks the backend up, which is before it captures anything
+noting_arguments_of_checkpoints()  # runs when torch.compile looks up the backend, before it captures anything
 _backends: weakref.WeakValueDictionary[tuple[int, torch.device], Backend] = weakref.WeakValueDictionary()
 
 

@@ -54,10 +54,10 @@ def draft_of(step: fx.GraphModule) -> fx.GraphModule:
 
 
 def bundle(draft: fx.GraphModule) -> fx.GraphModule:
-    """Makes one value of those that a call makes for the same readers, in a draft that is only lowered from now on.
+    """Merges the values that a call makes for the same readers into one, in a draft that is only lowered from now on.
 
-    They live equally long, so peaks and times stay what they are, and there are several times fewer of them. ``nbytes`` is of
-    all of them, ``slot_nbytes`` too, as they lie behind each other in a slot (``slots.slots_of``)."""
+    They have the same lifetime, so peaks and times stay the same, and the draft has several times fewer values. ``nbytes`` is
+    the sum of their bytes; ``slot_nbytes``: what they take one behind the other in a slot (``slots.slots_of``)."""
     first_of: dict[fx.Node, fx.Node] = {}  # what is left out, and what stands for it
     for call in calls(draft):
         alike: dict[tuple[object, ...], fx.Node] = {}

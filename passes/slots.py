@@ -38,8 +38,8 @@ def assign_offsets(
 
 
 def slots_of(instructions: Sequence[Instruction], buffers: Mapping[str, Buffer]) -> dict[str, list[str]]:
-    """Returns the placed buffers of each slot, by the first of them: those that the same copies and runs touch lie behind each
-    other in one slot, since they live equally long."""
+    """Returns the placed buffers of each slot, by the first of them. Buffers that the same copies and runs touch have the same
+    lifetime, so they lie one behind the other in one slot."""
     touching: dict[str, list[int]] = {name: [] for name, buffer in buffers.items() if buffer.kind == "placed"}
     for position, instruction in enumerate(instructions):
         if instruction.op != "alloc" and instruction.op != "free":
@@ -57,7 +57,7 @@ def slots_of(instructions: Sequence[Instruction], buffers: Mapping[str, Buffer])
 def _beside(
     instructions: Sequence[Instruction], buffers: Mapping[str, Buffer], slots: Mapping[str, object]
 ) -> dict[str, list[str]]:
-    """Returns, for each slot, those of its tier whose lives have an instruction in common with its own."""
+    """Returns, for each slot, the slots of its tier whose lives have an instruction in common with its own."""
     beside: dict[str, list[str]] = {}
     live: dict[str, dict[str, None]] = {tier: {} for tier in TIERS}
     for instruction in instructions:

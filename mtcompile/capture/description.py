@@ -31,7 +31,7 @@ class Description:
     ``backward_autocast``: (device, dtype) of those enabled when backward is called, which is mostly outside autocast.
     ``device``: where it computes. ``at_home``: whether its parameters need not be there. ``told``: the places in its code that
     were told that they are being compiled. ``unordered``: as ``outputs_of`` names them. ``only_values``: indices of the inputs
-    that require grad, and of which forward reads nothing but the values (detached, or under ``torch.no_grad()``).
+    that require grad, but of which forward reads only the values (detached, or under ``torch.no_grad()``).
     """
 
     graph: fx.GraphModule
@@ -153,7 +153,7 @@ def _check_values(graph: fx.GraphModule) -> None:
 
 
 def _writes_where_a_mask_is(node: fx.Node) -> bool:
-    """Says whether a node is ``x[mask] = tensor``: the number of elements depends on the mask."""
+    """Says whether a node is ``x[mask] = tensor``, where the number of elements depends on the mask."""
     if node.target is not operator.setitem or not isinstance(node.args[2], fx.Node):
         return False
     indices = [index.meta.get("example_value") for index in pytree.tree_leaves(node.args[1]) if isinstance(index, fx.Node)]

@@ -17,15 +17,15 @@ from mtcompile.torch_private import changes_within, gives_no_gradients, pytree
 
 
 def check_checkpoints(graph: fx.GraphModule, inputs: Sequence[InputSpec]) -> None:
-    """Raises CaptureError for a torch.utils.checkpoint of Dynamo's graph that a plain run stops gradients at, or changes a
-    tensor twice in."""
+    """Raises CaptureError for a torch.utils.checkpoint in Dynamo's graph at which a plain run stops gradients, or in which it
+    changes a tensor twice."""
     for module in graph.modules():
         for node in _checkpoints(module) if isinstance(module, fx.GraphModule) else ():
             if gives_no_gradients(node):
                 raise CaptureError(
-                    "no tensor among the arguments of a torch.utils.checkpoint with use_reentrant=True requires grad, and a "
+                    "no tensor among the arguments of a torch.utils.checkpoint with use_reentrant=True requires grad, so a "
                     f"plain run gives the parameters in it no gradient{place_of([node])}\n  pass use_reentrant=False, or "
-                    "remove the checkpoint: mtcompile itself computes again what does not fit into memory"
+                    "remove the checkpoint: mtcompile itself recomputes what does not fit into memory"
                 )
     specs: dict[Any, InputSpec] = dict(zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True))
     for node in _checkpoints(graph):
@@ -33,7 +33,7 @@ def check_checkpoints(graph: fx.GraphModule, inputs: Sequence[InputSpec]) -> Non
 
 
 def _checkpoints(graph: fx.GraphModule) -> Iterator[fx.Node]:
-    """The checkpoints in a graph of Dynamo's that gradients flow through."""
+    """The checkpoints, in a graph of Dynamo's, that gradients flow through."""
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint):
         values = pytree.tree_leaves(node.meta.get("example_value"))
         if any(isinstance(value, torch.Tensor) and value.requires_grad for value in values):
@@ -41,16 +41,16 @@ def _checkpoints(graph: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def _check_changes(graph: fx.GraphModule, node: fx.Node, specs: dict[Any, InputSpec]) -> None:
-    """Raises CaptureError for a checkpoint that changes a tensor from outside of it in place: a plain run computes it again in
-    the backward, and so changes the tensor twice."""
+    """Raises CaptureError for a checkpoint that changes, in place, a tensor made outside it: in a plain run, the backward
+    computes it again, and so changes the tensor twice."""
     body: Any = node.args[0]
     operands = node.args[1:]
     values = [value.meta.get("example_value") if isinstance(value, fx.Node) else value for value in operands]
     for position, change in changes_within(getattr(graph, body.target), values):
         raise CaptureError(
-            f"torch.utils.checkpoint holds a change in place of {_named(specs.get(operands[position]))}, which a plain run "
-            f"makes once more in the backward{place_of([change, node])}\n"
-            "  remove the checkpoint: mtcompile itself computes again what does not fit into memory"
+            f"torch.utils.checkpoint makes a change in the values of {_named(specs.get(operands[position]))}, and a plain "
+            f"run repeats it in the backward{place_of([change, node])}\n"
+            "  remove the checkpoint: mtcompile itself recomputes what does not fit into memory"
         )
 
 

@@ -211,7 +211,7 @@ def _refused_input(desc: Any, description: Description) -> str:
 
 
 def _refused_change(description: Description) -> str | None:
-    """Why a graph that torch could not trace is refused, if forward changes its inputs as no graph can."""
+    """Says why torch could not trace a graph, if the reason is a change of its inputs that no graph can make; else None."""
     nodes = description.graph.graph
     inputs = list(nodes.find_nodes(op="placeholder"))
     for node in nodes.find_nodes(op="call_function", target=torch.Tensor.set_):
@@ -219,12 +219,12 @@ def _refused_change(description: Description) -> str | None:
             spec = description.inputs[inputs.index(node.args[0])]
             return (
                 f"forward gives {_described(spec)} other memory (.data = ...){place_of([node, *node.all_input_nodes[1:]])}\n"
-                "  expected parameters to be changed outside forward, under torch.no_grad(), and buffers in place "
-                "(buffer.copy_(...)) or by assignment (self.buffer = ...)"
+                "  expected parameters to be changed outside forward, under torch.no_grad(), and buffers to be changed in "
+                "place (buffer.copy_(...)) or assigned (self.buffer = ...)"
             )
     storages = [storage_of(node) for node in inputs]
     shared = [position for position, storage in enumerate(storages) if storages.count(storage) > 1]
-    named = sorted(shared, key=lambda position: description.inputs[position].role == "param")  # rather what may be a copy
+    named = sorted(shared, key=lambda position: description.inputs[position].role == "param")  # first those that may be copied
     changed = (position for position in named if any(map(changes_operand, _users_of_memory(description, position))))
     position = next(changed, None)
     return None if position is None else _changed_beside_another(description, position)
@@ -259,7 +259,7 @@ def _changing(description: Description, position: int) -> str:
 
 
 def _users_of_memory(description: Description, position: int) -> list[fx.Node]:
-    """The calls whose first operand lies in the memory of an input of the graph."""
+    """The calls whose first operand shares the memory of an input of the graph."""
     nodes = list(description.graph.graph.nodes)
     storage = storage_of([node for node in nodes if node.op == "placeholder"][position])
     calls = [node for node in nodes if node.op in ("call_function", "call_method") and node.all_input_nodes]

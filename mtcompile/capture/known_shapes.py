@@ -239,12 +239,12 @@ def _one_weight(weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------- encoders of nested tensors
 #
-# In evaluation, nn.TransformerEncoder packs the tokens that its mask keeps, if they lie in front.
+# In evaluation, nn.TransformerEncoder packs the tokens that its mask keeps, if they come first in each row of the mask.
 
 
 def is_left_aligned(tensor: Tensor, mask: Tensor) -> Any:
-    """Computes ``torch_private.left_aligned``, as a tensor."""
-    if torch.is_grad_enabled() and tensor.requires_grad:  # where an encoder asks that, but packs nothing
+    """Computes ``plain_torch.left_aligned`` by tensor operations."""
+    if torch.is_grad_enabled() and tensor.requires_grad:  # an encoder asks here too, but packs nothing
         return False
     return (mask[:, 1:] <= mask[:, :-1]).all()
 

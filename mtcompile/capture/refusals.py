@@ -19,13 +19,13 @@ _ASKS_VALUES = r"(?i)data.?dependent|\.item\(\)|tolist|nonzero|unbacked|dynamic.
 _TIPS = (  # for the first expression that occurs in the first line of torch's report, or else in all of it
     (
         "when making fake tensor call",
-        "expected operands that fit together, also in code whose errors forward catches; if they do, torch cannot trace that "
-        "operation: try another one at that line, such as torch.tensor(values, dtype=...) for a constructor",
+        "expected operands that fit together, even where forward catches the error; if they do fit, torch cannot trace that "
+        "operation: use another one at that line, such as torch.tensor(values, dtype=...) in place of torch.FloatTensor",
     ),
     (
         r"(?i)nested.?tensor",
-        "expected dense tensors; where nn.TransformerEncoder makes nested ones of padded batches in evaluation, pass "
-        "enable_nested_tensor=False to it, which changes nothing in training (and to a plain model that you compare with)",
+        "expected dense tensors; if nn.TransformerEncoder packs padded batches into nested tensors in evaluation, pass "
+        "enable_nested_tensor=False to it, and to a plain model that you compare with; this changes nothing in training",
     ),
     ("backwards hooks", "remove the module's backward hooks; those on parameters and outputs (tensor.register_hook) work"),
     (
@@ -42,7 +42,7 @@ _OTHERWISE = (
 
 
 _UNTRACED = (
-    "expected operations that torch can trace from shapes and dtypes alone: rewrite that line with others, or compile the "
+    "expected operations that torch can trace from shapes and dtypes alone: use others at that line, or compile the "
     "submodules that do not contain it"
 )
 _ELSEWHERE = (

@@ -29,8 +29,8 @@ class Surroundings:
             )
         if (mode := torch_private.dispatch_mode()) is not None:
             raise StepError(
-                f"the call stands in {mode}, a TorchDispatchMode, which would see the making of a plan and then nothing that a "
-                "plain run does. Call the model outside of it, or the plain model in it"
+                f"the call stands in {mode}, a TorchDispatchMode, which would see how a plan is made, and then none of the "
+                "operations of a plain run. Call the model outside of it, or call the plain model in it"
             )
         if self._looks < _MOST_LOOKS and torch_private.caches_casts():
             self._check_casts(parameters)

@@ -79,8 +79,8 @@ class Program:
         return tuple(rebuilt(output, inputs, computed) for output in self.description.outputs)
 
     def _differentiated(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """The inputs, detached where no gradient can go back. One of them may be a result of the call before, such as the state
-        of a recurrent layer, and autograd would walk on into that call, whose backward has run."""
+        """The inputs, detached where no gradient can flow back. An input may be a result of the previous call, such as the
+        state of a recurrent layer: autograd would walk on into that call, whose backward has already run."""
         only_values = self.description.only_values
         leaving = [tensor.requires_grad and not tensor.is_leaf and i in only_values for i, tensor in enumerate(inputs)]
         return tuple(tensor.detach() if leaves else tensor for tensor, leaves in zip(inputs, leaving, strict=True))

@@ -36,7 +36,7 @@ def saving_hook() -> str | None:
 
 
 def dispatch_mode() -> str | None:
-    """The name of the user's innermost TorchDispatchMode, in which Dynamo captures nothing; None for none."""
+    """The name of the user's innermost TorchDispatchMode, in which Dynamo captures nothing; None if there is none."""
     modes: list[Any] = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     hiding = [mode for mode in modes if not getattr(mode, "ignore_compile_internals", bool)()]
     return type(hiding[-1]).__name__ if hiding else None

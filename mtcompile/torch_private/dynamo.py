@@ -203,7 +203,8 @@ _NEEDS_GRAD = "mt_argument_needs_grad"  # in the meta of a checkpoint's node: an
 
 @functools.cache
 def noting_arguments_of_checkpoints() -> None:
-    """From now on, Dynamo's graphs tell what a checkpoint was called with from what else is used in it."""
+    """From now on, Dynamo notes at each checkpoint whether it is called with a tensor that requires grad. The operands in the
+    graph do not tell: they also hold what else the checkpoint uses."""
     from torch._dynamo.variables import higher_order_ops
 
     owner: Any = higher_order_ops.CheckpointHigherOrderVariable
@@ -230,5 +231,5 @@ def _needs_grad(argument: Any) -> bool:
 
 
 def gives_no_gradients(checkpoint: fx.Node) -> bool:
-    """Tells whether a plain run gives what a checkpoint uses no gradient, because no tensor among its arguments has one."""
+    """Tells whether a plain run gives no gradient to what a checkpoint uses, because no tensor argument requires grad."""
     return checkpoint.kwargs.get("use_reentrant") is not False and checkpoint.meta.get(_NEEDS_GRAD) is False

@@ -1,4 +1,4 @@
-"""Inductor, one kernel at a time; what kernels allocate, by the allocator's own events."""
+"""Inductor, one kernel at a time; and what kernels allocate, by the allocator's own events."""
 
 from __future__ import annotations
 

@@ -107,7 +107,8 @@ def _give_shape(tx: Any, node: fx.Node) -> None:
 
 
 def _unmasked(tx: Any, key: Any) -> Any:
-    """The index ``key`` with the places of a mask's elements for each mask, where the call's inputs decide all masks."""
+    """The index ``key`` with each mask replaced by the places that it selects; ``key`` itself, if the call's inputs do not
+    decide all masks."""
     from torch._dynamo.variables import ConstantVariable, TensorVariable, TupleVariable
 
     indices = []
@@ -281,7 +282,7 @@ def _replace_methods() -> None:
     def setitem(plain: Callable[..., Any]) -> Callable[..., Any]:
         def unmasked(variable: Any, tx: Any, key: Any, value: Any) -> Any:
             if _taking.value.types and isinstance(value, TensorVariable):  # a Python number needs no shape
-                with _taking.during(replace(_taking.value, types=(bool, int))):  # there is no other way
+                with _taking.during(replace(_taking.value, types=(bool, int))):  # there is no way without ints
                     key = _unmasked(tx, key)
             return plain(variable, tx, key, value)
 

@@ -1,8 +1,8 @@
-"""numpy in a forward: what it computes of constants, numpy computes; what torch computes otherwise is refused.
+"""numpy in a forward: numpy itself computes what depends on constants alone; what torch would round otherwise is refused.
 
-Dynamo makes torch operations of numpy's functions. These round otherwise, and a number of numpy's, such as ``np.sqrt(2)``,
-becomes a tensor of float64. Here a capture evaluates all that depends on constants alone, by numpy itself, and numbers stay
-numbers. Of arrays that hold what tensors hold, a graph takes what has the same bits in torch: copies, views, basic arithmetic.
+Dynamo turns numpy's functions into torch operations. These round otherwise, and a number of numpy's, such as ``np.sqrt(2)``,
+becomes a float64 tensor. Here, numpy itself evaluates all that depends on constants alone, during the capture, and numbers stay
+numbers. For arrays with the values of tensors, a graph takes what has the same bits in torch: copies, views, basic arithmetic.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mtcompile.torch_private.thread_setting import ThreadSetting
 
 _computing = ThreadSetting[torch.device | None](None)  # the device of the graph that this thread captures
 
-_ARRAY = "mt_array"  # in a node's meta: what it holds, for an array of constants
+_ARRAY = "mt_array"  # in the meta of a node that makes an array of constants: that array
 _FROM_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)  # which take the dtype of a number of numpy's
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _LOGICAL = ("and_", "or_", "xor", "invert", "eq", "ne", "iand", "ior", "ixor")
@@ -43,14 +43,14 @@ _CHANGING = ("fill", "sort", "partition", "put", "resize", "setfield", "setflags
 @contextlib.contextmanager
 def computing_numpy(device: torch.device) -> Iterator[None]:
     """Captures inside, in this thread, let numpy compute what depends on constants alone. Raises CaptureError where a forward
-    that computes on ``device`` uses numpy otherwise than with torch's bits."""
+    that computes on ``device`` uses numpy in a way that has other bits in torch."""
     _replace_variables()
     with _computing.during(device):
         yield
 
 
 class _Float(float):
-    """A number of numpy's in Dynamo's graph, until the node that takes it is looked at."""
+    """A number of numpy's in Dynamo's graph, until ``_pass_numbers`` sees the node that takes it."""
 
     number: np.generic
 
@@ -64,16 +64,14 @@ class _Int(int):
 def _in_graph(number: np.generic) -> _Float | _Int:
     value = number.item()
     if type(value) not in (float, int):
-        raise _refusal(
-            type(number).__name__, "as a number that operations on tensors take; expected bool(...) or float(...) of it"
-        )
+        raise _refusal(type(number).__name__, "as an operand of a tensor operation; convert it by bool(...) or float(...)")
     held = _Float(value) if isinstance(value, float) else _Int(value)
     held.number = number
     return held
 
 
 class _Constant:
-    """A function that makes a tensor with the values of an array. Each call makes a new one: a forward may write into it."""
+    """A function that makes a tensor with the values of an array. Each call makes a new tensor: a forward may write to it."""
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
         self.array = array
@@ -84,12 +82,12 @@ class _Constant:
 
 
 class _Unknown(Exception):
-    """Raised where a value is no constant."""
+    """Raised where a value is not a constant."""
 
 
 def _called(node: fx.Node) -> tuple[str, Callable[..., Any] | None, bool]:
-    """What a node of Dynamo's graph calls of numpy: (name, numpy's own function, whether it changes its operand); without a
-    name for all other nodes."""
+    """What a node of Dynamo's graph calls in numpy: (name, numpy's own function, whether it changes its operand). The name is
+    empty for all other nodes."""
     from torch._dynamo import utils
     from torch._dynamo.variables.misc import get_tnp_to_np_map
 
@@ -109,14 +107,14 @@ def _called(node: fx.Node) -> tuple[str, Callable[..., Any] | None, bool]:
 
 
 def _evaluated(node: fx.Node, function: Callable[..., Any]) -> tuple[Any, list[np.ndarray[Any, Any]]]:
-    """What numpy gives for a call of constants, and the arrays that it takes. Raises _Unknown for a call of other values."""
+    """What numpy returns for a call on constants, and the arrays that the call takes. Raises _Unknown for other operands."""
     arrays = []
 
     def known(value: Any) -> Any:
         if isinstance(value, fx.Node):
             example = value.meta.get("example_value")
             if _ARRAY not in value.meta or not isinstance(example, torch.Tensor) or example._version:
-                raise _Unknown  # of no constant, or written into since
+                raise _Unknown  # not a constant, or written to since
             arrays.append(value.meta[_ARRAY])
             return value.meta[_ARRAY]
         if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -130,13 +128,13 @@ def _evaluated(node: fx.Node, function: Callable[..., Any]) -> tuple[Any, list[n
 
 
 def _check(node: fx.Node, name: str, device: torch.device) -> None:
-    """Raises CaptureError for a call on arrays of any values whose bits or type may be others in torch."""
+    """Raises CaptureError for a call on arrays of unknown values, if its bits or its type may be others in torch."""
     arrays = [n.meta["example_value"] for n in node.all_input_nodes if isinstance(n.meta.get("example_value"), torch.Tensor)]
     if name == "getitem":
         exact = _is_plain_index(node.args[1])
     elif name in _WRITES:
         exact = _is_plain_index(node.args[1]) and len({array.dtype for array in arrays}) == 1
-    elif name == "astype":  # of floats to integers: what does not fit is undefined
+    elif name == "astype":  # of floats to integers: a value that does not fit has no defined result
         dtypes = [value for value in (*node.args[1:], *node.kwargs.values())]
         exact = len(dtypes) == 1 and arrays[0].is_contiguous() and _widens(arrays[0].dtype, dtypes[0])
     elif name in _MOVES:
@@ -149,13 +147,13 @@ def _check(node: fx.Node, name: str, device: torch.device) -> None:
 
 
 def _widens(dtype: torch.dtype, other: Any) -> bool:
-    """Tells whether values of a dtype become those of another in one way: floats do not become integers."""
+    """Tells whether a cast from a dtype to another has one defined result: one from floats to integers does not."""
     name = str(other).removeprefix("torch.")
     return name in ("float32", "float64") or (name in ("int64", "bool") and not dtype.is_floating_point)
 
 
 def _is_plain_index(index: Any) -> bool:
-    """Tells whether an index gives a view, or copies rows: their strides are numpy's."""
+    """Tells whether an index gives a view or a copy of rows, which have numpy's strides."""
     if isinstance(index, (fx.Node, list)):
         return True
     parts = index if isinstance(index, tuple) else (index,)
@@ -191,13 +189,13 @@ def _refusal(name: str, use: str = "") -> CaptureError:
     in_torch = f" (torch.{name})" if callable(getattr(torch, name, None)) else ""
     return CaptureError(
         f"forward uses numpy's {name} "
-        + (use or "on an array of values that are not known beforehand, which a graph would compute with other bits than numpy")
+        + (use or "on an array whose values are not known during capture, and torch would compute other bits than numpy")
         + f"\n  expected torch operations there{in_torch}, or numpy outside forward, with its result passed as a tensor"
     )
 
 
 def _variable(tx: Any, value: Any) -> Any:
-    """A variable of Dynamo's for what numpy computed of constants."""
+    """A variable of Dynamo's for what numpy computed from constants."""
     from torch._dynamo.variables import NumpyNdarrayVariable
     from torch._dynamo.variables.base import VariableTracker
 
@@ -208,7 +206,7 @@ def _variable(tx: Any, value: Any) -> Any:
     if not isinstance(value, np.ndarray):
         return VariableTracker.build(tx, value)
     if not value.flags.c_contiguous:
-        raise _refusal("array", "with values that do not lie one after another in memory")
+        raise _refusal("array", "with values that are not contiguous in memory")
     proxy = tx.output.create_proxy("call_function", _Constant(value.copy()), (), {})
     variable = NumpyNdarrayVariable.create(tx, proxy)
     proxy.node.meta[_ARRAY] = proxy.node.target.array
@@ -223,7 +221,7 @@ def _list_variable(tx: Any, items: list[Any]) -> Any:
 
 
 def _computed(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """What takes the place of the function by which Dynamo makes a variable of every operation in its graph."""
+    """What replaces the function by which Dynamo makes a variable for each operation in its graph."""
 
     def wrapped(target: Any, tx: Any, proxy: Any, *args: Any, **kwargs: Any) -> Any:
         node = proxy.node
@@ -249,7 +247,7 @@ def _computed(plain: Callable[..., Any]) -> Callable[..., Any]:
         variable = plain(target, tx, proxy, *args, **kwargs)
         if arrays is None:
             _check_result(name, node)
-        else:  # a view: it stays one, and what is written into its base shows
+        else:  # a view stays one: it shows what is written to its base
             node.meta[_ARRAY] = value
         return variable
 
@@ -257,8 +255,8 @@ def _computed(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pass_numbers(node: fx.Node) -> None:
-    """Makes numbers of numpy's that a node takes Python's, with which torch computes the same; only tensors made of them have
-    another dtype."""
+    """Replaces the numpy numbers that a node takes by Python's, with which torch computes the same. Only tensors made of them
+    would have another dtype, so they get numpy's explicitly."""
     numbers = []
 
     def plain(value: Any) -> Any:
@@ -272,7 +270,7 @@ def _pass_numbers(node: fx.Node) -> None:
         return
     if node.target in _FROM_NUMBERS and kwargs.get("dtype") is None:
         if node.all_input_nodes:
-            raise _refusal(type(numbers[0]).__name__, "in a list, of which a tensor is made; expected dtype=")
+            raise _refusal(type(numbers[0]).__name__, "in a list from which a tensor is made; pass dtype=")
         data = map_aggregate(node.args[0], lambda value: getattr(value, "number", value))
         kwargs = {**kwargs, "dtype": torch.tensor(data).dtype}
     node.args, node.kwargs = args, kwargs

@@ -15,13 +15,15 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
+from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx import traceback
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mtcompile.capture.refusals import place_in
 from mtcompile.errors import CaptureError
-from mtcompile.passes.joint.strides import Observe, may_differ, with_strides
+from mtcompile.passes.joint.strides import Observe, as_viewed, may_differ, with_strides
 from mtcompile.runtime.devices.arena import same_strides
 from mtcompile.torch_private import pytree
 from mtcompile.torch_private.thread_setting import ThreadSetting
@@ -62,6 +64,9 @@ def _as_observed(dispatch: Callable[..., Any]) -> Callable[..., Any]:
         result = dispatch(mode, func, types, args, kwargs or {})
         if observe is None or not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
             return result
+        if func is aten.view.default and 1 in result.shape:
+            with plain_strides(None), _disable_current_modes(), no_python_dispatcher():
+                return as_viewed(result, *args)
         operands = pytree.tree_leaves((args, kwargs or {}))
         if all(operand.is_contiguous() for operand in operands if isinstance(operand, torch.Tensor)):
             return result

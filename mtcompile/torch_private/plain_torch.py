@@ -3,9 +3,9 @@
 
 Three things turn a trace into another computation. Its dispatcher first asks operators for kernels in Python, and finds
 decompositions (of upsampling, of margin losses, ...) that a plain run never meets. Dynamo rewrites a few calls. And code that
-asks whether it is compiling is told that it is, and takes another branch. Here the first two are put out of action, and code
-outside torch and torch's attention are told no; where what the former does then cannot be captured, it is told yes after
-all, and that is reported.
+asks whether it is compiling is told that it is, and takes another branch. Here the first two are put out of action. Code
+outside torch is told no, and so are torch's attention layers. Where code outside torch then does what cannot be captured, it
+is told yes after all, and that is reported.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _Stack = tuple[tuple[str, int], ...]  # (file, line) of each call that leads to 
 # Files whose question decides only where they keep a Python object: in a ContextVar, which cannot be captured, or in a global.
 _ONLY_KEEP = (os.path.join("transformers", "utils", "output_capturing.py"),)
 _OWN = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)  # torch's files and mtcompile's
-# Files of torch whose answer decides what is computed: attention in evaluation has faster kernels, which round otherwise.
+# Files of torch where the answer decides what is computed: in evaluation, attention has faster kernels, which round otherwise.
 _FASTER = tuple(os.path.join("torch", "nn", "modules", name) for name in ("activation.py", "transformer.py"))
 left_aligned = torch._nested_tensor_from_mask_left_aligned  # which nn.TransformerEncoder asks about its mask
 

@@ -36,7 +36,7 @@ def tracing_joint(fake_mode: Any, backward_autocast: Iterable[tuple[str, torch.d
     from torch._inductor import config as inductor_config
 
     autocast = [{"device_type": device, "dtype": dtype} for device, dtype in backward_autocast]
-    keeping_random = inductor_config.patch(fallback_random=True)  # which is what fx asks before it drops what nothing reads
+    keeping_random = inductor_config.patch(fallback_random=True)  # fx asks this before it drops what nothing reads
     with tracing(TracingContext(fake_mode)), functorch_config.patch(backward_pass_autocast=autocast), keeping_random:
         yield
 
@@ -103,8 +103,8 @@ def lasting() -> contextlib.AbstractContextManager[Any]:
 
 
 def changes_within(body: fx.GraphModule, operands: Sequence[Any]) -> Iterator[tuple[int, fx.Node]]:
-    """Yields (position, node) for each operand that a captured function changes in place, and the node that changes it. Runs
-    the function on the operands, which are fake tensors."""
+    """Yields (position, node) for each change in place of an operand of a captured function: the operand's position, and the
+    node that changes it. Runs the function on the operands, which are fake tensors."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     changed = set[int]()  # storages of the statistics that a batch norm changes, which its schema does not say

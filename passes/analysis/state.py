@@ -77,9 +77,9 @@ def persistent_nbytes(step: fx.GraphModule, plan: Plan, budgets: Budgets) -> dic
 def times_us(
     schedule: Schedule, waits: Waits | None, machine: Machine, sizes: Mapping[str, int], plan: Plan, budgets: Budgets
 ) -> tuple[float, float]:
-    """Microseconds of forward and backward, and the microseconds that the optimizer's update adds to them. ``waits``: in place
-    of those in the schedule. Where updates run in the backward, the host works on gradients while others are made, through
-    the memory that copies use too."""
+    """Microseconds of forward and backward, and the microseconds that the optimizer's update adds to them. ``waits``: what
+    instructions wait for; None: the deps in the schedule. Where updates run in the backward, the host works on gradients while
+    others are made, through the memory that copies use too."""
     copied = sum(i.nbytes for i in schedule.instructions if i.op == "copy")
     contention = machine.contention_us(copied)
     device_nbytes = sum(nbytes for block, nbytes in sizes.items() if plan.params(block) == "device")

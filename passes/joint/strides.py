@@ -63,6 +63,13 @@ def may_differ(node: fx.Node) -> bool:
     return any(not val.is_contiguous() for operand in node.all_input_nodes for val in iter_tensors(operand))
 
 
+def as_viewed(value: torch.Tensor, operand: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """``value``, traced as a view of ``operand``, with the strides of a plain run. Those of dimensions of one element may be
+    others, and decide whether operations on images take them for channels-last."""
+    stride = torch.empty_strided(operand.shape, operand.stride(), device="meta").view(size).stride()
+    return value if stride == value.stride() else value.as_strided(value.shape, stride)
+
+
 def with_strides(value: Any, strides: Sequence[tuple[int, ...] | None] | None) -> Any:
     """``value``, its tensors strided as observed; the same object where they are already."""
     if strides is None or not isinstance(value, (torch.Tensor, tuple, list)):
@@ -81,9 +88,10 @@ def _traced_again(node: fx.Node) -> Any:
         return None
     operands: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     try:
-        return node.target(*operands[0], **operands[1])
+        value = node.target(*operands[0], **operands[1])
     except (RuntimeError, ValueError):
         return None
+    return as_viewed(value, *operands[0]) if node.target is aten.view.default else value
 
 
 def _take_a_copy(graph: fx.Graph, node: fx.Node, operand: fx.Node, like: torch.Tensor) -> None:

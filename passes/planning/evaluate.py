@@ -27,7 +27,7 @@ def evaluate(problem: PlanningProblem, draft: fx.GraphModule, plan: Plan) -> Can
 
 def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, certificate: Certificate | None) -> Planned:
     """Returns the chosen candidate with its rewritten step graph, and with budgets, limits, the limiting resource, ``minimum``,
-    the smallest device budget that works, in bytes, and its certificate. Its schedule is the one that it was chosen by."""
+    the smallest device budget that works, in bytes, and its certificate. Its schedule has the figures that it was chosen by."""
     step = rewrite(problem.step, candidate.plan)
     schedule = derive(_lowered(problem, step, candidate.plan))
     figures = _with_figures(problem, candidate.plan, schedule, None)

@@ -1,4 +1,4 @@
-"""The attention layers of torch.nn, which have faster kernels for evaluation: they are those of a plain run, or refused."""
+"""The attention layers of torch.nn have faster kernels for evaluation: a call takes those of a plain run, or is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""numpy in a forward: constants are numpy's own, arrays of other values have numpy's bits, and what has not is refused."""
+"""numpy in a forward: constants are numpy's own, arrays of other values have numpy's bits, and all else is refused."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_constants_and_exact_operations_have_the_types_and_bits_of_a_plain_run(c
     torch.manual_seed(0)
     plain, x = Model(SAME[case]), torch.randn(5, 6)
     compiled = mtcompile.compile(copy.deepcopy(plain), memory="1GiB")
-    for _ in range(2):  # what a step writes into its arrays, the next one does not see
+    for _ in range(2):  # the next step does not see what one writes to its arrays
         results = [model(x) for model in (plain, compiled)]
         for result in results:
             (result[0] if isinstance(result, tuple) else result).backward()
@@ -113,7 +113,7 @@ def test_another_number_of_the_model_is_another_capture() -> None:
 
 
 class Sine(torch.autograd.Function):
-    """The extension of torch's tutorial."""
+    """The numpy extension from torch's tutorial."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

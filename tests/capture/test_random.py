@@ -119,7 +119,7 @@ def test_every_way_to_draw_from_the_default_generator_is_a_plain_runs(policy: st
 
 
 class DrawsInVain(nn.Module):
-    """Draws random numbers that nothing reads, as a last layer does whose second stream nobody takes."""
+    """Draws random numbers that nothing reads, as a last layer does whose second output nothing uses."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -94,3 +94,21 @@ class Accumulated(Conformer):
 def test_a_product_that_is_added_to_columns_in_place_is_refused() -> None:
     with pytest.raises(mtcompile.CaptureError, match=r"addmm_.*row-major"):
         mtcompile.compile(Accumulated())(torch.randn(3, 10, 8))
+
+
+class Positions(nn.Module):
+    """Positions of an image, resized to what it already has. Their gradient comes in columns, and is seen as one image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.convolution = nn.Parameter(torch.randn(1, 4, 32)), nn.Conv2d(3, 32, 2, stride=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        image = self.positions.reshape(1, 2, 2, -1).permute(0, 3, 1, 2)
+        resized = nn.functional.interpolate(image, size=(2, 2), mode="bilinear").reshape(1, -1, 4).permute(0, 2, 1)
+        return (self.convolution(x).flatten(2).transpose(1, 2) + resized).transpose(1, 2).pow(2).sum()
+
+
+def test_a_view_of_one_image_has_the_strides_of_a_plain_run() -> None:
+    torch.manual_seed(0)
+    assert_plain(Positions(), torch.randn(2, 3, 4, 4))
