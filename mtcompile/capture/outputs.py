@@ -127,13 +127,39 @@ def requires_grad(node: fx.Node) -> bool:
 
 
 def differentiated(computed: Sequence[fx.Node]) -> set[fx.Node]:
-    """Returns the nodes that a gradient of the ``computed`` values may reach."""
+    """Returns the nodes that a gradient of the ``computed`` values may reach. What is written into a value may come from all
+    that is read together with it or with its views."""
+    changed = _changed_in_place(computed[0].graph) if computed else {}
     reached, todo = set[fx.Node](), [node for node in computed if requires_grad(node)]
+    if computed:
+        hidden = (node.all_input_nodes for node in computed[0].graph.nodes if _may_write_unseen(node))
+        todo += [operand for operands in hidden for operand in operands if requires_grad(operand)]
     while todo:
-        if (node := todo.pop()) not in reached:
-            reached.add(node)
-            todo += filter(requires_grad, node.all_input_nodes)
+        if (node := todo.pop()) in reached:
+            continue
+        reached.add(node)
+        readers = [user for member in changed.get(node, ()) for user in member.users]
+        todo += [operand for reader in (node, *readers) for operand in reader.all_input_nodes if requires_grad(operand)]
     return reached
+
+
+def _may_write_unseen(node: fx.Node) -> bool:
+    """Says whether a call may write into operands without raising their version counters here, such as those in lists, or
+    in a graph of its own."""
+    schema = getattr(node.target, "_schema", None)
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    has_body = any(operand.op == "get_attr" for operand in node.all_input_nodes)
+    return has_body or name.endswith("_") or (schema is not None and schema.is_mutable)
+
+
+def _changed_in_place(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Returns the values that forward changes in place, each with all that share its memory."""
+    sharing: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and not value.is_inference() and value._version:
+            sharing.setdefault(storage_of(node), []).append(node)
+    return {node: members for members in sharing.values() for node in members}
 
 
 def _rebuilding(graph: fx.Graph, views: bool, alone: frozenset[fx.Node]) -> tuple[tuple[Output, ...], tuple[fx.Node, ...]]:

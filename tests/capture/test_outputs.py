@@ -188,3 +188,42 @@ def test_results_of_the_last_call_are_read_without_a_gradient(update: str) -> No
             optimizer.zero_grad()
         results.append([model.state, model.average, *model.parameters()])
     assert all(map(torch.equal, *results))
+
+
+def _copied(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(torch.empty(3, 8).copy_(x))
+
+
+def _written_through_a_view(linear: nn.Linear, x: Tensor) -> Tensor:
+    h = torch.zeros(3, 8)
+    row = h[0]
+    row.add_(x[1])
+    h[2] = x[0]
+    return linear(h)
+
+
+def _written_in_a_list(linear: nn.Linear, x: Tensor) -> Tensor:
+    h = torch.zeros(3, 8)
+    torch._foreach_add_([h], [x])
+    return linear(h)
+
+
+def _into_out(linear: nn.Linear, x: Tensor) -> Tensor:
+    h = torch.zeros(3, 8)
+    h.addcmul_(x, x)
+    return linear(h) + linear(nn.functional.relu(x.clone(), inplace=True))
+
+
+@pytest.mark.parametrize("write", [_copied, _written_through_a_view, _written_in_a_list, _into_out])
+def test_what_is_written_into_a_value_gets_its_gradient(write: Callable[[nn.Linear, Tensor], Tensor]) -> None:
+    class Writing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return write(super().forward, x).pow(2).sum()
+
+    torch.manual_seed(0)
+    plain, gradients = Writing(8, 8), []
+    for model in (plain, mtcompile.compile(copy.deepcopy(plain), memory="1GiB")):
+        leaf = torch.linspace(-1, 1, 24).reshape(3, 8).requires_grad_()
+        model(leaf * 1.5).backward()  # an input that another computation made
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)
