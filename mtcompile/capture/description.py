@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from mtcompile.capture.effects import check_checkpoints
-from mtcompile.capture.outputs import Output, differentiated, fake_of, outputs_of, requires_grad
+from mtcompile.capture.outputs import Output, fake_of, only_values, outputs_of
 from mtcompile.capture.refusals import place_of
 from mtcompile.errors import CaptureError
 from mtcompile.passes.step_graph import InputSpec
@@ -105,10 +105,8 @@ def describe(
     )
     graph.graph.output_node().args = (computed_nodes,)
     graph.recompile()
-    reached = differentiated(computed_nodes)
-    only_values = (i for i, node in enumerate(input_nodes) if requires_grad(node) and node not in reached)
     autocast, told = autocast_state(device), graph.meta.get("told", ())
-    facts: dict[str, Any] = {"told": told, "unordered": unordered, "only_values": frozenset(only_values)}
+    facts: dict[str, Any] = {"told": told, "unordered": unordered, "only_values": only_values(graph.graph)}
     return Description(graph, tuple(specs), outputs, computed, autocast, device, at_home, **facts)
 
 
@@ -155,6 +153,9 @@ def _check_values(graph: fx.GraphModule) -> None:
 def _writes_where_a_mask_is(node: fx.Node) -> bool:
     """Says whether a node is ``x[mask] = tensor``, where the number of elements depends on the mask."""
     if node.target is not operator.setitem or not isinstance(node.args[2], fx.Node):
+        return False
+    value = node.args[2].meta.get("example_value")
+    if getattr(value, "constant", None) is not None:  # one number, which torch fills the places with
         return False
     indices = [index.meta.get("example_value") for index in pytree.tree_leaves(node.args[1]) if isinstance(index, fx.Node)]
     return any(isinstance(index, torch.Tensor) and index.dtype is torch.bool and index.dim() > 0 for index in indices)

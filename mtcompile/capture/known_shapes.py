@@ -78,6 +78,8 @@ def _masked_select(counts: Sequence[int], input: Tensor, mask: Tensor) -> Tensor
 
 
 def _getitem(counts: Sequence[int], tensor: Tensor, index: Any) -> Tensor:
+    if _is_mask(index) and index.shape != tensor.shape[: index.dim()]:
+        raise IndexError(f"the shape of the mask {list(index.shape)} does not match that of the tensor {list(tensor.shape)}")
     known, index = iter(counts), index if isinstance(index, tuple) else (index,)
     unbound = (_indices(each, next(known)).unbind(1) if _is_mask(each) else (each,) for each in index)
     return tensor[tuple(itertools.chain.from_iterable(unbound))]

@@ -113,53 +113,28 @@ def _unordered(
     for position, base in enumerate(computed):
         if not fake_of(base).requires_grad:
             continue
-        uses = [user for user in base.users if user in needed and requires_grad(user)]
+        uses = [user for user in base.users if user in needed and _requires_grad(user)]
         pairs = zip(outputs, returned, strict=True)
         own = [(o, value) for o, value in pairs if isinstance(o, Computed) and o.position == position and not o.detached]
         if uses and any(output.views for output, _ in own) and len(own) + len(uses) > 2:
             yield base, [value for _, value in own]
 
 
-def requires_grad(node: fx.Node) -> bool:
-    """Says whether a gradient flows through a value of Dynamo's graph."""
+def _requires_grad(node: fx.Node) -> bool:
     values = pytree.tree_leaves(node.meta.get("example_value"))
     return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
-def differentiated(computed: Sequence[fx.Node]) -> set[fx.Node]:
-    """Returns the nodes that a gradient of the ``computed`` values may reach. What is written into a value may come from all
-    that is read together with it or with its views."""
-    changed = _changed_in_place(computed[0].graph) if computed else {}
-    reached, todo = set[fx.Node](), [node for node in computed if requires_grad(node)]
-    if computed:
-        hidden = (node.all_input_nodes for node in computed[0].graph.nodes if _may_write_unseen(node))
-        todo += [operand for operands in hidden for operand in operands if requires_grad(operand)]
-    while todo:
-        if (node := todo.pop()) in reached:
-            continue
-        reached.add(node)
-        readers = [user for member in changed.get(node, ()) for user in member.users]
-        todo += [operand for reader in (node, *readers) for operand in reader.all_input_nodes if requires_grad(operand)]
-    return reached
+def only_values(graph: fx.Graph) -> frozenset[int]:
+    """Returns the indices of the inputs that require grad, and of which forward reads nothing but the values: each reader
+    detaches them, or runs under ``torch.no_grad()``."""
+    without_grad = _without_grad(graph)
 
+    def cuts(reader: fx.Node) -> bool:
+        return reader in without_grad or reader.target in ("detach", torch.detach)
 
-def _may_write_unseen(node: fx.Node) -> bool:
-    """Says whether a call may write into operands without raising their version counters here, such as those in lists, or
-    in a graph of its own."""
-    schema = getattr(node.target, "_schema", None)
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    has_body = any(operand.op == "get_attr" for operand in node.all_input_nodes)
-    return has_body or name.endswith("_") or (schema is not None and schema.is_mutable)
-
-
-def _changed_in_place(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Returns the values that forward changes in place, each with all that share its memory."""
-    sharing: dict[int, list[fx.Node]] = {}
-    for node in graph.nodes:
-        value = node.meta.get("example_value")
-        if isinstance(value, torch.Tensor) and not value.is_inference() and value._version:
-            sharing.setdefault(storage_of(node), []).append(node)
-    return {node: members for members in sharing.values() for node in members}
+    inputs = enumerate(graph.find_nodes(op="placeholder"))
+    return frozenset(i for i, node in inputs if _requires_grad(node) and node.users and all(map(cuts, node.users)))
 
 
 def _rebuilding(graph: fx.Graph, views: bool, alone: frozenset[fx.Node]) -> tuple[tuple[Output, ...], tuple[fx.Node, ...]]:

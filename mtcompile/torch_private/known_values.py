@@ -106,7 +106,12 @@ def _give_shape(tx: Any, node: fx.Node) -> None:
     node.op, node.target, node.args = "call_function", shaped.function, (counts, *node.args)
 
 
-def _unmasked(tx: Any, key: Any) -> Any:
+def _fills(value: torch.Tensor, target: torch.Tensor) -> bool:
+    """Tells whether torch fills the places of a mask with one value, for which it needs no shape, and casts it."""
+    return getattr(value, "constant", None) is not None or (value.numel() == 1 and value.dtype != target.dtype)
+
+
+def _unmasked(tx: Any, key: Any, shape: Sequence[int]) -> Any:
     """The index ``key`` with each mask replaced by the places that it selects; ``key`` itself, if the call's inputs do not
     decide all masks."""
     from torch._dynamo.variables import ConstantVariable, TensorVariable, TupleVariable
@@ -116,6 +121,8 @@ def _unmasked(tx: Any, key: Any) -> Any:
         value = index.proxy.node.meta.get("example_value") if isinstance(index, TensorVariable) else None
         if not isinstance(value, torch.Tensor) or value.dtype is not torch.bool or value.dim() == 0:
             indices.append(index)
+        elif index is key and value.shape != tuple(shape)[: value.dim()]:  # torch has a message for it
+            return key
         elif known_value(tx, index.call_method(tx, "count_nonzero", [], {})) is None:
             return key
         else:
@@ -281,9 +288,11 @@ def _replace_methods() -> None:
 
     def setitem(plain: Callable[..., Any]) -> Callable[..., Any]:
         def unmasked(variable: Any, tx: Any, key: Any, value: Any) -> Any:
-            if _taking.value.types and isinstance(value, TensorVariable):  # a Python number needs no shape
-                with _taking.during(replace(_taking.value, types=(bool, int))):  # there is no way without ints
-                    key = _unmasked(tx, key)
+            example = value.proxy.node.meta.get("example_value") if isinstance(value, TensorVariable) else None
+            target = variable.proxy.node.meta["example_value"]
+            if _taking.value.types and isinstance(example, torch.Tensor) and not _fills(example, target):
+                with _taking.during(replace(_taking.value, types=(bool, int))):  # there is no other way
+                    key = _unmasked(tx, key, target.shape)
             return plain(variable, tx, key, value)
 
         return unmasked

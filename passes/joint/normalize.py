@@ -142,6 +142,9 @@ def _correct_dropout(graph: fx.Graph) -> None:
     for node in drawn:
         x, p = node.args[0], node.args[1]
         val = x.meta["val"]
+        if p == 1:
+            _drop_all(graph, node, x)
+            continue
         if val.device.type != "cpu" or _rounds_alike(p, val.dtype):
             continue
         items = {item.args[1]: item for item in node.users}
@@ -154,6 +157,20 @@ def _correct_dropout(graph: fx.Graph) -> None:
             _multiply(graph, items[0], x, mask, p)
         for user in [u for u in mask.users if u.target is aten.native_dropout_backward.default]:
             _multiply(graph, user, user.args[0], mask, p)
+
+
+def _drop_all(graph: fx.Graph, node: fx.Node, x: fx.Node) -> None:
+    """Makes dropout of everything a product with zero, as plain PyTorch does. It draws no random numbers."""
+    for item in list(node.users):
+        with graph.inserting_before(node):
+            if item.args[1] == 0:
+                zeros = graph.call_function(aten.mul.Scalar, (x, 0.0))
+            else:
+                zeros = graph.call_function(aten.zeros_like.default, (x,), {"dtype": torch.bool})
+        zeros.meta = dict(item.meta)
+        item.replace_all_uses_with(zeros)
+        graph.erase_node(item)
+    graph.erase_node(node)
 
 
 def _rounds_alike(p: float, dtype: torch.dtype) -> bool:

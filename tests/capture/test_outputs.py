@@ -214,8 +214,12 @@ def _into_out(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(h) + linear(nn.functional.relu(x.clone(), inplace=True))
 
 
-@pytest.mark.parametrize("write", [_copied, _written_through_a_view, _written_in_a_list, _into_out])
-def test_what_is_written_into_a_value_gets_its_gradient(write: Callable[[nn.Linear, Tensor], Tensor]) -> None:
+def _mapped(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(torch.vmap(torch.sin)(x) + torch.func.jvp(torch.sin, (x,), (torch.ones(3, 8),))[1])
+
+
+@pytest.mark.parametrize("write", [_mapped, _copied, _written_through_a_view, _written_in_a_list, _into_out])
+def test_inputs_that_are_written_or_mapped_get_their_gradient(write: Callable[[nn.Linear, Tensor], Tensor]) -> None:
     class Writing(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return write(super().forward, x).pow(2).sum()

@@ -131,6 +131,7 @@ class DrawsInVain(nn.Module):
         torch.rand(3)
         torch.multinomial(h.softmax(-1), 2)
         nn.functional.scaled_dot_product_attention(h[None], h[None], h[None], dropout_p=0.3)
+        h = h + nn.functional.dropout(h, 1.0)  # draws none
         return torch.tanh(nn.functional.dropout(h, 0.2))
 
 

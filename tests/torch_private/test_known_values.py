@@ -189,6 +189,7 @@ WRITTEN = {
     "what the mask chose": _written(lambda experts, h, mask: experts[0](h[mask])),
     "one row for all": _written(lambda experts, h, mask: experts[0](h[0])),
     "one number for all": _written(lambda experts, h, mask: experts[0](h).mean()),
+    "a constant": _written(lambda experts, h, mask: torch.tensor(1)),
     "parts": _parts,
     "experts": _experts,
 }
@@ -225,3 +226,14 @@ def test_places_of_a_mask_are_written_as_in_a_plain_run(way: str) -> None:
 def test_places_that_the_weights_decide_are_refused_with_their_line(way: str) -> None:
     with pytest.raises(mtcompile.CaptureError, match=r"depends on what tensors hold\n  at .*test_known_values.py"):
         mtcompile.compile(Writing(way), memory="1GiB")(X)
+
+
+def test_one_value_of_another_dtype_is_refused_before_it_is_written() -> None:
+    class Wide(Writing):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            h = self.linear(x)
+            h[mask] = x.double().mean()
+            return h
+
+    with pytest.raises(mtcompile.CaptureError, match="depends on what tensors hold"):
+        mtcompile.compile(Wide("parts"), memory="1GiB")(X, torch.tensor([True, False, True]))
