@@ -104,3 +104,20 @@ def test_batches_cut_from_one_tensor_have_the_bits_of_their_addresses(policy: st
             outputs.append(output.detach())
         results.append([*outputs, *(parameter.grad for parameter in model.parameters())])
     assert all(map(torch.equal, *results))
+
+
+def test_a_batch_that_forward_changes_at_an_odd_address_rounds_as_a_copy_does() -> None:
+    class Shifted(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.add_(1))
+
+    torch.manual_seed(0)
+    plain = Shifted(6, 8)
+    compiled = mtcompile.compile(copy.deepcopy(plain), memory="1GiB", device="cpu")
+    results = []
+    for model, copied in ((plain, False), (plain, True), (compiled, False)):
+        batch = torch.sin(torch.arange(240.0)).reshape(40, 6)[5:10]
+        results.append(model(batch.clone() if copied else batch).detach())
+    at_its_address, of_a_copy, result = results
+    assert torch.equal(result, of_a_copy)
+    assert torch.allclose(result, at_its_address)
