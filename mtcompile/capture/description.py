@@ -17,6 +17,7 @@ from mtcompile.capture.refusals import place_of
 from mtcompile.errors import CaptureError
 from mtcompile.passes.step_graph import InputSpec
 from mtcompile.torch_private import pytree
+from mtcompile.torch_private.known_values import is_mask
 from mtcompile.torch_private.plain_torch import Question
 
 _CPU = torch.device("cpu")
@@ -106,8 +107,18 @@ def describe(
     graph.graph.output_node().args = (computed_nodes,)
     graph.recompile()
     autocast, told = autocast_state(device), graph.meta.get("told", ())
-    facts: dict[str, Any] = {"told": told, "unordered": unordered, "only_values": only_values(graph.graph)}
-    return Description(graph, tuple(specs), outputs, computed, autocast, device, at_home, **facts)
+    return Description(
+        graph,
+        tuple(specs),
+        outputs,
+        computed,
+        autocast,
+        device,
+        at_home,
+        told=told,
+        unordered=unordered,
+        only_values=only_values(graph.graph),
+    )
 
 
 def _return_items(graph: fx.GraphModule) -> None:
@@ -157,8 +168,8 @@ def _writes_where_a_mask_is(node: fx.Node) -> bool:
     value = node.args[2].meta.get("example_value")
     if getattr(value, "constant", None) is not None:  # one number, which torch fills the places with
         return False
-    indices = [index.meta.get("example_value") for index in pytree.tree_leaves(node.args[1]) if isinstance(index, fx.Node)]
-    return any(isinstance(index, torch.Tensor) and index.dtype is torch.bool and index.dim() > 0 for index in indices)
+    indices = (index for index in pytree.tree_leaves(node.args[1]) if isinstance(index, fx.Node))
+    return any(is_mask(index.meta.get("example_value")) for index in indices)
 
 
 def depends_on_values(value: Any) -> bool:

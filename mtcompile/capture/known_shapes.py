@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from mtcompile.errors import CaptureError
+from mtcompile.torch_private.known_values import is_mask
 from mtcompile.torch_private.plain_torch import left_aligned
 
 # ----------------------------------------------------------------------------------------------- elements that a mask chooses
@@ -41,9 +42,7 @@ def shaped(node: fx.Node) -> Shaped | None:
     if function is _getitem:
         index = node.args[1]
         indices: Sequence[Any] = index if isinstance(index, tuple) else (index,)
-        masks = tuple(
-            (each, None) for each in indices if isinstance(each, fx.Node) and _is_mask(each.meta.get("example_value"))
-        )
+        masks = tuple((each, None) for each in indices if isinstance(each, fx.Node) and is_mask(each.meta.get("example_value")))
         return Shaped(function, masks) if masks else None
     operands = [operand for operand in (*node.args, *node.kwargs.values()) if isinstance(operand, fx.Node)]
     if function is _masked_select:
@@ -52,10 +51,6 @@ def shaped(node: fx.Node) -> Shaped | None:
     if function is _repeat_interleave:
         return Shaped(function, ((operands[1], None),), torch.sum) if len(operands) > 1 else None
     return Shaped(function, ((operands[0], None),))
-
-
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, Tensor) and index.dtype is torch.bool and index.dim() > 0
 
 
 def _indices(mask: Tensor, count: int) -> Tensor:
@@ -78,10 +73,10 @@ def _masked_select(counts: Sequence[int], input: Tensor, mask: Tensor) -> Tensor
 
 
 def _getitem(counts: Sequence[int], tensor: Tensor, index: Any) -> Tensor:
-    if _is_mask(index) and index.shape != tensor.shape[: index.dim()]:
+    if is_mask(index) and index.shape != tensor.shape[: index.dim()]:
         raise IndexError(f"the shape of the mask {list(index.shape)} does not match that of the tensor {list(tensor.shape)}")
     known, index = iter(counts), index if isinstance(index, tuple) else (index,)
-    unbound = (_indices(each, next(known)).unbind(1) if _is_mask(each) else (each,) for each in index)
+    unbound = (_indices(each, next(known)).unbind(1) if is_mask(each) else (each,) for each in index)
     return tensor[tuple(itertools.chain.from_iterable(unbound))]
 
 

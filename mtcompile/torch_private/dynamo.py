@@ -203,7 +203,7 @@ _NEEDS_GRAD = "mt_argument_needs_grad"  # in the meta of a checkpoint's node: an
 
 @functools.cache
 def noting_arguments_of_checkpoints() -> None:
-    """From now on, Dynamo notes at each checkpoint whether it is called with a tensor that requires grad. The operands in the
+    """Lets Dynamo note, from now on, whether each checkpoint is called with a tensor that requires grad. The operands in the
     graph do not tell: they also hold what else the checkpoint uses."""
     from torch._dynamo.variables import higher_order_ops
 

@@ -12,7 +12,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import fx
@@ -106,6 +106,11 @@ def _give_shape(tx: Any, node: fx.Node) -> None:
     node.op, node.target, node.args = "call_function", shaped.function, (counts, *node.args)
 
 
+def is_mask(index: Any) -> TypeGuard[torch.Tensor]:
+    """Tells whether an index chooses the elements where it is true."""
+    return isinstance(index, torch.Tensor) and index.dtype is torch.bool and index.dim() > 0
+
+
 def _fills(value: torch.Tensor, target: torch.Tensor) -> bool:
     """Tells whether torch fills the places of a mask with one value, for which it needs no shape, and casts it."""
     return getattr(value, "constant", None) is not None or (value.numel() == 1 and value.dtype != target.dtype)
@@ -119,7 +124,7 @@ def _unmasked(tx: Any, key: Any, shape: Sequence[int]) -> Any:
     indices = []
     for index in key.items if isinstance(key, TupleVariable) else [key]:
         value = index.proxy.node.meta.get("example_value") if isinstance(index, TensorVariable) else None
-        if not isinstance(value, torch.Tensor) or value.dtype is not torch.bool or value.dim() == 0:
+        if not is_mask(value):
             indices.append(index)
         elif index is key and value.shape != tuple(shape)[: value.dim()]:  # torch has a message for it
             return key

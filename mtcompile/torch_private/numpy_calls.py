@@ -56,7 +56,7 @@ class _Float(float):
 
 
 class _Int(int):
-    """As ``_Float``."""
+    """An integer of numpy's, as ``_Float`` is a float."""
 
     number: np.generic
 
@@ -86,8 +86,8 @@ class _Unknown(Exception):
 
 
 def _called(node: fx.Node) -> tuple[str, Callable[..., Any] | None, bool]:
-    """What a node of Dynamo's graph calls in numpy: (name, numpy's own function, whether it changes its operand). The name is
-    empty for all other nodes."""
+    """Returns what a node of Dynamo's graph calls in numpy: (name, numpy's own function, whether it changes its operand).
+    The name is empty for all other nodes."""
     from torch._dynamo import utils
     from torch._dynamo.variables.misc import get_tnp_to_np_map
 
@@ -107,7 +107,7 @@ def _called(node: fx.Node) -> tuple[str, Callable[..., Any] | None, bool]:
 
 
 def _evaluated(node: fx.Node, function: Callable[..., Any]) -> tuple[Any, list[np.ndarray[Any, Any]]]:
-    """What numpy returns for a call on constants, and the arrays that the call takes. Raises _Unknown for other operands."""
+    """Returns numpy's result of a call on constants, and the arrays that the call takes. Raises _Unknown for other operands."""
     arrays = []
 
     def known(value: Any) -> Any:
@@ -135,7 +135,7 @@ def _check(node: fx.Node, name: str, device: torch.device) -> None:
     elif name in _WRITES:
         exact = _is_plain_index(node.args[1]) and len({array.dtype for array in arrays}) == 1
     elif name == "astype":  # of floats to integers: a value that does not fit has no defined result
-        dtypes = [value for value in (*node.args[1:], *node.kwargs.values())]
+        dtypes = [*node.args[1:], *node.kwargs.values()]
         exact = len(dtypes) == 1 and arrays[0].is_contiguous() and _widens(arrays[0].dtype, dtypes[0])
     elif name in _MOVES:
         exact = len({array.dtype for array in arrays}) == 1 and all(array.is_contiguous() for array in arrays)
@@ -221,7 +221,7 @@ def _list_variable(tx: Any, items: list[Any]) -> Any:
 
 
 def _computed(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """What replaces the function by which Dynamo makes a variable for each operation in its graph."""
+    """Returns what replaces the function by which Dynamo makes a variable for each operation in its graph."""
 
     def wrapped(target: Any, tx: Any, proxy: Any, *args: Any, **kwargs: Any) -> Any:
         node = proxy.node

@@ -123,7 +123,7 @@ def changes_within(body: fx.GraphModule, operands: Sequence[Any]) -> Iterator[tu
             for position, operand in enumerate(operands):
                 of_statistics = isinstance(operand, torch.Tensor) and storage_id(operand) in changed
                 if of_statistics or _version(operand) != before[position]:
-                    found.append((position, node))
+                    changes.append((position, node))
             return result
 
         def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -131,10 +131,10 @@ def changes_within(body: fx.GraphModule, operands: Sequence[Any]) -> Iterator[tu
                 return fx.Interpreter(args[0]).run(*args[1:])
             return super().call_function(target, args, kwargs)
 
-    found: list[tuple[int, fx.Node]] = []
+    changes: list[tuple[int, fx.Node]] = []
     with fake_mode_of(operands) or contextlib.nullcontext(), torch.no_grad(), Statistics():  # type: ignore[no-untyped-call]
         Watching(body).run(*operands)
-    return iter(found)
+    return iter(changes)
 
 
 def _version(value: Any) -> int:

@@ -47,7 +47,7 @@ class Terms:
         return [region for region in self.reads if region.meta["phase"] == phase]
 
     def work(self, queue: str, phase: str, low: int = -1, high: int = 1 << 30) -> Work:
-        """What a queue certainly does in a phase for the blocks from ``low`` to ``high``."""
+        """Returns what a queue certainly does in a phase for the blocks from ``low`` to ``high``."""
         loads = [load for load in self.loads[queue, phase] if low <= load.low and load.high <= high]
         return added(*(load.us for load in loads)), sum(load.fixed for load in loads)
 
