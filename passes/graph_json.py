@@ -128,6 +128,7 @@ def _module(data: Mapping[str, Any]) -> fx.GraphModule:
         owner.add_module(name, _module(kernel))
     graph = fx.Graph()
     env: dict[str, fx.Node] = {}
+    tensors: dict[str, Any] = {}  # equal values are one tensor, which no pass changes: there are few, and making one takes long
     for row in data["nodes"]:
         target = row["target"]
         if row["op"] == "call_function":
@@ -136,7 +137,10 @@ def _module(data: Mapping[str, Any]) -> fx.GraphModule:
         node = graph.create_node(row["op"], target, args, kwargs, name=row["name"])
         node.meta = {key: value for key, value in row["meta"].items() if key != "val"}
         if "val" in row["meta"]:
-            node.meta["val"] = _tensors(row["meta"]["val"])
+            about = json.dumps(row["meta"]["val"])
+            if about not in tensors:
+                tensors[about] = _tensors(row["meta"]["val"])
+            node.meta["val"] = tensors[about]
         env[row["name"]] = node
     module = fx.GraphModule(owner, graph, class_name=data["name"] or "Step")
     if data["step"]["inputs"]:

@@ -15,6 +15,9 @@ from mtcompile.capture.description import Description, autocast_state
 from mtcompile.capture.effects import drop_tokens
 from mtcompile.capture.outputs import changes_operand, fake_of, storage_of
 from mtcompile.capture.refusals import not_compiled, place_of, refuse
+from mtcompile.capture.stamping.repeats import shortened
+from mtcompile.capture.stamping.segments import Unlike
+from mtcompile.capture.stamping.stamp import named, stamped
 from mtcompile.errors import CaptureError, shows_part
 from mtcompile.passes.analysis.storages import inputs_read_by_place
 from mtcompile.passes.generators import rng_preserved
@@ -34,8 +37,16 @@ def joint_graph(description: Description, tangents: Tangents, observe: Observe |
     """The ATen graph of one program, in the form ``passes.normalize`` takes. ``observe`` gives the strides that the device's
     kernels make; without it, torch's shape functions are believed.
 
-    No backward is traced for outputs without a gradient. Raises CaptureError.
+    No backward is traced for outputs without a gradient. Of equal blocks only some are traced, if the others are provably
+    copies of those. Raises CaptureError.
     """
+    if (some := shortened(description, _module_path_of)) is not None:
+        with contextlib.suppress(Unlike):
+            return stamped(joint_graph(some[0], tangents, observe), some[1])
+    return named(_traced_whole(description, tangents, observe))
+
+
+def _traced_whole(description: Description, tangents: Tangents, observe: Observe | None) -> fx.GraphModule:
     strides = {index: given for index, given in enumerate(tangents or ()) if isinstance(given, tuple)}
     with _tracing(description, tangents) as (stack, graph, fakes):
         try:
@@ -182,9 +193,8 @@ def _annotate(joint: fx.GraphModule, description: Description) -> fx.GraphModule
     joint.meta.update(told=told, unordered=description.unordered)  # what exceptions() names
     for node in joint.graph.nodes:
         _check_generator(node, description.device)
-        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-        if stack:
-            node.meta["module_path"] = _module_path(str(list(stack.values())[-1][0]))
+        if path := _module_path_of(node):
+            node.meta["module_path"] = path
     return joint
 
 
@@ -278,6 +288,12 @@ def _check_storages(joint: fx.GraphModule, fakes: tuple[torch.Tensor, ...], desc
 
 def _is_none(value: Any) -> bool:
     return value is None
+
+
+def _module_path_of(node: fx.Node) -> str:
+    """The path of the module that a node was traced in; "" outside of modules."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    return _module_path(str(list(stack.values())[-1][0])) if stack else ""
 
 
 def _module_path(path: str) -> str:

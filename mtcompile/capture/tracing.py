@@ -14,6 +14,8 @@ from torch import fx, nn
 from mtcompile.capture.description import describe
 from mtcompile.capture.dynamo import front_end
 from mtcompile.capture.joint import joint_graph
+from mtcompile.capture.stamping.blocks import numbered
+from mtcompile.capture.stamping.stamp import stamped
 from mtcompile.passes.joint.build import build
 from mtcompile.passes.joint.loss_head import chunk_loss
 from mtcompile.passes.joint.normalize import normalize
@@ -57,11 +59,16 @@ def trace(
 
 
 def trace_joint(
-    model: nn.Module, data: Mapping[str, Any], device: torch.device | None = None, observe: Observe | None = None
+    model: nn.Module,
+    data: Mapping[str, Any],
+    device: torch.device | None = None,
+    observe: Observe | None = None,
+    repeated: tuple[str, int] | None = None,
 ) -> tuple[fx.GraphModule, tuple[torch.Tensor, ...]]:
     """The normalized joint graph of ``model(**data)`` whose loss (its scalar outputs) receives a gradient, and the tensors it
     takes. ``device``: where it would compute; tensors may be fake, so that a model of any size can be traced. ``observe``: as
-    for ``normalize``. Raises CaptureError."""
+    for ``normalize``. ``repeated``: (name of a list of modules, number): the graph is that of a model with this many of them,
+    all like those of ``model``, which has ``blocks.TRACED``. Raises CaptureError."""
     where = device or torch.device("cpu")
     traces: list[tuple[fx.GraphModule, tuple[torch.Tensor, ...]]] = []
     names: dict[int, tuple[str, str]] = {id(b): ("buffer", n) for n, b in model.named_buffers()}
@@ -71,7 +78,10 @@ def trace_joint(
         results = fx.node.map_arg(graph.graph.output_node().args[0], lambda node: node.meta["example_value"])
         description = describe(graph, inputs, lambda tensor: names.get(id(tensor)), where)
         scalars = tuple(differentiable and scalar for _, differentiable, scalar in description.computed)
-        traces.append((normalize(joint_graph(description, scalars, observe), observe), tuple(inputs)))
+        joint = joint_graph(description, scalars, observe)
+        if repeated is not None:
+            joint = stamped(joint, numbered(joint, *repeated))
+        traces.append((normalize(joint, observe), tuple(inputs)))
         return lambda *_: results  # shapes alone: nothing runs
 
     def call(**inputs: Any) -> Any:  # a frame of our own: Dynamo skips those of torch.nn

@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from mtcompile import cache
 from mtcompile.capture.joint import trace_settings
+from mtcompile.capture.stamping.blocks import TRACED
 from mtcompile.capture.tracing import trace_joint
 from mtcompile.compiler import JointStep, planning_problem, rewrite_joint, search_store
 from mtcompile.models.decoders import SHAPES, fake
@@ -109,20 +110,27 @@ def _captured(request: ForecastRequest, batch: int, seq: int) -> tuple[fx.GraphM
         return _traced(module, data, request.precision), data
 
 
-def _traced(module: nn.Module, data: Mapping[str, Any], precision: Precision) -> fx.GraphModule:
+def _traced(
+    module: nn.Module, data: Mapping[str, Any], precision: Precision, repeated: tuple[str, int] | None = None
+) -> fx.GraphModule:
     if precision.weights is not None:
         _cast(module, precision.weights)
     torch.compiler.reset()
-    return trace_joint(module.train(), data)[0]
+    return trace_joint(module.train(), data, repeated=repeated)[0]
 
 
 def _captured_shape(name: str, precision: Precision, tokens: torch.Tensor) -> tuple[fx.GraphModule, Mapping[str, Any]]:
-    """Captures the step of a built-in shape. Its trace is cached between runs, since its sources are ours."""
+    """Captures the step of a built-in shape. Its sources are ours, so its trace is cached between runs, and that of a few of
+    its blocks says what the others are."""
     data = {"tokens": tokens, "targets": tokens}
     key = repr((SHAPES[name], precision, tuple(tokens.shape), trace_settings(tokens.device)))
     joint = cache.read_joint(key)
     if joint is None:
-        joint = _traced(fake(SHAPES[name]), data, precision)
+        shape = SHAPES[name]
+        if shape.layers > TRACED:
+            joint = _traced(fake(shape.shortened(TRACED)), data, precision, ("blocks", shape.layers))
+        else:
+            joint = _traced(fake(shape), data, precision)
         cache.write_joint(key, joint)
     return joint, data
 

@@ -1,0 +1,109 @@
+"""What a model whose equal blocks are not all traced looks like: which blocks are traced, and what is called what."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from mtcompile.passes.step_graph import InputSpec, inputs_of
+
+INNER = range(1, 3)  # traced blocks that must be alike; the last of them is what others are copies of
+FIRST, LAST = INNER.stop, 2  # how many blocks are traced at the beginning, and at the end
+TRACED = FIRST + LAST
+Place = tuple[int, Hashable]  # the number of a block, and what it is within that block
+
+
+def references(node: fx.Node) -> list[fx.Node]:
+    """Returns the operands of a node in order, repeated ones too."""
+    operands: list[fx.Node] = []
+
+    def note(operand: fx.Node) -> fx.Node:
+        operands.append(operand)
+        return operand
+
+    fx.node.map_arg((node.args, node.kwargs), note)
+    return operands
+
+
+def structure(node: fx.Node) -> str:
+    """Returns the arguments of a node as text, without its operands."""
+    return repr(fx.node.map_arg((node.args, node.kwargs), lambda _: "<operand>"))
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Which of ``count`` equal blocks are traced: ``FIRST`` at the beginning and ``LAST`` at the end, numbered from 0 to
+    ``TRACED - 1`` then. (In the backward, which begins at the last block, the sums of gradients are different there.)"""
+
+    count: int
+
+    @property
+    def inner(self) -> range:
+        """The blocks of the whole model that are like ``INNER``."""
+        return range(INNER.start, self.count - LAST)
+
+    def removed(self, block: int) -> bool:
+        """Tells whether a block is not traced."""
+        return FIRST <= block < self.count - LAST
+
+    def as_traced(self, block: int) -> int:
+        """Returns the number that a block which is traced has then."""
+        return block if block < FIRST else block - self.count + TRACED
+
+    def in_whole(self, block: int) -> int:
+        """Returns the number in the whole model of a traced block."""
+        return block if block < FIRST else block + self.count - TRACED
+
+    def template(self, block: int) -> int:
+        """Returns the traced block that a block of the whole model is, or is a copy of."""
+        return INNER[-1] if self.removed(block) else self.as_traced(block)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A model with equal blocks of which some are traced.
+
+    ``inputs``: of the whole model. ``own``: index of a traced input -> its place, for the inputs of the blocks. ``shared``:
+    index of a traced input -> index in the whole model, for the others. ``inputs_at``: place in the whole model -> index there.
+    ``paths``: module path -> place, of the traced blocks; ``paths_at``: the reverse, in the whole model.
+    """
+
+    kept: Kept
+    inputs: tuple[InputSpec, ...]
+    own: Mapping[int, Place]
+    shared: Mapping[int, int]
+    inputs_at: Mapping[Place, int]
+    paths: Mapping[str, Place]
+    paths_at: Mapping[Place, str]
+
+
+def numbered(traced: fx.GraphModule, name: str, count: int) -> Blocks:
+    """Describes a model with ``count`` blocks by the joint graph of one with ``TRACED``, whose names are ``{name}.0.…`` to
+    ``{name}.4.…``, and whose inputs are in the order of the blocks."""
+    kept, place_in = Kept(count), re.compile(rf"{re.escape(name)}\.(\d+)\b(.*)")
+    inputs: list[InputSpec] = []
+    own, shared, inputs_at = dict[int, Place](), dict[int, int](), dict[Place, int]()
+    specs = [(spec, place_in.fullmatch(spec.name)) for spec, _ in inputs_of(traced) if spec.role != "tangent"]
+    template = [(spec, match[2]) for spec, match in specs if match and int(match[1]) == INNER[-1]]
+    left_out = [(block, *one) for block in range(count) if kept.removed(block) for one in template]
+    for spec, match in specs:
+        if match is None:
+            shared[spec.index] = len(inputs)
+            inputs.append(replace(spec, index=len(inputs)))
+            continue
+        own[spec.index] = block, rest = int(match[1]), match[2]
+        added = [(kept.in_whole(block), spec, rest)]
+        if block >= FIRST:
+            added, left_out = left_out + added, []
+        for in_whole, like, within in added:
+            inputs_at[in_whole, within] = len(inputs)
+            inputs.append(replace(like, name=f"{name}.{in_whole}{within}", index=len(inputs)))
+    if {block for block, _ in own.values()} != set(range(TRACED)):
+        raise ValueError(f"expected {TRACED} modules in {name}, found inputs of {sorted({block for block, _ in own.values()})}")
+    every = {str(node.meta.get("module_path", "")) for node in traced.graph.nodes}
+    paths: dict[str, Place] = {path: (int(match[1]), match[2]) for path in every if (match := place_in.fullmatch(path))}
+    paths_at: dict[Place, str] = {(b, rest): f"{name}.{b}{rest}" for _, rest in paths.values() for b in range(count)}
+    return Blocks(kept, tuple(inputs), own, shared, inputs_at, paths, paths_at)

@@ -1,0 +1,211 @@
+"""Finds equal blocks in Dynamo's graph, and takes most of them out."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from mtcompile.capture.description import Description
+from mtcompile.capture.stamping.blocks import INNER, TRACED, Blocks, Kept, Place, references, structure
+from mtcompile.passes.step_graph import InputSpec
+from mtcompile.torch_private import pytree
+
+_PERIODS = 16  # lengths of a block to try
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Calls that look alike again and again. ``calls``: the graph without its inputs and outputs, of which ``count`` times
+    ``length`` calls from ``start`` on are blocks."""
+
+    calls: Sequence[fx.Node]
+    start: int
+    length: int
+    count: int
+
+    def block(self, number: int) -> Sequence[fx.Node]:
+        at = self.start + number * self.length
+        return self.calls[at : at + self.length]
+
+    def columns(self) -> Iterator[tuple[int, Sequence[fx.Node]]]:
+        """Yields (position, the calls of all blocks at that position)."""
+        end = self.start + self.length * self.count
+        for position in range(self.length):
+            yield position, self.calls[self.start + position : end : self.length]
+
+
+def shortened(description: Description, path_of: Callable[[fx.Node], str]) -> tuple[Description, Blocks] | None:
+    """Returns a description without most of the equal blocks, and which blocks are left; None where no blocks are equal.
+    ``path_of``: gives the path of the module that a call is in.
+
+    Blocks are equal if each call does the same to the same operands: those that all blocks read, those that the block before
+    made, and the inputs of the block itself; and if nothing but the next block reads what they make.
+    """
+    graph = description.graph.graph
+    specs = dict(zip(graph.find_nodes(op="placeholder"), description.inputs, strict=True))
+    calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    for run in _runs(calls, description.graph):
+        inputs = _inputs_of_blocks(run, specs)
+        paths = None if inputs is None else _paths(run, description.graph, path_of)
+        if inputs is not None and paths is not None:
+            kept = Kept(run.count)
+            return _without(run, kept, inputs, description), _described(kept, inputs, specs, paths)
+    return None
+
+
+def _runs(calls: Sequence[fx.Node], owner: fx.GraphModule) -> Iterator[_Run]:
+    """Yields runs of calls, those first that save most."""
+    numbers: dict[Hashable, int] = {}
+    codes = [numbers.setdefault(_code(node, owner), len(numbers)) for node in calls]
+    last, gaps = dict[int, int](), Counter[int]()
+    for position, code in enumerate(codes):
+        if code in last:
+            gaps[position - last[code]] += 1
+        last[code] = position
+    runs = []
+    for length, _ in gaps.most_common(_PERIODS):
+        start = 0
+        for position in range(len(codes) - length + 1):
+            if position + length == len(codes) or codes[position] != codes[position + length]:
+                count, spare = divmod(position - start, length)
+                if (left_out := count + 1 - TRACED) > 0:
+                    runs.append((left_out * length, -length, start, spare, count + 1))
+                start = position + 1
+    for _, shorter, start, spare, count in sorted(runs, reverse=True):
+        for shift in range(spare + 1):
+            yield _Run(calls, start + shift, -shorter, count)
+
+
+def _code(node: fx.Node, owner: fx.GraphModule) -> Hashable:
+    """Returns what is equal for two calls of the same operation with the same arguments and shapes."""
+    value = _shape(node.meta.get("example_value"))
+    if (body := _body(node, owner)) is not None:
+        index = {inner: position for position, inner in enumerate(body.graph.nodes)}
+        return node.op, tuple((_code(inner, body), tuple(index[one] for one in references(inner))) for inner in index)
+    return node.op, node.target if node.op != "placeholder" else "", structure(node), value
+
+
+def _body(node: fx.Node, owner: fx.GraphModule) -> fx.GraphModule | None:
+    """Returns the graph that a node stands for, as under a checkpoint; None for other nodes."""
+    attribute = operator.attrgetter(str(node.target))(owner) if node.op == "get_attr" else None
+    return attribute if isinstance(attribute, fx.GraphModule) else None
+
+
+def _shape(value: Any) -> str:
+    """Returns what tracing sees of a value, as text."""
+    return repr([_shape_of_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in pytree.tree_leaves(value)])
+
+
+def _shape_of_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    about = tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad, tensor.is_leaf
+    return type(tensor).__name__, *tensor.shape, tensor.stride(), tensor.storage_offset(), *about
+
+
+# ---------------------------------------------------------------------------------------------------------- proving equality
+
+
+def _inputs_of_blocks(run: _Run, specs: Mapping[fx.Node, InputSpec]) -> dict[fx.Node, Place] | None:
+    """Returns the place of each input that belongs to one block; None where the blocks are not equal."""
+    places: dict[fx.Node, Place] = {
+        node: (block, position) for position, column in run.columns() for block, node in enumerate(column)
+    }
+    for position, column in run.columns():
+        for which, operands in enumerate(zip(*map(references, column), strict=True)):
+            if all(node.op == "placeholder" and node not in places for node in operands) and len(set(operands)) == run.count:
+                if len({_signature(node, specs) for node in operands}) > 1:
+                    return None
+                places |= {node: (block, (position, which)) for block, node in enumerate(operands)}
+            elif not _repeats(operands, places):
+                return None
+    for node, (block, _) in places.items():
+        if 0 < block < run.count - 1 and any(user not in places for user in node.users):
+            return None
+    return {node: place for node, place in places.items() if node.op == "placeholder"}
+
+
+def _repeats(operands: Sequence[fx.Node], places: Mapping[fx.Node, Place]) -> bool:
+    """Tells whether the same operand of all blocks is shared, or of the block itself, or of the block before."""
+    if len(set(operands)) == 1:
+        return operands[0] not in places
+    first, *others = (
+        (places[node][0] - block, places[node][1]) if node in places else None for block, node in enumerate(operands)
+    )
+    if len(set(others)) > 1 or others[0] is None:
+        return False
+    return first == others[0] if others[0][0] == 0 else first is None and others[0][0] == -1
+
+
+def _signature(node: fx.Node, specs: Mapping[fx.Node, InputSpec]) -> tuple[Any, ...]:
+    spec = specs[node]
+    return spec.role, spec.differentiable, spec.tier, _shape(node.meta.get("example_value"))
+
+
+def _paths(run: _Run, owner: fx.GraphModule, path_of: Callable[[fx.Node], str]) -> dict[str, Place] | None:
+    """Returns the place of every module path that belongs to one block; None where they do not repeat."""
+    paths, shared = dict[str, Place](), set[str]()
+    for position, column in run.columns():
+        within = [_with_body(node, owner) for node in column]
+        for inner, nodes in enumerate(zip(*within, strict=True)):
+            names = list(map(path_of, nodes))
+            if len(set(names)) == 1:
+                shared.add(names[0])
+                continue
+            known = {(paths[path][0] - block, paths[path][1]) for block, path in enumerate(names) if path in paths}
+            if len(known) > 1 or len(set(names)) < run.count:
+                return None
+            later, key = known.pop() if known else (0, (position, inner))
+            paths |= {path: (block + later, key) for block, path in enumerate(names)}
+    return None if shared & set(paths) else paths
+
+
+def _with_body(node: fx.Node, owner: fx.GraphModule) -> list[fx.Node]:
+    """Returns a node, and those of the graph that it stands for."""
+    body = _body(node, owner)
+    return [node] if body is None else [node, *(one for inner in body.graph.nodes for one in _with_body(inner, body))]
+
+
+# -------------------------------------------------------------------------------------------------------------- shortening
+
+
+def _without(run: _Run, kept: Kept, inputs: Mapping[fx.Node, Place], description: Description) -> Description:
+    """Returns a description without the blocks that are not traced: the next takes the place of the first of them."""
+    gone = {node for block in range(run.count) if kept.removed(block) for node in run.block(block)}
+    gone |= {node for node, (block, _) in inputs.items() if kept.removed(block)}
+    before, last_kept = kept.inner[-1], INNER[-1]
+    input_at = {place: node for node, place in inputs.items()}
+    instead = dict(zip(run.block(before), run.block(last_kept), strict=True))
+    instead |= {input_at[before, key]: input_at[last_kept, key] for block, key in inputs.values() if block == before}
+    shorter, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in description.graph.graph.nodes:
+        if node not in gone:
+            copies[node] = shorter.node_copy(node, lambda operand: copies[instead.get(operand, operand)])
+    nodes = description.graph.graph.find_nodes(op="placeholder")
+    left = [spec for node, spec in zip(nodes, description.inputs, strict=True) if node not in gone]
+    specs = tuple(replace(spec, index=index) for index, spec in enumerate(left))
+    return replace(description, graph=fx.GraphModule(description.graph, shorter), inputs=specs)
+
+
+def _described(
+    kept: Kept, inputs: Mapping[fx.Node, Place], specs: Mapping[fx.Node, InputSpec], paths: Mapping[str, Place]
+) -> Blocks:
+    own, shared, inputs_at = dict[int, Place](), dict[int, int](), dict[Place, int]()
+    traced = 0  # the index among traced inputs
+    for node, spec in specs.items():
+        if node in inputs:
+            block, key = inputs[node]
+            inputs_at[block, key] = spec.index
+            if kept.removed(block):
+                continue
+            own[traced] = kept.as_traced(block), key
+        else:
+            shared[traced] = spec.index
+        traced += 1
+    of_traced = {path: (kept.as_traced(block), key) for path, (block, key) in paths.items() if not kept.removed(block)}
+    paths_at = {place: path for path, place in paths.items()}
+    return Blocks(kept, tuple(specs.values()), own, shared, inputs_at, of_traced, paths_at)

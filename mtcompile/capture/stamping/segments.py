@@ -1,0 +1,216 @@
+"""Finds the traced blocks in a joint graph, and checks that the inner ones are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from mtcompile.capture.stamping.blocks import FIRST, INNER, Blocks, references, structure
+from mtcompile.passes.step_graph import InputSpec, inputs_of, outputs_of
+from mtcompile.torch_private import pytree
+
+Phase = Literal["input", "forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where a node is: an input of a block, or a call of it in a phase; ``key``: which one of them."""
+
+    phase: Phase
+    block: int
+    key: Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What a call of any block reads: a node that all blocks read, or what is at ``key`` in the block that is ``later`` blocks
+    after its own."""
+
+    shared: fx.Node | None
+    phase: Phase = "input"
+    later: int = 0
+    key: Hashable = None
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The calls of a block in one phase: ``calls[start : start + length]``."""
+
+    block: int
+    phase: Phase
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The blocks in a traced joint graph.
+
+    ``calls``: the graph without its inputs and output. ``inner``: the segments of the inner blocks, in order. ``spots``: where
+    calls and inputs are, also in the outer blocks, where they are as far from the inner ones as if these went on. ``reads``:
+    (phase, key) -> what such a call reads. ``results``: (kind of result, input within its block) -> what is returned for it.
+    ``numbers``: by how much the ``seq_nr`` of a block are above those of the block before. ``numbered``: the calls, by (phase,
+    key), whose ``seq_nr`` is not the same in all blocks. ``highest``: the highest in the forward of each inner block.
+    """
+
+    calls: Sequence[fx.Node]
+    inner: Sequence[Segment]
+    spots: Mapping[fx.Node, Spot]
+    reads: Mapping[tuple[Phase, Hashable], Sequence[Read]]
+    results: Mapping[tuple[str, Hashable], Read]
+    numbers: int
+    numbered: frozenset[tuple[Phase, Hashable]]
+    highest: Sequence[int]
+
+    def inner_spot(self, node: fx.Node) -> Spot | None:
+        """Returns where a call is, if it is in an inner block."""
+        spot = self.spots.get(node)
+        return spot if spot is not None and spot.phase != "input" and spot.block in INNER else None
+
+
+class Unlike(Exception):
+    """Raised where traced blocks are not alike; says in what."""
+
+
+def segments_of(joint: fx.GraphModule, blocks: Blocks) -> Segments:
+    """Finds the segments of the traced blocks. Raises Unlike."""
+    calls = [node for node in joint.graph.nodes if node.op not in ("placeholder", "output")]
+    inputs = {node: spec for spec, node in inputs_of(joint) if spec.role != "tangent"}
+    own = {node: Spot("input", *blocks.own[spec.index]) for node, spec in inputs.items() if spec.index in blocks.own}
+    inner = list(_inner_segments(joint, calls, own))
+    spots = own | dict(_spots(calls, inner))
+    reads, differences = dict[tuple[Phase, Hashable], Sequence[Read]](), dict[tuple[Phase, Hashable], int]()
+    for segment in inner:
+        if segment.block == INNER[0]:
+            after = next(other for other in inner if (other.block, other.phase) == (INNER[-1], segment.phase))
+            for key in range(segment.length):
+                one, other = calls[segment.start + key], calls[after.start + key]
+                if _code(one) != _code(other) or not _same_path(one, other, blocks):
+                    raise Unlike(f"{one.name} and {other.name}")
+                place = segment.phase, key
+                reads[place] = [_read(a, b, spots) for a, b in zip(references(one), references(other), strict=True)]
+                differences[place] = _number(other) - _number(one)
+    changing = frozenset(place for place, by in differences.items() if by)
+    if len(numbers := {differences[place] for place in changing}) > 1:
+        raise Unlike(f"sequence numbers that grow by {sorted(numbers)}")
+    results = _results(joint, inputs, blocks, spots)
+    forward = [calls[s.start : s.start + s.length] for s in inner if s.phase == "forward"]
+    highest = [max(map(_number, nodes)) for nodes in forward]
+    return Segments(calls, inner, spots, reads, results, next(iter(numbers), 0), changing, highest)
+
+
+def _inner_segments(joint: fx.GraphModule, calls: Sequence[fx.Node], own: Mapping[fx.Node, Spot]) -> Iterator[Segment]:
+    """Yields the segments of the inner blocks: each begins where an input of its block is first read, or what was made of such
+    inputs alone (views and casts of weights); in a backward that reads none, where something of its forward is."""
+    backward_from = _backward_from(joint, calls)
+    forward, block_of = calls[:backward_from], {node: spot.block for node, spot in own.items()}
+    starts = _starts(calls, range(backward_from), block_of)
+    if not all(block in starts for block in (*INNER, FIRST)):
+        raise Unlike("a block that reads no input of its own")
+    length = starts[INNER[-1]] - starts[INNER[0]]
+    if starts[FIRST] - starts[INNER[-1]] != length:
+        raise Unlike("the lengths of blocks")
+    for block in INNER:
+        yield Segment(block, "forward", starts[block], length)
+    if backward_from == len(calls):
+        return
+    for node in forward:
+        about = {block_of.get(operand) for operand in node.all_input_nodes}
+        if len(about) == 1 and (only := about.pop()) is not None:
+            block_of[node] = only
+    of_forward = {node: block for block in INNER for node in calls[starts[block] : starts[block] + length]}
+    for within in (block_of, of_forward):
+        starts = _starts(calls, range(backward_from, len(calls)), within)
+        if all(block in starts for block in INNER):
+            break
+    else:
+        raise Unlike("a backward that reads nothing of its block")
+    length = starts[INNER[0]] - starts[INNER[-1]]
+    if length <= 0:
+        raise Unlike("the order of backwards")
+    for block in reversed(INNER):
+        yield Segment(block, "backward", starts[block], length)
+
+
+def _backward_from(joint: fx.GraphModule, calls: Sequence[fx.Node]) -> int:
+    """Returns the position of the first call that depends on a gradient from outside."""
+    arriving = {node for spec, node in inputs_of(joint) if spec.role == "tangent"}
+    first = (position for position, node in enumerate(calls) if any(operand in arriving for operand in node.all_input_nodes))
+    return next(first, len(calls))
+
+
+def _starts(calls: Sequence[fx.Node], positions: range, block_of: Mapping[fx.Node, int]) -> Mapping[int, int]:
+    """Returns block -> the first of some calls that reads something of it."""
+    first = dict[int, int]()
+    for position in positions:
+        for operand in calls[position].all_input_nodes:
+            if operand in block_of:
+                first.setdefault(block_of[operand], position)
+    return first
+
+
+def _spots(calls: Sequence[fx.Node], inner: Sequence[Segment]) -> Iterator[tuple[fx.Node, Spot]]:
+    for phase in ("forward", "backward"):
+        for segment in (segment for segment in inner if segment.phase == phase):
+            step = segment.length if phase == "forward" else -segment.length
+            for block in range(FIRST + 1):
+                if block == segment.block or block not in INNER:
+                    start = segment.start + (block - segment.block) * step
+                    for key in range(segment.length):
+                        if 0 <= start + key < len(calls):
+                            yield calls[start + key], Spot(segment.phase, block, key)
+
+
+def _code(node: fx.Node) -> tuple[Any, ...]:
+    values = pytree.tree_leaves(node.meta.get("val"))
+    shapes = [_shape(value) if isinstance(value, torch.Tensor) else repr(value) for value in values]
+    return node.op, node.target, structure(node), shapes, node.meta.get("partitioner_tag")
+
+
+def _shape(value: torch.Tensor) -> tuple[Any, ...]:
+    nbytes = value.untyped_storage().nbytes()
+    return value.dtype, value.device, value.shape, value.stride(), value.storage_offset(), nbytes, value.requires_grad
+
+
+def _same_path(one: fx.Node, other: fx.Node, blocks: Blocks) -> bool:
+    paths = [str(node.meta.get("module_path", "")) for node in (one, other)]
+    places = [blocks.paths.get(path) for path in paths]
+    if places[0] is None or places[1] is None:
+        return paths[0] == paths[1]
+    return places[1] == (places[0][0] + 1, places[0][1])
+
+
+def _number(node: fx.Node) -> int:
+    return int(node.meta.get("seq_nr", -1))
+
+
+def _read(one: fx.Node, other: fx.Node, spots: Mapping[fx.Node, Spot]) -> Read:
+    """Returns what a call of any block reads, given what that of each inner block reads. Raises Unlike."""
+    if one is other:
+        if one in spots and spots[one].phase != "input" and spots[one].block in INNER:
+            raise Unlike(f"{one.name}, which several blocks read")
+        return Read(one)
+    if one in spots and other in spots:
+        here, there = spots[one], spots[other]
+        if (here.phase, here.key, here.block + 1) == (there.phase, there.key, there.block):
+            return Read(None, here.phase, here.block - INNER[0], here.key)
+    raise Unlike(f"{one.name} and {other.name}, which are read alike")
+
+
+def _results(
+    joint: fx.GraphModule, inputs: Mapping[fx.Node, InputSpec], blocks: Blocks, spots: Mapping[fx.Node, Spot]
+) -> dict[tuple[str, Hashable], Read]:
+    """Returns what the inner blocks return for their inputs: gradients and new versions. Raises Unlike."""
+    returned: dict[int, dict[tuple[str, Hashable], fx.Node]] = {block: {} for block in INNER}
+    for spec, node in outputs_of(joint):
+        block, key = blocks.own.get(spec.index, (-1, None)) if spec.kind != "output" else (-1, None)
+        if block in INNER:
+            returned[block][spec.kind, key] = node
+    first, other = (returned[block] for block in INNER)
+    if first.keys() != other.keys():
+        raise Unlike("results of blocks")
+    return {about: _read(node, other[about], spots) for about, node in first.items()}

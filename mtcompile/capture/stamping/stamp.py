@@ -1,0 +1,215 @@
+"""Writes the joint graph of a whole model, given one in which only some of its equal blocks are traced."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from torch import fx
+
+from mtcompile.capture.stamping.blocks import FIRST, INNER, TRACED, Blocks
+from mtcompile.capture.stamping.segments import Phase, Read, Segment, Segments, Unlike, segments_of
+from mtcompile.passes.step_graph import OutputSpec, inputs_of, outputs_of
+
+_NAMES_OF_MODULES = ("nn_module_stack", "fwd_nn_module_stack", "desc")  # they would be those of another block
+Side = Literal["first", "last"]  # of the blocks: a call outside of them is beside the first or beside the last
+
+
+def stamped(traced: fx.GraphModule, blocks: Blocks) -> fx.GraphModule:
+    """Returns the joint graph of the whole model, with the names that ``named`` gives. Raises Unlike where the inner blocks of
+    the traced graph are not alike, or something outside reads them in another way than the blocks beside them."""
+    try:
+        return _Stamping(traced, blocks, segments_of(traced, blocks)).whole()
+    except KeyError as error:
+        raise Unlike(f"{error}, which is missing") from None
+
+
+def named(joint: fx.GraphModule) -> fx.GraphModule:
+    """Returns a joint graph whose calls are named in their order, so that names do not tell how it was traced."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in joint.graph.nodes:
+        copies[node] = _copy(graph, node, copies.__getitem__)
+    return _module(joint, graph)
+
+
+def _copy(graph: fx.Graph, node: fx.Node, copy_of: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), copy_of)
+    name = node.name if node.op in ("placeholder", "output") else re.sub(r"_\d+$", "", node.name)
+    copy = graph.create_node(node.op, node.target, args, kwargs, name)  # with a number, if there is one of this name
+    copy.meta = dict(node.meta)
+    return copy
+
+
+def _module(joint: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    module = fx.GraphModule(joint, graph)
+    module.meta = dict(joint.meta)
+    return module
+
+
+@dataclass(slots=True)
+class _Stamping:
+    """The whole graph as it is written. ``copies``: of traced nodes that are written once. ``written``: what is at a place of
+    the whole model."""
+
+    traced: fx.GraphModule
+    blocks: Blocks
+    segments: Segments
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    written: dict[tuple[Phase, int, Hashable], fx.Node] = field(default_factory=dict)
+
+    def whole(self) -> fx.GraphModule:
+        self._write_inputs()
+        calls, inner = self.segments.calls, self.segments.inner
+        forward, backward = ([s for s in inner if s.phase == phase] for phase in ("forward", "backward"))
+        ends = [forward[0].start, forward[-1].start + forward[-1].length, len(calls)]
+        if backward:
+            ends[2:] = [backward[0].start, backward[-1].start + backward[-1].length, len(calls)]
+        self._write_outside(0, ends[0], "first")
+        self._write_blocks(forward)
+        self._write_outside(ends[1], ends[2], "last")
+        if backward:
+            self._write_blocks(backward)
+            self._write_outside(ends[3], ends[4], "first")
+        outputs = self._write_results()
+        module = _module(self.traced, self.graph)
+        specs = [spec for spec, _ in inputs_of(self.traced) if spec.role == "tangent"]
+        module.meta.update(inputs=(*self.blocks.inputs, *specs), outputs=outputs)
+        return module
+
+    def _write_inputs(self) -> None:
+        shared, own = dict[int, fx.Node](), dict[tuple[int, Hashable], fx.Node]()
+        taken = [(spec, node) for spec, node in inputs_of(self.traced) if spec.role != "tangent"]
+        for position, (spec, node) in enumerate(taken):
+            if spec.index != position or node.name != f"primals_{position + 1}":
+                raise Unlike(f"the input {node.name}")
+            if spec.index in self.blocks.own:
+                own[self.blocks.own[spec.index]] = node
+            else:
+                shared[self.blocks.shared[spec.index]] = node
+        places = {index: place for place, index in self.blocks.inputs_at.items()}
+        for spec in self.blocks.inputs:
+            block, key = places.get(spec.index, (0, None))
+            traced = shared[spec.index] if spec.index in shared else own[self.blocks.kept.template(block), key]
+            copy = self.graph.placeholder(f"primals_{spec.index + 1}")
+            copy.meta = _meta(traced)
+            if spec.index in shared:
+                self.copies[traced] = copy
+            else:
+                self.written["input", block, key] = copy
+                if not self.blocks.kept.removed(block):
+                    self.copies[traced] = copy
+        for spec, node in inputs_of(self.traced):
+            if spec.role == "tangent":
+                self.copies[node] = self.graph.placeholder(node.name)
+                self.copies[node].meta = _meta(node)
+
+    def _write_outside(self, start: int, end: int, side: Side) -> None:
+        """Copies calls between the inner blocks and the ends of the graph."""
+        for node in self.segments.calls[start:end]:
+            copy = _copy(self.graph, node, lambda operand: self._beside(operand, side))
+            copy.meta = _meta(node)
+            if "seq_nr" in node.meta:
+                copy.meta["seq_nr"] = self._number_beside(node.meta["seq_nr"], side if start else None)
+            if (place := self.blocks.paths.get(node.meta.get("module_path", ""))) is not None:
+                copy.meta["module_path"] = self.blocks.paths_at[self._block_beside(place[0], side), place[1]]
+            self.copies[node] = copy
+            if (spot := self.segments.spots.get(node)) is not None:
+                self.written[spot.phase, self.blocks.kept.in_whole(spot.block), spot.key] = copy
+
+    def _beside(self, node: fx.Node, side: Side) -> fx.Node:
+        """Returns what a call outside the inner blocks reads, if it read ``node`` where only some of them are."""
+        spot = self.segments.inner_spot(node)
+        return self.copies[node] if spot is None else self.written[spot.phase, self._block_beside(spot.block, side), spot.key]
+
+    def _block_beside(self, block: int, side: Side) -> int:
+        """Returns the number in the whole model of the block that a call outside the inner blocks has to do with."""
+        if block not in INNER:
+            return self.blocks.kept.in_whole(block)
+        if block != (INNER[0] if side == "first" else INNER[-1]):
+            raise Unlike(f"a call outside of the inner blocks that is about block {block}")
+        return block if side == "first" else self.blocks.kept.inner[-1]
+
+    def _write_blocks(self, inner: list[Segment]) -> None:
+        """Writes all blocks but the first and the last, in the order of the traced ones."""
+        numbers = self.blocks.kept.inner
+        for block in numbers if inner[0].block == INNER[0] else reversed(numbers):
+            template = next(segment for segment in inner if segment.block == self.blocks.kept.template(block))
+            for key in range(template.length):
+                node = self.segments.calls[template.start + key]
+                reads = iter(self.segments.reads[template.phase, key])
+                copy = _copy(self.graph, node, lambda _: self._read(next(reads), block))  # noqa: B023
+                copy.meta = _meta(node)
+                self._place(copy, (template.phase, key), block - template.block)
+                self.written[template.phase, block, key] = copy
+
+    def _place(self, copy: fx.Node, place: tuple[Phase, Hashable], later: int) -> None:
+        """Marks a copy with the module path and sequence number that it has ``later`` blocks after the traced one."""
+        if place in self.segments.numbered:
+            copy.meta["seq_nr"] += later * self.segments.numbers
+        elif "seq_nr" in copy.meta:
+            copy.meta["seq_nr"] = self._number_beside(copy.meta["seq_nr"], "first")
+        if (path := self.blocks.paths.get(copy.meta.get("module_path", ""))) is not None:
+            block = path[0] + later
+            copy.meta["module_path"] = self.blocks.paths_at[block, path[1]]
+
+    def _read(self, read: Read, block: int) -> fx.Node:
+        return self.copies[read.shared] if read.shared is not None else self.written[read.phase, block + read.later, read.key]
+
+    def _number_beside(self, number: int, side: Side | None) -> int:
+        """Returns the sequence number of a call outside the inner blocks, after those that are written between."""
+        highest = self.segments.highest
+        added = (self.blocks.kept.count - TRACED) * self.segments.numbers
+        if side is None:
+            return number
+        if side == "last":
+            return number + added if number > highest[-2] else number
+        if highest[-2] < number <= highest[-1]:
+            raise Unlike("a sequence number of another block")
+        return number + added if number > highest[-1] else number
+
+    def _write_results(self) -> tuple[OutputSpec, ...]:
+        """Writes the results: new versions, outputs and gradients, each kind in the order of the inputs."""
+        results = [*self._mutations_and_gradients(), *self._outputs()]
+        order = {"mutation": 0, "output": 1, "grad": 2}
+        results.sort(key=lambda result: (order[result[0].kind], result[0].index))
+        traced = [(order[spec.kind], spec.index) for spec, _ in outputs_of(self.traced)]
+        if traced != sorted(traced):
+            raise Unlike("results in another order")
+        output = self.graph.output(tuple(node for _, node in results))
+        output.meta = _meta(self.traced.graph.output_node())
+        return tuple(spec for spec, _ in results)
+
+    def _outputs(self) -> Iterator[tuple[OutputSpec, fx.Node]]:
+        for spec, node in outputs_of(self.traced):
+            if spec.kind == "output":
+                yield spec, self._beside(node, "last")
+
+    def _mutations_and_gradients(self) -> Iterator[tuple[OutputSpec, fx.Node]]:
+        own, inputs = self.blocks.own, self.blocks.inputs
+        for spec, node in outputs_of(self.traced):
+            if spec.kind == "output":
+                continue
+            if spec.index not in own:
+                spot = self.segments.inner_spot(node)
+                side: Side = "first" if spot is not None and spot.phase == "backward" else "last"
+                index = self.blocks.shared[spec.index]
+                yield replace(spec, index=index, name=inputs[index].name), self._beside(node, side)
+                continue
+            traced, key = own[spec.index]
+            if traced not in INNER:
+                results = [(self.blocks.kept.in_whole(traced), self._beside(node, "first" if traced < FIRST else "last"))]
+            elif traced == INNER[-1]:
+                read = self.segments.results[spec.kind, key]
+                results = [(block, self._read(read, block)) for block in self.blocks.kept.inner]
+            else:
+                continue
+            for block, result in results:
+                index = self.blocks.inputs_at[block, key]
+                yield replace(spec, index=index, name=inputs[index].name), result
+
+
+def _meta(node: fx.Node) -> dict[str, Any]:
+    return {key: value for key, value in node.meta.items() if key not in _NAMES_OF_MODULES}

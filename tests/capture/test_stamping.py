@@ -1,0 +1,249 @@
+"""Of equal blocks a few are traced: the graph is the one that tracing all of them gives, and what is not equal is traced."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import mtcompile
+from mtcompile import torch_private
+from mtcompile.capture import joint as joint_module
+from mtcompile.capture.stamping.blocks import TRACED
+from mtcompile.capture.tracing import trace_joint
+from mtcompile.models.decoders import Decoder, Shape
+from mtcompile.passes.graph_json import graph_to_json
+
+BLOCKS, WIDTH = 6, 8
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Stack(nn.Module):
+    """A stem, blocks and a head; subclasses say what a block does."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block, count: int = BLOCKS) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.through(self.stem(x))).square().mean()
+
+    def through(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = self.run(number, block, x)
+        return x
+
+    def run(self, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x)
+
+
+class Checkpointed(Stack):
+    def run(self, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=False)
+
+
+class InPlace(Stack):
+    def run(self, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        y = block(x)
+        y *= 0.5
+        y += x
+        return y
+
+
+class ConvBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(5, 5, 3, padding=1), nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.relu(self.norm(self.conv(x)))
+
+
+class Shifted(Stack):
+    """Every block reads one table, which is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(5, WIDTH))
+
+    def run(self, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x + self.table.sin())
+
+
+class Frozen(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.requires_grad_(False)
+
+
+class FirstTied(Stack):
+    """The head reads a weight of the first block too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) + self.blocks[0].up.weight.square().mean()).square()
+
+
+class Alternating(Stack):
+    def run(self, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x) if number % 2 else block(x.tanh())
+
+
+class EncoderDecoder(nn.Module):
+    """All blocks of the decoder read what the encoder makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = Stack(), Stack()
+
+    def forward(self, x: Tensor) -> Tensor:
+        encoded, decoded = self.encoder.through(x), x
+        for block in self.decoder.blocks:
+            decoded = block(decoded) + block.norm(encoded)
+        return decoded.square().mean()
+
+
+class Scaled(Stack):
+    def run(self, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x) * (number + 1)
+
+
+class AllRead(Stack):
+    """The loss reads what each block makes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        results = [x]
+        for block in self.blocks:
+            results.append(block(results[-1]))
+        return torch.stack(results).square().mean()
+
+
+class MiddleTied(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.blocks[BLOCKS // 2].up.weight.square().mean()
+
+
+class OneBlock(Stack):
+    """The same block again and again."""
+
+    def run(self, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        return self.blocks[0](x)
+
+
+class OneDiffers(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[BLOCKS // 2].drop.p = 0.2
+
+
+class OneFrozen(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[BLOCKS // 2].up.weight.requires_grad_(False)
+
+
+STAMPED: dict[str, Callable[[], nn.Module]] = {
+    "plain": Stack,
+    "checkpointed": Checkpointed,
+    "in place": InPlace,
+    "batch norm": lambda: Stack(ConvBlock),
+    "a table of all": Shifted,
+    "frozen": Frozen,
+    "first tied": FirstTied,
+    "alternating": lambda: Alternating(count=12),
+    "two stacks": EncoderDecoder,
+}
+WHOLE: dict[str, Callable[[], nn.Module]] = {
+    "scaled by number": Scaled,
+    "all read": AllRead,
+    "middle tied": MiddleTied,
+    "one block": OneBlock,
+    "one differs": OneDiffers,
+    "one frozen": OneFrozen,
+}
+
+
+def graph_of(model: nn.Module, repeated: tuple[str, int] | None = None, **data: Tensor) -> dict[str, Any]:
+    """The normalized joint graph as data, in which sequence numbers are counted from 0."""
+    torch.compiler.reset()
+    graph: dict[str, Any] = json.loads(graph_to_json(trace_joint(model, data, repeated=repeated)[0]))
+    metas = [node["meta"] for node in graph["nodes"] if "seq_nr" in node["meta"]]
+    ranks = {number: rank for rank, number in enumerate(sorted({meta["seq_nr"] for meta in metas}))}
+    for meta in metas:
+        meta["seq_nr"] = ranks[meta["seq_nr"]]
+    return graph
+
+
+def trace_whole(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(joint_module, "shortened", lambda description, path_of: None)
+
+
+@pytest.fixture
+def inputs_traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many inputs the graphs have that torch traces."""
+    counts: list[int] = []
+    plain = torch_private.export_joint
+    monkeypatch.setattr(torch_private, "export_joint", lambda *args: (counts.append(len(args[2])), plain(*args))[1])
+    return counts
+
+
+@pytest.mark.parametrize("case", [*STAMPED, *WHOLE])
+def test_the_graph_is_that_of_all_blocks(case: str, inputs_traced: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {**STAMPED, **WHOLE}[case]()
+    x = torch.randn(2, 5, WIDTH)
+    some = graph_of(model, x=x)
+    most = max(inputs_traced)
+    trace_whole(monkeypatch)
+    inputs_traced.clear()
+    assert some == graph_of(model, x=x)
+    assert (most < inputs_traced[0]) == (case in STAMPED)
+
+
+def test_blocks_are_stamped_under_autocast_and_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Stack(), torch.randn(2, 5, WIDTH)
+
+    def both() -> list[dict[str, Any]]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            cast = graph_of(model, x=x)
+        with torch.no_grad():
+            return [cast, graph_of(model, x=x)]
+
+    some = both()
+    trace_whole(monkeypatch)
+    assert some == both()
+
+
+def test_a_decoder_is_stamped_by_the_names_of_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(16, 32, BLOCKS, 2, 1, 64, head_dim=8, tied=True)
+    data = {"tokens": torch.zeros(2, 6, dtype=torch.int64), "targets": torch.ones(2, 6, dtype=torch.int64)}
+    some = graph_of(Decoder(shape.shortened(TRACED)), ("blocks", BLOCKS), **data)
+    trace_whole(monkeypatch)
+    assert some == graph_of(Decoder(shape), **data)
+
+
+def test_a_stamped_step_is_bit_equal() -> None:
+    torch.manual_seed(0)
+    plain, x = Stack(), torch.randn(2, 5, WIDTH)
+    compiled = Stack()
+    compiled.load_state_dict(plain.state_dict())
+    program = mtcompile.compile(compiled, memory="64KiB")
+    for model in (plain, program):
+        torch.manual_seed(1)
+        model(x).backward()
+    for (name, one), other in zip(plain.named_parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad), name
