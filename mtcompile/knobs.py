@@ -37,7 +37,7 @@ def cuda_graphs() -> bool:
 
 
 def measured() -> bool:
-    """MT_MEASURED=0: plan by formulas, whatever ``calibrate`` has measured on this machine."""
+    """MT_MEASURED=0: plan by presets and formulas, whatever ``doctor`` and ``calibrate`` have measured on this machine."""
     return os.environ.get("MT_MEASURED", "1") not in ("", "0")
 
 

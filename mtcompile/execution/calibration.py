@@ -68,11 +68,11 @@ def as_measured(machine: Machine, times: Times | None) -> Machine:
         took, formula = sum(us for us, _ in telling), sum(formula for _, formula in telling)
         if took > 0 and formula > 0:
             scale[queue] = took / formula
-    return replace(machine, name=f"{machine.name} as measured", measured=Measured(kernels, scale))
+    return replace(machine, name=f"{machine.name}, calibrated", measured=Measured(kernels, scale))
 
 
 def speeds(device: Device, options: Options) -> Machine:
-    """Returns the machine by its preset or throttle alone, without measured times."""
+    """Returns the machine by its throttle, doctor or preset, without the times of kernels."""
     if options.throttle is not None:
         return replace(options.throttle, name=f"{options.throttle.name}, emulated", fuses=options.fuses)
     return machine_of(device.where, options.fuses, device.staging is not None)

@@ -172,7 +172,9 @@ def show(report: Report, console: Console) -> None:
         if value is not None:
             console.print(Text(f"{name}={value} is set: {meaning}"))
     if report.file:
-        console.print(Text(f'remembered in {report.file}: mtcompile plan MODEL --machine this, machine="this"'))
+        console.print(
+            Text(f"remembered in {report.file}: compile plans with it, and so does mtcompile plan MODEL --machine this")
+        )
 
 
 def _table(*headers: str) -> Table:

@@ -44,9 +44,14 @@ _STAGED_GBPS = 6.0  # of copies through pageable memory: one thread copies into 
 
 
 def machine_of(where: torch.device, fuses: bool, staged: bool) -> Machine:
-    """Returns the machine that plans for a device assume. ``fuses``: kernels are Inductor's; ``staged``: host memory could not
-    be pinned, so copies go through a ring of pinned chunks."""
-    machine = Machine() if where.type == "cpu" else _accelerator(where)
+    """Returns the machine that plans for a device assume: as ``mtcompile doctor`` measured it last; by its preset if it did not,
+    or with MT_MEASURED=0. ``fuses``: kernels are Inductor's; ``staged``: host memory could not be pinned, so copies go through
+    a ring of pinned chunks."""
+    machine = _measured_before(where) if knobs.measured() else None
+    if machine is not None:
+        machine = replace(machine, name=f"{machine.name}, measured by doctor")
+    else:
+        machine = Machine() if where.type == "cpu" else _accelerator(where)
     if staged:
         machine = replace(
             machine,
@@ -84,13 +89,19 @@ def named(machine: str | Machine) -> Machine:
 def this() -> Machine:
     """Returns this machine as measured last, or else measures it, which takes seconds."""
     device = choose(None)
-    path = cache.machine_path(identity(device.where))
-    with suppress(ValueError):
-        if path is not None and path.exists():
-            return _from_file(path)
+    if (known := _measured_before(device.where)) is not None:
+        return known
     measured = measure(device, QUICK, scratch_folder())
     remember(device.where, measured)
     return measured.machine
+
+
+def _measured_before(where: torch.device) -> Machine | None:
+    """Reads the machine that ``remember`` wrote last; None if there is none or it cannot be read."""
+    path = cache.machine_path(identity(where))
+    with suppress(ValueError):
+        return _from_file(path) if path is not None and path.exists() else None
+    return None
 
 
 def remember(where: torch.device, measured: MeasuredMachine) -> Path | None:

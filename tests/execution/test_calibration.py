@@ -16,7 +16,8 @@ import mtcompile
 from mtcompile import api, cache
 from mtcompile.execution import calibration
 from mtcompile.execution.calibration import as_measured
-from mtcompile.machine.presets import machine_of, named
+from mtcompile.machine.measure import MeasuredMachine
+from mtcompile.machine.presets import machine_of, remember, named
 from mtcompile.passes.analysis.cost import Machine, Measured, formula_us, kernel_digest, kernel_us
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.planning import candidates
@@ -102,7 +103,7 @@ def test_factors_are_sums_over_sums_and_short_copies_tell_nothing() -> None:
         "d2h": {"8": (9.0, 1.0)},
     }
     machine = as_measured(Machine(), times)
-    assert machine.name == "emulated as measured" and machine.measured is not None
+    assert machine.name == "emulated, calibrated" and machine.measured is not None
     assert machine.measured.kernels == {"a": 30.0, "b": 10.0}
     assert machine.measured.scale == {"compute": 1.0, "h2d": 3.0}
     assert as_measured(Machine(), None) == Machine()
@@ -120,7 +121,7 @@ def test_predictions_are_close_after_calibration() -> None:
     assert outcome.predicted_us < 0.3 * outcome.measured_us
     _, second = run(gpt(), **options)
     assert second.plan.step_time_us == outcome.fitted_us == pytest.approx(outcome.measured_us, rel=0.05)
-    assert second.plan.machine == "emulated as measured" and second.plan.decisions == first.plan.decisions
+    assert second.plan.machine == "emulated, calibrated" and second.plan.decisions == first.plan.decisions
     assert "5.00" in str(outcome) and "later plans count on it" in str(outcome)
 
     again = run(gpt(), 2, **options)[1]
@@ -148,6 +149,30 @@ def test_bits_stay_the_same_and_the_same_times_give_the_same_plan(monkeypatch: p
     for file in folder.glob("times/*.json"):
         file.write_text(json.dumps({"compute": {"a": [-1.0, 1.0]}}))
     assert run(model, memory=memory)[1].plan == before
+
+
+def test_compile_plans_with_the_speeds_that_doctor_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"memory": "64MiB", "policy": "megatrain"}
+    assert run(gpt(), **options)[1].plan.machine == "emulated"
+    here = torch.device("cpu")
+    remember(here, MeasuredMachine(Machine("this one", h2d_gbps=0.5, d2h_gbps=0.25), ()))
+    measured = run(gpt(), **options)[1]
+    assert measured.plan.machine == "this one, measured by doctor"
+    assert "plan for this one, measured by doctor" in str(measured.plan)
+    copies = [i for i in measured.schedule.instructions if i.op == "copy"]
+    slow = Machine(h2d_gbps=0.5, d2h_gbps=0.25)
+    assert copies and all(i.time_us == slow.copy_us(i.nbytes, i.queue) for i in copies)
+    inject(measured)
+    measured.calibrate()
+    assert run(gpt(), **options)[1].plan.machine == "this one, measured by doctor, calibrated"
+
+    monkeypatch.setenv("MT_MEASURED", "0")
+    assert run(gpt(), **options)[1].plan.machine == "emulated"
+    monkeypatch.delenv("MT_MEASURED")
+    path = remember(here, MeasuredMachine(Machine("broken"), ()))
+    assert path is not None
+    path.write_text("{")
+    assert run(gpt(), **options)[1].plan.machine == "emulated"
 
 
 def test_times_are_of_one_machine_and_one_kind_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ def test_predictions_are_measured_and_judged(monkeypatch: pytest.MonkeyPatch, tm
         predictions.measure(predictions.Config("tiny", 1, gbps, calibrates), steps=1, warmups=1)
         for gbps, calibrates in ((0.5, True), (1.0, False), (0.0, True), (0.0, False))
     ]
-    assert [row["planned_for"] for row in rows] == ["slow, emulated"] * 2 + ["emulated", "emulated as measured"]
+    assert [row["planned_for"] for row in rows] == ["slow, emulated"] * 2 + ["emulated", "emulated, calibrated"]
     assert all(row["measured_ms"] > 0 and row["predicted_peak_bytes"] >= row["measured_peak_bytes"] > 0 for row in rows)
     assert "calibrated emulated" in rows[2]["calibration"] and list(tmp_path.glob("times/*"))
 
