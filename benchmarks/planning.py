@@ -1,6 +1,9 @@
 """How long planning takes, and how much memory: each case in a process of its own, from nothing.
 
-python -m benchmarks.planning --json out.json
+    python -m benchmarks.planning --json out.json
+    python -m benchmarks.planning --growth --json out.json    # against blocks, experts and the operations of a block
+
+Seconds are of the processor, of all threads, with the import of torch: other work on the machine changes them less.
 """
 
 from __future__ import annotations
@@ -8,10 +11,18 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import resource
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.run import about
 
 CASES: dict[str, dict[str, Any]] = {
     "7b-h200": {"model": "qwen2.5-7b", "batch": 16, "seq": 4096, "machine": "h200-sxm", "precision": "bf16-master32"},
@@ -27,41 +38,129 @@ CASES: dict[str, dict[str, Any]] = {
         "update": "backward",
     },
 }
+WIDTH = 2048
+GROWTH = {"blocks": (8, 16, 32, 64, 128), "experts": (8, 16, 32, 64, 128), "layers of a block": (4, 8, 16, 32)}
+
+
+class Experts(nn.Module):
+    """A block of which each expert, a module with parameters of its own, computes an equal share of the tokens."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.norm(x).chunk(len(self.experts))
+        return x + torch.cat([F.silu(expert(part)) for expert, part in zip(self.experts, parts, strict=True)])
+
+
+class Layers(nn.Module):
+    """A block of ``count`` layers, one after the other."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        for layer in self.layers:
+            h = F.silu(layer(h))
+        return x + h
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def stack_of(what: str, count: int) -> Stack:
+    """Builds a model with ``count`` of what is counted, and eight blocks where those are not what is counted."""
+    if what == "blocks":
+        return Stack([Layers(4) for _ in range(count)])
+    return Stack([(Experts if what == "experts" else Layers)(count) for _ in range(8)])
 
 
 def measured(case: str) -> dict[str, Any]:
-    """Seconds with the import of torch, resident bytes at most, and what was planned."""
-    start = time.perf_counter()
+    """Processor seconds with the import of torch, resident bytes at most, and what was planned."""
     import mtcompile
 
-    made = mtcompile.plan(**CASES[case])
-    seconds = time.perf_counter() - start
-    found = json.loads(made.to_json())
-    keep = ["feasible", "parameters", "state_bytes", "peak_bytes", "budget_bytes"]
-    keep += ["step_time_us", "update_us", "limiting_resource"]
+    row = _planned(mtcompile.plan, **CASES[case])
+    return {"case": case, **CASES[case], **row}
+
+
+def measured_growth(what: str, count: int) -> dict[str, Any]:
+    """As ``measured``, of a made-up model in half of the memory that it needs to keep everything."""
+    import mtcompile
+
+    def model() -> tuple[nn.Module, dict[str, Tensor]]:
+        return stack_of(what, count), {"x": torch.zeros(4096, WIDTH)}
+
+    row = _planned(mtcompile.plan, model=model, machine="rtx4090", memory=_half(count, what), update="backward")
+    return {"what": what, "count": count, **row}
+
+
+def _half(count: int, what: str) -> int:
+    """Half of the bytes of the weights, gradients and AdamW's state, and 2 GB."""
+    layers = 4 * count if what == "blocks" else 8 * count
+    return layers * WIDTH * WIDTH * 16 // 2 + 2 * 10**9
+
+
+def _planned(plan: Any, **arguments: Any) -> dict[str, Any]:
+    """Plans from nothing. Returns processor seconds, and how many had passed when the step was captured."""
+    captured: list[float] = []
+
+    def progress(text: str, done: int, total: int) -> None:
+        if text == "planning" and not captured:
+            captured.append(time.process_time())
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MT_CACHE"] = folder
+        forecast = plan(**arguments, progress=progress)
+        seconds = time.process_time()
+    planned = json.loads(forecast.to_json())
+    columns = ["feasible", "parameters", "state_bytes", "peak_bytes", "budget_bytes"]
+    columns += ["step_time_us", "update_us", "limiting_resource"]
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"case": case, **CASES[case], "seconds": seconds, "rss_bytes": rss} | {key: found[key] for key in keep}
+    times = {"processor_s": seconds, "captured_after_s": captured[0] if captured else None}
+    return {**times, "rss_bytes": rss} | {key: planned[key] for key in columns}
+
+
+def line(row: dict[str, Any]) -> str:
+    """Formats a row for people."""
+    name = row["case"] if "case" in row else f"{row['count']} {row['what']}"
+    captured = "" if row["captured_after_s"] is None else f" ({row['captured_after_s']:.1f} s until captured)"
+    return (
+        f"{name}: {row['parameters'] / 1e9:.1f}B parameters planned in {row['processor_s']:.1f} s{captured} and "
+        f"{row['rss_bytes'] / 2**30:.2f} GiB; {'fits' if row['feasible'] else 'does not fit'}, "
+        f"{row['step_time_us'] / 1e6:.2f} s a step, limited by {row['limiting_resource']}"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=CASES, help="only this one; may be repeated")
+    parser.add_argument("--growth", action="store_true", help="made-up models with more and more blocks, experts and layers")
     parser.add_argument("--json", type=Path, help="where the raw results go")
     options = parser.parse_args()
-    found = []
-    for case in options.case or CASES:
+    if options.growth:
+        tasks = [(measured_growth, (what, count)) for what, counts in GROWTH.items() for count in counts]
+    else:
+        tasks = [(measured, (case,)) for case in options.case or CASES]
+    rows = []
+    for task, arguments in tasks:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            found.append(pool.apply(measured, (case,)))
-        row = found[-1]
-        print(
-            f"{case}: {row['parameters'] / 1e9:.1f}B parameters planned in {row['seconds']:.1f} s and "
-            f"{row['rss_bytes'] / 2**30:.2f} GiB; {'fits' if row['feasible'] else 'does not fit'}, "
-            f"{row['step_time_us'] / 1e6:.1f} s a step, state {row['state_bytes'] / row['parameters']:.2f} B a parameter, "
-            f"limited by {row['limiting_resource']}",
-            flush=True,
-        )
+            rows.append(pool.apply(task, arguments))
+        print(line(rows[-1]), flush=True)
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+        options.json.write_text(json.dumps({"about": about(), "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

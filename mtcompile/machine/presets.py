@@ -44,9 +44,9 @@ _STAGED_GBPS = 6.0  # of copies through pageable memory: one thread copies into 
 
 
 def machine_of(where: torch.device, fuses: bool, staged: bool) -> Machine:
-    """Returns the machine that plans for a device assume: as ``mtcompile doctor`` measured it last; by its preset if it did not,
-    or with MT_MEASURED=0. ``fuses``: kernels are Inductor's; ``staged``: host memory could not be pinned, so copies go through
-    a ring of pinned chunks."""
+    """Returns the machine that plans for a device assume: as ``mtcompile doctor`` measured it last, else by its preset; always
+    by its preset with MT_MEASURED=0. ``fuses``: kernels are Inductor's; ``staged``: host memory could not be pinned, so copies
+    go through a ring of pinned chunks."""
     machine = _measured_before(where) if knobs.measured() else None
     if machine is not None:
         machine = replace(machine, name=f"{machine.name}, measured by doctor")

@@ -17,7 +17,7 @@ from mtcompile import api, cache
 from mtcompile.execution import calibration
 from mtcompile.execution.calibration import as_measured
 from mtcompile.machine.measure import MeasuredMachine
-from mtcompile.machine.presets import machine_of, remember, named
+from mtcompile.machine.presets import machine_of, named, remember
 from mtcompile.passes.analysis.cost import Machine, Measured, formula_us, kernel_digest, kernel_us
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.planning import candidates
