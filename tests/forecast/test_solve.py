@@ -46,7 +46,7 @@ def test_it_plans_what_compile_then_runs() -> None:
     assert forecast.state_bytes >= compiled.memory_report()["state_bytes"]
 
 
-SMALL = Shape(128, 384, 2, 2, 1, 1024, head_dim=64, dtype=torch.float32)
+SMALL = Shape(128, 384, 1, 2, 1, 1024, head_dim=64, dtype=torch.float32)
 
 
 def small(batch: int, seq: int) -> Any:
