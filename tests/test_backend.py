@@ -26,7 +26,7 @@ def gpt() -> tuple[nn.Module, torch.Tensor]:
 
 def short_gpt() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    return Gpt(layers=4), tokens(8)
+    return Gpt(layers=2), tokens(8)
 
 
 def vit() -> tuple[nn.Module, torch.Tensor]:
@@ -123,7 +123,7 @@ def test_every_budget_from_floor_to_resident_is_met_with_equal_bits(make: Any, o
 
 def test_graph_breaks_and_five_batch_sizes_give_equal_bits() -> None:
     torch.manual_seed(0)
-    model = Gpt(layers=4, breaks=(0, 2))
+    model = Gpt(layers=3, breaks=(0, 1))
     batches = [tokens(n) for n in (4, 4, 6, 2, 8, 4, 5, 6)]
     plain = copy.deepcopy(model)
     expected, _ = train(plain, plain, batches)
@@ -159,7 +159,7 @@ def test_an_earlier_graph_makes_room_by_running_again(monkeypatch: pytest.Monkey
 
 
 def test_inference_and_training_share_a_callable() -> None:
-    model, batch = gpt()
+    model, batch = short_gpt()
     plain = copy.deepcopy(model)
     call = compiled(model)
     for part in (model, plain):

@@ -50,7 +50,7 @@ def rows(compiled: Any) -> list[str]:
 
 def test_the_second_run_does_not_search(searches: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = Gpt(layers=3)
+    model = Gpt(layers=2)
     monkeypatch.setenv("MT_CACHE", "0")
     memory = int(minimum_bytes(model, {"tokens": tokens(4)}) * 1.2)
     assert not list(tmp_path.iterdir())
@@ -76,7 +76,7 @@ def test_the_second_run_does_not_search(searches: list[int], monkeypatch: pytest
 
 def test_a_search_serves_every_budget(searches: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = Gpt(layers=2)
+    model = Gpt(layers=1)
     with monkeypatch.context() as patched:
         patched.setenv("MT_CACHE", "0")
         least = minimum_bytes(model, {"tokens": tokens(4)})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from mtcompile.cli.app import app
+from mtcompile.models.decoders import SHAPES
 from mtcompile.passes.planning.policies import POLICIES
 
 pytestmark = pytest.mark.slow  # it compiles many models
@@ -19,8 +21,9 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_the_command_plans_shapes_factories_and_configurations(tmp_path: Path) -> None:
-    code, text = run("gpt-11m", "--batch", "2", "--seq", "64", "--memory", "60MiB", "--json", "--policy", "all")
+def test_the_command_plans_shapes_factories_and_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "gpt-11m", replace(SHAPES["gpt-11m"], layers=2))
+    code, text = run("gpt-11m", "--batch", "2", "--seq", "64", "--memory", "30MiB", "--json", "--policy", "all")
     printed = json.loads(text)
     assert code == 0 and printed["feasible"] and {row["policy"] for row in printed["rows"]} == set(POLICIES)
     for key in ("parameters", "state_bytes", "budget_bytes", "peak_bytes", "minimum_device_bytes", "step_time_us"):

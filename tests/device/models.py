@@ -30,7 +30,7 @@ def make(name: str) -> tuple[nn.Module, dict[str, Any]]:
     """A model on the host and its inputs."""
     torch.manual_seed(0)
     if name == "decoder":
-        model = build(Shape(32, 64, 3, 4, 2, 128, head_dim=8, dtype=torch.float32), torch.device("cpu"))
+        model = build(Shape(32, 64, 2, 4, 2, 128, head_dim=8, dtype=torch.float32), torch.device("cpu"))
         tokens = torch.randint(0, 128, (2, 2, 16))
         return model, {"tokens": tokens[0], "targets": tokens[1]}
     if name == "dropping":

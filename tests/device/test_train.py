@@ -24,7 +24,7 @@ from tests.device.reference import compare, on
 from tests.device.second import LateCopies
 from tests.helpers.training import adamw, loss_of
 
-MODELS = ("decoder", "dropping", "tied", "cnn", "chain")
+MODELS = ("decoder", "dropping", "cnn", *(pytest.param(name, marks=pytest.mark.long) for name in ("tied", "chain")))
 
 
 def floor(model: nn.Module, data: dict[str, Any], device: torch.device) -> int:
@@ -288,7 +288,7 @@ def late(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[LateCopi
     return drivers
 
 
-@pytest.mark.parametrize("name", ["decoder", "cnn", "dropping"])
+@pytest.mark.parametrize("name", ["decoder", "cnn", pytest.param("dropping", marks=pytest.mark.long)])
 def test_bits_are_equal_when_copies_come_as_late_as_their_events_permit(
     name: str, device: torch.device, late: list[LateCopies]
 ) -> None:

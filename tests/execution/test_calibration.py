@@ -45,7 +45,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def gpt() -> torch.nn.Module:
     torch.manual_seed(0)
-    return Gpt(layers=3)
+    return Gpt(layers=2)
 
 
 def run(model: torch.nn.Module, steps: int = 1, **options: Any) -> tuple[list[Any], Any]:

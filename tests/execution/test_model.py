@@ -24,7 +24,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-_LONG = ("t5", "gpt2", "cnn", "chain", "constants")  # other tests of these run in any case
+_LONG = ("t5", "gpt2", "llama", "chain", "constants")  # other tests of these run in any case
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in _LONG)) for n in CASES])
@@ -51,9 +51,11 @@ def test_optimizers_step_as_they_do_alone(name: str) -> None:
     assert same(expected, actual)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3))])
-def test_delays_and_poison_change_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, data = make("gpt2")
+@pytest.mark.parametrize(
+    ("name", "seed"), [("cnn", 0), *(pytest.param("gpt2", seed, marks=pytest.mark.long) for seed in range(4))]
+)
+def test_delays_and_poison_change_nothing(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = make(name)
     plain = copy.deepcopy(model)
     expected = train(plain, adamw(plain.parameters()), data)
     monkeypatch.setenv("MT_CHECK", "1")

@@ -29,7 +29,7 @@ def data() -> dict[str, torch.Tensor]:
 
 def small() -> torch.nn.Module:
     torch.manual_seed(0)
-    return Gpt(layers=3)
+    return Gpt(layers=2)
 
 
 def run(model: torch.nn.Module, memory: int | None, kernels: str) -> tuple[Any, Any]:

@@ -77,7 +77,7 @@ def same_masters(model: Any, expected: dict[str, Tensor]) -> bool:
     return masters.keys() == expected.keys() and all(torch.equal(masters[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("steps", [6, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [6, pytest.param(200, marks=pytest.mark.long)])
 def test_masters_are_those_of_a_plain_reference(steps: int) -> None:
     """Losses, masters and the bf16 weights, bit for bit; and near torch's own AdamW on fp32 weights fed the same gradients."""
     model = made()
@@ -257,7 +257,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+_LONG = ("adamw-foreach", "sgd-momentum")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in _LONG)) for n in OPTIMIZERS])
 def test_each_optimizer_is_near_torch_on_fp32_weights(name: str) -> None:
     model = made()
     fp32 = copy.deepcopy(model)

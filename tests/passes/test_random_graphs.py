@@ -70,17 +70,21 @@ OPERATION = st.tuples(st.sampled_from([*UNARY, *WEIGHTED, *BINARY]), st.integers
 WORKSPACES = EagerKernels(torch.device("cpu")).workspace
 
 
-@settings(
-    max_examples=25,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.generate],  # shrinking takes minutes
-    derandomize=True,
-    database=None,
-)
-@given(operations=st.lists(OPERATION, min_size=3, max_size=14), layered=st.booleans(), data=st.data())
-def test_random_graphs_under_random_plans(operations: Any, layered: bool, data: Any) -> None:
-    """25 graphs, a plan each."""
+@pytest.mark.parametrize("graphs", [12, pytest.param(50, marks=pytest.mark.long)])
+def test_random_graphs_under_random_plans(graphs: int) -> None:
+    """A plan each."""
+    drawn = given(operations=st.lists(OPERATION, min_size=3, max_size=14), layered=st.booleans(), data=st.data())
+    settings(
+        max_examples=graphs,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],  # shrinking takes minutes
+        derandomize=True,
+        database=None,
+    )(drawn(same_bits_within_the_plan))()
+
+
+def same_bits_within_the_plan(operations: Any, layered: bool, data: Any) -> None:
     model = RandomModel(operations, layered)
     traced = trace(model, {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(1))})
     expected = interpret(traced.step, traced.inputs)

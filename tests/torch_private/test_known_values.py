@@ -135,7 +135,7 @@ class Selecting(nn.Module):
 
 
 @pytest.mark.parametrize("way", MASKED)
-@pytest.mark.parametrize("policy", ["fastest", "checkpoint-all"])
+@pytest.mark.parametrize("policy", [pytest.param("fastest", marks=pytest.mark.long), "checkpoint-all"])
 def test_shapes_that_a_mask_of_the_inputs_decides(way: str, policy: str) -> None:
     plain = Selecting(way)
     model = mtcompile.compile(copy.deepcopy(plain), memory="1GiB", policy=policy)

@@ -66,7 +66,7 @@ def test_recurrent_layers(layer: Any) -> None:
             return output.square().sum()  # type: ignore[no-any-return]
 
     torch.manual_seed(0)
-    x = torch.randn(7, 3, 12)
+    x = torch.randn(4, 3, 12)
     if layer is nn.LSTM:
         with pytest.raises(mtcompile.CaptureError, match=r"(?s)mkldnn_rnn_layer\.default keeps.* in forward: .*set_flags"):
             mtcompile.compile(Recurrent(), memory="1GiB")(x)

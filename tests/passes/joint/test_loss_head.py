@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from typing import Any
 
@@ -16,8 +17,8 @@ from mtcompile.passes.graph_json import graph_from_json, graph_to_json
 from mtcompile.passes.joint.build import build
 from mtcompile.passes.joint.loss_head import chunk_loss
 from mtcompile.passes.step_graph import listing
-from tests.helpers.models import Gpt, make, tokens
-from tests.helpers.tracing import interpret, trace
+from tests.helpers.models import Gpt, tokens
+from tests.helpers.tracing import interpret, trace, traced_case
 
 pytestmark = pytest.mark.slow  # it compiles many models
 
@@ -47,9 +48,13 @@ def data(vocabulary: int = 60, rows: int = 10) -> dict[str, torch.Tensor]:
     return {"tokens": torch.randint(0, vocabulary, (3, rows), generator=generator), "labels": labels}
 
 
-@pytest.mark.parametrize("chunks", [2, 4, 7, 30, 99])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+_CASES = list(itertools.product((2, 4, 7, 30, 99), (True, False), (torch.float32, torch.bfloat16)))
+
+
+@pytest.mark.parametrize(  # in the shorter runs each number of chunks in one of them
+    ("chunks", "bias", "dtype"),
+    [pytest.param(*case, marks=[pytest.mark.long] * bool(number % 3)) for number, case in enumerate(_CASES)],
+)
 def test_near_the_whole(chunks: int, bias: bool, dtype: torch.dtype) -> None:
     model = Head(bias=bias, dtype=dtype)
     whole = trace(model, data())
@@ -83,7 +88,7 @@ def test_everything_ignored_is_nan_as_in_the_whole() -> None:
 
 def test_logits_that_are_read_stay() -> None:
     for name in ("llama", "gpt2"):  # they return their logits
-        assert chunk_loss(trace(*make(name)).joint, 4) == 0
+        assert chunk_loss(traced_case(name).joint, 4) == 0
     assert chunk_loss(trace(Head(logits=True), data()).joint, 4) == 0
     model = mtcompile.compile(Head(logits=True), memory="64MiB", loss_chunks=4)
     with pytest.raises(mtcompile.CaptureError, match="loss_chunks=4"):
@@ -101,8 +106,8 @@ def test_other_reductions_are_left_alone() -> None:
 
 @pytest.mark.parametrize("door", ["compile", "backend"])
 def test_the_peak_falls_by_about_the_logits(door: str) -> None:
-    """32K words, 513 tokens: 64 MiB of logits."""
-    words, inputs = 32768, data(32768, 171)
+    """8K words, 513 tokens: 16 MiB of logits."""
+    words, inputs = 8192, data(8192, 171)
     logits = 3 * 171 * words * 4
     peaks, losses = {}, {}
     for chunks in (1, 8):
@@ -131,7 +136,7 @@ def test_the_peak_falls_by_about_the_logits(door: str) -> None:
 
 def test_in_a_model_with_blocks() -> None:
     torch.manual_seed(0)
-    model, batch = Gpt(layers=3), tokens(6)
+    model, batch = Gpt(layers=2), tokens(6)
     plain = copy.deepcopy(model)
     plain(batch).backward()
     for memory in ("64MiB", None):
@@ -150,10 +155,10 @@ def test_in_a_model_with_blocks() -> None:
 
 def test_auto_takes_as_few_chunks_as_the_budget_allows() -> None:
     chosen = []
-    for memory in (None, "96MiB", "36MiB"):
+    for memory in (None, "24MiB", "9MiB"):
         torch.compiler.reset()
-        compiled = mtcompile.compile(Head(32768), memory=memory, loss_chunks="auto")
-        compiled(**data(32768, 171)).backward()
+        compiled = mtcompile.compile(Head(8192), memory=memory, loss_chunks="auto")
+        compiled(**data(8192, 171)).backward()
         assert compiled.plan is not None
         report = compiled.memory_report()
         assert report["peak_device_bytes"] <= report["planned_peak_device_bytes"] <= report["budget_device_bytes"]
