@@ -15,6 +15,7 @@ from torch import fx
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.saved import crossing_values, saved_values
 from mtcompile.passes.plan import Decision, Plan
+from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.planning.variants import Variant, fused_variant, save_all, variants
 from mtcompile.passes.step_graph import regions, results
 from mtcompile.runtime.schedule import gib
@@ -93,6 +94,20 @@ def everything(step: fx.GraphModule, base: Plan, param_nbytes: Mapping[str, int]
             variant_decisions.append(variant_decision(step.meta["blocks"][region.meta["block"]], saved, variant, why))
     params = [Decision("params", block, "device", nbytes, why) for block, nbytes in param_nbytes.items()]
     return _with(replace(base, lookahead=1), [activations, *variant_decisions, *params])
+
+
+def decided(problem: PlanningProblem, sizes: Mapping[str, int]) -> Plan:
+    """Returns the plan with only the decisions made before any search: the fixed homes."""
+    fixed = tuple(
+        Decision("params", block, problem.fixed_homes[block], sizes.get(block, 0), "decided before this plan")
+        for block in dict.fromkeys(problem.step.meta["homes"].values())
+        if block in problem.fixed_homes
+    )
+    budgets = problem.budgets
+    plan = Plan(decisions=fixed, budget_bytes=budgets.nbytes, machine=problem.machine.name, numerics=problem.numerics)
+    # Gradients wait on the host rather than make the device wait for their updates; see ``impatient`` for less of it.
+    updates = budgets.updates
+    return replace(plan, updates=None if updates is None else replace(updates, patient=not updates.held))
 
 
 def blocks_of(step: fx.GraphModule, machine: Machine) -> list[Block]:

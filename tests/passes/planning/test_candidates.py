@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from mtcompile.machine.presets import PRESETS
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Decision, Plan, Updates
 from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.frontier import points_from_json, points_to_json
 from mtcompile.passes.planning.pace import impatient, paced
 from mtcompile.passes.planning.planner import make_plan
+from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
 from tests.helpers.models import make
 from tests.helpers.tracing import trace, traced_case
@@ -39,6 +46,26 @@ WAYS = {
     "held": Updates(held=True),
     "behind the forward": Updates(run_ahead=True),
 }
+
+
+class Mixed(nn.Module):
+    """Residual blocks with fp32 weights, computed in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for layer in self.layers:
+                x = x + layer(x)
+        return x.float().square().mean()
+
+
+@functools.cache
+def mixed() -> Any:
+    torch.manual_seed(0)
+    return trace(Mixed(), {"x": torch.randn(64, 64)}).step
 
 
 def varied(candidates: Candidates, rnd: random.Random) -> Plan:
@@ -79,3 +106,44 @@ def test_a_slow_host_updates_first_what_is_due_first() -> None:
     updated = [i for i in candidates.evaluate(ordered).schedule.instructions if i.work == "update"]
     first = [candidates.evaluate(ordered).schedule.buffers[i.writes[0]].version_of for i in updated if i.queue == "host"]
     assert tuple(first) == ordered.updates.order
+
+
+# Where the host casts, patient updates wait for the last cast, and impatient ones do not.
+CASTING = {
+    "the host is the wall": Machine("casting", 1e12, 100.0, 1.0, 1.0, issue_us=0.2, host_gbps=2.0),
+    "the link is the wall": Machine("casting", 1e11, 100.0, 0.3, 0.3, issue_us=0.2, host_gbps=5.0),
+}
+
+
+@pytest.mark.parametrize("way", ["as gradients arrive", "behind the forward"])
+@pytest.mark.parametrize("wall", CASTING)
+def test_more_memory_is_never_slower_where_the_host_casts(wall: str, way: str) -> None:
+    candidates = Candidates(PlanningProblem(mixed(), CASTING[wall], Budgets(updates=WAYS[way])))
+    full, least = candidates.best(None, None).plan.peak_bytes["device"], candidates.least().plan.peak_bytes["device"]
+    plans = [candidates.best(least + (full - least) * i // 7, None).plan for i in range(8)]
+    assert [plan.total_us for plan in plans] == sorted((plan.total_us for plan in plans), reverse=True)
+    plan = plans[2]
+    times = [plan.total_us]
+    for share in (1.1, 1.0, 0.9, 0.8):
+        with contextlib.suppress(DoesNotFit):
+            within = candidates.best(plan.peak_bytes["device"], int(plan.peak_bytes["host"] * share)).plan
+            times.append(within.total_us)
+    assert len(times) >= 2 and times == sorted(times)
+
+
+def test_updates_that_need_not_wait_for_the_last_cast_are_seen() -> None:
+    """They are faster and need less of the host, for fixed policies too; a search keeps them, also when it is stored."""
+    machine = CASTING["the link is the wall"]
+    candidates = Candidates(PlanningProblem(mixed(), machine, Budgets(updates=Updates())))
+    patient = candidates.evaluate(POLICIES["megatrain"](mixed(), candidates.base, candidates.open_params)).plan
+    least = candidates.by_policy("megatrain", Budgets(updates=Updates())).plan
+    assert least.total_us < patient.total_us and least.peak_bytes["host"] < patient.peak_bytes["host"]
+    host = least.peak_bytes["host"]
+    assert candidates.by_policy("megatrain", Budgets(host=host, updates=Updates())).plan == replace(
+        least, budget_bytes={"device": None, "host": host}, certificate=candidates.certificate(None, host)
+    )
+    assert candidates.best(least.peak_bytes["device"], host).plan.total_us <= least.total_us
+    points = candidates._points
+    assert any(point.plan.updates and not point.plan.updates.patient for point in points)
+    again = points_from_json(points_to_json(points, candidates.ladders), candidates.ladders)
+    assert [point.plan for point in again] == [point.plan for point in points]
