@@ -117,16 +117,14 @@ class Candidates:
         return home_costs(self.problem.step, self.problem.machine, self._streamed, self._everything.schedule)
 
     @cached_property
-    def _streamed(self) -> tuple[Schedule, Schedule]:
-        """With every home on the host: where casts may move there, and where they may not."""
-        streamed = POLICIES["megatrain"](self.problem.step, self.base, self.open_params)
-        narrow, wide = (self.evaluate(replace(streamed, narrow=narrow)).schedule for narrow in (True, False))
-        return narrow, wide
+    def _streamed(self) -> Schedule:
+        """A schedule with every home on the host."""
+        return self.evaluate(POLICIES["megatrain"](self.problem.step, self.base, self.open_params)).schedule
 
     @cached_property
     def _casts(self) -> bool:
         """Whether the host may cast anything."""
-        return any(i.work == "convert" for i in self._streamed[0].instructions)
+        return any(i.work == "convert" for i in self._streamed.instructions)
 
     @cached_property
     def _bounded(self) -> Solve:

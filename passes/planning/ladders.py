@@ -16,7 +16,7 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.saved import crossing_values, saved_values
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.problem import PlanningProblem
-from mtcompile.passes.planning.variants import Variant, fused_variant, save_all, variants
+from mtcompile.passes.planning.variants import Variant, fused_variant, save_all, thinned, trade_off
 from mtcompile.passes.step_graph import regions, results
 from mtcompile.runtime.schedule import gib
 
@@ -37,13 +37,14 @@ class _Upgrade:
 @dataclass(frozen=True, slots=True)
 class Block:
     """A block and what a plan may decide about it. ``saved``: values that its forward saves for the backward; ``variants`` keep
-    more or fewer of them. ``crossing``: values that later blocks read. ``others``: values that its backward makes and later
-    regions read."""
+    more or fewer of them, and are a few of all on the ``hull`` of bytes and time. ``crossing``: values that later blocks read.
+    ``others``: values that its backward makes and later regions read."""
 
     index: int
     name: str
     region: fx.Node
     variants: tuple[Variant, ...]
+    hull: tuple[Variant, ...]
     saved: tuple[fx.Node, ...]
     crossing: tuple[fx.Node, ...]
     others: tuple[fx.Node, ...]
@@ -121,14 +122,15 @@ def blocks_of(step: fx.GraphModule, machine: Machine) -> list[Block]:
         if region.meta["phase"] == "forward":
             key = (region.target, tuple(int(v.args[1]) for v in saved_values(region)))
             if key not in shared:
-                shared[key] = variants(step, region, machine)
+                hull = trade_off(step, region, machine)
+                shared[key] = thinned(hull), hull
             index = region.meta["block"]
             blocks.append(
                 Block(
                     index,
                     step.meta["blocks"][index],
                     region,
-                    shared[key],
+                    *shared[key],
                     tuple(saved_values(region)),
                     tuple(crossing_values(region)),
                     tuple(backward.get(index, ())),

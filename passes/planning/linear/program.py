@@ -42,6 +42,10 @@ class Program:
         terms = added({variable: -factor for variable, factor in span.items()}, *(us for us, _ in work.values()), *beside)
         self.rows.append(Row(terms, -sum(fixed for _, fixed in work.values()), None, work))
 
+    def at_most(self, terms: dict[int, float], limit: float = 0.0) -> None:
+        """Adds a row: a sum that takes neither time nor memory."""
+        self.rows.append(Row(terms, limit, None, {}))
+
     def holds(self, tier: str, terms: Mapping[int, float], fixed: float) -> None:
         """Adds a row: bytes that a tier holds."""
         in_gib = {variable: nbytes / _GIB for variable, nbytes in terms.items()}  # about as large as other rows' factors

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.ladders import Block, variant_decision
+from mtcompile.passes.planning.linear.blocks import Option
 from mtcompile.passes.planning.linear.program import Infeasible
-from mtcompile.passes.planning.linear.relaxation import Option, Relaxed, Solve
+from mtcompile.passes.planning.linear.relaxation import Relaxed, Solve
 
 T = TypeVar("T")
 _WHY = "by the linear program"
