@@ -86,11 +86,8 @@ class Candidates:
     def ladders(self) -> tuple[Ladder, ...]:
         """Lists of candidates from the floor up: by density, and by linear programs."""
         least, device = self._by_density[0][0], (self._floor, self._everything.plan.peak_bytes["device"])
-        by_programs = []
-        for ahead in _AHEAD:
-            solve = relaxation(self.problem, self.blocks, self._home_costs, ahead)
-            by_programs.append(Seeds(solve, replace(least, lookahead=ahead), self.blocks, self.sizes, device))
-        return (*self._by_density, *by_programs)
+        bases = (replace(least, lookahead=ahead) for ahead in _AHEAD)
+        return (*self._by_density, *(Seeds(self._relaxed, base, self.blocks, self.sizes, device) for base in bases))
 
     @cached_property
     def _by_density(self) -> tuple[Ladder, ...]:
@@ -127,18 +124,18 @@ class Candidates:
         return any(i.work == "convert" for i in self._streamed.instructions)
 
     @cached_property
-    def _bounded(self) -> Solve:
+    def _relaxed(self) -> Solve:
         return relaxation(self.problem, self.blocks, self._home_costs)
 
     def certificate(self, device: int | None, host: int | None) -> Certificate | None:
         """How fast any plan within these bytes could be; None without a solver."""
         with contextlib.suppress(Infeasible):
             limits = {"device": device, "host": host}
-            relaxed = self._bounded(limits)
-            gains_us = dict(relaxed.gains_us)
+            relaxed = self._relaxed(limits)
+            gains_us = relaxed.gains_us()
             for tier, nbytes in limits.items():
                 if nbytes is not None:
-                    with_more = self._bounded({**limits, tier: nbytes + _GIB})
+                    with_more = self._relaxed({**limits, tier: nbytes + _GIB})
                     gains_us[f"{tier} memory"] = relaxed.bound_us - with_more.bound_us
             return Certificate(relaxed.bound_us, {what: us for what, us in gains_us.items() if us > 1e-3})
         return None

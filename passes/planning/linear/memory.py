@@ -38,13 +38,13 @@ def hold_memory(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms,
         near += [nbytes[other.index] for other in before for nbytes in (weights, back)]
         near += [stored[other.index] for other in after]
         beyond = choices.leaving[index] if ahead else {}  # a plan may let it go later than it must
-        terms.program.holds("device", added(live, beyond, *near), always + beside)
+        terms.program.holds(ahead, "device", added(live, beyond, *near), always + beside)
         if ahead:
             near = [weights[index], back[index], *(back[other.index] for other in before)]
             near += [weights[other.index] for other in after]
-            terms.program.holds("device", added(live, choices.leaving[index], *near), always)
+            terms.program.holds(ahead, "device", added(live, choices.leaving[index], *near), always)
         live = added(live, choices.leaving[index])
-    terms.program.holds("host", terms.held["host"], 0.0)
+    terms.program.holds(ahead, "host", terms.held["host"], 0.0)
 
 
 def _beside(problem: PlanningProblem, block: Block) -> tuple[int, bool]:

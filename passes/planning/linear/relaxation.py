@@ -7,8 +7,9 @@ whole decisions, it is a plan to start from.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from mtcompile.passes.analysis.state import param_nbytes
@@ -26,23 +27,25 @@ from mtcompile.runtime.schedule import PHASES
 @dataclass(frozen=True, slots=True)
 class Relaxed:
     """The optimum. ``bound_us``: no plan is faster. ``resident``: home -> share on the device. ``options``: block -> share of
-    each option. ``crossing``: block -> shares on the device and on the host of what leaves it. ``gains_us``: as in a
-    Certificate."""
+    each option. ``crossing``: block -> shares on the device and on the host of what leaves it. ``gains_us``: finds
+    those of a Certificate."""
 
     bound_us: float
     resident: Mapping[str, float]
     options: Mapping[int, tuple[tuple[Option, float], ...]]
     crossing: Mapping[int, tuple[float, float]]
-    gains_us: Mapping[str, float]
+    gains_us: Callable[[], dict[str, float]]
 
 
 class Solve(Protocol):
     """See ``relaxation``."""
 
-    def __call__(self, limits: Mapping[str, int | None], on_device: Collection[str] | None = None) -> Relaxed: ...
+    def __call__(
+        self, limits: Mapping[str, int | None], on_device: Collection[str] | None = None, ahead: int = 0
+    ) -> Relaxed: ...
 
 
-def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str, HomeCost], ahead: int = 0) -> Solve:
+def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str, HomeCost]) -> Solve:
     """Builds the linear program of a problem. Returns a function that solves it for a limit in bytes per tier (None: no
     limit) and raises Infeasible. If ``on_device`` is given, the homes in it are on the device and all others on the host.
     ``ahead``: how many blocks ahead prefetches are in memory, beside what must be there; the optimum bounds all plans only if
@@ -51,11 +54,12 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
     _place_homes(problem, costs, terms)
     choices = place_blocks(problem, blocks, terms)
     take_time(problem, costs, terms)
-    hold_memory(problem, blocks, terms, choices, ahead)
 
-    def solve(limits: Mapping[str, int | None], on_device: Collection[str] | None = None) -> Relaxed:
+    def solve(limits: Mapping[str, int | None], on_device: Collection[str] | None = None, ahead: int = 0) -> Relaxed:
+        if ahead not in terms.program.held:
+            hold_memory(problem, blocks, terms, choices, ahead)
         decided = {} if on_device is None else {v: 0.0 if home in on_device else 1.0 for home, v in terms.away.items()}
-        solution, rows = terms.program.solve(limits, decided)
+        solution, rows = terms.program.solve(limits, decided, ahead)
         if solution.status != 0:
             raise Infeasible(solution.message)
         values = solution.x
@@ -64,7 +68,7 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
             {home: 1.0 - float(values[variable]) for home, variable in terms.away.items()},
             {index: tuple((option, float(values[v])) for option, v in shares) for index, shares in choices.options.items()},
             {index: _places(places, values) for index, places in choices.crossing.items()},
-            gains_us(rows, values, -solution.ineqlin.marginals),
+            partial(gains_us, rows, values, -solution.ineqlin.marginals),
         )
 
     return solve

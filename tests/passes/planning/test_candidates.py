@@ -18,6 +18,7 @@ from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Decision, Plan, Updates
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.frontier import points_from_json, points_to_json
+from mtcompile.passes.planning.linear.relaxation import relaxation
 from mtcompile.passes.planning.pace import impatient, paced
 from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.policies import POLICIES
@@ -137,6 +138,22 @@ def test_the_bound_is_never_above_a_plan(case: str, way: str) -> None:
             plan = rnd.choice([paced(plan, candidates.evaluate), candidates.evaluate(impatient(plan) or plan)]).plan
             certificate = candidates.certificate(plan.peak_bytes["device"], plan.peak_bytes["host"])
             assert certificate is not None and certificate.bound_us <= plan.total_us * (1 + 1e-9), machine.name
+
+
+def test_one_program_serves_all_budgets() -> None:
+    """What was solved before makes no difference, and blocks that are fetched ahead only take memory."""
+    candidates = Candidates(PlanningProblem(crossing(), SLOW, Budgets(updates=Updates(run_ahead=True))))
+    least, most = candidates.least().plan.peak_bytes["device"], candidates.best(None, None).plan.peak_bytes["device"]
+    limits = [{"device": least + (most - least) * i // 3, "host": host} for i in (1, 2, 3) for host in (None, 1 << 30)]
+    home = next(iter(candidates.sizes))
+    asked = [(limit, on_device, ahead) for limit in limits for on_device in (None, {home}) for ahead in (0, 1)]
+    first = [candidates._relaxed(*each).bound_us for each in asked]
+    assert [candidates._relaxed(*each).bound_us for each in reversed(asked)] == first[::-1]
+    for each, bound_us in zip(asked, first, strict=True):
+        problem = replace(candidates.problem, step=crossing())
+        fresh = relaxation(problem, candidates.blocks, candidates._home_costs)(*each).bound_us
+        assert fresh == bound_us
+    assert all(with_ahead >= without * (1 - 1e-9) for without, with_ahead in zip(first[::2], first[1::2], strict=True))
 
 
 def test_a_slow_host_updates_first_what_is_due_first() -> None:
