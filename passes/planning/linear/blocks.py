@@ -47,11 +47,11 @@ class Choices:
 class _Operands:
     """What of a block's operands its saved values are made from. ``body``: operand -> placeholder. ``of``: placeholder -> the
     positions of the saved values that are made from it and not from one another: nothing that is made again needs the operand
-    exactly if all of these are kept. ``kept``: the variables for the shares in which saved values are, by position."""
+    exactly if all of these are kept. ``single``: the variables for the shares in which saved values are, by position."""
 
     body: Mapping[fx.Node, fx.Node]
     of: Mapping[fx.Node, frozenset[int]]
-    kept: dict[int, int]
+    single: dict[int, int]
 
 
 def place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms) -> Choices:
@@ -162,9 +162,9 @@ def _place_crossing(
 
 def _kept(terms: Terms, operands: _Operands, position: int) -> int:
     """Returns the variable for the share in which the saved value at a position is kept."""
-    if position not in operands.kept:
-        operands.kept[position] = terms.program.variable()
-    return operands.kept[position]
+    if position not in operands.single:
+        operands.single[position] = terms.program.variable()
+    return operands.single[position]
 
 
 def _spared(terms: Terms, operands: _Operands, positions: Iterable[int]) -> int:
@@ -178,13 +178,13 @@ def _spared(terms: Terms, operands: _Operands, positions: Iterable[int]) -> int:
 def _keep_no_more(step: fx.GraphModule, block: Block, terms: Terms, choices: Choices, operands: _Operands) -> None:
     """Adds the rows by which single values take the bytes that options keep. The options need not keep these same values: what
     takes more time for as many bytes is none, but may spare more."""
-    if not operands.kept:
+    if not operands.single:
         return
     sizes = [value.meta["nbytes"] for value in block.saved]
     states = set(saved_states(kernel_of(step, block.region)).values())
     beside = sum(v.meta["nbytes"] for v in results(block.region) if int(v.args[1]) in states)
     unit = 1.0 / max(1, sum(sizes))
-    single = {variable: sizes[position] * unit for position, variable in operands.kept.items()}
+    single = {variable: sizes[position] * unit for position, variable in operands.single.items()}
     by_option = {variable: option.variant.nbytes * unit for option, variable in choices.options[block.index]}
     terms.program.at_most(added(single, {variable: -factor for variable, factor in by_option.items()}))
     # What is not kept is at most the rest; an option's bytes may be those of a generator's state.
@@ -208,7 +208,8 @@ def _operands(step: fx.GraphModule, block: Block) -> _Operands:
                 stack.extend(node.all_input_nodes)
             seen.add(node)
     operands = (operand for operand in block.region.args if isinstance(operand, fx.Node))
-    return _Operands(dict(zip(operands, inputs, strict=True)), {node: frozenset(found) for node, found in of.items()}, {})
+    by_operand = {node: frozenset(positions) for node, positions in of.items()}
+    return _Operands(dict(zip(operands, inputs, strict=True)), by_operand, {})
 
 
 def _made_again_us(step: fx.GraphModule, block: Block, value: fx.Node, machine: Machine) -> float:

@@ -25,7 +25,7 @@ def hold_memory(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms,
     for region in terms.of_phase("backward"):
         index, needs = region.meta["block"], terms.needs[region]
         stored[index] = added(stored[index], terms.by_share(needs.stored))
-        fewer = ({home: -nbytes for home, nbytes in each.items()} for each in (needs.made, needs.cast_nbytes))
+        fewer = ({home: -nbytes for home, nbytes in each.items()} for each in (needs.grads, needs.cast_nbytes))
         needed[index] = added(*map(terms.by_share, (needs.read, needs.stored, *fewer)))
     always = problem.budgets.reserve + sum(nbytes * problem.budgets.copies for nbytes in param_nbytes(problem.step).values())
     live = dict(terms.held["device"])
@@ -55,8 +55,8 @@ def _beside(problem: PlanningProblem, block: Block) -> tuple[int, bool]:
     workspace = max((problem.workspace(kernel_of(step, region)) for region in backward), default=0)
     if len(backward) != 1:
         return workspace, False
-    made = [value for value in results(backward[0]) if value.users]
-    outputs = [value for value in made if problem.budgets.updates is not None or value.meta["role"] != "grad"]
+    used = [value for value in results(backward[0]) if value.users]
+    outputs = [value for value in used if problem.budgets.updates is not None or value.meta["role"] != "grad"]
     inputs = [v for v in backward[0].all_input_nodes if v.meta.get("role") == "activation" and _phase(v) == "backward"]
     return workspace + sum(value.meta["nbytes"] for value in (*outputs, *inputs)), True
 

@@ -21,13 +21,13 @@ from mtcompile.runtime.schedule import aligned
 @dataclass(frozen=True, slots=True)
 class Needs:
     """What a region needs at least. ``cost``: of its operations. By home: ``read``, bytes of the parameters that it reads, and
-    ``stored``, of the gradients that leave it, as narrow as they may cross; ``made``, of these gradients as they are;
+    ``stored``, of the gradients that leave it, as narrow as they may cross; ``grads``, of these gradients as they are;
     ``casts``: the cost of what the host may cast for it; ``cast_nbytes``: bytes that it then needs no room for."""
 
     cost: Cost
     read: Mapping[str, int]
     stored: Mapping[str, int]
-    made: Mapping[str, int]
+    grads: Mapping[str, int]
     casts: Mapping[str, Cost]
     cast_nbytes: Mapping[str, int]
 
@@ -76,7 +76,7 @@ def _needs(
         operations = (n for n in needed if n.op == "call_function" and not is_view(n) and n.target is not save_rng)
         bodies[key] = needed, sum(map(node_cost, operations), Cost())
     needed, cost = bodies[key]
-    read, stored, made, cast_nbytes = (defaultdict[str, int](int) for _ in range(4))
+    read, stored, wide, cast_nbytes = (defaultdict[str, int](int) for _ in range(4))
     casts: dict[str, Cost] = defaultdict(Cost)
     for operand, home in param_homes(step, region).items():
         if operand in needed:
@@ -88,7 +88,7 @@ def _needs(
     for value in wanted:
         if value in grads:
             home, output = grads[value], outputs[int(value.args[1])]
-            made[home] += value.meta["nbytes"]
+            wide[home] += value.meta["nbytes"]
             source: Any = output.args[0] if _is_cast(output) else output
             if isinstance(source, fx.Node) and "val" in source.meta and _size(source) < _size(output):
                 stored[home] += _size(source)
@@ -96,7 +96,7 @@ def _needs(
                 cast_nbytes[home] += _size(source)
             else:
                 stored[home] += value.meta["nbytes"]
-    return Needs(cost, read, stored, made, casts, cast_nbytes)
+    return Needs(cost, read, stored, wide, casts, cast_nbytes)
 
 
 def _closure(nodes: list[fx.Node]) -> set[fx.Node]:

@@ -48,7 +48,7 @@ class Program:
     rows: list[Row] = field(default_factory=list)
     equal: list[tuple[dict[int, float], float]] = field(default_factory=list)
     held: dict[int, list[Row]] = field(default_factory=lambda: defaultdict(list))
-    _made: dict[tuple[int, tuple[str, ...]], _Matrices] = field(default_factory=dict)
+    _cached: dict[tuple[int, tuple[str, ...]], _Matrices] = field(default_factory=dict)
 
     def variable(self, upper: float | None = 1.0) -> int:
         self.upper.append(upper)
@@ -78,19 +78,19 @@ class Program:
         except ImportError as error:  # an installation without dependencies: plans have no certificate, and are searched for
             raise Infeasible("expected scipy") from error
         limited = tuple(tier for tier, nbytes in budgets.items() if nbytes is not None)
-        if (ahead, limited) not in self._made:
-            self._made[ahead, limited] = self._matrices([*self.rows, *(r for r in self.held[ahead] if r.tier in limited)])
-        made = self._made[ahead, limited]
-        limits = made.limits.copy()
+        if (ahead, limited) not in self._cached:
+            self._cached[ahead, limited] = self._matrices([*self.rows, *(r for r in self.held[ahead] if r.tier in limited)])
+        matrices = self._cached[ahead, limited]
+        limits = matrices.limits.copy()
         for tier in limited:
-            limits[made.of_tier[tier]] += (budgets[tier] or 0) / _GIB
-        bounds = made.bounds.copy()
+            limits[matrices.of_tier[tier]] += (budgets[tier] or 0) / _GIB
+        bounds = matrices.bounds.copy()
         for variable, value in fixed.items():
             bounds[variable] = value
         objective = numpy.zeros(len(self.upper))
         objective[0] = 1.0
-        result = linprog(objective, made.at_most, limits, made.equal, made.equals, bounds, method="highs")
-        return result, made.rows
+        result = linprog(objective, matrices.at_most, limits, matrices.equal, matrices.equals, bounds, method="highs")
+        return result, matrices.rows
 
     def _matrices(self, rows: Sequence[Row]) -> _Matrices:
         by_tier: dict[str, list[int]] = defaultdict(list)

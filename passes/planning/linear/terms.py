@@ -60,7 +60,7 @@ def terms_of(step: fx.GraphModule) -> Terms:
     needs = needs_of(step)
     users: dict[str, list[int]] = {home: [] for home in param_nbytes(step)}
     for region, need in needs.items():
-        for home in (*param_homes(step, region).values(), *need.made):
+        for home in (*param_homes(step, region).values(), *need.grads):
             users[home].append(region.meta["block"])
     return Terms(
         program,
