@@ -14,7 +14,7 @@ from typing import Protocol
 
 from mtcompile.passes.analysis.state import Budgets, param_nbytes
 from mtcompile.passes.draft import draft_of
-from mtcompile.passes.plan import Certificate, Decision, Plan
+from mtcompile.passes.plan import Certificate, Plan
 from mtcompile.passes.planning.evaluate import completed, evaluate, shortfall
 from mtcompile.passes.planning.frontier import (
     Point,
@@ -26,7 +26,7 @@ from mtcompile.passes.planning.frontier import (
     points_to_json,
     undominated,
 )
-from mtcompile.passes.planning.ladders import Block, Ladder, blocks_of, everything, ladders
+from mtcompile.passes.planning.ladders import Block, Ladder, blocks_of, decided, everything, ladders
 from mtcompile.passes.planning.linear.homes import HomeCost, home_costs
 from mtcompile.passes.planning.linear.program import Infeasible
 from mtcompile.passes.planning.linear.relaxation import Solve, relaxation
@@ -36,6 +36,7 @@ from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Progress, no_progress
 from mtcompile.passes.planning.search import neighbours, signature
 from mtcompile.passes.step_graph import kernel_of, regions
+from mtcompile.runtime.schedule import Schedule
 
 # Limits count evaluations, not seconds, so that the same input gives the same plan. One takes time in proportion to regions.
 _REGIONS_PER_LADDER = 150  # regions to evaluate per ladder, but ...
@@ -65,11 +66,11 @@ class Candidates:
         self.problem, self.progress, self.store = problem, progress, store
         self.sizes = param_nbytes(problem.step)
         self.open_params = {b: nbytes for b, nbytes in self.sizes.items() if b not in problem.fixed_homes}
-        self.base = _decided(problem, self.sizes)
+        self.base = decided(problem, self.sizes)
         self.draft = draft_of(problem.step)
         self.evaluations = 0
         self._points: list[Point] = []
-        self._impatient_points: list[Point] | None = None
+        self._varied_points: list[Point] | None = None
 
     def evaluate(self, plan: Plan) -> Candidate:
         """Evaluates a plan, and counts it."""
@@ -85,11 +86,8 @@ class Candidates:
     def ladders(self) -> tuple[Ladder, ...]:
         """Lists of candidates from the floor up: by density, and by linear programs."""
         least, device = self._by_density[0][0], (self._floor, self._everything.plan.peak_bytes["device"])
-        by_programs = []
-        for ahead in _AHEAD:
-            solve = relaxation(self.problem, self.blocks, self._home_costs, ahead)
-            by_programs.append(Seeds(solve, replace(least, lookahead=ahead), self.blocks, self.sizes, device))
-        return (*self._by_density, *by_programs)
+        bases = (replace(least, lookahead=ahead) for ahead in _AHEAD)
+        return (*self._by_density, *(Seeds(self._relaxed, base, self.blocks, self.sizes, device) for base in bases))
 
     @cached_property
     def _by_density(self) -> tuple[Ladder, ...]:
@@ -113,23 +111,31 @@ class Candidates:
 
     @cached_property
     def _home_costs(self) -> dict[str, HomeCost]:
-        problem, streamed = self.problem, POLICIES["megatrain"](self.problem.step, self.base, self.open_params)
-        on_host = [self.evaluate(replace(streamed, narrow=narrow)).schedule for narrow in (True, False)]
-        return home_costs(problem.step, problem.machine, on_host, self._everything.schedule)
+        return home_costs(self.problem.step, self.problem.machine, self._streamed, self._everything.schedule)
 
     @cached_property
-    def _bounded(self) -> Solve:
+    def _streamed(self) -> Schedule:
+        """A schedule with every home on the host."""
+        return self.evaluate(POLICIES["megatrain"](self.problem.step, self.base, self.open_params)).schedule
+
+    @cached_property
+    def _casts(self) -> bool:
+        """Whether the host may cast anything."""
+        return any(i.work == "convert" for i in self._streamed.instructions)
+
+    @cached_property
+    def _relaxed(self) -> Solve:
         return relaxation(self.problem, self.blocks, self._home_costs)
 
     def certificate(self, device: int | None, host: int | None) -> Certificate | None:
         """How fast any plan within these bytes could be; None without a solver."""
         with contextlib.suppress(Infeasible):
             limits = {"device": device, "host": host}
-            relaxed = self._bounded(limits)
-            gains_us = dict(relaxed.gains_us)
+            relaxed = self._relaxed(limits)
+            gains_us = relaxed.gains_us()
             for tier, nbytes in limits.items():
                 if nbytes is not None:
-                    with_more = self._bounded({**limits, tier: nbytes + _GIB})
+                    with_more = self._relaxed({**limits, tier: nbytes + _GIB})
                     gains_us[f"{tier} memory"] = relaxed.bound_us - with_more.bound_us
             return Certificate(relaxed.bound_us, {what: us for what, us in gains_us.items() if us > 1e-3})
         return None
@@ -145,11 +151,11 @@ class Candidates:
             if fits(resident.plan, problem.budgets):  # no search is needed; the floor is reported anyway
                 minimum = min(self._floor, resident.plan.peak_bytes["device"])
                 return completed(problem, resident, minimum, self.certificate(device, host))
-            self._points, self._impatient_points = self._stored_points() or self._search(resident.plan), None
+            self._points, self._varied_points = self._stored_points() or self._search(resident.plan), None
         try:
             return self._chosen(problem)
         except _Stale:
-            self._points, self._impatient_points = self._search(self._everything.plan), None
+            self._points, self._varied_points = self._search(self._everything.plan), None
             return self._chosen(problem)
 
     def least(self) -> Planned:
@@ -160,12 +166,14 @@ class Candidates:
 
     def needs(self, tier: str, limits: Mapping[str, int]) -> int | None:
         """Returns the fewest bytes of a tier with which some plan keeps to ``limits`` on others, after ``best`` found none."""
-        peaks = [point.plan.peak_bytes for point in (*self._points, *self._impatient)]
+        peaks = [point.plan.peak_bytes for point in (*self._points, *self._variants)]
         return min((p[tier] for p in peaks if all(p[other] <= n for other, n in limits.items())), default=None)
 
     def by_policy(self, policy: str, budgets: Budgets) -> Planned:
         """Returns the plan of a fixed policy. Raises DoesNotFit."""
-        candidate = self.evaluate(POLICIES[policy](self.problem.step, self.base, self.open_params))
+        candidate = paced(POLICIES[policy](self.problem.step, self.base, self.open_params), self.evaluate)
+        if not fits(candidate.plan, budgets) and (less := impatient(candidate.plan)) is not None:
+            candidate = self.evaluate(less)
         peaks = candidate.schedule.peak_nbytes
         for tier, limit in budgets.nbytes.items():
             if limit is not None and peaks[tier] > limit:
@@ -186,20 +194,30 @@ class Candidates:
         """Returns the best plan for these budgets, at an evaluated point or between two. Raises DoesNotFit and _Stale."""
         budgets = problem.budgets
         frontier = self._frontier(budgets)
-        point = choose(frontier, self._points, lambda plan: paced(plan, self.evaluate).plan, budgets)
-        candidate = self._with_less_on_host(self._with_casts_in_place(self._again(point), budgets), budgets)
+        point = choose(frontier, self._points, self._evaluated, budgets)
+        candidate = self._with_less_on_host(self._again(point), budgets)
         minimum = min(frontier[0].peak, candidate.plan.peak_bytes["device"])
         return completed(problem, candidate, minimum, self.certificate(budgets.device, budgets.host))
 
     @property
-    def _impatient(self) -> list[Point]:
-        """Variants of undominated plans in which no gradients wait on the host. One that is faster than its original is left
-        out: it would make a larger budget slower."""
-        if self._impatient_points is None:
-            plans = [(point, plan) for point in undominated(self._points) if (plan := impatient(point.plan)) is not None]
-            evaluated = [(point, self.evaluate(plan).plan) for point, plan in plans]
-            self._impatient_points = [Point(p, (p,), 0) for point, p in evaluated if p.total_us >= point.time_us]
-        return self._impatient_points
+    def _variants(self) -> list[Point]:
+        """Variants of undominated plans: without waiting gradients, and, where the host casts, with casts where they were
+        captured. Where it casts nothing, gradients that wait should slow no plan down, and a faster variant is left out: only
+        host budgets ask for variants then, so it would make a larger budget slower."""
+        if self._varied_points is None:
+            self._varied_points = []
+            for point in undominated(self._points):
+                varied = [] if (less := impatient(point.plan)) is None else [self.evaluate(less).plan]
+                varied = [plan for plan in varied if self._casts or plan.total_us >= point.time_us]
+                if self._casts and point.plan.narrow:
+                    varied.append(paced(replace(point.plan, narrow=False), self.evaluate).plan)
+                self._varied_points += [Point(plan, (plan,), 0) for plan in varied]
+        return self._varied_points
+
+    def _evaluated(self, plan: Plan) -> Plan:
+        """Returns the plan with its figures, with casts where they are faster: the host may be busier than the link."""
+        plans = [replace(plan, narrow=narrow) for narrow in ((True, False) if self._casts else (plan.narrow,))]
+        return min((paced(one, self.evaluate).plan for one in plans), key=lambda one: one.total_us)
 
     def _again(self, point: Point) -> Candidate:
         """Returns the point with its schedule. Raises _Stale."""
@@ -210,7 +228,7 @@ class Candidates:
 
     def _frontier(self, budgets: Budgets) -> list[Point]:
         """Returns points by rising peak, each faster than all before it. Raises DoesNotFit if no candidate fits."""
-        points = self._points if budgets.host is None else [*self._points, *self._impatient]
+        points = self._points if budgets.host is None and not self._casts else [*self._points, *self._variants]
         least = min(points, key=lambda point: point.peak)
         if budgets.device is not None and least.peak > budgets.device:
             raise shortfall(self._again(least), "device")
@@ -219,13 +237,6 @@ class Candidates:
             fits_device = (p for p in points if budgets.device is None or p.peak <= budgets.device)
             raise shortfall(self._again(min(fits_device, key=lambda p: p.plan.peak_bytes["host"])), "host")
         return pareto(fits_host)
-
-    def _with_casts_in_place(self, candidate: Candidate, budgets: Budgets) -> Candidate:
-        """Returns the plan with casts where they were captured, if that is faster: the host may be busier than the link."""
-        if not any(i.work == "convert" for i in candidate.schedule.instructions):
-            return candidate
-        unmoved = self.evaluate(replace(candidate.plan, narrow=False))
-        return unmoved if fits(unmoved.plan, budgets) and unmoved.plan.total_us < candidate.plan.total_us else candidate
 
     def _with_less_on_host(self, candidate: Candidate, budgets: Budgets) -> Candidate:
         """Returns the plan whose gradients do not wait on the host, if it is as fast."""
@@ -281,17 +292,3 @@ class Candidates:
                     evaluated = paced(plan, self.evaluate).plan
                     points.append(Point(evaluated, (evaluated,), 0))
                     unvaried.append(points[-1])
-
-
-def _decided(problem: PlanningProblem, sizes: Mapping[str, int]) -> Plan:
-    """Returns the plan with only the decisions made before any search: the fixed homes."""
-    fixed = tuple(
-        Decision("params", block, problem.fixed_homes[block], sizes.get(block, 0), "decided before this plan")
-        for block in dict.fromkeys(problem.step.meta["homes"].values())
-        if block in problem.fixed_homes
-    )
-    budgets = problem.budgets
-    plan = Plan(decisions=fixed, budget_bytes=budgets.nbytes, machine=problem.machine.name, numerics=problem.numerics)
-    # Gradients wait on the host rather than make the device wait for their updates; see ``impatient`` for less of it.
-    updates = budgets.updates
-    return replace(plan, updates=None if updates is None else replace(updates, patient=not updates.held))

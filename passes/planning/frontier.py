@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.plan import Plan, plan_from_json
+from mtcompile.passes.plan import Plan, Updates, plan_from_json
 from mtcompile.passes.planning.ladders import Ladder
+from mtcompile.passes.planning.pace import with_pace
 
 # Between what fits and the frontier's next point: rounds, ladders tried, plans of each.
 ROUNDS, _MOST_CROSSING, _POINTS_BETWEEN = 3, 2, 3
@@ -126,8 +127,9 @@ def points_to_json(points: Sequence[Point], ladders: Sequence[Ladder]) -> str:
     for point in points:
         number = numbers.get(id(point.ladder))
         place = point.plan.to_json() if number is None else [number, point.position]
-        order = () if point.plan.updates is None else point.plan.updates.order
-        rows.append([place, dict(point.plan.peak_bytes), point.plan.step_time_us, point.plan.update_us, order])
+        updates = point.plan.updates or Updates()
+        figures = dict(point.plan.peak_bytes), point.plan.step_time_us, point.plan.update_us
+        rows.append([place, *figures, updates.patient, updates.order])
     return json.dumps(rows)
 
 
@@ -135,11 +137,9 @@ def points_from_json(text: str, ladders: Sequence[Ladder]) -> list[Point]:
     """Reads the points that ``points_to_json`` wrote. Raises ValueError, TypeError, KeyError or IndexError for any text that it
     did not write for these ladders."""
     points = []
-    for place, peaks, step_time_us, update_us, order in json.loads(text):
+    for place, peaks, step_time_us, update_us, patient, order in json.loads(text):
         ladder = (plan_from_json(place),) if isinstance(place, str) else ladders[place[0]]
         position = 0 if isinstance(place, str) else place[1]
         plan = replace(ladder[position], peak_bytes=peaks, step_time_us=step_time_us, update_us=update_us)
-        if plan.updates is not None:
-            plan = replace(plan, updates=replace(plan.updates, order=tuple(order)))
-        points.append(Point(plan, ladder, position))
+        points.append(Point(with_pace(plan, patient, tuple(order)), ladder, position))
     return points

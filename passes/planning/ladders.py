@@ -15,7 +15,8 @@ from torch import fx
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.saved import crossing_values, saved_values
 from mtcompile.passes.plan import Decision, Plan
-from mtcompile.passes.planning.variants import Variant, fused_variant, save_all, variants
+from mtcompile.passes.planning.problem import PlanningProblem
+from mtcompile.passes.planning.variants import Variant, fused_variant, save_all, thinned, trade_off
 from mtcompile.passes.step_graph import regions, results
 from mtcompile.runtime.schedule import gib
 
@@ -36,13 +37,14 @@ class _Upgrade:
 @dataclass(frozen=True, slots=True)
 class Block:
     """A block and what a plan may decide about it. ``saved``: values that its forward saves for the backward; ``variants`` keep
-    more or fewer of them. ``crossing``: values that later blocks read. ``others``: values that its backward makes and later
-    regions read."""
+    more or fewer of them, and are a few of all on the ``hull`` of bytes and time. ``crossing``: values that later blocks read.
+    ``others``: values that its backward makes and later regions read."""
 
     index: int
     name: str
     region: fx.Node
     variants: tuple[Variant, ...]
+    hull: tuple[Variant, ...]
     saved: tuple[fx.Node, ...]
     crossing: tuple[fx.Node, ...]
     others: tuple[fx.Node, ...]
@@ -95,6 +97,20 @@ def everything(step: fx.GraphModule, base: Plan, param_nbytes: Mapping[str, int]
     return _with(replace(base, lookahead=1), [activations, *variant_decisions, *params])
 
 
+def decided(problem: PlanningProblem, sizes: Mapping[str, int]) -> Plan:
+    """Returns the plan with only the decisions made before any search: the fixed homes."""
+    fixed = tuple(
+        Decision("params", block, problem.fixed_homes[block], sizes.get(block, 0), "decided before this plan")
+        for block in dict.fromkeys(problem.step.meta["homes"].values())
+        if block in problem.fixed_homes
+    )
+    budgets = problem.budgets
+    plan = Plan(decisions=fixed, budget_bytes=budgets.nbytes, machine=problem.machine.name, numerics=problem.numerics)
+    # Gradients wait on the host rather than make the device wait for their updates; see ``impatient`` for less of it.
+    updates = budgets.updates
+    return replace(plan, updates=None if updates is None else replace(updates, patient=not updates.held))
+
+
 def blocks_of(step: fx.GraphModule, machine: Machine) -> list[Block]:
     """Returns the step's blocks in forward order; equal blocks share their variants."""
     backward: dict[int, list[fx.Node]] = {}
@@ -106,14 +122,15 @@ def blocks_of(step: fx.GraphModule, machine: Machine) -> list[Block]:
         if region.meta["phase"] == "forward":
             key = (region.target, tuple(int(v.args[1]) for v in saved_values(region)))
             if key not in shared:
-                shared[key] = variants(step, region, machine)
+                hull = trade_off(step, region, machine)
+                shared[key] = thinned(hull), hull
             index = region.meta["block"]
             blocks.append(
                 Block(
                     index,
                     step.meta["blocks"][index],
                     region,
-                    shared[key],
+                    *shared[key],
                     tuple(saved_values(region)),
                     tuple(crossing_values(region)),
                     tuple(backward.get(index, ())),

@@ -2,6 +2,9 @@
 
 An update may begin when its gradients are on the host, and is due when the next forward fetches the parameters. Of those that
 may begin, the host takes the one that is due first (earliest due date first), so that few updates are late.
+
+Patient updates come behind all other work of the host. That is no loss where there is none; but where the host casts what
+arrives, none begins before the last gradient has been cast. Impatient ones come between the casts.
 """
 
 from __future__ import annotations
@@ -20,25 +23,31 @@ _EXPOSED = 0.005  # of a step: updates that add less than this to it need no oth
 
 
 def paced(plan: Plan, evaluate: Callable[[Plan], Candidate]) -> Candidate:
-    """Evaluates a plan with updates as gradients arrive, and in the order in which they are due; returns the faster."""
+    """Evaluates a plan with patient updates as gradients arrive. If they add to the step, also in the order in which they are
+    due, and without waiting gradients where the host casts as well. Returns the fastest; of equal ones, that which needs
+    least of the host."""
     if plan.updates is None or plan.updates.held:
         return evaluate(plan)
-    candidate = evaluate(_ordered(plan, ()))
-    if not plan.updates.run_ahead or candidate.plan.update_us < _EXPOSED * candidate.plan.step_time_us:
+    candidate = evaluate(with_pace(plan, True, ()))
+    if candidate.plan.update_us < _EXPOSED * candidate.plan.step_time_us:
         return candidate
-    due_first = evaluate(_ordered(plan, _due_first(candidate.schedule)))
-    return min(due_first, candidate, key=lambda one: one.plan.total_us)
+    tried = [candidate]
+    if plan.updates.run_ahead:
+        tried.insert(0, evaluate(with_pace(plan, True, _due_first(candidate.schedule))))
+    if any(i.work == "convert" and i.phase == PHASES[1] for i in candidate.schedule.instructions):
+        tried.append(evaluate(with_pace(plan, False, ())))
+    return min(tried, key=lambda one: (one.plan.total_us, one.plan.peak_bytes["host"]))
 
 
 def impatient(plan: Plan) -> Plan | None:
     """Returns the plan without waiting gradients; None if it has no updates or is not patient."""
+    return with_pace(plan, False, ()) if plan.updates is not None and plan.updates.patient else None
+
+
+def with_pace(plan: Plan, patient: bool, order: tuple[str, ...]) -> Plan:
+    """Returns the plan with that patience and that order of its updates; as it is if it has none."""
     updates = plan.updates
-    return None if updates is None or not updates.patient else replace(plan, updates=replace(updates, patient=False, order=()))
-
-
-def _ordered(plan: Plan, order: tuple[str, ...]) -> Plan:
-    assert plan.updates is not None
-    return replace(plan, updates=replace(plan.updates, order=order))
+    return plan if updates is None else replace(plan, updates=replace(updates, patient=patient, order=order))
 
 
 def _due_first(schedule: Schedule) -> tuple[str, ...]:

@@ -29,12 +29,6 @@ class Variant:
     time_us: float
 
 
-def variants(step: fx.GraphModule, region: fx.Node, machine: Machine) -> tuple[Variant, ...]:
-    """Returns the block's variants, from the fewest bytes to no recomputation, each with more bytes and less time than the one
-    before: a few points of ``trade_off``."""
-    return _thinned(trade_off(step, region, machine))
-
-
 def trade_off(step: fx.GraphModule, region: fx.Node, machine: Machine) -> tuple[Variant, ...]:
     """Returns the lower convex hull of (bytes kept, time to recompute) over the choices of a block's saved values, by rising
     bytes. Each point is a minimum cut: with a byte priced at the slope between two points, the cheapest choice lies between
@@ -166,8 +160,8 @@ def _slope(one: Variant, other: Variant) -> float:
     return (other.time_us - one.time_us) / max(1, other.nbytes - one.nbytes)
 
 
-def _thinned(hull: tuple[Variant, ...]) -> tuple[Variant, ...]:
-    """Drops the inner points nearest to the line between their neighbours, until few are left."""
+def thinned(hull: tuple[Variant, ...]) -> tuple[Variant, ...]:
+    """Returns few points of a block's trade-off: drops inner ones, those nearest to the line between their neighbours first."""
     points = list(hull)
 
     def gap(index: int) -> float:

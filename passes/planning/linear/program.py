@@ -25,13 +25,30 @@ class Row:
     work: Mapping[str, Work]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Matrices:
+    """The program as HiGHS takes it, made once for all budgets: what is ``at_most`` the ``limits`` of ``rows``, to which those
+    ``of_tier`` add a budget in GiB; what is ``equal`` to ``equals``; the lowest and the highest value of each variable."""
+
+    rows: Sequence[Row]
+    at_most: Any
+    limits: Any
+    of_tier: Mapping[str, Sequence[int]]
+    equal: Any
+    equals: Any
+    bounds: Any
+
+
 @dataclass(slots=True)
 class Program:
-    """Minimize the first variable, so that every row's sum is at most its limit."""
+    """Minimize the first variable, so that every row's sum is at most its limit. ``held``: rows of memory, by the number of
+    blocks that are fetched ahead; all other rows are the same for all of these."""
 
     upper: list[float | None] = field(default_factory=lambda: [None])
     rows: list[Row] = field(default_factory=list)
     equal: list[tuple[dict[int, float], float]] = field(default_factory=list)
+    held: dict[int, list[Row]] = field(default_factory=lambda: defaultdict(list))
+    _cached: dict[tuple[int, tuple[str, ...]], _Matrices] = field(default_factory=dict)
 
     def variable(self, upper: float | None = 1.0) -> int:
         self.upper.append(upper)
@@ -42,41 +59,61 @@ class Program:
         terms = added({variable: -factor for variable, factor in span.items()}, *(us for us, _ in work.values()), *beside)
         self.rows.append(Row(terms, -sum(fixed for _, fixed in work.values()), None, work))
 
-    def holds(self, tier: str, terms: Mapping[int, float], fixed: float) -> None:
+    def at_most(self, terms: dict[int, float], limit: float = 0.0) -> None:
+        """Adds a row: a sum that takes neither time nor memory."""
+        self.rows.append(Row(terms, limit, None, {}))
+
+    def holds(self, ahead: int, tier: str, terms: Mapping[int, float], fixed: float) -> None:
         """Adds a row: bytes that a tier holds."""
         in_gib = {variable: nbytes / _GIB for variable, nbytes in terms.items()}  # about as large as other rows' factors
-        self.rows.append(Row(in_gib, -fixed / _GIB, tier, {}))
+        self.held[ahead].append(Row(in_gib, -fixed / _GIB, tier, {}))
 
     def solve(
-        self, budgets: Mapping[str, int | None], fixed: Mapping[int, float] = MappingProxyType({})
-    ) -> tuple[Any, list[Row]]:
+        self, budgets: Mapping[str, int | None], fixed: Mapping[int, float] = MappingProxyType({}), ahead: int = 0
+    ) -> tuple[Any, Sequence[Row]]:
         """Solves the program without the rows of tiers that have no budget, with some variables ``fixed``. Returns HiGHS's
-        result, and its rows."""
+        result, and its rows. No variable and no row may be added any more."""
         try:
             from scipy.optimize import linprog
         except ImportError as error:  # an installation without dependencies: plans have no certificate, and are searched for
             raise Infeasible("expected scipy") from error
-        rows = [row for row in self.rows if row.tier is None or budgets[row.tier] is not None]
+        limited = tuple(tier for tier, nbytes in budgets.items() if nbytes is not None)
+        if (ahead, limited) not in self._cached:
+            self._cached[ahead, limited] = self._matrices([*self.rows, *(r for r in self.held[ahead] if r.tier in limited)])
+        matrices = self._cached[ahead, limited]
+        limits = matrices.limits.copy()
+        for tier in limited:
+            limits[matrices.of_tier[tier]] += (budgets[tier] or 0) / _GIB
+        bounds = matrices.bounds.copy()
+        for variable, value in fixed.items():
+            bounds[variable] = value
         objective = numpy.zeros(len(self.upper))
         objective[0] = 1.0
-        result = linprog(
-            objective,
-            A_ub=self._matrix([row.terms for row in rows]),
-            b_ub=[row.limit + ((budgets[row.tier] or 0) / _GIB if row.tier else 0) for row in rows],
-            A_eq=self._matrix([terms for terms, _ in self.equal]),
-            b_eq=[limit for _, limit in self.equal],
-            bounds=[(fixed[v], fixed[v]) if v in fixed else (0, upper) for v, upper in enumerate(self.upper)],
-            method="highs",
+        result = linprog(objective, matrices.at_most, limits, matrices.equal, matrices.equals, bounds, method="highs")
+        return result, matrices.rows
+
+    def _matrices(self, rows: Sequence[Row]) -> _Matrices:
+        by_tier: dict[str, list[int]] = defaultdict(list)
+        for number, row in enumerate(rows):
+            by_tier[row.tier or ""].append(number)
+        return _Matrices(
+            rows,
+            self._matrix([row.terms for row in rows]),
+            numpy.array([row.limit for row in rows]),
+            by_tier,
+            self._matrix([terms for terms, _ in self.equal]),
+            numpy.array([limit for _, limit in self.equal]),
+            numpy.array([(0.0, numpy.inf if upper is None else upper) for upper in self.upper]),
         )
-        return result, rows
 
     def _matrix(self, rows: Sequence[Mapping[int, float]]) -> Any:
-        from scipy.sparse import csr_array
+        from scipy.sparse import csc_array, csr_array
 
         lengths = [len(row) for row in rows]
         columns = [variable for row in rows for variable in row]
         factors = [factor for row in rows for factor in row.values()]
-        return csr_array((factors, columns, numpy.cumsum([0, *lengths])), shape=(len(rows), len(self.upper)), dtype=float)
+        by_row = csr_array((factors, columns, numpy.cumsum([0, *lengths])), shape=(len(rows), len(self.upper)), dtype=float)
+        return csc_array(by_row)
 
 
 def gains_us(rows: Sequence[Row], values: Any, prices: Any) -> dict[str, float]:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import fx
-
-from mtcompile.passes.analysis.cost import Cost, Machine, kernel_us, node_cost
 from mtcompile.passes.analysis.state import param_nbytes
-from mtcompile.passes.generators import save_rng
-from mtcompile.passes.planning.linear.homes import HomeCost
+from mtcompile.passes.planning.linear.homes import HomeCost, casts_us
 from mtcompile.passes.planning.linear.program import Work, added
 from mtcompile.passes.planning.linear.terms import Load, Terms
 from mtcompile.passes.planning.problem import PlanningProblem
-from mtcompile.passes.step_graph import kernel_of, regions
+from mtcompile.passes.step_graph import kernel_of
 from mtcompile.runtime.schedule import PHASES
 
 _HOME_AND_UPDATED = (("d2h", "backward"), ("host", "backward"))  # queues and phases that a home's gradients go through
@@ -24,9 +20,10 @@ def take_time(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: Te
     """Adds the rows. ``costs``: of homes."""
     step, machine, budgets = problem.step, problem.machine, problem.budgets
     program, time, span, away = terms.program, terms.time, terms.span, terms.away
-    for region in regions(step):
+    for region, needs in terms.needs.items():
         phase, block = region.meta["phase"], region.meta["block"]
-        terms.loads["compute", phase].append(Load(block, block, {}, _least_us(kernel_of(step, region), machine)))
+        saved_us = terms.by_share({home: -us for home, us in casts_us(needs, machine).items()})
+        terms.loads["compute", phase].append(Load(block, block, saved_us, needs.us(kernel_of(step, region), machine)))
     for phase in PHASES:
         program.takes({span[phase]: 1.0}, {"link": terms.work("d2h", phase)})
         program.takes({span[phase]: 1.0}, {"link": terms.work("h2d", phase)})
@@ -98,13 +95,7 @@ def _sum(*works: Work) -> Work:
 
 def _places(terms: Terms) -> Sequence[int]:
     """Blocks spread over all of them, with the first and the last."""
-    blocks = sorted({region.meta["block"] for region in terms.reads})
+    blocks = sorted({region.meta["block"] for region in terms.needs})
     last = len(blocks) - 1
     count = min(len(blocks), _MOST_PLACES)
     return sorted({blocks[round(i * last / max(1, count - 1))] for i in range(count)})
-
-
-def _least_us(kernel: fx.GraphModule, machine: Machine) -> float:
-    """The µs of a kernel of which nothing is recomputed: no generator's state is saved for that."""
-    states = sum((node_cost(node) for node in kernel.graph.nodes if node.target is save_rng), Cost())
-    return max(0.0, kernel_us(kernel, machine) - states.time_us(machine))

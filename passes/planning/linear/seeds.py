@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.ladders import Block, variant_decision
+from mtcompile.passes.planning.linear.blocks import Option
 from mtcompile.passes.planning.linear.program import Infeasible
-from mtcompile.passes.planning.linear.relaxation import Option, Relaxed, Solve
+from mtcompile.passes.planning.linear.relaxation import Relaxed, Solve
 
 T = TypeVar("T")
 _WHY = "by the linear program"
@@ -19,8 +20,8 @@ SOLUTIONS, _BETWEEN = 23, 4  # solutions, and plans between each two of them
 
 
 class Seeds(Sequence[Plan]):
-    """Plans from the fewest device bytes to the most, each made when it is asked for. ``solve``: of the relaxed problem, from
-    the ``device`` budget ``low`` to ``high``."""
+    """Plans from the fewest device bytes to the most, each made when it is asked for. ``solve``: of the relaxed problem, for
+    ``device`` budgets from the first to the second. They fetch as many blocks ahead as ``base`` does."""
 
     def __init__(
         self,
@@ -50,11 +51,12 @@ class Seeds(Sequence[Plan]):
     def _with_whole_homes(self, limits: Mapping[str, int | None]) -> Relaxed:
         """Solves again with every home wholly on one tier: homes are large, and what blocks keep must fit beside them. The
         number of homes on the device is the sum of their shares, rounded; if that does not fit, rounded down; else zero."""
-        relaxed = self.solve(limits)
-        for whole in (round, int):
+        relaxed = self.solve(limits, ahead=self.base.lookahead)
+        tried = (_chosen(relaxed.resident, self.sizes, whole) for whole in (round, int))
+        for chosen in dict.fromkeys(map(frozenset, tried)):
             with contextlib.suppress(Infeasible):
-                return self.solve(limits, _chosen(relaxed.resident, self.sizes, whole))
-        return self.solve(limits, ())
+                return self.solve(limits, chosen, self.base.lookahead)
+        return self.solve(limits, (), self.base.lookahead)
 
 
 def _chosen(resident: Mapping[str, float], sizes: Mapping[str, int], whole: Callable[[float], int]) -> set[str]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from mtcompile.passes.analysis.state import param_nbytes
+from mtcompile.passes.planning.linear.needs import Needs, needs_of, param_homes
 from mtcompile.passes.planning.linear.program import Program, Work, added
-from mtcompile.passes.step_graph import outputs_of, regions, results
 from mtcompile.runtime.schedule import PHASES
 
 
@@ -28,9 +28,8 @@ class Load:
 class Terms:
     """``time``: the variable for the whole step, in µs; ``span``: phase -> the variable for its time. ``loads``: (queue, phase)
     -> what the queue does; ``copied``: phase -> bytes by variable; ``held``: tier -> bytes by variable, at the start of the
-    backward. ``away``: home -> the variable for its share on the host. ``reads``, ``grads``: region -> bytes by home, of the
-    parameters that it reads and of their gradients that it makes. ``blocks``: home -> the first and the last block of these
-    regions."""
+    backward. ``away``: home -> the variable for its share on the host. ``needs``: of each region. ``blocks``: home -> the
+    first and the last block of the regions that read it or make its gradients."""
 
     program: Program
     time: int
@@ -39,34 +38,30 @@ class Terms:
     copied: dict[str, dict[int, float]]
     held: dict[str, dict[int, float]]
     away: Mapping[str, int]
-    reads: Mapping[fx.Node, Mapping[str, int]]
-    grads: Mapping[fx.Node, Mapping[str, int]]
+    needs: Mapping[fx.Node, Needs]
     blocks: Mapping[str, tuple[int, int]]
 
     def of_phase(self, phase: str) -> list[fx.Node]:
-        return [region for region in self.reads if region.meta["phase"] == phase]
+        return [region for region in self.needs if region.meta["phase"] == phase]
 
     def work(self, queue: str, phase: str, low: int = -1, high: int = 1 << 30) -> Work:
         """Returns what a queue certainly does in a phase for the blocks from ``low`` to ``high``."""
         loads = [load for load in self.loads[queue, phase] if low <= load.low and load.high <= high]
         return added(*(load.us for load in loads)), sum(load.fixed for load in loads)
 
-    def by_share(self, nbytes: Mapping[str, int]) -> dict[int, float]:
-        """Bytes by home as bytes by variable."""
-        return {self.away[home]: float(n) for home, n in nbytes.items() if home in self.away}
+    def by_share(self, amounts: Mapping[str, float]) -> dict[int, float]:
+        """Returns amounts by home, such as bytes, as amounts by variable."""
+        return {self.away[home]: float(n) for home, n in amounts.items() if home in self.away}
 
 
 def terms_of(step: fx.GraphModule) -> Terms:
     """Returns the terms of a step graph, with its variables for time and homes and nothing taken yet."""
     program = Program()
-    names = {value: spec.name for spec, value in outputs_of(step) if spec.kind == "grad"}
-    reads = {region: _read(step, region) for region in regions(step)}
-    grads = {region: _graded(step, region, names) for region in regions(step)}
+    needs = needs_of(step)
     users: dict[str, list[int]] = {home: [] for home in param_nbytes(step)}
-    for uses in (reads, grads):
-        for region, nbytes in uses.items():
-            for home in nbytes:
-                users[home].append(region.meta["block"])
+    for region, need in needs.items():
+        for home in (*param_homes(step, region).values(), *need.grads):
+            users[home].append(region.meta["block"])
     return Terms(
         program,
         0,
@@ -75,25 +70,6 @@ def terms_of(step: fx.GraphModule) -> Terms:
         {phase: defaultdict(float) for phase in PHASES},
         {tier: defaultdict(float) for tier in ("device", "host")},
         {home: program.variable() for home in param_nbytes(step)},
-        reads,
-        grads,
+        needs,
         {home: (min(indices, default=0), max(indices, default=0)) for home, indices in users.items()},
     )
-
-
-def _read(step: fx.GraphModule, region: fx.Node) -> dict[str, int]:
-    """The bytes of the parameters that a region reads, by home."""
-    homes, nbytes = step.meta["homes"], defaultdict[str, int](int)
-    for operand in region.all_input_nodes:
-        if operand.op == "placeholder" and operand.meta["role"] == "param" and operand.meta["name"] in homes:
-            nbytes[homes[operand.meta["name"]]] += operand.meta["nbytes"]
-    return nbytes
-
-
-def _graded(step: fx.GraphModule, region: fx.Node, names: Mapping[fx.Node, str]) -> dict[str, int]:
-    """The bytes of the parameters' gradients that a region makes, by home. ``names``: gradient -> parameter."""
-    homes, nbytes = step.meta["homes"], defaultdict[str, int](int)
-    for value in results(region):
-        if names.get(value) in homes:
-            nbytes[homes[names[value]]] += value.meta["nbytes"]
-    return nbytes

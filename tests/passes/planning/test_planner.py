@@ -26,7 +26,7 @@ from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
-from mtcompile.passes.planning.variants import save_all, variants
+from mtcompile.passes.planning.variants import save_all, trade_off
 from mtcompile.passes.step_graph import regions
 from mtcompile.runtime.executor import Delays
 from mtcompile.runtime.verify import verify
@@ -78,7 +78,7 @@ def test_variants_trade_bytes_for_time() -> None:
     for region in regions(traced.step):
         if region.meta["phase"] != "forward" or not saved_values(region):
             continue
-        found = variants(traced.step, region, Machine())
+        found = trade_off(traced.step, region, Machine())
         assert found[-1].time_us == 0.0 and found[-1].nbytes <= save_all(region).nbytes
         for one, other in itertools.pairwise(found):
             assert one.nbytes < other.nbytes and one.time_us > other.time_us

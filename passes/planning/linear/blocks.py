@@ -1,0 +1,241 @@
+"""The variables of blocks in the linear program: how much each keeps where, and what that spares its backward."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from mtcompile.passes.analysis.cost import Cost, Machine, node_cost
+from mtcompile.passes.analysis.kernels import saved_states
+from mtcompile.passes.analysis.state import param_nbytes
+from mtcompile.passes.planning.ladders import Block
+from mtcompile.passes.planning.linear.needs import narrowing_casts, param_homes
+from mtcompile.passes.planning.linear.program import added
+from mtcompile.passes.planning.linear.terms import Load, Terms
+from mtcompile.passes.planning.problem import PlanningProblem
+from mtcompile.passes.planning.variants import Variant, recomputed, save_all
+from mtcompile.passes.step_graph import body_outputs, kernel_of, placeholders, results
+
+_FEWEST_BYTES = 0.01  # of a home: parameters with fewer are fetched again for nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A choice for a block: the saved values of a variant kept on the device or on the host."""
+
+    variant: Variant
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The variables of blocks. By block: ``options`` for what it saves, and, for each value that leaves it (``crossing``), its
+    bytes and its two places; bytes by variable that it saves on the device (``saved``), that leave it and wait there
+    (``leaving``), and that its backward gets back from the host (``back``)."""
+
+    options: dict[int, list[tuple[Option, int]]] = field(default_factory=dict)
+    crossing: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
+    saved: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
+    leaving: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
+    back: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
+
+
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    """What of a block's operands its saved values are made from. ``body``: operand -> placeholder. ``of``: placeholder -> the
+    positions of the saved values that are made from it and not from one another: nothing that is made again needs the operand
+    exactly if all of these are kept. ``single``: the variables for the shares in which saved values are, by position."""
+
+    body: Mapping[fx.Node, fx.Node]
+    of: Mapping[fx.Node, frozenset[int]]
+    single: dict[int, int]
+
+
+def place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms) -> Choices:
+    """Adds the share of each option for what a block saves, and of each place for each value that leaves it."""
+    choices = Choices()
+    operands = {block.index: _operands(problem.step, block) for block in blocks}
+    for block in blocks:
+        _place_saved(problem, block, terms, choices)
+        _fetch_again(problem, block, terms, operands[block.index])
+        _cast_again(problem, block, terms, operands[block.index])
+    for block in blocks:
+        _place_crossing(problem, block, blocks, terms, choices, operands)
+    for block in blocks:
+        _keep_no_more(problem.step, block, terms, choices, operands[block.index])
+    return choices
+
+
+def _place_saved(problem: PlanningProblem, block: Block, terms: Terms, choices: Choices) -> None:
+    program, index, whole = terms.program, block.index, save_all(block.region)
+    read_in = _read_in(block.saved, index)
+    shares = choices.options[index] = list[tuple[Option, int]]()
+    # Keeping all may spare a fetch, even where keeping less makes nothing again that takes time.
+    for variant in (*block.hull, *((whole,) if whole.nbytes > block.hull[-1].nbytes else ())):
+        for tier in ("device", "host") if problem.budgets.host_activations and variant.positions else ("device",):
+            variable = program.variable()
+            shares.append((Option(variant, tier), variable))
+            terms.loads["compute", "backward"].append(Load(*read_in, {variable: variant.time_us}))
+            (choices.saved if tier == "device" else choices.back)[index][variable] = float(variant.nbytes)
+            if tier == "host":
+                _goes_home(problem.machine, terms, variable, variant.nbytes, (index, index), read_in)
+    program.equal.append(({variable: 1.0 for _, variable in shares}, 1.0))
+
+
+def _goes_home(
+    machine: Machine, terms: Terms, variable: int, nbytes: int, made_in: tuple[int, int], read_in: tuple[int, int]
+) -> None:
+    terms.held["host"][variable] += nbytes
+    for phase, queue, within in (("forward", "d2h", made_in), ("backward", "h2d", read_in)):
+        terms.loads[queue, phase].append(Load(*within, {variable: machine.copy_us(1, queue) * nbytes}))
+        terms.copied[phase][variable] += nbytes
+
+
+def _fetch_again(problem: PlanningProblem, block: Block, terms: Terms, operands: _Operands) -> None:
+    """Adds the fetches of parameters that only what is made again reads in a backward."""
+    read_in, sizes = _read_in(block.saved, block.index), param_nbytes(problem.step)
+    readers = {user for value in block.saved for user in value.users}
+    readers |= {region for region in terms.of_phase("backward") if region.meta["block"] == block.index}
+    read_anyway = {operand for region in readers for operand in region.all_input_nodes}
+    homes = param_homes(problem.step, block.region)
+    alike: dict[tuple[str, frozenset[int]], int] = defaultdict(int)
+    for operand, inner in operands.body.items():
+        if inner in homes and operand not in read_anyway and operands.of[inner]:
+            narrow = [cast.meta["val"].nbytes for cast in narrowing_casts(inner)]
+            alike[homes[inner], operands.of[inner]] += min((operand.meta["nbytes"], *narrow))
+    for (home, positions), nbytes in alike.items():
+        if home in terms.away and nbytes >= _FEWEST_BYTES * sizes[home]:
+            again = terms.program.variable()
+            terms.program.at_most({terms.away[home]: 1.0, again: -1.0, _spared(terms, operands, positions): -1.0})
+            terms.loads["h2d", "backward"].append(Load(*read_in, {again: problem.machine.copy_us(nbytes, "h2d")}))
+            terms.copied["backward"][again] += nbytes
+
+
+def _cast_again(problem: PlanningProblem, block: Block, terms: Terms, operands: _Operands) -> None:
+    """Adds what a backward saves if the host makes the casts of parameters that are made again."""
+    for inner, home in param_homes(problem.step, block.region).items():
+        casts, positions = narrowing_casts(inner), operands.of[inner]
+        if casts and positions and home in terms.away:
+            by_host = terms.program.variable()
+            terms.program.at_most({by_host: 1.0, terms.away[home]: -1.0})
+            # Where all these values are kept, nothing is cast again.
+            together = {_kept(terms, operands, position): 1.0 for position in positions}
+            terms.program.at_most({by_host: 1.0, **together}, len(positions))
+            us = sum(map(node_cost, casts), Cost()).time_us(problem.machine)
+            terms.loads["compute", "backward"].append(Load(*_read_in(block.saved, block.index), {by_host: -us}))
+
+
+def _place_crossing(
+    problem: PlanningProblem,
+    block: Block,
+    blocks: Sequence[Block],
+    terms: Terms,
+    choices: Choices,
+    operands: Mapping[int, _Operands],
+) -> None:
+    """Adds the places of each value that leaves a block. If a backward reads it, it is somewhere; otherwise only if the next
+    block that reads it makes something again from it."""
+    program, index = terms.program, block.index
+    places = choices.crossing[index] = list[tuple[int, int, int]]()
+    repeated, last = program.variable(None), max(block.index for block in blocks)  # µs of making any of them again
+    terms.loads["compute", "backward"].append(Load(index, last, {repeated: 1.0}))
+    for value in block.crossing:
+        nbytes, read_in = value.meta["nbytes"], _read_in((value,), index)
+        stays, again = program.variable(), program.variable()
+        away = program.variable(1.0 if problem.budgets.host_activations else 0.0)
+        places.append((nbytes, stays, away))
+        choices.leaving[index][stays] = float(nbytes)
+        program.at_most({again: _made_again_us(problem.step, block, value, problem.machine), repeated: -1.0})
+        somewhere = {stays: 1.0, away: 1.0, again: 1.0}
+        if _readers(value):
+            program.equal.append((somewhere, 1.0))
+        elif (reader := next((other for other in blocks if other.region in value.users), None)) is not None:
+            read_in, of = (reader.index, reader.index), operands[reader.index]
+            if positions := of.of[of.body[value]]:
+                somewhere[_spared(terms, of, positions)] = 1.0
+                program.at_most({variable: -1.0 for variable in somewhere}, -1.0)
+        _goes_home(problem.machine, terms, away, nbytes, (index, index), read_in)
+
+
+def _kept(terms: Terms, operands: _Operands, position: int) -> int:
+    """Returns the variable for the share in which the saved value at a position is kept."""
+    if position not in operands.single:
+        operands.single[position] = terms.program.variable()
+    return operands.single[position]
+
+
+def _spared(terms: Terms, operands: _Operands, positions: Iterable[int]) -> int:
+    """Returns a variable for the share in which all saved values at some positions are kept."""
+    spared = terms.program.variable()
+    for position in positions:
+        terms.program.at_most({spared: 1.0, _kept(terms, operands, position): -1.0})
+    return spared
+
+
+def _keep_no_more(step: fx.GraphModule, block: Block, terms: Terms, choices: Choices, operands: _Operands) -> None:
+    """Adds the rows by which single values take the bytes that options keep. The options need not keep these same values: what
+    takes more time for as many bytes is none, but may spare more."""
+    if not operands.single:
+        return
+    sizes = [value.meta["nbytes"] for value in block.saved]
+    states = set(saved_states(kernel_of(step, block.region)).values())
+    beside = sum(v.meta["nbytes"] for v in results(block.region) if int(v.args[1]) in states)
+    unit = 1.0 / max(1, sum(sizes))
+    single = {variable: sizes[position] * unit for position, variable in operands.single.items()}
+    by_option = {variable: option.variant.nbytes * unit for option, variable in choices.options[block.index]}
+    terms.program.at_most(added(single, {variable: -factor for variable, factor in by_option.items()}))
+    # What is not kept is at most the rest; an option's bytes may be those of a generator's state.
+    rest = (sum(sizes) + beside) * unit - sum(single.values())
+    terms.program.at_most(added(by_option, {variable: -factor for variable, factor in single.items()}), rest)
+
+
+def _operands(step: fx.GraphModule, block: Block) -> _Operands:
+    body = kernel_of(step, block.region)
+    inputs, outputs = placeholders(body.graph), body_outputs(body)
+    saved = [outputs[int(value.args[1])] for value in block.saved]
+    stays = {outputs[int(v.args[1])] for v in results(block.region) if v.meta["role"] not in ("activation", "rng")}
+    of: dict[fx.Node, set[int]] = {operand: set() for operand in inputs}
+    for position, value in enumerate(saved):
+        seen, stack = {value}, list(value.all_input_nodes)
+        while stack:
+            node = stack.pop()
+            if node in of:
+                of[node].add(position)
+            elif node not in seen and node not in stays and node not in saved:
+                stack.extend(node.all_input_nodes)
+            seen.add(node)
+    operands = (operand for operand in block.region.args if isinstance(operand, fx.Node))
+    by_operand = {node: frozenset(positions) for node, positions in of.items()}
+    return _Operands(dict(zip(operands, inputs, strict=True)), by_operand, {})
+
+
+def _made_again_us(step: fx.GraphModule, block: Block, value: fx.Node, machine: Machine) -> float:
+    """Returns the fewest µs that making again a value that leaves a block adds to any of its variants."""
+    kernel = kernel_of(step, block.region)
+    outputs = body_outputs(kernel)
+    saved = [outputs[int(value.args[1])] for value in block.saved]
+    by_host = {cast for operand in param_homes(step, block.region) for cast in narrowing_casts(operand)}
+
+    def more_us(variant: Variant) -> float:
+        given = {saved[position] for position in variant.positions}
+        without = by_host.union(recomputed([node for node in saved if node not in given], given))
+        costs = [node_cost(node) for node in recomputed([outputs[int(value.args[1])]], given) if node not in without]
+        # Beside a kernel that is bound by FLOPs its traffic is free, and the other way round.
+        total = sum(costs, Cost())
+        return min(total.time_us(machine), total.traffic_us(machine), total.flops_us(machine))
+
+    return min(map(more_us, block.hull))
+
+
+def _read_in(values: Sequence[fx.Node], block: int) -> tuple[int, int]:
+    """Returns the first and the last block whose backward reads any of the values; ``block`` if none does."""
+    readers = [block for value in values for block in _readers(value)]
+    return min(readers, default=block), max(readers, default=block)
+
+
+def _readers(value: fx.Node) -> list[int]:
+    """Returns the blocks whose backward reads a value."""
+    return [user.meta["block"] for user in value.users if user.meta.get("phase") == "backward"]

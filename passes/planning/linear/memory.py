@@ -1,0 +1,66 @@
+"""The rows of the linear program that say what memory holds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from torch import fx
+
+from mtcompile.passes.analysis.state import param_nbytes
+from mtcompile.passes.planning.ladders import Block
+from mtcompile.passes.planning.linear.blocks import Choices
+from mtcompile.passes.planning.linear.program import added
+from mtcompile.passes.planning.linear.terms import Terms
+from mtcompile.passes.planning.problem import PlanningProblem
+from mtcompile.passes.step_graph import kernel_of, regions, results
+
+
+def hold_memory(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms, choices: Choices, ahead: int) -> None:
+    """The rows that say what memory holds at each block's forward and backward: what it and all blocks before it keep, what it
+    reads and makes, and what is on its way: weights, saved values and gradients of the blocks near by."""
+    weights = {block.index: terms.by_share(terms.needs[block.region].read) for block in blocks}
+    stored: dict[int, dict[int, float]] = defaultdict(dict)
+    needed: dict[int, dict[int, float]] = defaultdict(dict)  # weights that a backward in one region reads, less casts' room
+    for region in terms.of_phase("backward"):
+        index, needs = region.meta["block"], terms.needs[region]
+        stored[index] = added(stored[index], terms.by_share(needs.stored))
+        fewer = ({home: -nbytes for home, nbytes in each.items()} for each in (needs.grads, needs.cast_nbytes))
+        needed[index] = added(*map(terms.by_share, (needs.read, needs.stored, *fewer)))
+    always = problem.budgets.reserve + sum(nbytes * problem.budgets.copies for nbytes in param_nbytes(problem.step).values())
+    live = dict(terms.held["device"])
+    for place, block in enumerate(blocks):
+        index, back = block.index, choices.back
+        live = added(live, choices.saved[index])
+        before, after = blocks[max(0, place - ahead) : place], blocks[place + 1 : place + 1 + ahead]
+        beside, whole = _beside(problem, block)
+        near = [needed[index], back[index]] if whole else []
+        near += [nbytes[other.index] for other in before for nbytes in (weights, back)]
+        near += [stored[other.index] for other in after]
+        beyond = choices.leaving[index] if ahead else {}  # a plan may let it go later than it must
+        terms.program.holds(ahead, "device", added(live, beyond, *near), always + beside)
+        if ahead:
+            near = [weights[index], back[index], *(back[other.index] for other in before)]
+            near += [weights[other.index] for other in after]
+            terms.program.holds(ahead, "device", added(live, choices.leaving[index], *near), always)
+        live = added(live, choices.leaving[index])
+    terms.program.holds(ahead, "host", terms.held["host"], 0.0)
+
+
+def _beside(problem: PlanningProblem, block: Block) -> tuple[int, bool]:
+    """The bytes that a block's backward needs beside weights and saved values, whatever the plan: workspace, what other
+    backwards made for it, what it makes. And whether it is one region, so that all it needs is in memory at once."""
+    step = problem.step
+    backward = [r for r in regions(step) if r.meta["phase"] == "backward" and r.meta["block"] == block.index]
+    workspace = max((problem.workspace(kernel_of(step, region)) for region in backward), default=0)
+    if len(backward) != 1:
+        return workspace, False
+    used = [value for value in results(backward[0]) if value.users]
+    outputs = [value for value in used if problem.budgets.updates is not None or value.meta["role"] != "grad"]
+    inputs = [v for v in backward[0].all_input_nodes if v.meta.get("role") == "activation" and _phase(v) == "backward"]
+    return workspace + sum(value.meta["nbytes"] for value in (*outputs, *inputs)), True
+
+
+def _phase(value: fx.Node) -> str:
+    """The phase of the region that makes a value."""
+    return str(value.args[0].meta["phase"]) if isinstance(value.args[0], fx.Node) else ""

@@ -1,0 +1,118 @@
+"""What regions need under any plan: nothing that could be made again, moved narrow, or cast on the host instead."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from mtcompile.passes.analysis.cost import Cost, Machine, kernel_cost, kernel_us, node_cost
+from mtcompile.passes.analysis.saved import saved_values
+from mtcompile.passes.generators import save_rng
+from mtcompile.passes.step_graph import body_outputs, is_view, kernel_of, must_run, outputs_of, placeholders, regions, results
+from mtcompile.passes.step_graph import span_nbytes as nbytes_of
+from mtcompile.runtime.schedule import aligned
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a region needs at least. ``cost``: of its operations. By home: ``read``, bytes of the parameters that it reads, and
+    ``stored``, of the gradients that leave it, as narrow as they may cross; ``grads``, of these gradients as they are;
+    ``casts``: the cost of what the host may cast for it; ``cast_nbytes``: bytes that it then needs no room for."""
+
+    cost: Cost
+    read: Mapping[str, int]
+    stored: Mapping[str, int]
+    grads: Mapping[str, int]
+    casts: Mapping[str, Cost]
+    cast_nbytes: Mapping[str, int]
+
+    def us(self, kernel: fx.GraphModule, machine: Machine) -> float:
+        """The µs of the region. ``kernel``: its kernel, which may have been measured."""
+        least, whole = self.cost.time_us(machine), kernel_cost(kernel).time_us(machine)
+        return least if machine.measured is None or not whole else kernel_us(kernel, machine) * min(1.0, least / whole)
+
+
+def needs_of(step: fx.GraphModule) -> dict[fx.Node, Needs]:
+    """Returns the needs of each region of a step graph before any rewrite."""
+    homes: Mapping[str, str] = step.meta["homes"]
+    grads = {value: homes[spec.name] for spec, value in outputs_of(step) if spec.kind == "grad" and spec.name in homes}
+    bodies: dict[tuple[str, tuple[int, ...]], tuple[set[fx.Node], Cost]] = {}
+    return {region: _needs(step, region, grads, bodies) for region in regions(step)}
+
+
+def narrowing_casts(operand: fx.Node) -> list[fx.Node]:
+    """Returns the casts to fewer bytes among the readers of an operand of a body."""
+    return [node for node in operand.users if _is_cast(node) and _size(node) < _size(operand)]
+
+
+def param_homes(step: fx.GraphModule, region: fx.Node) -> dict[fx.Node, str]:
+    """Returns the homes of the parameters that a region reads, by the placeholders of its body."""
+    homes, inputs = step.meta["homes"], placeholders(kernel_of(step, region).graph)
+    return {
+        inner: homes[operand.meta["name"]]
+        for operand, inner in zip(region.args, inputs, strict=True)
+        if isinstance(operand, fx.Node) and operand.meta.get("role") == "param" and operand.meta.get("name") in homes
+    }
+
+
+def _needs(
+    step: fx.GraphModule,
+    region: fx.Node,
+    grads: Mapping[fx.Node, str],
+    bodies: dict[tuple[str, tuple[int, ...]], tuple[set[fx.Node], Cost]],
+) -> Needs:
+    kernel = kernel_of(step, region)
+    outputs = body_outputs(kernel)
+    saved = set(saved_values(region)) if region.meta["phase"] == "forward" else set()
+    wanted = [v for v in results(region) if v.users and v not in saved and v.meta["role"] != "rng"]
+    key = (str(region.target), tuple(int(v.args[1]) for v in wanted))
+    if key not in bodies:
+        needed = _closure([*(outputs[position] for position in key[1]), *filter(must_run, kernel.graph.nodes)])
+        operations = (n for n in needed if n.op == "call_function" and not is_view(n) and n.target is not save_rng)
+        bodies[key] = needed, sum(map(node_cost, operations), Cost())
+    needed, cost = bodies[key]
+    read, stored, wide, cast_nbytes = (defaultdict[str, int](int) for _ in range(4))
+    casts: dict[str, Cost] = defaultdict(Cost)
+    for operand, home in param_homes(step, region).items():
+        if operand in needed:
+            narrow = narrowing_casts(operand)
+            read[home] += min(map(_size, (operand, *narrow)))
+            for cast in narrow:
+                casts[home] += node_cost(cast) if cast in needed else Cost()
+                cast_nbytes[home] += _size(cast)
+    for value in wanted:
+        if value in grads:
+            home, output = grads[value], outputs[int(value.args[1])]
+            wide[home] += value.meta["nbytes"]
+            source: Any = output.args[0] if _is_cast(output) else output
+            if isinstance(source, fx.Node) and "val" in source.meta and _size(source) < _size(output):
+                stored[home] += _size(source)
+                casts[home] += node_cost(output)
+                cast_nbytes[home] += _size(source)
+            else:
+                stored[home] += value.meta["nbytes"]
+    return Needs(cost, read, stored, wide, casts, cast_nbytes)
+
+
+def _closure(nodes: list[fx.Node]) -> set[fx.Node]:
+    """Returns the nodes and all that they are made from."""
+    needed, stack = set[fx.Node](), list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    return needed
+
+
+def _is_cast(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten._to_copy.default
+
+
+def _size(node: fx.Node) -> int:
+    return aligned(nbytes_of(node.meta["val"]))
