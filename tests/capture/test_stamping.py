@@ -214,6 +214,15 @@ def test_the_graph_is_that_of_all_blocks(case: str, inputs_traced: list[int], mo
     assert (most < inputs_traced[0]) == (case in STAMPED)
 
 
+def test_buffers_that_share_memory_are_refused_in_a_block_that_would_not_be_traced() -> None:
+    model = Stack(ConvBlock)
+    both = torch.zeros(5)
+    for number in (2, 3):
+        model.blocks[number].norm.running_mean = both.view(5)
+    with pytest.raises(mtcompile.CaptureError, match=r"shares memory with another tensor that forward reads"):
+        graph_of(model, x=torch.randn(2, 5, WIDTH))
+
+
 def test_blocks_are_stamped_under_autocast_and_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Stack(), torch.randn(2, 5, WIDTH)
 

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from mtcompile.capture.description import Description
+from mtcompile.capture.outputs import storage_of
 from mtcompile.capture.stamping.blocks import INNER, TRACED, Blocks, Kept, Place, references, structure
 from mtcompile.passes.step_graph import InputSpec
 from mtcompile.torch_private import pytree
@@ -88,6 +89,8 @@ def _code(node: fx.Node, owner: fx.GraphModule) -> Hashable:
     if (body := _body(node, owner)) is not None:
         index = {inner: position for position, inner in enumerate(body.graph.nodes)}
         return node.op, tuple((_code(inner, body), tuple(index[one] for one in references(inner))) for inner in index)
+    if node.op == "get_attr":  # graphs number what they hold each on their own
+        return node.op, id(operator.attrgetter(str(node.target))(owner))
     return node.op, node.target if node.op != "placeholder" else "", structure(node), value
 
 
@@ -103,8 +106,13 @@ def _shape(value: Any) -> str:
 
 
 def _shape_of_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-    about = tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad, tensor.is_leaf
-    return type(tensor).__name__, *tensor.shape, tensor.stride(), tensor.storage_offset(), *about
+    about = tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad, tensor.is_leaf, tensor.is_conj(), tensor.is_neg()
+    held = (
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.untyped_storage().nbytes() if tensor.layout == torch.strided else None,
+    )
+    return type(tensor).__name__, *tensor.shape, *held, *about
 
 
 # ---------------------------------------------------------------------------------------------------------- proving equality
@@ -126,7 +134,9 @@ def _inputs_of_blocks(run: _Run, specs: Mapping[fx.Node, InputSpec]) -> dict[fx.
     for node, (block, _) in places.items():
         if 0 < block < run.count - 1 and any(user not in places for user in node.users):
             return None
-    return {node: place for node, place in places.items() if node.op == "placeholder"}
+    inputs = {node: place for node, place in places.items() if node.op == "placeholder"}
+    holders = Counter(map(storage_of, specs))  # a change in place would be one of other inputs too
+    return None if any(holders[storage_of(node)] > 1 for node in inputs) else inputs
 
 
 def _repeats(operands: Sequence[fx.Node], places: Mapping[fx.Node, Place]) -> bool:
