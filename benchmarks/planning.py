@@ -114,12 +114,12 @@ def _half(count: int, what: str) -> int:
 
 
 def _planned(plan: Any, **arguments: Any) -> dict[str, Any]:
-    """Plans from nothing. Returns processor seconds, and how many had passed when the step was captured."""
-    captured: list[float] = []
+    """Plans from nothing. Returns processor seconds, and how many had passed when the search began."""
+    before: list[float] = []
 
     def progress(text: str, done: int, total: int) -> None:
-        if text == "planning" and not captured:
-            captured.append(time.process_time())
+        if text == "planning" and not before:
+            before.append(time.process_time())
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MT_CACHE"] = folder
@@ -129,16 +129,16 @@ def _planned(plan: Any, **arguments: Any) -> dict[str, Any]:
     columns = ["feasible", "parameters", "state_bytes", "peak_bytes", "budget_bytes"]
     columns += ["step_time_us", "update_us", "limiting_resource"]
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    times = {"processor_s": seconds, "captured_after_s": captured[0] if captured else None}
+    times = {"processor_s": seconds, "searched_after_s": before[0] if before else None}
     return {**times, "rss_bytes": rss} | {key: planned[key] for key in columns}
 
 
 def line(row: dict[str, Any]) -> str:
     """Formats a row for people."""
     name = row["case"] if "case" in row else f"{row['count']} {row['what']}"
-    captured = "" if row["captured_after_s"] is None else f" ({row['captured_after_s']:.1f} s until captured)"
+    before = "" if row["searched_after_s"] is None else f" ({row['searched_after_s']:.1f} s until the search)"
     return (
-        f"{name}: {row['parameters'] / 1e9:.1f}B parameters planned in {row['processor_s']:.1f} s{captured} and "
+        f"{name}: {row['parameters'] / 1e9:.1f}B parameters planned in {row['processor_s']:.1f} s{before} and "
         f"{row['rss_bytes'] / 2**30:.2f} GiB; {'fits' if row['feasible'] else 'does not fit'}, "
         f"{row['step_time_us'] / 1e6:.2f} s a step, limited by {row['limiting_resource']}"
     )
