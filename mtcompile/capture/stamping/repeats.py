@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,9 +12,10 @@ import torch
 from torch import fx
 
 from mtcompile.capture.description import Description
+from mtcompile.capture.outputs import changes_operand, fake_of
 from mtcompile.capture.stamping.blocks import INNER, TRACED, Blocks, Kept, Place, references, structure
 from mtcompile.passes.step_graph import InputSpec
-from mtcompile.torch_private import pytree
+from mtcompile.torch_private import pytree, storage_id
 
 _PERIODS = 16  # lengths of a block to try
 
@@ -103,8 +104,14 @@ def _shape(value: Any) -> str:
 
 
 def _shape_of_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-    about = tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad, tensor.is_leaf
+    about = tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad, tensor.is_leaf, _known(tensor)
     return type(tensor).__name__, *tensor.shape, tensor.stride(), tensor.storage_offset(), *about
+
+
+def _known(tensor: torch.Tensor) -> Any:
+    """Returns what a tensor holds where tracing knows it, which makes numbers of such tensors; else None."""
+    constant: torch.Tensor | None = getattr(tensor, "constant", None)
+    return None if constant is None else constant.tolist()
 
 
 # ---------------------------------------------------------------------------------------------------------- proving equality
@@ -121,8 +128,11 @@ def _inputs_of_blocks(run: _Run, specs: Mapping[fx.Node, InputSpec]) -> dict[fx.
                 if len({_signature(node, specs) for node in operands}) > 1:
                     return None
                 places |= {node: (block, (position, which)) for block, node in enumerate(operands)}
-            elif not _repeats(operands, places):
-                return None
+    for _, column in run.columns():  # when all places are known: an input may be read before the block that it belongs to
+        if not all(_repeats(operands, places) for operands in zip(*map(references, column), strict=True)):
+            return None
+    if _views_go_on(run) or _share_memory(places, specs):
+        return None
     for node, (block, _) in places.items():
         if 0 < block < run.count - 1 and any(user not in places for user in node.users):
             return None
@@ -139,6 +149,23 @@ def _repeats(operands: Sequence[fx.Node], places: Mapping[fx.Node, Place]) -> bo
     if len(set(others)) > 1 or others[0] is None:
         return False
     return first == others[0] if others[0][0] == 0 else first is None and others[0][0] == -1
+
+
+def _views_go_on(run: _Run) -> bool:
+    """Tells whether more blocks than two have views of memory that is changed in place: a change is traced as one operation
+    per view of a view, so it tells how many blocks there are."""
+    seen = Counter[int]()
+    for block in range(run.count):
+        leaves = pytree.tree_leaves([node.meta.get("example_value") for node in run.block(block) if not changes_operand(node)])
+        changed = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and (leaf.is_inference() or leaf._version))
+        seen.update({storage_id(leaf) for leaf in changed})
+    return any(blocks > 2 for blocks in seen.values())
+
+
+def _share_memory(places: Mapping[fx.Node, Place], inputs: Iterable[fx.Node]) -> bool:
+    """Tells whether an input of a block is in the same memory as another input, as only the whole graph shows."""
+    holders = Counter(storage_id(fake_of(node)) for node in inputs)
+    return any(node.op == "placeholder" and holders[storage_id(fake_of(node))] > 1 for node in places)
 
 
 def _signature(node: fx.Node, specs: Mapping[fx.Node, InputSpec]) -> tuple[Any, ...]:
