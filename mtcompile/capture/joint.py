@@ -40,9 +40,21 @@ def joint_graph(description: Description, tangents: Tangents, observe: Observe |
     No backward is traced for outputs without a gradient. Of equal blocks only some are traced, if the others are provably
     copies of those. Raises CaptureError.
     """
-    if (some := shortened(description, _module_path_of)) is not None:
-        with contextlib.suppress(Unlike):
-            return stamped(joint_graph(some[0], tangents, observe), some[1])
+    return _stamped_or_whole(description, tangents, observe, [])
+
+
+def _stamped_or_whole(
+    description: Description, tangents: Tangents, observe: Observe | None, failures: list[Unlike], outermost: bool = True
+) -> fx.GraphModule:
+    """Traces some of the blocks that are most alike, and of what is left then some of those, and so on. ``failures``: where
+    that did not work; after two of them, all is traced."""
+    if not failures and (some := shortened(description, _module_path_of)) is not None:
+        try:
+            return stamped(_stamped_or_whole(some[0], tangents, observe, failures, False), some[1])
+        except Unlike as failure:
+            failures.append(failure)
+            if len(failures) > 1 and not outermost:
+                raise
     return named(_traced_whole(description, tangents, observe))
 
 

@@ -15,8 +15,10 @@ from torch.utils.checkpoint import checkpoint
 import mtcompile
 from mtcompile import torch_private
 from mtcompile.capture import joint as joint_module
+from mtcompile.capture import tracing
 from mtcompile.capture.stamping.blocks import TRACED
 from mtcompile.capture.tracing import trace_joint
+from mtcompile.errors import CaptureError
 from mtcompile.models.decoders import Decoder, Shape
 from mtcompile.passes.graph_json import graph_to_json
 
@@ -157,6 +159,45 @@ class OneFrozen(Stack):
         self.blocks[BLOCKS // 2].up.weight.requires_grad_(False)
 
 
+class ReadAhead(Stack):
+    """Every block first reads a weight of one of them, which is not traced."""
+
+    def run(self, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x * self.blocks[3].norm.weight)
+
+
+class ChangedView(Stack):
+    """Each block makes a view of the view before; the last one is changed in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        base, y = self.stem(x), self.head(x)
+        view = base[:]
+        for block in self.blocks:
+            y, view = block(y), view[:]
+        view *= 2
+        return base.square().mean() + y.square().mean()
+
+
+class Counted(Stack):
+    """What a counter holds becomes a number in the graph, which the first blocks and later ones have in common."""
+
+    def through(self, x: Tensor) -> Tensor:
+        number = torch.tensor(0)
+        for block in self.blocks:
+            x, number = torch.add(block(x), x, alpha=(number > 3).long()), number + 1
+        return x
+
+
+class Counting(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = nn.Buffer(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return super().forward(x) + self.count
+
+
 STAMPED: dict[str, Callable[[], nn.Module]] = {
     "plain": Stack,
     "checkpointed": Checkpointed,
@@ -167,6 +208,7 @@ STAMPED: dict[str, Callable[[], nn.Module]] = {
     "first tied": FirstTied,
     "alternating": lambda: Alternating(count=12),
     "two stacks": EncoderDecoder,
+    "buffers": lambda: Stack(Counting),
 }
 WHOLE: dict[str, Callable[[], nn.Module]] = {
     "scaled by number": Scaled,
@@ -175,6 +217,9 @@ WHOLE: dict[str, Callable[[], nn.Module]] = {
     "one block": OneBlock,
     "one differs": OneDiffers,
     "one frozen": OneFrozen,
+    "one weight read by all": lambda: ReadAhead(count=8),
+    "changed view of views": ChangedView,
+    "counted": lambda: Counted(count=8),
 }
 
 
@@ -214,12 +259,10 @@ def test_the_graph_is_that_of_all_blocks(case: str, inputs_traced: list[int], mo
     assert (most < inputs_traced[0]) == (case in STAMPED)
 
 
-def test_buffers_that_share_memory_are_refused_in_a_block_that_would_not_be_traced() -> None:
-    model = Stack(ConvBlock)
-    both = torch.zeros(5)
-    for number in (2, 3):
-        model.blocks[number].norm.running_mean = both.view(5)
-    with pytest.raises(mtcompile.CaptureError, match=r"shares memory with another tensor that forward reads"):
+def test_memory_of_two_blocks_is_refused_as_in_the_whole_graph() -> None:
+    model = Stack(Counting)
+    model.blocks[3].count = model.blocks[0].count.view(WIDTH)  # only one of the two is traced
+    with pytest.raises(CaptureError, match="count shares memory with another tensor"):
         graph_of(model, x=torch.randn(2, 5, WIDTH))
 
 
@@ -235,6 +278,24 @@ def test_blocks_are_stamped_under_autocast_and_without_gradients(monkeypatch: py
     some = both()
     trace_whole(monkeypatch)
     assert some == both()
+
+
+def test_a_graph_without_a_backward_is_stamped(inputs_traced: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = []
+    plain = joint_module.joint_graph
+
+    def without(description: Any, tangents: Any, observe: Any) -> Any:
+        graphs.append(plain(description, None, observe))
+        return plain(description, tangents, observe)
+
+    monkeypatch.setattr(tracing, "joint_graph", without)
+    graph_of(Stack(), x=torch.randn(2, 5, WIDTH))
+    fewest = inputs_traced[0]
+    trace_whole(monkeypatch)
+    inputs_traced.clear()
+    graph_of(Stack(), x=torch.randn(2, 5, WIDTH))
+    assert fewest < inputs_traced[0]
+    assert str(graphs[0].graph) == str(graphs[1].graph)
 
 
 def test_a_decoder_is_stamped_by_the_names_of_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,10 +12,10 @@ import torch
 from torch import fx
 
 from mtcompile.capture.description import Description
-from mtcompile.capture.outputs import storage_of
+from mtcompile.capture.outputs import changes_operand, storage_of
 from mtcompile.capture.stamping.blocks import INNER, TRACED, Blocks, Kept, Place, references, structure
 from mtcompile.passes.step_graph import InputSpec
-from mtcompile.torch_private import pytree
+from mtcompile.torch_private import pytree, storage_id
 
 _PERIODS = 16  # lengths of a block to try
 
@@ -54,7 +54,7 @@ def shortened(description: Description, path_of: Callable[[fx.Node], str]) -> tu
     for run in _runs(calls, description.graph):
         inputs = _inputs_of_blocks(run, specs)
         paths = None if inputs is None else _paths(run, description.graph, path_of)
-        if inputs is not None and paths is not None:
+        if inputs and paths is not None:  # blocks without inputs of their own cannot be told apart in a joint graph
             kept = Kept(run.count)
             return _without(run, kept, inputs, description), _described(kept, inputs, specs, paths)
     return None
@@ -106,13 +106,16 @@ def _shape(value: Any) -> str:
 
 
 def _shape_of_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-    about = tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad, tensor.is_leaf, tensor.is_conj(), tensor.is_neg()
-    held = (
-        tensor.stride(),
-        tensor.storage_offset(),
-        tensor.untyped_storage().nbytes() if tensor.layout == torch.strided else None,
-    )
-    return type(tensor).__name__, *tensor.shape, *held, *about
+    bits = tensor.requires_grad, tensor.is_leaf, tensor.is_conj(), tensor.is_neg()
+    nbytes = tensor.untyped_storage().nbytes() if tensor.layout == torch.strided else None
+    held = tensor.stride(), tensor.storage_offset(), nbytes
+    return type(tensor).__name__, *tensor.shape, *held, tensor.dtype, tensor.device, tensor.layout, *bits, _known(tensor)
+
+
+def _known(tensor: torch.Tensor) -> Any:
+    """Returns what a tensor holds where tracing knows it, which makes numbers of such tensors; else None."""
+    constant: torch.Tensor | None = getattr(tensor, "constant", None)
+    return None if constant is None else constant.tolist()
 
 
 # ---------------------------------------------------------------------------------------------------------- proving equality
@@ -129,14 +132,15 @@ def _inputs_of_blocks(run: _Run, specs: Mapping[fx.Node, InputSpec]) -> dict[fx.
                 if len({_signature(node, specs) for node in operands}) > 1:
                     return None
                 places |= {node: (block, (position, which)) for block, node in enumerate(operands)}
-            elif not _repeats(operands, places):
-                return None
+    for _, column in run.columns():  # when all places are known: an input may be read before the block that it belongs to
+        if not all(_repeats(operands, places) for operands in zip(*map(references, column), strict=True)):
+            return None
+    if _views_go_on(run) or _share_memory(places, specs):
+        return None
     for node, (block, _) in places.items():
         if 0 < block < run.count - 1 and any(user not in places for user in node.users):
             return None
-    inputs = {node: place for node, place in places.items() if node.op == "placeholder"}
-    holders = Counter(map(storage_of, specs))  # a change in place would be one of other inputs too
-    return None if any(holders[storage_of(node)] > 1 for node in inputs) else inputs
+    return {node: place for node, place in places.items() if node.op == "placeholder"}
 
 
 def _repeats(operands: Sequence[fx.Node], places: Mapping[fx.Node, Place]) -> bool:
@@ -149,6 +153,23 @@ def _repeats(operands: Sequence[fx.Node], places: Mapping[fx.Node, Place]) -> bo
     if len(set(others)) > 1 or others[0] is None:
         return False
     return first == others[0] if others[0][0] == 0 else first is None and others[0][0] == -1
+
+
+def _views_go_on(run: _Run) -> bool:
+    """Tells whether more blocks than two have views of memory that is changed in place: a change is traced as one operation
+    per view of a view, so it tells how many blocks there are."""
+    seen = Counter[int]()
+    for block in range(run.count):
+        leaves = pytree.tree_leaves([node.meta.get("example_value") for node in run.block(block) if not changes_operand(node)])
+        changed = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and (leaf.is_inference() or leaf._version))
+        seen.update({storage_id(leaf) for leaf in changed})
+    return any(blocks > 2 for blocks in seen.values())
+
+
+def _share_memory(places: Mapping[fx.Node, Place], inputs: Iterable[fx.Node]) -> bool:
+    """Tells whether an input of a block is in the same memory as another input, as only the whole graph shows."""
+    holders = Counter(map(storage_of, inputs))
+    return any(node.op == "placeholder" and holders[storage_of(node)] > 1 for node in places)
 
 
 def _signature(node: fx.Node, specs: Mapping[fx.Node, InputSpec]) -> tuple[Any, ...]:

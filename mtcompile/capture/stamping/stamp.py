@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -14,6 +14,8 @@ from mtcompile.capture.stamping.segments import Phase, Read, Segment, Segments, 
 from mtcompile.passes.step_graph import OutputSpec, inputs_of, outputs_of
 
 _NAMES_OF_MODULES = ("nn_module_stack", "fwd_nn_module_stack", "desc")  # they would be those of another block
+# How torch names inputs, with and without a backward.
+_NAMINGS: Sequence[Callable[[int], str]] = (lambda index: f"primals_{index + 1}", lambda index: f"arg{index}_1")
 Side = Literal["first", "last"]  # of the blocks: a call outside of them is beside the first or beside the last
 
 
@@ -82,8 +84,9 @@ class _Stamping:
     def _write_inputs(self) -> None:
         shared, own = dict[int, fx.Node](), dict[tuple[int, Hashable], fx.Node]()
         taken = [(spec, node) for spec, node in inputs_of(self.traced) if spec.role != "tangent"]
+        name_of = next((naming for naming in _NAMINGS if taken[0][1].name == naming(0)), _NAMINGS[0])
         for position, (spec, node) in enumerate(taken):
-            if spec.index != position or node.name != f"primals_{position + 1}":
+            if spec.index != position or node.name != name_of(position):
                 raise Unlike(f"the input {node.name}")
             if spec.index in self.blocks.own:
                 own[self.blocks.own[spec.index]] = node
@@ -93,7 +96,7 @@ class _Stamping:
         for spec in self.blocks.inputs:
             block, key = places.get(spec.index, (0, None))
             traced = shared[spec.index] if spec.index in shared else own[self.blocks.kept.template(block), key]
-            copy = self.graph.placeholder(f"primals_{spec.index + 1}")
+            copy = self.graph.placeholder(name_of(spec.index))
             copy.meta = _meta(traced)
             if spec.index in shared:
                 self.copies[traced] = copy
