@@ -107,9 +107,16 @@ def _shape(value: Any) -> str:
 
 def _shape_of_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
     bits = tensor.requires_grad, tensor.is_leaf, tensor.is_conj(), tensor.is_neg()
-    nbytes = tensor.untyped_storage().nbytes() if tensor.layout == torch.strided else None
-    held = tensor.stride(), tensor.storage_offset(), nbytes
+    held = tensor.stride(), tensor.storage_offset(), tensor.untyped_storage().nbytes() if _has_storage(tensor) else None
     return type(tensor).__name__, *tensor.shape, *held, tensor.dtype, tensor.device, tensor.layout, *bits, _known(tensor)
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    """Tells whether a tensor has memory of its own; one that ``vmap`` maps over and a sparse one have not."""
+    try:
+        return tensor.untyped_storage() is not None
+    except NotImplementedError:
+        return False
 
 
 def _known(tensor: torch.Tensor) -> Any:
@@ -162,7 +169,7 @@ def _views_go_on(run: _Run) -> bool:
     for block in range(run.count):
         leaves = pytree.tree_leaves([node.meta.get("example_value") for node in run.block(block) if not changes_operand(node)])
         changed = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and (leaf.is_inference() or leaf._version))
-        seen.update({storage_id(leaf) for leaf in changed})
+        seen.update({storage_id(leaf) if _has_storage(leaf) else 0 for leaf in changed})
     return any(blocks > 2 for blocks in seen.values())
 
 

@@ -99,10 +99,10 @@ class Program:
         return _Matrices(
             rows,
             self._matrix([row.terms for row in rows]),
-            numpy.array([row.limit for row in rows]),
+            numpy.array([row.limit for row in rows], dtype=float),
             by_tier,
             self._matrix([terms for terms, _ in self.equal]),
-            numpy.array([limit for _, limit in self.equal]),
+            numpy.array([limit for _, limit in self.equal], dtype=float),
             numpy.array([(0.0, numpy.inf if upper is None else upper) for upper in self.upper]),
         )
 
