@@ -48,7 +48,7 @@ def _stamped_or_whole(
 ) -> fx.GraphModule:
     """Traces some of the blocks that are most alike, and of what is left then some of those, and so on. ``failures``: where
     that did not work; after two of them, all is traced."""
-    if not failures and (some := shortened(description, _module_path_of)) is not None:
+    if (some := shortened(description, _module_path_of)) is not None:
         try:
             return stamped(_stamped_or_whole(some[0], tangents, observe, failures, False), some[1])
         except Unlike as failure:

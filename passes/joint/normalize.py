@@ -230,9 +230,8 @@ def _own_outputs(joint: fx.GraphModule) -> None:
                 copy = graph.call_function(aten.clone.default, (value,))
             copy.meta["val"] = torch.empty_like(val, device="meta")
         if copy is not None:
-            for key in ("nn_module_stack", "fwd_nn_module_stack", "seq_nr"):
-                if key in value.meta:
-                    copy.meta[key] = value.meta[key]
+            if "seq_nr" in value.meta:
+                copy.meta["seq_nr"] = value.meta["seq_nr"]
             copy.meta["phase"] = phase
             value = copy
         seen.add(value)

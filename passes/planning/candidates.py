@@ -120,7 +120,7 @@ class Candidates:
 
     @cached_property
     def _casts(self) -> bool:
-        """Whether the host may cast anything."""
+        """True if the host may cast anything."""
         return any(i.work == "convert" for i in self._streamed.instructions)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What a model whose equal blocks are not all traced looks like: which blocks are traced, and what is called what."""
+"""Describes a model whose equal blocks are not all traced: which blocks are, and what is called what."""
 
 from __future__ import annotations
 

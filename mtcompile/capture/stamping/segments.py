@@ -18,7 +18,7 @@ Phase = Literal["input", "forward", "backward"]
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """Where a node is: an input of a block, or a call of it in a phase; ``key``: which one of them."""
+    """The place of a node: an input of a block, or a call of it in a phase; ``key``: which one of them."""
 
     phase: Phase
     block: int
@@ -27,8 +27,8 @@ class Spot:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What a call of any block reads: a node that all blocks read, or what is at ``key`` in the block that is ``later`` blocks
-    after its own."""
+    """An operand of a call in any block: a node that all blocks read, or what is at ``key`` in the block that is ``later``
+    blocks after its own."""
 
     shared: fx.Node | None
     phase: Phase = "input"

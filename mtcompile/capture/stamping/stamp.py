@@ -13,7 +13,8 @@ from mtcompile.capture.stamping.blocks import FIRST, INNER, TRACED, Blocks
 from mtcompile.capture.stamping.segments import Phase, Read, Segment, Segments, Unlike, segments_of
 from mtcompile.passes.step_graph import OutputSpec, inputs_of, outputs_of
 
-_NAMES_OF_MODULES = ("nn_module_stack", "fwd_nn_module_stack", "desc")  # they would be those of another block
+# What the joint graph has been annotated from; copies would have that of another block.
+_ANNOTATED_FROM = ("nn_module_stack", "fwd_nn_module_stack", "desc")
 # How torch names inputs, with and without a backward.
 _NAMINGS: Sequence[Callable[[int], str]] = (lambda index: f"primals_{index + 1}", lambda index: f"arg{index}_1")
 Side = Literal["first", "last"]  # of the blocks: a call outside of them is beside the first or beside the last
@@ -40,7 +41,7 @@ def _copy(graph: fx.Graph, node: fx.Node, copy_of: Callable[[fx.Node], fx.Node])
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), copy_of)
     name = node.name if node.op in ("placeholder", "output") else re.sub(r"_\d+$", "", node.name)
     copy = graph.create_node(node.op, node.target, args, kwargs, name)  # with a number, if there is one of this name
-    copy.meta = dict(node.meta)
+    copy.meta = _meta(node)
     return copy
 
 
@@ -113,9 +114,8 @@ class _Stamping:
         """Copies calls between the inner blocks and the ends of the graph."""
         for node in self.segments.calls[start:end]:
             copy = _copy(self.graph, node, lambda operand: self._beside(operand, side))
-            copy.meta = _meta(node)
-            if "seq_nr" in node.meta:
-                copy.meta["seq_nr"] = self._number_beside(node.meta["seq_nr"], side if start else None)
+            if "seq_nr" in copy.meta:
+                copy.meta["seq_nr"] = self._number_beside(copy.meta["seq_nr"], side)
             if (place := self.blocks.paths.get(node.meta.get("module_path", ""))) is not None:
                 copy.meta["module_path"] = self.blocks.paths_at[self._block_beside(place[0], side), place[1]]
             self.copies[node] = copy
@@ -144,7 +144,6 @@ class _Stamping:
                 node = self.segments.calls[template.start + key]
                 reads = iter(self.segments.reads[template.phase, key])
                 copy = _copy(self.graph, node, lambda _: self._read(next(reads), block))  # noqa: B023
-                copy.meta = _meta(node)
                 self._place(copy, (template.phase, key), block - template.block)
                 self.written[template.phase, block, key] = copy
 
@@ -161,12 +160,10 @@ class _Stamping:
     def _read(self, read: Read, block: int) -> fx.Node:
         return self.copies[read.shared] if read.shared is not None else self.written[read.phase, block + read.later, read.key]
 
-    def _number_beside(self, number: int, side: Side | None) -> int:
+    def _number_beside(self, number: int, side: Side) -> int:
         """Returns the sequence number of a call outside the inner blocks, after those that are written between."""
         highest = self.segments.highest
         added = (self.blocks.kept.count - TRACED) * self.segments.numbers
-        if side is None:
-            return number
         if side == "last":
             return number + added if number > highest[-2] else number
         if highest[-2] < number <= highest[-1]:
@@ -175,7 +172,7 @@ class _Stamping:
 
     def _write_results(self) -> tuple[OutputSpec, ...]:
         """Writes the results: new versions, outputs and gradients, each kind in the order of the inputs."""
-        results = [*self._mutations_and_gradients(), *self._outputs()]
+        results = list(self._results())
         order = {"mutation": 0, "output": 1, "grad": 2}
         results.sort(key=lambda result: (order[result[0].kind], result[0].index))
         traced = [(order[spec.kind], spec.index) for spec, _ in outputs_of(self.traced)]
@@ -185,15 +182,11 @@ class _Stamping:
         output.meta = _meta(self.traced.graph.output_node())
         return tuple(spec for spec, _ in results)
 
-    def _outputs(self) -> Iterator[tuple[OutputSpec, fx.Node]]:
-        for spec, node in outputs_of(self.traced):
-            if spec.kind == "output":
-                yield spec, self._beside(node, "last")
-
-    def _mutations_and_gradients(self) -> Iterator[tuple[OutputSpec, fx.Node]]:
+    def _results(self) -> Iterator[tuple[OutputSpec, fx.Node]]:
         own, inputs = self.blocks.own, self.blocks.inputs
         for spec, node in outputs_of(self.traced):
             if spec.kind == "output":
+                yield spec, self._beside(node, "last")
                 continue
             if spec.index not in own:
                 spot = self.segments.inner_spot(node)
@@ -215,4 +208,4 @@ class _Stamping:
 
 
 def _meta(node: fx.Node) -> dict[str, Any]:
-    return {key: value for key, value in node.meta.items() if key not in _NAMES_OF_MODULES}
+    return {key: value for key, value in node.meta.items() if key not in _ANNOTATED_FROM}

@@ -45,7 +45,7 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class _Operands:
-    """What of a block's operands its saved values are made from. ``body``: operand -> placeholder. ``of``: placeholder -> the
+    """The saved values that are made from each operand of a block. ``body``: operand -> placeholder. ``of``: placeholder -> the
     positions of the saved values that are made from it and not from one another: nothing that is made again needs the operand
     exactly if all of these are kept. ``single``: the variables for the shares in which saved values are, by position."""
 

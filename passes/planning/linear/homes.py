@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from mtcompile.passes.analysis.cost import Machine
-from mtcompile.passes.planning.linear.needs import Needs, needs_of
+from mtcompile.passes.planning.linear.needs import needs_of
 from mtcompile.passes.step_graph import inputs_of
 from mtcompile.runtime.schedule import PHASES, Queue, Schedule
 
@@ -48,11 +48,6 @@ def home_costs(step: fx.GraphModule, machine: Machine, on_host: Schedule, on_dev
         )
         for home in dict.fromkeys(step.meta["homes"].values())
     }
-
-
-def casts_us(needs: Needs, machine: Machine) -> dict[str, float]:
-    """Returns the most µs that a region saves, by home, where the host casts for it."""
-    return {home: cost.time_us(machine) for home, cost in needs.casts.items()}
 
 
 def _total(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:

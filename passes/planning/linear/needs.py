@@ -1,4 +1,4 @@
-"""What regions need under any plan: nothing that could be made again, moved narrow, or cast on the host instead."""
+"""The needs of regions under any plan: nothing that could be made again, moved narrow, or cast on the host instead."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mtcompile.runtime.schedule import aligned
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a region needs at least. ``cost``: of its operations. By home: ``read``, bytes of the parameters that it reads, and
+    """The least that a region needs. ``cost``: of its operations. By home: ``read``, bytes of the parameters that it reads, and
     ``stored``, of the gradients that leave it, as narrow as they may cross; ``grads``, of these gradients as they are;
     ``casts``: the cost of what the host may cast for it; ``cast_nbytes``: bytes that it then needs no room for."""
 
@@ -35,6 +35,10 @@ class Needs:
         """The µs of the region. ``kernel``: its kernel, which may have been measured."""
         least, whole = self.cost.time_us(machine), kernel_cost(kernel).time_us(machine)
         return least if machine.measured is None or not whole else kernel_us(kernel, machine) * min(1.0, least / whole)
+
+    def casts_us(self, machine: Machine) -> dict[str, float]:
+        """Returns the most µs that the region saves, by home, where the host casts for it."""
+        return {home: cost.time_us(machine) for home, cost in self.casts.items()}
 
 
 def needs_of(step: fx.GraphModule) -> dict[fx.Node, Needs]:

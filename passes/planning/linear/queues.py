@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mtcompile.passes.analysis.state import param_nbytes
-from mtcompile.passes.planning.linear.homes import HomeCost, casts_us
+from mtcompile.passes.planning.linear.homes import HomeCost
 from mtcompile.passes.planning.linear.program import Work, added
 from mtcompile.passes.planning.linear.terms import Load, Terms
 from mtcompile.passes.planning.problem import PlanningProblem
@@ -22,7 +22,7 @@ def take_time(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: Te
     program, time, span, away = terms.program, terms.time, terms.span, terms.away
     for region, needs in terms.needs.items():
         phase, block = region.meta["phase"], region.meta["block"]
-        saved_us = terms.by_share({home: -us for home, us in casts_us(needs, machine).items()})
+        saved_us = terms.by_share({home: -us for home, us in needs.casts_us(machine).items()})
         terms.loads["compute", phase].append(Load(block, block, saved_us, needs.us(kernel_of(step, region), machine)))
     for phase in PHASES:
         program.takes({span[phase]: 1.0}, {"link": terms.work("d2h", phase)})
