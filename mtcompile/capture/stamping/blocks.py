@@ -34,7 +34,7 @@ def structure(node: fx.Node) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Selection:
     """Which of ``count`` equal blocks are traced: ``FIRST`` at the beginning and ``LAST`` at the end, numbered from 0 to
     ``TRACED - 1`` then. (In the backward, which begins at the last block, the sums of gradients are different there.)"""
 
@@ -71,7 +71,7 @@ class Blocks:
     ``paths``: module path -> place, of the traced blocks; ``paths_at``: the reverse, in the whole model.
     """
 
-    kept: Kept
+    selection: Selection
     inputs: tuple[InputSpec, ...]
     own: Mapping[int, Place]
     shared: Mapping[int, int]
@@ -83,19 +83,19 @@ class Blocks:
 def numbered(traced: fx.GraphModule, name: str, count: int) -> Blocks:
     """Describes a model with ``count`` blocks by the joint graph of one with ``TRACED``, whose names are ``{name}.0.…`` to
     ``{name}.4.…``, and whose inputs are in the order of the blocks."""
-    kept, place_in = Kept(count), re.compile(rf"{re.escape(name)}\.(\d+)\b(.*)")
+    selection, place_in = Selection(count), re.compile(rf"{re.escape(name)}\.(\d+)\b(.*)")
     inputs: list[InputSpec] = []
     own, shared, inputs_at = dict[int, Place](), dict[int, int](), dict[Place, int]()
     specs = [(spec, place_in.fullmatch(spec.name)) for spec, _ in inputs_of(traced) if spec.role != "tangent"]
     template = [(spec, match[2]) for spec, match in specs if match and int(match[1]) == INNER[-1]]
-    left_out = [(block, *one) for block in range(count) if kept.removed(block) for one in template]
+    left_out = [(block, *one) for block in range(count) if selection.removed(block) for one in template]
     for spec, match in specs:
         if match is None:
             shared[spec.index] = len(inputs)
             inputs.append(replace(spec, index=len(inputs)))
             continue
         own[spec.index] = block, rest = int(match[1]), match[2]
-        added = [(kept.in_whole(block), spec, rest)]
+        added = [(selection.in_whole(block), spec, rest)]
         if block >= FIRST:
             added, left_out = left_out + added, []
         for in_whole, like, within in added:
@@ -106,4 +106,4 @@ def numbered(traced: fx.GraphModule, name: str, count: int) -> Blocks:
     every = {str(node.meta.get("module_path", "")) for node in traced.graph.nodes}
     paths: dict[str, Place] = {path: (int(match[1]), match[2]) for path in every if (match := place_in.fullmatch(path))}
     paths_at: dict[Place, str] = {(b, rest): f"{name}.{b}{rest}" for _, rest in paths.values() for b in range(count)}
-    return Blocks(kept, tuple(inputs), own, shared, inputs_at, paths, paths_at)
+    return Blocks(selection, tuple(inputs), own, shared, inputs_at, paths, paths_at)

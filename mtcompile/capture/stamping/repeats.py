@@ -13,7 +13,7 @@ from torch import fx
 
 from mtcompile.capture.description import Description
 from mtcompile.capture.outputs import changes_operand, storage_of
-from mtcompile.capture.stamping.blocks import INNER, TRACED, Blocks, Kept, Place, references, structure
+from mtcompile.capture.stamping.blocks import INNER, TRACED, Blocks, Place, Selection, references, structure
 from mtcompile.passes.step_graph import InputSpec
 from mtcompile.torch_private import pytree, storage_id
 
@@ -55,8 +55,8 @@ def shortened(description: Description, path_of: Callable[[fx.Node], str]) -> tu
         inputs = _inputs_of_blocks(run, specs)
         paths = None if inputs is None else _paths(run, description.graph, path_of)
         if inputs and paths is not None:  # blocks without inputs of their own cannot be told apart in a joint graph
-            kept = Kept(run.count)
-            return _without(run, kept, inputs, description), _described(kept, inputs, specs, paths)
+            selection = Selection(run.count)
+            return _without(run, selection, inputs, description), _described(selection, inputs, specs, paths)
     return None
 
 
@@ -211,11 +211,11 @@ def _with_body(node: fx.Node, owner: fx.GraphModule) -> list[fx.Node]:
 # -------------------------------------------------------------------------------------------------------------- shortening
 
 
-def _without(run: _Run, kept: Kept, inputs: Mapping[fx.Node, Place], description: Description) -> Description:
+def _without(run: _Run, selection: Selection, inputs: Mapping[fx.Node, Place], description: Description) -> Description:
     """Returns a description without the blocks that are not traced: the next takes the place of the first of them."""
-    gone = {node for block in range(run.count) if kept.removed(block) for node in run.block(block)}
-    gone |= {node for node, (block, _) in inputs.items() if kept.removed(block)}
-    before, last_kept = kept.inner[-1], INNER[-1]
+    gone = {node for block in range(run.count) if selection.removed(block) for node in run.block(block)}
+    gone |= {node for node, (block, _) in inputs.items() if selection.removed(block)}
+    before, last_kept = selection.inner[-1], INNER[-1]
     input_at = {place: node for node, place in inputs.items()}
     instead = dict(zip(run.block(before), run.block(last_kept), strict=True))
     instead |= {input_at[before, key]: input_at[last_kept, key] for block, key in inputs.values() if block == before}
@@ -230,7 +230,7 @@ def _without(run: _Run, kept: Kept, inputs: Mapping[fx.Node, Place], description
 
 
 def _described(
-    kept: Kept, inputs: Mapping[fx.Node, Place], specs: Mapping[fx.Node, InputSpec], paths: Mapping[str, Place]
+    selection: Selection, inputs: Mapping[fx.Node, Place], specs: Mapping[fx.Node, InputSpec], paths: Mapping[str, Place]
 ) -> Blocks:
     own, shared, inputs_at = dict[int, Place](), dict[int, int](), dict[Place, int]()
     traced = 0  # the index among traced inputs
@@ -238,12 +238,14 @@ def _described(
         if node in inputs:
             block, key = inputs[node]
             inputs_at[block, key] = spec.index
-            if kept.removed(block):
+            if selection.removed(block):
                 continue
-            own[traced] = kept.as_traced(block), key
+            own[traced] = selection.as_traced(block), key
         else:
             shared[traced] = spec.index
         traced += 1
-    of_traced = {path: (kept.as_traced(block), key) for path, (block, key) in paths.items() if not kept.removed(block)}
+    of_traced = {
+        path: (selection.as_traced(block), key) for path, (block, key) in paths.items() if not selection.removed(block)
+    }
     paths_at = {place: path for path, place in paths.items()}
-    return Blocks(kept, tuple(specs.values()), own, shared, inputs_at, of_traced, paths_at)
+    return Blocks(selection, tuple(specs.values()), own, shared, inputs_at, of_traced, paths_at)

@@ -96,14 +96,14 @@ class _Stamping:
         places = {index: place for place, index in self.blocks.inputs_at.items()}
         for spec in self.blocks.inputs:
             block, key = places.get(spec.index, (0, None))
-            traced = shared[spec.index] if spec.index in shared else own[self.blocks.kept.template(block), key]
+            traced = shared[spec.index] if spec.index in shared else own[self.blocks.selection.template(block), key]
             copy = self.graph.placeholder(name_of(spec.index))
             copy.meta = _meta(traced)
             if spec.index in shared:
                 self.copies[traced] = copy
             else:
                 self.written["input", block, key] = copy
-                if not self.blocks.kept.removed(block):
+                if not self.blocks.selection.removed(block):
                     self.copies[traced] = copy
         for spec, node in inputs_of(self.traced):
             if spec.role == "tangent":
@@ -120,7 +120,7 @@ class _Stamping:
                 copy.meta["module_path"] = self.blocks.paths_at[self._block_beside(place[0], side), place[1]]
             self.copies[node] = copy
             if (spot := self.segments.spots.get(node)) is not None:
-                self.written[spot.phase, self.blocks.kept.in_whole(spot.block), spot.key] = copy
+                self.written[spot.phase, self.blocks.selection.in_whole(spot.block), spot.key] = copy
 
     def _beside(self, node: fx.Node, side: Side) -> fx.Node:
         """Returns what a call outside the inner blocks reads, if it read ``node`` where only some of them are."""
@@ -130,16 +130,16 @@ class _Stamping:
     def _block_beside(self, block: int, side: Side) -> int:
         """Returns the number in the whole model of the block that a call outside the inner blocks has to do with."""
         if block not in INNER:
-            return self.blocks.kept.in_whole(block)
+            return self.blocks.selection.in_whole(block)
         if block != (INNER[0] if side == "first" else INNER[-1]):
             raise Unlike(f"a call outside of the inner blocks that is about block {block}")
-        return block if side == "first" else self.blocks.kept.inner[-1]
+        return block if side == "first" else self.blocks.selection.inner[-1]
 
     def _write_blocks(self, inner: list[Segment]) -> None:
         """Writes all blocks but the first and the last, in the order of the traced ones."""
-        numbers = self.blocks.kept.inner
+        numbers = self.blocks.selection.inner
         for block in numbers if inner[0].block == INNER[0] else reversed(numbers):
-            template = next(segment for segment in inner if segment.block == self.blocks.kept.template(block))
+            template = next(segment for segment in inner if segment.block == self.blocks.selection.template(block))
             for key in range(template.length):
                 node = self.segments.calls[template.start + key]
                 reads = iter(self.segments.reads[template.phase, key])
@@ -163,7 +163,7 @@ class _Stamping:
     def _number_beside(self, number: int, side: Side) -> int:
         """Returns the sequence number of a call outside the inner blocks, after those that are written between."""
         highest = self.segments.highest
-        added = (self.blocks.kept.count - TRACED) * self.segments.numbers
+        added = (self.blocks.selection.count - TRACED) * self.segments.numbers
         if side == "last":
             return number + added if number > highest[-2] else number
         if highest[-2] < number <= highest[-1]:
@@ -196,10 +196,10 @@ class _Stamping:
                 continue
             traced, key = own[spec.index]
             if traced not in INNER:
-                results = [(self.blocks.kept.in_whole(traced), self._beside(node, "first" if traced < FIRST else "last"))]
+                results = [(self.blocks.selection.in_whole(traced), self._beside(node, "first" if traced < FIRST else "last"))]
             elif traced == INNER[-1]:
                 read = self.segments.results[spec.kind, key]
-                results = [(block, self._read(read, block)) for block in self.blocks.kept.inner]
+                results = [(block, self._read(read, block)) for block in self.blocks.selection.inner]
             else:
                 continue
             for block, result in results:
