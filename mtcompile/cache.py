@@ -2,8 +2,9 @@
 from, so that nothing is searched again, whatever the budget; this machine's speeds and the times of its kernels, so that
 nothing is measured again.
 
-The cache holds text, never code. A plan is a list of decisions: a plan from the cache is rewritten, lowered, measured against
-the budgets and proven like a new one, and dropped if it no longer fits.
+The cache holds text, never code. A file is read only if this user wrote it and nobody else can write it; its first line is a
+digest of its key and content, and any doubt is a miss. A plan is a list of decisions: a plan from the cache is rewritten,
+lowered, measured against the budgets and proven like a new one, and dropped if it no longer fits.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,6 +32,8 @@ from mtcompile.passes.step_graph import kernel_of, listing, regions
 
 if TYPE_CHECKING:
     from mtcompile.passes.planning.problem import Planned
+
+_MOST_NBYTES = 1 << 30  # of a file that is read
 
 Times = Mapping[str, Mapping[str, tuple[float, float]]]  # queue -> operation -> microseconds: (measured, by formula)
 
@@ -86,9 +90,15 @@ def machine_path(identity: str) -> Path | None:
     return _path("machines", hashlib.sha256(identity.encode()).hexdigest()[:16])
 
 
+def read_machine(identity: str) -> str | None:
+    """Reads a machine file, which is JSON without a digest: people may read and change it."""
+    path = machine_path(identity)
+    return _own_text(path) if path else None
+
+
 def write_machine(identity: str, text: str) -> None:
     if path := machine_path(identity):
-        _write("machines", path.stem, text)
+        _write_whole(path, text)
 
 
 def times_key(machine: str, device: str, kernels: str) -> str:
@@ -122,24 +132,40 @@ def _digest(text: str) -> str:
 
 def _path(kind: str, key: str) -> Path | None:
     folder = knobs.cache()
-    return Path(folder, kind, f"{key}.json") if folder else None
+    return Path(folder, kind, f"{key}.json" if kind == "machines" else f"{key}.txt") if folder else None
 
 
 def _read(kind: str, key: str | None) -> str | None:
     path = _path(kind, key) if key else None
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return path.read_text() if path else None
-    return None
+    digest, _, content = ((_own_text(path) if path else None) or "").partition("\n")
+    return content if key and content and digest == _seal(kind, key, content) else None
 
 
 def _write(kind: str, key: str, text: str) -> None:
+    if path := _path(kind, key):
+        _write_whole(path, f"{_seal(kind, key, text)}\n{text}")
+
+
+def _seal(kind: str, key: str, content: str) -> str:
+    return hashlib.sha256(f"{kind} {key}\n{content}".encode()).hexdigest()
+
+
+def _own_text(path: Path) -> str | None:
+    """Returns the text of a regular file of this user's that nobody else can write, reached by no link; else None."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        number = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+        with open(number, encoding="utf-8") as file:
+            about = os.fstat(number)
+            ours = not hasattr(os, "geteuid") or (about.st_uid == os.geteuid() and not about.st_mode & 0o022)
+            return file.read() if ours and stat.S_ISREG(about.st_mode) and about.st_size <= _MOST_NBYTES else None
+    return None
+
+
+def _write_whole(path: Path, text: str) -> None:
     """Writes the whole file or nothing. If the disk refuses, the next run has to do the work again."""
-    path = _path(kind, key)
-    if path is None:
-        return
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False) as file:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".new", delete=False) as file:
             file.write(text)
         os.replace(file.name, path)
 

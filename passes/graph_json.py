@@ -4,11 +4,16 @@ tensor's content.
 A graph is ``{"format", "nodes", "kernels"}``. A node is ``{"op", "name", "target", "args", "kwargs", "meta"}``; operands and
 torch's enumerations are objects of one key (``{"node": "mm_1"}``, ``{"dtype": "float32"}``), tuples ``{"tuple": [...]}``; a
 value is its dtype, size, strides, offset and the bytes of its storage. ``kernels`` are the graphs that regions call.
+
+``fx`` puts names and targets into Python source and runs it, so text that becomes a graph could become code. Therefore names
+are identifiers, the kinds of nodes and the fields of ``meta`` are listed here, and operators are those of ATen, prims and this
+package, without those that open files.
 """
 
 from __future__ import annotations
 
 import json
+import keyword
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -27,6 +32,9 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 }
 _Operator: Any = type(torch.ops.aten.add.Tensor)
 _ENUMERATIONS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+_OPS = ("placeholder", "call_function", "call_module", "output")
+_NAMESPACES = ("aten", "prims", "mtcompile")
+_OPENS_FILES = "filename"  # a parameter of operators that open a file: aten.from_file
 _META = ("phase", "block", "role", "tier", "nbytes", "name", "key", "rng_state", "rng_device", "seq_nr", "module_path")
 
 
@@ -46,7 +54,9 @@ def graph_from_json(text: str) -> fx.GraphModule:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise GraphFormatError(f"expected a graph of format {FORMAT!r}")
         return _module(data)
-    except (KeyError, TypeError, AttributeError, IndexError, json.JSONDecodeError) as error:
+    except GraphFormatError:
+        raise
+    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError, RuntimeError) as error:  # RecursionError too
         raise GraphFormatError(f"a field is missing or of the wrong type: {error!r}") from None
 
 
@@ -81,7 +91,7 @@ def _target(target: Any) -> str:
     name = getattr(target, "__name__", "")
     if _FUNCTIONS.get(name) is target:
         return str(name)
-    if isinstance(target, _Operator):
+    if isinstance(target, _Operator) and _allowed(target):
         return str(target)
     raise GraphFormatError(f"expected an operator of torch.ops or of the step graph, found {target!r}")
 
@@ -125,24 +135,31 @@ def _value(val: Any) -> Any:
 def _module(data: Mapping[str, Any]) -> fx.GraphModule:
     owner = torch.nn.Module()
     for name, kernel in data["kernels"].items():
-        owner.add_module(name, _module(kernel))
+        owner.add_module(_identifier(name), _module(kernel))
     graph = fx.Graph()
     env: dict[str, fx.Node] = {}
     tensors: dict[str, Any] = {}  # equal values are one tensor, which no pass changes: there are few, and making one takes long
     for row in data["nodes"]:
-        target = row["target"]
-        if row["op"] == "call_function":
+        op, target = row["op"], row["target"]
+        if op not in _OPS:
+            raise GraphFormatError(f"expected a node that is one of {', '.join(_OPS)}, found {op!r}")
+        if op == "call_function":
             target = _FUNCTIONS[target] if target in _FUNCTIONS else _operator(target)
-        args, kwargs = _decoded(row["args"], env), {key: _decoded(value, env) for key, value in row["kwargs"].items()}
-        node = graph.create_node(row["op"], target, args, kwargs, name=row["name"])
-        node.meta = {key: value for key, value in row["meta"].items() if key != "val"}
+        elif op == "call_module" and target not in data["kernels"]:
+            raise GraphFormatError(f"expected a call of one of the graph's kernels, found {target!r}")
+        else:
+            _identifier(target)
+        args = _decoded(row["args"], env)
+        kwargs = {_identifier(key): _decoded(value, env) for key, value in row["kwargs"].items()}
+        node = graph.create_node(op, target, args, kwargs, name=_identifier(row["name"]))
+        node.meta = {key: value for key, value in row["meta"].items() if key in _META}
         if "val" in row["meta"]:
             about = json.dumps(row["meta"]["val"])
             if about not in tensors:
                 tensors[about] = _tensors(row["meta"]["val"])
             node.meta["val"] = tensors[about]
         env[row["name"]] = node
-    module = fx.GraphModule(owner, graph, class_name=data["name"] or "Step")
+    module = fx.GraphModule(owner, graph, class_name=_identifier(data["name"] or "Step"))
     if data["step"]["inputs"]:
         module.meta.update(
             inputs=tuple(InputSpec(**row) for row in data["step"]["inputs"]),
@@ -160,9 +177,23 @@ def _module(data: Mapping[str, Any]) -> fx.GraphModule:
     return module
 
 
+def _identifier(name: str) -> str:
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise GraphFormatError(f"expected a Python identifier, found {name!r}")
+    return name
+
+
 def _operator(name: str) -> Any:
     namespace, packet, overload = name.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    overloads = getattr(getattr(torch.ops, namespace), packet) if namespace in _NAMESPACES else None
+    overloaded = getattr(overloads, overload, None)
+    if not isinstance(overloaded, _Operator) or not _allowed(overloaded):
+        raise GraphFormatError(f"expected an operator of {', '.join(_NAMESPACES)} that opens no file, found {name!r}")
+    return overloaded
+
+
+def _allowed(overloaded: Any) -> bool:
+    return overloaded.namespace in _NAMESPACES and all(a.name != _OPENS_FILES for a in overloaded._schema.arguments)
 
 
 def _decoded(value: Any, env: Mapping[str, fx.Node]) -> Any:
@@ -179,7 +210,7 @@ def _decoded(value: Any, env: Mapping[str, fx.Node]) -> Any:
         return torch.device(content)
     if kind == "operator":
         return _operator(content)
-    member = getattr(torch, content)
+    member = getattr(torch, content, None)
     if not isinstance(member, _ENUMERATIONS[kind]):
         raise GraphFormatError(f"expected a {kind}, found {content!r}")
     return member

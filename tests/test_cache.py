@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 import mtcompile
-from mtcompile import compiler
+from mtcompile import cache, compiler
 from mtcompile.cache import source_digest
 from mtcompile.capture.joint import joint_graph
 from mtcompile.passes.planning import candidates
@@ -65,12 +65,12 @@ def test_the_second_run_does_not_search(searches: list[int], monkeypatch: pytest
     assert same(expected, found) and second.plan == first.plan and rows(second) == rows(first)
 
     _, resident = run(model, 2**30)
-    for file in tmp_path.glob("plans/*.json"):  # a plan that does not fit here
-        file.write_text(resident.plan.to_json())
+    for file in tmp_path.glob("plans/*"):  # a plan that does not fit here
+        cache._write("plans", file.stem, resident.plan.to_json())
     again, third = run(model, memory)
     assert len(searches) == 1 and same(expected, again) and rows(third) == rows(first)
-    for file in tmp_path.glob("plans/*.json"):
-        file.write_text("{")
+    for file in tmp_path.glob("plans/*"):
+        cache._write("plans", file.stem, "{")
     assert same(expected, run(model, memory)[0]) and len(searches) == 1
 
 
@@ -88,10 +88,11 @@ def test_a_search_serves_every_budget(searches: list[int], monkeypatch: pytest.M
     assert same(expected, found) and second.plan == first.plan and rows(second) == rows(first)
 
     def spoil(change: Any) -> None:
-        for file in tmp_path.glob("plans/*.json"):
+        for file in tmp_path.glob("plans/*"):
             file.unlink()
-        for file in tmp_path.glob("points/*.json"):
-            file.write_text(json.dumps(change(json.loads(file.read_text()))))
+        for file in tmp_path.glob("points/*"):
+            points = json.loads(cache._read("points", file.stem) or "")
+            cache._write("points", file.stem, json.dumps(change(points)))
 
     def light(points: list[Any]) -> list[Any]:  # what they needed once is not what they need
         return [[where, {tier: n // 2 for tier, n in peaks.items()}, *times] for where, peaks, *times in points]
@@ -101,6 +102,33 @@ def test_a_search_serves_every_budget(searches: list[int], monkeypatch: pytest.M
         spoil(change)
         found, other = run(model, least * 2)
         assert len(searches) == 2 + spoiled and same(expected, found) and rows(other) == rows(first)
+
+
+def flipped(file: Path, other: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def linked(file: Path, other: Path) -> None:
+    file.rename(other)
+    file.symlink_to(other)
+
+
+def exchanged(file: Path, other: Path) -> None:
+    cache._write("plans", "1" * 64, "another plan")
+    os.replace(file.with_stem("1" * 64), file)
+
+
+@pytest.mark.parametrize("spoil", [flipped, linked, exchanged, lambda file, other: file.chmod(0o666)])
+def test_doubt_is_a_miss(spoil: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MT_CACHE", str(tmp_path / "cache"))
+    key = "0" * 64
+    cache._write("plans", key, "a plan")
+    assert cache._read("plans", key) == "a plan"
+    (file,) = (tmp_path / "cache" / "plans").iterdir()
+    spoil(file, tmp_path / "other")
+    assert cache._read("plans", key) is None
 
 
 class Scaled(torch.nn.Module):

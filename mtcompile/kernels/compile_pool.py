@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import queue
 import subprocess
@@ -18,11 +19,18 @@ from torch import fx
 
 from mtcompile import torch_private
 from mtcompile.machine.bandwidth import usable_cpus
-from mtcompile.passes.graph_json import graph_to_json
+from mtcompile.passes.graph_json import GraphFormatError, graph_to_json
 
 _FEWEST = 3  # kernels worth the start of a process that imports torch
 _MOST_WORKERS = 8
 _FEWEST_CORES = 4  # with fewer, starting workers costs what they save: one process already runs C++ compilers in parallel
+
+# Isolated (-I): neither the working directory nor PYTHONPATH decides what a worker imports. Where this package and torch come
+# from is appended, since they need not be installed where an isolated interpreter looks.
+_START = (
+    "import json, runpy, sys; sys.path += json.loads(sys.argv.pop(1)); "
+    "runpy.run_module('mtcompile.kernels.compile_worker', run_name='__main__', alter_sys=True)"
+)
 
 
 def record_compiled(kernel: fx.GraphModule) -> None:
@@ -50,7 +58,8 @@ def compile_ahead(kernels: Sequence[fx.GraphModule]) -> Iterator[None]:
     count = min(len(new), usable_cpus(), _MOST_WORKERS)
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     for kernel in sorted(new, key=lambda k: -len(k.graph.nodes)):  # longest first, so that no long one runs alone at the end
-        waiting.put(graph_to_json(kernel))
+        with contextlib.suppress(GraphFormatError):  # an operator of the user's own, which a worker does not know
+            waiting.put(graph_to_json(kernel))
     progress: queue.SimpleQueue[bool] = queue.SimpleQueue()
     threads = [threading.Thread(target=_feed, args=(waiting, progress), daemon=True) for _ in range(count)]
     for thread in threads:
@@ -63,24 +72,32 @@ def compile_ahead(kernels: Sequence[fx.GraphModule]) -> Iterator[None]:
             finished += 1
 
 
+def _package_folders() -> list[str]:
+    return [str(Path(module.__file__).resolve().parents[1]) for module in (sys.modules["mtcompile"], torch) if module.__file__]
+
+
+def worker() -> subprocess.Popen[str]:
+    """Starts a worker process."""
+    command = [sys.executable, "-I", "-c", _START, json.dumps(_package_folders()), str(torch.get_num_threads())]
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": torch_private.inductor_cache(), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, text=True, env=env)
+
+
 def _feed(waiting: queue.SimpleQueue[str], progress: queue.SimpleQueue[bool]) -> None:
     """Feeds one worker from this process. Reports True for each kernel that is done, and False at the end."""
-    command = [sys.executable, "-m", "mtcompile.kernels.compile_worker", str(torch.get_num_threads())]
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": torch_private.inductor_cache(), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     try:
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
-        ) as worker:
-            assert worker.stdin is not None and worker.stdout is not None
+        with worker() as started:
+            assert started.stdin is not None and started.stdout is not None
             while not waiting.empty():
                 try:
-                    worker.stdin.write(waiting.get_nowait() + "\n")
-                    worker.stdin.flush()
+                    started.stdin.write(waiting.get_nowait() + "\n")
+                    started.stdin.flush()
                 except (queue.Empty, BrokenPipeError):
                     break
-                if not worker.stdout.readline():
+                if not started.stdout.readline():
                     break
                 progress.put(True)
-            worker.stdin.close()
+            started.stdin.close()
     finally:
         progress.put(False)

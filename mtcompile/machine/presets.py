@@ -98,9 +98,9 @@ def this() -> Machine:
 
 def _measured_before(where: torch.device) -> Machine | None:
     """Reads the machine that ``remember`` wrote last; None if there is none or it cannot be read."""
-    path = cache.machine_path(identity(where))
     with suppress(ValueError):
-        return _from_file(path) if path is not None and path.exists() else None
+        path, text = cache.machine_path(identity(where)), cache.read_machine(identity(where))
+        return _from_text(text, path) if path and text else None
     return None
 
 
@@ -126,7 +126,15 @@ def to_json(machine: Machine) -> str:
 
 def _from_file(path: Path) -> Machine:
     try:
-        data = json.loads(path.read_text())
+        text = path.read_text()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"machine file {path}: {error}") from None
+    return _from_text(text, path)
+
+
+def _from_text(text: str, path: Path) -> Machine:
+    try:
+        data = json.loads(text)
         kinds = {name: type(value) for name, value in asdict(Machine()).items() if name != "measured"}
         if not isinstance(data, dict) or set(data) - set(kinds):
             raise ValueError(f"expected an object with fields among {', '.join(kinds)}")
@@ -135,5 +143,5 @@ def _from_file(path: Path) -> Machine:
             if kind is not kinds[name] or (kind is float and not 0 < value < inf) or (kind is int and value < 0):
                 raise ValueError(f"{name}: expected a {kinds[name].__name__}{' above 0' * (kind is float)}, found {value!r}")
         return Machine(**{"name": path.stem, **data})
-    except (OSError, ValueError) as error:
+    except (RecursionError, OverflowError, ValueError) as error:
         raise ValueError(f"machine file {path}: {error}") from None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mtcompile.capture.refusals import first_line
 from mtcompile.models.decoders import SHAPES, fake
 
 ModelAndData = tuple[nn.Module, Mapping[str, Any]]  # and the keyword arguments of its call
@@ -109,20 +110,43 @@ def _from_config(path: str, batch: int, seq: int) -> ModelAndData:
 
 
 def _causal_model(path: str) -> Any:
-    """Builds a causal language model of a Hugging Face configuration with random weights; nothing is fetched."""
+    """Builds a causal language model of a Hugging Face configuration with random weights. Nothing is fetched or imported
+    because the file asks for it. Raises ValueError."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
         raise ValueError("a Hugging Face configuration needs the package transformers: pip install transformers") from None
     try:
-        fields = json.loads(Path(path).read_text())
+        fields = _local(json.loads(Path(path).read_text()))
         config = AutoConfig.for_model(**{"use_cache": False, **fields})
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"expected a Hugging Face config file with a model_type, found {path}: {error}") from None
-    dtype = getattr(torch, str(fields.get("dtype") or fields.get("torch_dtype") or "float32"))
+    except Exception as error:  # a field of the wrong type has an exception of its own
+        text = first_line(error)
+        raise ValueError(f"expected a Hugging Face config file with a model_type, found {path}: {text}") from None
+    name = str(fields.get("dtype") or fields.get("torch_dtype") or "float32")
+    if name not in ("float64", "float32", "bfloat16", "float16"):
+        raise ValueError(f"{path}: expected a dtype of floating-point numbers, such as bfloat16, found {name!r}")
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(getattr(torch, name))
     try:
         return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    except Exception as error:
+        text = f"{type(error).__name__}: {first_line(error)}"
+        raise ValueError(f"expected {path} to configure a causal language model, found that it raised {text}") from error
     finally:
         torch.set_default_dtype(before)
+
+
+def _local(fields: Any) -> Any:
+    """Returns the fields of a configuration without those that name code of its own. Raises ValueError for those that name
+    weights or kernels to be fetched."""
+    if isinstance(fields, list):
+        return [_local(value) for value in fields]
+    if not isinstance(fields, dict):
+        return fields
+    for name, value in fields.items():
+        words = value if isinstance(value, dict) else {"": value}
+        if name.endswith("_implementation") and not all(w is None or str(w).isidentifier() for w in words.values()):
+            raise ValueError(f"{name}: expected an implementation by name, such as 'sdpa', found {value!r}, which is fetched")
+        if name in ("pretrained", "use_pretrained_backbone") and value:
+            raise ValueError(f"{name}: expected false, found {value!r}: nothing is fetched")
+    return {name: _local(value) for name, value in fields.items() if name not in ("auto_map", "trust_remote_code")}

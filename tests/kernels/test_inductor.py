@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import mtcompile
+from mtcompile.kernels.compile_pool import worker
 from mtcompile.kernels.random import with_explicit_state, with_generator
 from mtcompile.passes.step_graph import is_random, kernel_of, regions
 from tests.helpers.models import Gpt, tokens
@@ -92,6 +93,19 @@ def test_workers_compile_into_the_disk_cache(tmp_path: Path) -> None:
         assert len(list(tmp_path.glob("mtcompile/*"))) == int(kernels)
         said.append(started.stdout)
     assert said[0] == said[1]
+
+
+def test_workers_import_nothing_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "numpy.py").write_text("open('executed', 'w')")
+    (tmp_path / "json.py").write_text("open('executed', 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with worker() as started:
+        assert started.stdin is not None and started.stdout is not None
+        started.stdin.write("no graph\n")
+        started.stdin.close()
+        assert started.stdout.readline() == "GraphFormatError\n"
+    assert not (tmp_path / "executed").exists()
 
 
 def test_random_operations_are_those_of_the_plain_run() -> None:

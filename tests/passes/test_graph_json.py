@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +18,8 @@ from mtcompile.passes.step_graph import listing
 from tests.helpers.models import CASES, make
 from tests.helpers.tracing import interpret, trace
 
-pytestmark = pytest.mark.slow  # it compiles many models
 
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.long] * (n in ("gpt2", "llama"))) for n in CASES]
 )  # t5 has all they have
@@ -52,3 +52,59 @@ def test_text_that_is_no_graph() -> None:
     data["nodes"][-1]["args"] = {"node": "nobody"}
     with pytest.raises(GraphFormatError, match="nobody"):
         graph_from_json(json.dumps(data))
+
+
+HOSTILE = "__import__('pathlib').Path('executed').touch()"
+
+
+def small(**changes: object) -> str:
+    """A graph of one relu as text. ``changes``: fields of its call."""
+    value = {"val": ["float32", [1], [1], 0, 4]}
+    x = {"op": "placeholder", "name": "x", "target": "x", "args": {"tuple": []}, "kwargs": {}, "meta": value}
+    operand = {"tuple": [{"node": "x"}]}
+    call = {"op": "call_function", "name": "y", "target": "aten.relu.default", "args": operand, "kwargs": {}, "meta": value}
+    end = {"op": "output", "name": "output", "target": "output", "args": {"tuple": [operand]}, "kwargs": {}, "meta": {}}
+    step = {"inputs": [], "outputs": [], "blocks": [], "device": "", "homes": {}}
+    nodes = [x, {**call, **changes}, end]
+    return json.dumps({"format": "mtcompile-graph-1", "name": "", "nodes": nodes, "kernels": {}, "step": step})
+
+
+def test_what_is_read_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names and targets of a graph become Python source, which is run."""
+    monkeypatch.chdir(tmp_path)
+    assert torch.equal(graph_from_json(small())(torch.tensor([-1.0]))[0], torch.tensor([-1.0]))
+    code = f"x={HOSTILE}"
+    changes: list[dict[str, object]] = [
+        {"op": "placeholder", "target": code, "args": {"tuple": []}},
+        {"op": "placeholder", "target": f"x):\n  pass\n{HOSTILE}\ndef f(self", "args": {"tuple": []}},
+        {"name": code},
+        {"name": "lambda"},
+        {"kwargs": {f"self={HOSTILE}, b": 1}},
+        {"op": "get_attr", "target": f'a", {HOSTILE}) + getattr(self, "b', "args": {"tuple": []}},
+        {"op": "call_module", "target": f'a", {HOSTILE}) + getattr(self, "b'},
+        {"op": "call_method", "target": "numpy"},
+        {"target": "aten.from_file.default", "args": {"tuple": ["grown", True, 8]}},
+        {"target": "profiler._record_function_enter_new.default"},
+        {"target": "aten.__class__.__init__"},
+        {"args": {"dtype": "ops"}},
+        {"kwargs": {"a": {"device": code}}},
+    ]
+    for change in changes:
+        with pytest.raises(GraphFormatError):
+            graph_from_json(small(**change))
+    graph_from_json(small(meta={"stack_trace": f"a\n{HOSTILE}", "val": ["float32", [1], [1], 0, 4]}))(torch.ones(1))
+    named = {**json.loads(small()), "name": f"X({HOSTILE})"}
+    with pytest.raises(GraphFormatError, match="identifier"):
+        graph_from_json(json.dumps(named))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("size", [[-1], [1 << 80], ["1"], 1, [[1]]])
+def test_values_that_are_no_tensors(size: object) -> None:
+    with pytest.raises(GraphFormatError):
+        graph_from_json(small(meta={"val": ["float32", size, [1], 0, 4]}))
+
+
+def test_text_that_is_too_deep() -> None:
+    with pytest.raises(GraphFormatError):
+        graph_from_json('{"format": "mtcompile-graph-1", "nodes": ' + "[" * 100_000 + "]" * 100_000 + "}")
