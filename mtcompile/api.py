@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
+from mtcompile import torch_private
 from mtcompile.errors import MtcompileError
 from mtcompile.execution.calibration import Calibration
 from mtcompile.execution.model import CompiledModel
@@ -99,12 +100,12 @@ class CompiledModule(nn.Module):
         self._mt_model.session.drain()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and (compiled := getattr(self, "_mt_model", None)) is not None:
+        if not torch_private.in_capture() and (compiled := getattr(self, "_mt_model", None)) is not None:
             compiled.session.drain()  # the caller may read them
         return super().named_parameters(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # while the model's own forward is being captured
+        if torch_private.in_capture():  # while the model's own forward is being captured
             return super().__call__(*args, **kwargs)
         return self._mt_model(*args, **kwargs)
 

@@ -140,6 +140,8 @@ class _PhaseRun:
         self.prepared, self.memory, self.kernels, self.options = prepared, memory, kernels, options
         self.fence, self.previous = options.fence, options.previous
         self.progress = Progress()
+        self.started: list[Worker] = []
+        self.drained = False
         self.records: list[Record] = []
         self.host_records: list[Record] = []
         self.start_ns = time.perf_counter_ns()
@@ -148,36 +150,51 @@ class _PhaseRun:
         lanes, fence, progress, deferred = self.prepared.lanes, self.fence, self.progress, self.options.deferred
         workers = {queue: Worker(queue, self._drain) for queue in lanes if queue != "compute"}
         host = workers.get("host") if deferred is not None else None  # not waited for, unless something fails
-        if fence is not None:
-            fence.begin(lanes)
-        for worker in workers.values():
-            worker.start()
-        if "compute" in lanes:
-            self._drain("compute")
-        for worker in workers.values():
-            if worker is not host:
-                with progress.caught():
-                    worker.wait()
-        if self.previous is not None:
-            with progress.caught():
-                self.previous.drain()
-        if progress.failure is not None and host is not None:
-            with progress.caught():
-                host.wait()
-        if fence is not None:
-            fence.end(lanes, failed=progress.failure is not None)
+        stopped: BaseException | None = None
+        try:
+            if deferred is not None and host is not None:
+                deferred.take(progress, host, self.host_records)
+            if fence is not None:
+                fence.begin(lanes)
+            for worker in workers.values():
+                self.started.append(worker)
+                worker.start()
+            if "compute" in lanes:
+                self._drain("compute")
+        except BaseException as error:  # what is called here could be interrupted in turn
+            stopped = error
+        while not self.drained:
+            try:
+                self._end(stopped, host)
+            except BaseException as interrupt:
+                stopped = stopped or interrupt
         if progress.failure is not None:
             raise progress.failure
-        if deferred is not None and host is not None:
-            deferred.take(progress, host, self.host_records)
-            finished = self.records
-        else:
-            finished = self.records + self.host_records
+        finished = self.records if host is not None else self.records + self.host_records
         if fence is not None and fence.timed:
             return fence.records() + [record for record in finished if record.queue == "host"]
         if workers:
             finished.sort(key=lambda record: (record.start_us, record.index))
         return finished
+
+    def _end(self, stopped: BaseException | None, host: Worker | None) -> None:
+        """Wait until all queues are drained and the threads have ended; queue host's only if something failed. ``stopped``:
+        what kept the calling thread from going on. Only an interrupt is raised; the next call goes on from there."""
+        progress = self.progress
+        if stopped is not None:
+            progress.fail(stopped)
+        for worker in self.started:
+            if worker is not host:
+                worker.settle() if progress.failure is not None else worker.wait()
+        if self.previous is not None:
+            with progress.caught():
+                self.previous.drain()
+        if progress.failure is not None and host in self.started and host is not None:
+            host.settle()
+        if self.fence is not None:
+            with progress.caught():
+                self.fence.end(self.prepared.lanes, failed=progress.failure is not None)
+        self.drained = True
 
     def _drain(self, queue: Queue) -> None:
         """Issue a queue to its end. Any exception, an interrupt included, stops the other queues before it goes on."""

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from mtcompile.runtime.schedule import Queue
 from mtcompile.runtime.trace import Record
 
+_LATEST_START_S = 1.0
+
 
 class Stopped(Exception):
     """Raised in a queue when another one has failed, whose error is the one to report."""
@@ -57,13 +59,25 @@ class Worker(threading.Thread):
     def __init__(self, queue: Queue, drain: Callable[[Queue], None]) -> None:
         # An interpreter that ends waits for queue host, which a phase may leave running.
         super().__init__(name=f"mtcompile-{queue}", daemon=queue != "host")
-        self._drain, self._queue, self._ended = drain, queue, threading.Event()
+        self._drain, self._queue = drain, queue
+        self._begun, self._ended = threading.Event(), threading.Event()
 
     def run(self) -> None:
+        self._begun.set()
         try:
             self._drain(self._queue)
         finally:
             self._ended.set()
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
+
+    def settle(self) -> None:
+        """Wait, as ``wait`` does, for one whose start may have failed. After a failure, one that begins later than this waits
+        meets that failure and does nothing."""
+        if self._begun.wait(_LATEST_START_S):
+            self.wait()
 
     def wait(self) -> None:
         """Wait until it has ended, even through an interrupt, which is raised then: a queue that nobody waits for would go on
@@ -79,8 +93,8 @@ class Worker(threading.Thread):
 
 
 class DeferredQueue:
-    """Queue host of a backward that has returned, with the instructions it has not run yet. ``records``: of what has run
-    there."""
+    """Queue host of a backward that has returned or soon will, with the instructions it has not run yet. ``records``: of what
+    has run there."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
@@ -88,8 +102,17 @@ class DeferredQueue:
         self._worker: Worker | None = None
 
     def take(self, progress: Progress, worker: Worker, records: list[Record]) -> None:
-        """Take over the queue from the phase that ends."""
+        """Take over the queue from the phase that begins."""
         self._progress, self._worker, self.records = progress, worker, records
+
+    @property
+    def failed(self) -> bool:
+        return self._progress.failure is not None
+
+    @property
+    def ended(self) -> bool:
+        """True once no instruction will run any more."""
+        return self._worker is None or self._worker.ended
 
     def wait(self, index: int) -> None:
         """Wait until that instruction is complete. Raises what stopped the queue before."""

@@ -52,6 +52,10 @@ class CompiledModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model. Sends host tensors among the arguments to the device first."""
+        with torch_private.process_lock:
+            return self._call_alone(args, kwargs)
+
+    def _call_alone(self, args: Any, kwargs: Any) -> Any:
         if self.device.where.type != "cpu":
             (args, kwargs), self.door.sent_nbytes = sent((args, kwargs), self.device.where)
         if self._may_be_lazy:

@@ -154,6 +154,10 @@ class ModelDoor(Door):
         if self.masters is not None:
             self.masters.widen(t for t, gradient in zip(inputs, gradients, strict=True) if gradient is not None)
 
+    def updates_failed(self) -> None:
+        if self.updates is not None:
+            self.updates.failed_behind()
+
     def optimizer_state_was_made(self) -> bool:
         return self.updates is not None and self.updates.allocated_state
 

@@ -25,6 +25,8 @@ from mtcompile.runtime.schedule import Phase, Queue, placed
 from mtcompile.runtime.trace import Record, shifted
 from mtcompile.runtime.workers import DeferredQueue
 
+_TRIES = 3  # to write buffers, against interrupts
+
 
 @dataclass(frozen=True, slots=True)
 class PhaseRun:
@@ -49,6 +51,9 @@ class Listener(Protocol):
     def step_ran(self, frame: Frame) -> None:
         """Called when a whole step has run, including updates that continued during the next forward."""
 
+    def updates_failed(self) -> None:
+        """Called when updates have failed that a backward had left to run during the next forward."""
+
 
 @dataclass(frozen=True, slots=True)
 class PendingUpdates:
@@ -71,12 +76,11 @@ class Runner:
 
     def drain(self) -> None:
         """Waits for pending updates. Raises the error that stopped them, if any."""
-        pending, self.pending = self.pending, None
-        if pending is not None:
+        if self.pending is not None:
             try:
-                pending.queue.drain()
+                self.pending.queue.drain()
             finally:
-                self._close(pending)
+                self._close_pending()
 
     def forward(
         self,
@@ -103,7 +107,7 @@ class Runner:
         _bind_forward(compiled, memory, inputs, snapshots, new_versions)
         if self.pending is not None and self.pending.frame.compiled is not compiled:
             self.drain()
-        pending, self.pending = self.pending, None
+        pending = self.pending
         frame = Frame(compiled, memory, inputs, snapshots, tuple(version_of(t) for t in inputs), generator)
         try:
             self._execute(frame, "forward", pending)
@@ -115,9 +119,7 @@ class Runner:
         if pending is not None:  # updates during this forward have raised versions
             frame.versions = tuple(version_of(t) for t in inputs)
         if write_back:
-            with torch.no_grad():
-                for index, name in new_versions.items():
-                    inputs[index].copy_(memory.tensors[name])
+            write_buffers({inputs[index]: memory.tensors[name] for index, name in new_versions.items()})
         outputs = []
         for spec, name in compiled.outputs:
             if spec.kind == "output":
@@ -185,18 +187,29 @@ class Runner:
             frame.measured = knobs.check() or not compiled.settled
         base = self._device_nbytes(memory) + self.frames.nbytes() if frame.measured else 0
         measuring = allocator_peak(self.device.where) if frame.measured else contextlib.nullcontext()
-        with torch.no_grad(), without_autocast(self.device.where.type), measuring as peak:
-            records = execute(compiled.phases[phase], memory, compiled.kernels, options)
-        if pending is not None:
-            self._close(pending)
-        if deferred is not None:
+        if deferred is not None:  # before they begin: after an interrupt, nobody else would wait for them
             self.pending = PendingUpdates(frame, deferred, began_us)
+        try:
+            with torch.no_grad(), without_autocast(self.device.where.type), measuring as peak:
+                records = execute(compiled.phases[phase], memory, compiled.kernels, options)
+        except BaseException:
+            if deferred is not None and deferred.failed:
+                self.pending = None  # it has stopped, and what stopped it is raised now
+            raise
+        finally:
+            if pending is not None and pending.queue.ended:
+                self._close_pending()
         frame.records += shifted(records, began_us)
         nbytes = None if peak is None or peak.nbytes is None else base + peak.nbytes
         self.listener.phase_ran(PhaseRun(frame, phase, records, fence is None or fence.timed, nbytes))
 
-    def _close(self, pending: PendingUpdates) -> None:
+    def _close_pending(self) -> None:
         """Ends a step whose updates have been drained."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return
+        if pending.queue.failed:
+            self.listener.updates_failed()
         pending.frame.memory.tensors.clear()
         pending.frame.records += shifted(pending.queue.records, pending.began_us)
         self.listener.step_ran(pending.frame)
@@ -228,6 +241,22 @@ def _bind_forward(
     for index, name in new_versions.items():
         if compiled.schedule.buffers[name].kind == "home":
             memory.bind(name, copied(snapshots[index]))
+
+
+def write_buffers(versions: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Copies new versions of buffers to them. An interrupt is raised after the last copy: a batch norm with half of its
+    statistics would be another model."""
+    interrupt: BaseException | None = None
+    for _ in range(_TRIES):
+        try:
+            with torch.no_grad():
+                for buffer, version in versions.items():
+                    buffer.copy_(version)
+            break
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 def without_base(tensor: torch.Tensor) -> torch.Tensor:

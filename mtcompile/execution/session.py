@@ -70,6 +70,10 @@ class Door(RunnablePlacement, Protocol):
         """Called before autograd adds gradients to existing ones."""
         return
 
+    def updates_failed(self) -> None:
+        """Called when updates that the last backward left to run have failed."""
+        return
+
     def optimizer_state_was_made(self) -> bool:
         """Tells whether the last backward allocated optimizer state."""
         return False
@@ -102,7 +106,8 @@ class Session:
 
     def drain(self) -> None:
         """Waits for updates that the last backward left to run during a forward. Raises the error that stopped them, if any."""
-        self.runner.drain()
+        with torch_private.process_lock:
+            self.runner.drain()
 
     # ------------------------------------------------------------------------------------------------------- compiling
 
@@ -217,6 +222,9 @@ class Session:
         self.last_trace = Trace(tuple(frame.records), "measured")
         if run.phase == "forward":
             self.note_host_bytes(compiled)
+
+    def updates_failed(self) -> None:
+        self.door.updates_failed()
 
     def step_ran(self, frame: Frame) -> None:
         compiled, trace = frame.compiled, Trace(tuple(frame.records), "measured")

@@ -183,6 +183,10 @@ class UpdatesInBackward:
                 self._spoil("failed among its updates: some parameters have been updated, others not")
             raise
 
+    def failed_behind(self) -> None:
+        """Note that updates which ran behind a forward have failed, whatever failed: nobody knows which are done."""
+        self._spoil("failed behind the forward after it: some parameters may have been updated, others not")
+
     def _spoil(self, why: str) -> None:
         """Refuse to go on, from now until a checkpoint is loaded, with what the last backward has left."""
         assert self._backward is not None
@@ -218,3 +222,4 @@ class UpdatesInBackward:
 
     def _loaded(self, part: str) -> None:
         self._must_be_loaded.pop(part, None)
+        self._stepped = True  # a step that was interrupted before optimizer.step() is gone

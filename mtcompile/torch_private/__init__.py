@@ -12,6 +12,7 @@ from mtcompile.torch_private.autograd import (
     cast_of,
     counting_losses,
     dispatch_mode,
+    in_capture,
     keeps_graph,
     refuse_clipping,
     saving_hook,
@@ -56,6 +57,7 @@ from mtcompile.torch_private.numpy_calls import (
 from mtcompile.torch_private.raising_branches import (
     checking_branches,
 )
+from mtcompile.torch_private.thread_setting import process_lock
 from mtcompile.torch_private.tracing import (
     changes_within,
     export_joint,
@@ -88,6 +90,7 @@ __all__ = [
     "failed_inside",
     "fake_mode_of",
     "gives_no_gradients",
+    "in_capture",
     "inductor",
     "inductor_cache",
     "initialize_root",
@@ -100,6 +103,7 @@ __all__ = [
     "mixing_devices",
     "noting_arguments_of_checkpoints",
     "probe_inductor",
+    "process_lock",
     "pytree",
     "raised_in_capture",
     "refuse_clipping",

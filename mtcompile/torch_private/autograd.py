@@ -42,6 +42,18 @@ def dispatch_mode() -> str | None:
     return type(hiding[-1]).__name__ if hiding else None
 
 
+def in_capture() -> bool:
+    """Tells whether Dynamo or ``torch.export`` captures this call. ``torch.compiler.is_compiling`` does not tell: it is True in
+    every thread while one of them captures."""
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    if not torch.compiler.is_compiling():
+        return False
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode() is not None
+
+
 def caches_casts() -> bool:
     """Tells whether autocast is enabled for the host, and keeps the copies of weights that it casts."""
     return torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from mtcompile.torch_private.thread_setting import process_lock
+
 
 def inductor(body: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Sequence[torch.Tensor]]:
     """Compile ``body`` (ATen operations, functional) for tensors like ``inputs``. Inductor caches it on disk
@@ -45,7 +47,8 @@ def inductor_cache() -> str:
 
 
 class AllocatorPeak:
-    """Measures the largest sum of live bytes that this thread allocated since entry, from the allocator's own events.
+    """Measures the largest sum of live bytes that this thread allocated since entry, from the allocator's own events. Holds the
+    process's lock meanwhile: there is one profiler.
 
     ``nbytes`` after exit: the peak over the bytes live at entry; None where another profiler was already active. ``kept``: the
     bytes that are still held then.
@@ -55,17 +58,27 @@ class AllocatorPeak:
         self.nbytes: int | None = None
         self.kept = 0
         self._profile: Any = None
+        self._lock = contextlib.ExitStack()
 
     def __enter__(self) -> AllocatorPeak:
+        with contextlib.ExitStack() as stack:  # an interrupt gives the lock back
+            stack.enter_context(process_lock)
+            self._start()
+            self._lock = stack.pop_all()
+        return self
+
+    def _start(self) -> None:
         if not torch._C._autograd._profiler_enabled():
             self._profile = torch.autograd.profiler.profile(profile_memory=True)
             self._profile.__enter__()
-        return self
 
     def __exit__(self, *exc: Any) -> None:
-        if self._profile is None:
-            return
-        self._profile.__exit__(*exc)
+        try:
+            if self._profile is None:
+                return
+            self._profile.__exit__(*exc)
+        finally:
+            self._lock.close()
         memory = (e for e in self._profile.kineto_results.events() if e.name() == "[memory]")
         events = ((e.start_ns(), e.nbytes()) for e in memory)
         live = peak = 0

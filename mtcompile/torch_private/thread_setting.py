@@ -1,13 +1,20 @@
-"""A value that each thread has for itself, and another one for as long as a block runs."""
+"""Threads: what each has for itself, and what only one may do at a time."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 V = TypeVar("V")
+
+# Held while a model is captured, compiled, measured or run. Dynamo's settings and torch's profiler belong to the process, and
+# one model's arenas to one step: two threads at once gave wrong numbers, or ended the process.
+process_lock = threading.RLock()
+if hasattr(os, "register_at_fork"):  # a thread that holds it is not in the child, as a DataLoader's worker is
+    os.register_at_fork(after_in_child=process_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 class ThreadSetting(threading.local, Generic[V]):
