@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +49,9 @@ class CompiledModel:
         self._collector = Collector()
         self._may_be_lazy = True
         self._surroundings = Surroundings()
-        self._captured = front_end(call, self._backend, device.where)
+        # The programs that Dynamo may call, by the functions that it has for them.
+        self._programs: MutableMapping[Callable[..., Any], Program] = weakref.WeakKeyDictionary()
+        self._captured = front_end(call, _weak(self._backend), device.where)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model. Sends host tensors among the arguments to the device first."""
@@ -102,7 +105,9 @@ class CompiledModel:
             # Dynamo guards on the devices of parameters when this returns. Send them where they will stay, or the second
             # call is captured again.
             program.compile()
-        return torch_private.after_initialization(program)
+        call = _weak(program.__call__)
+        self._programs[call] = program
+        return torch_private.after_initialization(call)
 
     def report(self) -> dict[str, Any]:
         """Returns bytes: budgets, planned and measured peaks per tier, and the training state."""
@@ -119,3 +124,16 @@ class CompiledModel:
             "state_bytes": sum(state.values()),
             **{f"{name}_bytes": nbytes for name, nbytes in state.items()},
         }
+
+
+def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that calls a method, but does not keep its object. Dynamo keeps all backends that it was given and
+    all functions that they returned, until it is reset."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        alive = reference()
+        assert alive is not None, "only calls of the model lead here"
+        return alive(*args)
+
+    return call

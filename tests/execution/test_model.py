@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -123,3 +125,24 @@ def test_a_batch_that_forward_changes_at_an_odd_address_rounds_as_a_copy_does() 
     at_its_address, of_a_copy, result = results
     assert torch.equal(result, of_a_copy)
     assert torch.allclose(result, at_its_address)
+
+
+@pytest.mark.parametrize("options", [{}, {"update": "backward", "run_ahead": True}], ids=["step", "ahead"])
+def test_a_deleted_model_frees_what_it_held(options: dict[str, Any]) -> None:
+    """Dynamo keeps what it was given until it is reset."""
+    model, data = make("tied")
+    memory = minimum_bytes(model, data)
+
+    def held() -> list[weakref.ref[Any]]:
+        copied = copy.deepcopy(model)
+        optimizer = adamw(copied.parameters())
+        compiled: Any = mtcompile.compile(copied, memory=memory, optimizer=optimizer, **options)
+        train(compiled, optimizer, data, steps=2)
+        with torch.no_grad():
+            compiled(**data)
+        session, parameter = compiled._mt_model.session, next(copied.parameters())
+        return [weakref.ref(one) for one in (copied, session, session.arenas, optimizer, parameter)]
+
+    references = held()
+    gc.collect()
+    assert [reference() for reference in references] == [None] * len(references)
