@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING  # noqa: E402
 
 if _TYPE_CHECKING:
     from mtcompile.api import CompiledModule, compile, master_parameters
-    from mtcompile.errors import BudgetError, CaptureError, MtcompileError, StepError
+    from mtcompile.errors import BudgetError, CaptureError, CheckpointError, MtcompileError, StepError
     from mtcompile.forecast.result import Forecast
     from mtcompile.forecast.solve import plan
     from mtcompile.parity.verification import Verification, verify
 
 _LAZY = {
     "mtcompile.api": ("CompiledModule", "compile", "master_parameters"),
-    "mtcompile.errors": ("BudgetError", "CaptureError", "MtcompileError", "StepError"),
+    "mtcompile.errors": ("BudgetError", "CaptureError", "CheckpointError", "MtcompileError", "StepError"),
     "mtcompile.forecast.result": ("Forecast",),
     "mtcompile.forecast.solve": ("plan",),
     "mtcompile.parity.verification": ("Verification", "verify"),
@@ -33,6 +33,7 @@ _LAZY = {
 __all__ = [
     "BudgetError",
     "CaptureError",
+    "CheckpointError",
     "CompiledModule",
     "Forecast",
     "MtcompileError",

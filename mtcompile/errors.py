@@ -25,6 +25,11 @@ class StepError(MtcompileError):
     is not finite (``nonfinite="stop"``), and for questions that need a step that has not run yet."""
 
 
+class CheckpointError(MtcompileError):
+    """Raised if a checkpoint is damaged, is of another model, or cannot be written because another process writes into its
+    folder. Nothing has changed then."""
+
+
 def shows_part(name: str) -> str:
     """Returns why a tensor that is a view of a larger one cannot be read by place."""
     return (

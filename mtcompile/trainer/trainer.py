@@ -7,17 +7,17 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mtcompile import checkpoint
 from mtcompile.api import compile
 from mtcompile.errors import StepError
 from mtcompile.machine.device import choose
 from mtcompile.models.loading import language_model
-from mtcompile.trainer.checkpoint import CHECKPOINT, TrainingState, load, save
 from mtcompile.trainer.text_data import Windows, read_tokens
 
 _MOST_EVALUATED = 8  # batches per evaluation
@@ -108,13 +108,12 @@ def train(recipe: Recipe, report: Report = lambda row, model: None, stop: Callab
     stream, vocabulary = read_tokens(recipe.data, recipe.vocab)
     windows = Windows.cut(stream, recipe.seq, recipe.batch)
     torch.manual_seed(recipe.seed)
-    model, optimizer, where = compiled_model(recipe, vocabulary)
-    state = TrainingState(model, optimizer, where, recipe.seed)
-    step = 0 if recipe.resume is None else load(recipe.resume, state, recipe.steps)
+    model, optimizer = compiled_model(recipe, vocabulary)
+    step = 0 if recipe.resume is None else checkpoint.load(recipe.resume, model, optimizer).step
     rows: list[Row] = []
     evaluation: Evaluation | None = None
     interrupted = False
-    with saving(recipe, state, rows), metrics_file(recipe) as write:
+    with saving(recipe, model, optimizer, rows) as saved, metrics_file(recipe) as write:
         while step < recipe.steps and not interrupted:
             step += 1
             rows.append(one_step(recipe, model, optimizer, windows, step))
@@ -125,7 +124,7 @@ def train(recipe: Recipe, report: Report = lambda row, model: None, stop: Callab
                 write(evaluation)
                 report(evaluation, model)
             interrupted = step < recipe.steps and stop()
-    return summary(recipe, model, step, rows, evaluation, interrupted)
+    return replace(summary(recipe, model, step, rows, evaluation, interrupted), saved=saved[-1] if saved else None)
 
 
 def check(recipe: Recipe) -> None:
@@ -138,10 +137,22 @@ def check(recipe: Recipe) -> None:
         raise ValueError(f"expected clip of 0 (none) or more, found {recipe.clip}")
     if recipe.save is not None:
         recipe.save.mkdir(parents=True, exist_ok=True)
+    if recipe.resume is not None:
+        _check_resumed(recipe, recipe.resume)
 
 
-def compiled_model(recipe: Recipe, vocabulary: int) -> tuple[Any, torch.optim.Optimizer, str]:
-    """Returns the compiled model, its optimizer and its device. Only matrices have weight decay."""
+def _check_resumed(recipe: Recipe, folder: Path) -> None:
+    before = checkpoint.inspect(folder)
+    if (seed := before.extra.get("seed")) != recipe.seed:
+        raise ValueError(f"expected seed {seed}, as {before.path} was trained with, found {recipe.seed}")
+    if before.step >= recipe.steps:
+        raise ValueError(
+            f"expected more steps than the {before.step} that {before.path} has been trained for, found {recipe.steps}"
+        )
+
+
+def compiled_model(recipe: Recipe, vocabulary: int) -> tuple[Any, torch.optim.Optimizer]:
+    """Returns the compiled model and its optimizer. Only matrices have weight decay."""
     module, model_vocabulary = language_model(recipe.model)
     if vocabulary > model_vocabulary:
         raise ValueError(f"expected a model with a vocabulary of {vocabulary} or more for this data, found {model_vocabulary}")
@@ -149,21 +160,20 @@ def compiled_model(recipe: Recipe, vocabulary: int) -> tuple[Any, torch.optim.Op
     others = [p for p in module.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=recipe.lr, betas=(0.9, 0.95))
-    where = choose(recipe.device).where
     backward = recipe.update == "backward"
     model: Any = compile(
         module.train(),
         memory=recipe.memory,
         host=recipe.host,
         optimizer=optimizer,
-        device=where,
+        device=choose(recipe.device).where,
         precision=recipe.precision,
         accumulate=recipe.accumulate,
         update=recipe.update,
         max_grad_norm=recipe.clip or None if backward else None,
         run_ahead=recipe.run_ahead,
     )
-    return model, optimizer, str(where)
+    return model, optimizer
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
@@ -215,16 +225,22 @@ def evaluate(recipe: Recipe, model: Any, windows: Windows, step: int) -> Evaluat
 
 
 @contextlib.contextmanager
-def saving(recipe: Recipe, state: TrainingState, rows: list[Row]) -> Iterator[None]:
-    """Saves a checkpoint at the end, and if a full disk or a closed pipe ends the training between two steps."""
-    try:
-        yield
-    except OSError:
+def saving(recipe: Recipe, model: Any, optimizer: torch.optim.Optimizer, rows: list[Row]) -> Iterator[list[str]]:
+    """Saves a checkpoint at the end, and if a full disk or a closed pipe ends the training between two steps. Yields a list
+    that gets its folder."""
+    saved: list[str] = []
+
+    def save() -> None:
         if recipe.save is not None and rows:
-            save(recipe.save, state, rows[-1].step)
+            path = checkpoint.save(recipe.save, model, optimizer, step=rows[-1].step, extra={"seed": recipe.seed})
+            saved.append(str(path))
+
+    try:
+        yield saved
+    except OSError:
+        save()
         raise
-    if recipe.save is not None and rows:
-        save(recipe.save, state, rows[-1].step)
+    save()
 
 
 @contextlib.contextmanager
@@ -260,5 +276,5 @@ def summary(
         peak_host_bytes=report["peak_host_bytes"],
         state_bytes=report["state_bytes"],
         limiting_resource=model.plan.limiting_resource if model.plan else "",
-        saved=str(recipe.save / CHECKPOINT) if recipe.save is not None and rows else None,
+        saved=None,
     )

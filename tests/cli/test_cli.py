@@ -163,7 +163,7 @@ def test_fields_of_a_dataclass_become_options() -> None:
             ),
             marks=pytest.mark.slow,
         ),
-        (("train", "{config}", "--resume", "/none/such"), 2, "found no /none/such/checkpoint.pt"),
+        (("train", "{config}", "--resume", "/none/such"), 2, "expected a checkpoint in /none/such"),
         (("train", "{config}", "--data", "{own}", "--vocab", "512"), 2, "expected no vocab with text"),
         (("train", "gpt-11m", "--run-ahead"), 2, "--update backward only"),
     ],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import operator
 import re
 import shlex
 from dataclasses import replace
@@ -19,6 +20,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import mtcompile
+from mtcompile import checkpoint
 from mtcompile.cli.app import app
 from mtcompile.models.decoders import SHAPES
 
@@ -177,8 +179,9 @@ def test_the_contributing_page_has_every_folder() -> None:
 def reference() -> str:
     """Returns the text of docs/api.md: every public name with its signature and docstring."""
     lines = ["# Reference", "", "Generated from the docstrings by `python -m tests.project.test_docs`.", ""]
-    for name in sorted(mtcompile.__all__):
-        public = getattr(mtcompile, name)
+    names = [*mtcompile.__all__, *(f"checkpoint.{name}" for name in checkpoint.__all__)]
+    for name in sorted(names):
+        public = operator.attrgetter(name)(mtcompile)
         lines += [f"## mtcompile.{name}", "", *_described(public)]
         if inspect.isclass(public):
             for member, function in inspect.getmembers(public, lambda m: inspect.isfunction(m) or isinstance(m, property)):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -18,13 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from typer.testing import CliRunner
 
+from mtcompile import checkpoint
 from mtcompile.cli.app import app
-from mtcompile.cli.common import sentence_and_code
+from mtcompile.errors import CheckpointError
 from mtcompile.models.loading import language_model
-from mtcompile.trainer.checkpoint import CHECKPOINT, TrainingState, load, save
 from mtcompile.trainer.text_data import Windows, read_tokens
 from mtcompile.trainer.trainer import Evaluation, Recipe, Row, learning_rate, train
 
@@ -121,33 +119,16 @@ def test_a_resumed_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     whole = losses(replace(wanted, save=None))
     rows: list[Row | Evaluation] = []
     made = train(wanted, lambda row, model: rows.append(row), stop=lambda: len(rows) == 2)
-    assert made.interrupted and made.steps == 2 and made.saved == str(tmp_path / "run" / CHECKPOINT)
+    assert made.interrupted and made.steps == 2 and made.saved == str(tmp_path / "run" / "step-00000002")
     assert losses(replace(wanted, resume=tmp_path / "run")) == whole[2:]
-    state = torch.load(tmp_path / "run" / CHECKPOINT, weights_only=True)
-    assert state["step"] == 4 and not list((tmp_path / "run").glob("*.new"))
+    assert checkpoint.inspect(tmp_path / "run").step == 4 and len(list((tmp_path / "run").glob("*"))) == 3
     for change, said in (({"seed": 1}, "expected seed 0"), ({"steps": 4}, "expected more steps than the 4")):
         with pytest.raises(ValueError, match=said):
             train(replace(wanted, resume=tmp_path / "run", **change))  # type: ignore[arg-type]
-    (tmp_path / "run" / CHECKPOINT).write_bytes(b"no checkpoint")
-    with pytest.raises(ValueError, match="found what cannot be used"):
-        train(replace(wanted, resume=tmp_path / "run"))
-
-
-def test_a_checkpoint_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    model = nn.Linear(100, 100)
-    state = TrainingState(model, torch.optim.AdamW(model.parameters()), "cpu", 0)
-    save(tmp_path, state, 3)
-    before = (tmp_path / CHECKPOINT).read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises(OSError, match="bytes free there") as caught:
-            save(tmp_path, state, 4)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert sentence_and_code(caught.value)[1] == 2
-    assert [file.name for file in tmp_path.iterdir()] == [CHECKPOINT] and (tmp_path / CHECKPOINT).read_bytes() == before
-    assert load(tmp_path, state, 4) == 3
+    (tmp_path / "run" / "step-00000004" / "manifest.json").write_bytes(b"no checkpoint")
+    assert checkpoint.inspect(tmp_path / "run").step == 2
+    with pytest.raises(CheckpointError, match="no manifest of a checkpoint"):
+        train(replace(wanted, resume=tmp_path / "run" / "step-00000004"))
 
 
 @pytest.fixture
@@ -177,8 +158,10 @@ def test_ctrl_c_ends_it_after_a_step_with_everything_written(running: tuple[subp
     assert set(rows[0]) == {
         "step", "loss", "lr", "grad_norm", "tokens_per_s", "peak_device_bytes", "peak_host_bytes",
     }  # fmt: skip
-    state = torch.load(metrics.parent / "run" / CHECKPOINT, weights_only=True)
-    assert state["step"] == len(rows) == rows[-1]["step"] and f"interrupted after {len(rows)} of 100000 steps" in out
+    assert (
+        checkpoint.inspect(metrics.parent / "run").step == len(rows) == rows[-1]["step"]
+        and f"interrupted after {len(rows)} of 100000 steps" in out
+    )
 
 
 def test_the_command_trains_on_tokens_and_says_what_it_did(tmp_path: Path) -> None:

@@ -1,0 +1,16 @@
+"""Checkpoints: all that a training needs to continue with the same bits, in files that hold tensors and numbers, no code.
+
+    folder/step-00000012/
+      manifest.json                     what there is: sizes and checksums of the files, step, numbers, and where tensors go
+      model.safetensors                 weights and buffers by name, as from_pretrained and plain torch load them; large
+                                        models have several files and model.safetensors.index.json
+      state.safetensors                 tensors of the optimizer, the scheduler and the random generators
+
+``save`` writes into a new folder beside the others and renames it when everything is on the disk. ``load`` looks at every byte
+before it changes anything.
+"""
+
+from mtcompile.checkpoint.reading import Loaded, inspect, latest, load
+from mtcompile.checkpoint.writing import save
+
+__all__ = ["Loaded", "inspect", "latest", "load", "save"]

@@ -1,0 +1,173 @@
+"""Files of a checkpoint: checksums, writes that outlast a power cut, reads that trust nothing, and what may be deleted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtcompile.errors import CheckpointError
+
+FORMAT = "mtcompile-checkpoint-1"
+MANIFEST = "manifest.json"
+_FOLDER = re.compile(r"step-\d{8,12}(-\d{1,12})?")
+_UNFINISHED = re.compile(r"\.step-\d{8,12}\.[A-Za-z0-9_]{8}")  # of tempfile.mkdtemp
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.(safetensors|json)")
+_MOST_MANIFEST_NBYTES = 1 << 28
+_PIECE_NBYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A file as a manifest has it. ``checksum``: XXH3-128 of its bytes, in hexadecimal."""
+
+    nbytes: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The content of a checkpoint. ``serial`` counts the saves into its folder. ``tied``: name -> the parameter that it shares
+    all of its memory with. ``state``: what else there is, as ``encoding`` writes it."""
+
+    serial: int
+    step: int
+    files: Mapping[str, FileEntry]
+    tied: Mapping[str, str]
+    state: Mapping[str, Any]
+
+
+def step_folder(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def checksum(path: Path) -> str:
+    """Returns the XXH3-128 of a file."""
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_NBYTES):
+            digest.update(piece)
+    return str(digest.hexdigest())
+
+
+def on_disk(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes the manifest, with its own checksum, to the disk."""
+    import xxhash
+
+    files = {name: [entry.nbytes, entry.checksum] for name, entry in manifest.files.items()}
+    body = {"serial": manifest.serial, "step": manifest.step, "files": files, "tied": manifest.tied, "state": manifest.state}
+    text = json.dumps(body)
+    whole = {"format": FORMAT, "checksum": xxhash.xxh3_128(text.encode()).hexdigest(), "content": text}
+    path = folder / MANIFEST
+    path.write_text(json.dumps(whole), encoding="utf-8")
+    on_disk(path)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads a manifest, and looks whether its files are there with their sizes. Raises CheckpointError."""
+    import xxhash
+
+    path = folder / MANIFEST
+    try:
+        data = json.loads(_regular(path, _MOST_MANIFEST_NBYTES).read_text(encoding="utf-8"))
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ValueError(f"expected the format {FORMAT}")
+        text = data["content"]
+        if xxhash.xxh3_128(text.encode()).hexdigest() != data["checksum"]:
+            raise ValueError("expected other bytes: its checksum is wrong")
+        body = json.loads(text)
+        files = {name: FileEntry(int(nbytes), str(digest)) for name, (nbytes, digest) in body["files"].items()}
+        tied = {str(name): str(other) for name, other in body["tied"].items()}
+        manifest = Manifest(int(body["serial"]), int(body["step"]), files, tied, dict(body["state"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise CheckpointError(f"{path} is no manifest of a checkpoint: {error}") from None
+    for name, entry in files.items():
+        if not _FILE.fullmatch(name):
+            raise CheckpointError(f"{path} names a file {name!r:.120}; expected one of the checkpoint's own folder")
+        nbytes = _regular(folder / name).stat().st_size
+        if nbytes != entry.nbytes:
+            raise CheckpointError(f"{folder / name}: expected {entry.nbytes} bytes, found {nbytes}")
+    return manifest
+
+
+def verify_files(folder: Path, manifest: Manifest) -> None:
+    """Raises CheckpointError if a byte of a file is not the one that was written."""
+    for name, entry in manifest.files.items():
+        if checksum(folder / name) != entry.checksum:
+            raise CheckpointError(f"{folder / name} is damaged: its checksum is not the one that was saved")
+
+
+def _regular(path: Path, most_nbytes: int | None = None) -> Path:
+    """Returns the path of a regular file, which is no link. Raises CheckpointError."""
+    try:
+        about = path.lstat()
+    except OSError as error:
+        raise CheckpointError(f"expected a file {path}, found {error.strerror}") from None
+    if not stat.S_ISREG(about.st_mode):
+        raise CheckpointError(f"expected {path} to be a file, found a link, a folder or a device")
+    if most_nbytes is not None and about.st_size > most_nbytes:
+        raise CheckpointError(f"{path}: expected at most {most_nbytes} bytes, found {about.st_size}")
+    return path
+
+
+def checkpoints(folder: Path) -> list[tuple[Path, Manifest]]:
+    """Returns the complete checkpoints in a folder, the one saved last at the end."""
+    complete = []
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if _FOLDER.fullmatch(path.name) and not path.is_symlink():
+                with contextlib.suppress(CheckpointError):
+                    complete.append((path, read_manifest(path)))
+    return sorted(complete, key=lambda pair: (pair[1].serial, pair[0].name))
+
+
+def delete(folder: Path, names: Mapping[str, Any]) -> None:
+    """Deletes a checkpoint's files and, if nothing else is in it, its folder. The manifest goes first: what is left after an
+    interrupt is no checkpoint."""
+    for name in (MANIFEST, *names):
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def delete_unfinished(folder: Path) -> None:
+    """Deletes what a save left that did not come to its end. Only one that holds the folder's lock may do so."""
+    for path in folder.iterdir():
+        if _UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            delete(path, dict.fromkeys(child.name for child in path.iterdir() if _FILE.fullmatch(child.name)))
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds the folder's lock. Raises CheckpointError if another process saves into the folder."""
+    import filelock
+
+    lock = filelock.FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        raise CheckpointError(
+            f"another process saves a checkpoint into {folder}; give each training a folder of its own"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()

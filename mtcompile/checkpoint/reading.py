@@ -1,0 +1,148 @@
+"""``load`` looks at every byte of a checkpoint and compares it with the model, and only then changes anything."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtcompile.capture.refusals import first_line
+from mtcompile.checkpoint.encoding import decoded
+from mtcompile.checkpoint.files import MANIFEST, Manifest, checkpoints, read_manifest, verify_files
+from mtcompile.checkpoint.generators import set_generator_states
+from mtcompile.errors import CheckpointError
+
+_INDEX = ".safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What ``load`` returns. ``path``: the checkpoint's folder. ``step`` and ``extra``: as ``save`` was given them."""
+
+    path: Path
+    step: int
+    extra: dict[str, Any]
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """Returns the checkpoint that was saved last into ``folder``, or None. One that is not complete does not count; whether its
+    bytes are right is looked at by ``load``."""
+    complete = checkpoints(Path(folder))
+    return complete[-1][0] if complete else None
+
+
+def inspect(folder: str | os.PathLike[str]) -> Loaded:
+    """Returns what ``load`` would return, and loads nothing. Raises CheckpointError."""
+    path, manifest = _opened(Path(folder))
+    state, _ = _state(path, manifest)
+    return Loaded(path, manifest.step, dict(state["extra"]))
+
+
+def load(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    others: Mapping[str, Any] | None = None,
+    generators: bool = True,
+) -> Loaded:
+    """Loads a checkpoint: ``folder`` itself, or the one that was saved last into it.
+
+    ``optimizer`` and ``others`` are as for ``save``. ``generators=False`` leaves the random generators alone. Call it before or
+    after ``mtcompile.compile``, with any budget: the training goes on with the same bits. Raises CheckpointError if there is no
+    checkpoint, or if it is damaged or of another model; nothing has changed then.
+    """
+    path, manifest = _opened(Path(folder))
+    verify_files(path, manifest)
+    state, weights = _state(path, manifest)
+    others_state = state["others"]
+    _compare(path, model, weights)
+    if optimizer is not None:
+        _compare_optimizer(path, optimizer, state["optimizer"])
+    for name in others or {}:
+        if name not in others_state:
+            known = ", ".join(sorted(others_state)) or "none"
+            raise CheckpointError(f"{path}: expected a state of {name!r} among those of others, found {known}")
+    model.load_state_dict(weights)
+    if optimizer is not None:
+        optimizer.load_state_dict(state["optimizer"])
+    for name, other in (others or {}).items():
+        other.load_state_dict(others_state[name])
+    if generators:
+        set_generator_states(state["generators"])
+    return Loaded(path, manifest.step, dict(state["extra"]))
+
+
+def _opened(folder: Path) -> tuple[Path, Manifest]:
+    """Returns the checkpoint that ``folder`` is or has, complete as far as sizes tell. Raises CheckpointError."""
+    if os.path.lexists(folder / MANIFEST):
+        return folder, read_manifest(folder)
+    complete = checkpoints(folder)
+    if not complete:
+        raise CheckpointError(f"expected a checkpoint in {folder}, or a folder that checkpoints were saved into, found none")
+    return complete[-1]
+
+
+def _state(path: Path, manifest: Manifest) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the saved state by part, and the model's state dictionary. Raises CheckpointError."""
+    try:
+        tensors = _tensors(path, manifest, "state")
+        saved = [tensors[str(number)] for number in range(len(tensors))]
+        state = {name: decoded(part, saved) for name, part in manifest.state.items()}
+        weights = {**_tensors(path, manifest, "model"), **state["model"]}
+        weights |= {name: weights[other] for name, other in manifest.tied.items()}
+        if not isinstance(state["others"], dict) or not isinstance(state["extra"], dict):
+            raise ValueError("expected others and extra to be dictionaries")
+    except Exception as error:  # the library that reads tensors has errors of its own
+        raise CheckpointError(f"{path} cannot be used: {first_line(error)}") from error
+    return state, weights
+
+
+def _tensors(folder: Path, manifest: Manifest, stem: str) -> dict[str, Tensor]:
+    """Returns the tensors of a file, or of several with an index. They are read when they are used."""
+    from safetensors.torch import load_file
+
+    names = [f"{stem}.safetensors"]
+    if stem + _INDEX in manifest.files:
+        names = sorted(set(json.loads((folder / (stem + _INDEX)).read_text(encoding="utf-8"))["weight_map"].values()))
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        if name not in manifest.files:
+            raise ValueError(f"expected {name} in the manifest")
+        tensors |= load_file(folder / name)
+    return tensors
+
+
+def _compare(path: Path, model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Raises CheckpointError if the names or shapes are not the model's."""
+    own = model.state_dict()
+    if own.keys() != weights.keys():
+        missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+        raise CheckpointError(
+            f"{path} is of another model: it lacks {_first(missing)} and has {_first(unknown)} that this one has not"
+        )
+    for name, value in own.items():
+        if isinstance(value, Tensor) and tuple(value.shape) != tuple(weights[name].shape):
+            raise CheckpointError(
+                f"{path} is of another model: {name} has the shape {tuple(weights[name].shape)} there, "
+                f"{tuple(value.shape)} here"
+            )
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3) if names else "nothing"
+
+
+def _compare_optimizer(path: Path, optimizer: torch.optim.Optimizer, saved: Any) -> None:
+    """Raises CheckpointError if the groups are not the optimizer's."""
+    if saved is None:
+        raise CheckpointError(f"{path} holds no state of an optimizer; pass none, or save with one")
+    own, other = ([len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved["param_groups"]))
+    if own != other:
+        raise CheckpointError(f"{path}: expected an optimizer with groups of {other} parameters, found {own}")

@@ -1,0 +1,186 @@
+"""``save``: writes a whole checkpoint, or none."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtcompile.api import CompiledModule
+from mtcompile.checkpoint.encoding import encoded
+from mtcompile.checkpoint.files import (
+    FileEntry,
+    Manifest,
+    checkpoints,
+    checksum,
+    delete,
+    delete_unfinished,
+    locked,
+    on_disk,
+    step_folder,
+    write_manifest,
+)
+from mtcompile.checkpoint.generators import generator_states
+from mtcompile.errors import CheckpointError
+
+SHARD_NBYTES = 4 << 30
+_STATE = "state"
+
+
+def save(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    others: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int = 2,
+) -> Path:
+    """Saves a checkpoint of a plain or compiled model. Returns its folder, ``folder/step-00000012``.
+
+    step     how many steps the model has trained
+    others   objects with ``state_dict()`` by name, such as a scheduler, a GradScaler or a data loader
+    extra    numbers, text and tensors of your own by name, such as the position in the data
+    keep     how many checkpoints stay in ``folder``; older ones are deleted last, 0 keeps all
+
+    The states of torch's, Python's and numpy's random generators are saved too. Takes host memory for one file of at most 4 GiB
+    beside what the state dictionaries take. Raises CheckpointError if another process saves into ``folder`` or what is there is
+    no checkpoint, TypeError for state that is neither numbers, text nor tensors, and OSError if the disk refuses: then the
+    earlier checkpoints are as they were.
+    """
+    folder = Path(folder)
+    if type(step) is not int or step < 0 or keep < 0:
+        raise ValueError(f"expected step and keep to be whole numbers of 0 or more, found step={step!r}, keep={keep!r}")
+    weights, others_of_model, tied = _weights(model)
+    tensors: list[Tensor] = []
+    parts: dict[str, Any] = {
+        "model": others_of_model,
+        "optimizer": None if optimizer is None else optimizer.state_dict(),
+        "others": {name: other.state_dict() for name, other in (others or {}).items()},
+        "generators": generator_states(),
+        "extra": dict(extra or {}),
+    }
+    state = {name: encoded(part, tensors, name) for name, part in parts.items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder):
+            delete_unfinished(folder)
+            before = checkpoints(folder)
+            serial = 1 + max((manifest.serial for _, manifest in before), default=0)
+            unfinished = Path(tempfile.mkdtemp(prefix=f".{step_folder(step)}.", dir=folder))
+            try:
+                numbered = {str(number): tensor for number, tensor in enumerate(tensors)}
+                names = [*_write_shards(unfinished, "model", weights), *_write_shards(unfinished, _STATE, numbered)]
+                names += _write_configuration(unfinished, model)
+                files = {name: _written(unfinished / name) for name in names}
+                write_manifest(unfinished, Manifest(serial, step, files, tied, state))
+                on_disk(unfinished)
+                target = _renamed(unfinished, folder, step, serial)
+            except BaseException:
+                delete(unfinished, dict.fromkeys(os.listdir(unfinished)) if unfinished.is_dir() else {})
+                raise
+            on_disk(folder)
+            for path, manifest in before[: len(before) + 1 - keep] if 0 < keep <= len(before) else ():
+                delete(path, manifest.files)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        existing = next((parent for parent in (folder, *folder.absolute().parents) if parent.exists()), Path.cwd())
+        free = shutil.disk_usage(existing).free
+        raise OSError(f"expected to write a checkpoint into {folder}, with {free} bytes free there, found: {error}") from error
+    return target
+
+
+def _weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]]:
+    """Returns a model's tensors by name, what else its state dictionary has, and the names that share a tensor with an earlier
+    one, with that."""
+    weights: dict[str, Tensor] = {}
+    others: dict[str, Any] = {}
+    tied: dict[str, str] = {}
+    first_of: dict[tuple[object, ...], str] = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            others[name] = value
+            continue
+        place = value.device, value.dtype, value.data_ptr(), tuple(value.shape), value.stride()
+        first = first_of.setdefault(place, name) if value.numel() else name
+        if first == name:
+            weights[name] = value
+        else:
+            tied[name] = first
+    return weights, others, tied
+
+
+def _write_shards(folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Writes tensors into one file, or into several with an index. Returns the files' names."""
+    shards: list[dict[str, Tensor]] = [{}]
+    nbytes = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and nbytes + tensor.nbytes > SHARD_NBYTES:
+            shards.append({})
+            nbytes = 0
+        shards[-1][name] = tensor
+        nbytes += tensor.nbytes
+    if len(shards) == 1:
+        _write_shard(folder / f"{stem}.safetensors", shards[0])
+        return [f"{stem}.safetensors"]
+    names = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for file, shard in zip(names, shards, strict=True):
+        _write_shard(folder / file, shard)
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+        "weight_map": {name: file for file, shard in zip(names, shards, strict=True) for name in shard},
+    }
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+    return [*names, f"{stem}.safetensors.index.json"]
+
+
+def _write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    try:
+        save_file({name: _alone(tensor) for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    except Exception as error:  # the library has an error of its own for a disk that refuses
+        raise OSError(str(error)) from error
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Returns a contiguous host tensor that shares its memory with no other one of the file."""
+    alone = tensor.detach().to("cpu").contiguous()
+    whole = alone.untyped_storage().nbytes() == alone.nbytes
+    return alone if whole else alone.clone()
+
+
+def _write_configuration(folder: Path, model: nn.Module) -> Iterable[str]:
+    """Writes config.json of a Transformers model, with the name of the plain class, so that ``from_pretrained`` builds it."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string"):
+        return ()
+    plain = next(cls for cls in type(model).__mro__ if not issubclass(cls, CompiledModule))
+    fields = json.loads(config.to_json_string(use_diff=False))
+    fields["architectures"] = [plain.__name__]
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    return ("config.json",)
+
+
+def _written(path: Path) -> FileEntry:
+    on_disk(path)
+    return FileEntry(path.stat().st_size, checksum(path))
+
+
+def _renamed(unfinished: Path, folder: Path, step: int, serial: int) -> Path:
+    """Gives a finished checkpoint its name. Where the name is taken, such as by an earlier one of the same step, its serial
+    number goes behind."""
+    for target in (folder / step_folder(step), folder / f"{step_folder(step)}-{serial}"):
+        if not os.path.lexists(target):
+            unfinished.rename(target)
+            return target
+    raise CheckpointError(f"expected the name {target} to be free, found that it is taken; it stays as it is")

@@ -1,0 +1,385 @@
+"""Checkpoints: the same bits go on, whole or not at all, and no byte is trusted."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mtcompile
+from mtcompile import checkpoint
+from mtcompile.checkpoint import files
+from mtcompile.errors import CheckpointError
+
+pytestmark = pytest.mark.slow  # it compiles models and starts processes
+
+
+class Net(nn.Module):
+    """Tied weights, buffers, dropout, and Python's and numpy's random numbers in its data."""
+
+    def __init__(self, width: int = 24, norm: type[nn.Module] = nn.BatchNorm1d) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(32, width)
+        self.norm: Any = norm(width)  # type: ignore[call-arg]
+        self.hidden = nn.Linear(width, width)
+        self.head = nn.Linear(width, 32, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.norm(self.embedding(tokens)), 0.2)
+        return nn.functional.cross_entropy(self.head(self.hidden(x).relu()), targets)
+
+
+class Run:
+    """A training of a few steps. ``options``: of compile; None for a plain run."""
+
+    def __init__(self, options: dict[str, Any] | None = None, model: nn.Module | None = None) -> None:
+        plain = model or Net()
+        self.optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4], 0.5)
+        self.model: Any = plain
+        if options is not None:
+            self.model = mtcompile.compile(plain, optimizer=self.optimizer, **options)
+
+    def step(self) -> Tensor:
+        tokens = torch.tensor([random.randrange(32) for _ in range(8)])
+        loss = self.model(tokens, torch.from_numpy(np.random.randint(0, 32, 8)))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        return loss.detach()
+
+    def save(self, folder: Path, step: int = 2, **options: Any) -> Path:
+        others = {"scheduler": self.scheduler}
+        return checkpoint.save(folder, self.model, self.optimizer, step=step, others=others, **options)
+
+    def load(self, folder: Path) -> checkpoint.Loaded:
+        return checkpoint.load(folder, self.model, self.optimizer, others={"scheduler": self.scheduler})
+
+    def state(self) -> list[Tensor]:
+        moments = [v for entry in self.optimizer.state.values() for v in entry.values() if isinstance(v, Tensor)]
+        return [t.detach().clone() for t in (*self.model.parameters(), *self.model.buffers(), *moments)]
+
+
+def seeded() -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+
+
+WAYS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "small": {"memory": "40KiB"},
+    "resident": {"memory": "64MiB"},
+    "backward": {"memory": "40KiB", "update": "backward"},
+}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("plain", "small"), ("small", "plain"), ("backward", "resident"), ("small", "backward")]
+)
+def test_a_resumed_training_has_the_same_bits(one: str, other: str, tmp_path: Path) -> None:
+    """Also under another budget, or from a plain run to a compiled one."""
+    seeded()
+    first = Run(WAYS[one])
+    for _ in range(2):
+        first.step()
+    path = first.save(tmp_path, extra={"position": [1, (2, 3)], "seen": torch.arange(3)})
+    expected = [first.step() for _ in range(3)]
+    torch.rand(5)
+    second = Run(WAYS[other])
+    loaded = second.load(tmp_path)
+    assert loaded.path == path == checkpoint.latest(tmp_path) and loaded.step == 2
+    assert loaded.extra["position"] == [1, (2, 3)] and torch.equal(loaded.extra["seen"], torch.arange(3))
+    assert all(map(torch.equal, expected, [second.step() for _ in range(3)]))
+    assert all(map(torch.equal, first.state(), second.state()))
+
+
+def test_masters_are_saved_and_go_on(tmp_path: Path) -> None:
+    options = {"memory": "64MiB", "precision": "bf16-master32", "update": "backward", "run_ahead": True}
+    seeded()
+    first = Run(options, Net(norm=nn.LayerNorm))
+    first.step()
+    first.save(tmp_path)
+    expected = [first.step() for _ in range(3)]
+    second = Run(options, Net(norm=nn.LayerNorm))
+    second.load(tmp_path)
+    assert all(map(torch.equal, expected, [second.step() for _ in range(3)]))
+    one, other = mtcompile.master_parameters(first.model), mtcompile.master_parameters(second.model)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_plain_torch_and_transformers_read_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    from safetensors.torch import load_file
+
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=64,
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    compiled: Any = mtcompile.compile(model, memory="64MiB", optimizer=torch.optim.AdamW(model.parameters()))
+    monkeypatch.setattr("mtcompile.checkpoint.writing.SHARD_NBYTES", 10_000)
+    path = checkpoint.save(tmp_path, compiled, step=1)
+    assert len(list(path.glob("model-*.safetensors"))) > 2 and (path / "model.safetensors.index.json").exists()
+    again = transformers.AutoModelForCausalLM.from_pretrained(path)
+    assert type(again) is transformers.LlamaForCausalLM
+    assert all(torch.equal(values[name], value) for name, value in again.state_dict().items())
+    read: dict[str, Tensor] = {}
+    for file in path.glob("model-*.safetensors"):
+        read |= load_file(file)
+    assert all(torch.equal(values[name], value) for name, value in read.items())
+    fresh = transformers.LlamaForCausalLM(config)
+    checkpoint.load(tmp_path, fresh)
+    assert all(torch.equal(values[name], value) for name, value in fresh.state_dict().items())
+
+
+def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    run = Run()
+    with pytest.raises(TypeError, match=r"found object at extra\['a'\]\[1\]"):
+        run.save(tmp_path, extra={"a": [1, object()]})
+    with pytest.raises(ValueError, match="whole numbers"):
+        run.save(tmp_path, step=-1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_old_ones_are_deleted_and_nothing_else(tmp_path: Path) -> None:
+    run = Run()
+    notes = run.save(tmp_path, step=1) / "notes.txt"
+    notes.write_text("mine")
+    (tmp_path / "step-00000009").mkdir()  # no checkpoint
+    (tmp_path / ".step-00000009.abcdefgh").mkdir()  # one that did not come to its end
+    (tmp_path / ".step-00000009.abcdefgh" / "model.safetensors").write_text("half")
+    paths = [run.save(tmp_path, step=step) for step in (2, 3, 3, 9)]
+    assert [path.name for path in paths] == ["step-00000002", "step-00000003", "step-00000003-4", "step-00000009-5"]
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {".lock", "step-00000001", "step-00000003-4", "step-00000009", "step-00000009-5"}
+    assert [path.name for path in notes.parent.iterdir()] == ["notes.txt"]
+    assert checkpoint.latest(tmp_path) == paths[-1] and checkpoint.inspect(paths[2]).step == 3
+    assert run.save(tmp_path, step=2, keep=0) == tmp_path / "step-00000002" == checkpoint.latest(tmp_path)
+
+
+def damaged(path: Path, position: float) -> Callable[[], None]:
+    data = path.read_bytes()
+    changed = bytearray(data)
+    changed[int(position * (len(data) - 1))] ^= 4
+    path.write_bytes(changed)
+    return lambda: path.write_bytes(data) and None
+
+
+def test_any_changed_byte_is_found_before_anything_changes(tmp_path: Path) -> None:
+    run = Run()
+    run.step()
+    path = run.save(tmp_path)
+    other = Run()
+    before = other.state()
+    for file in sorted(path.iterdir()):
+        for position in (0, 0.001, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 1):
+            repair = damaged(file, position)
+            with pytest.raises(CheckpointError, match=rf"{file.name}"):
+                other.load(path)
+            repair()
+        for change in (b"", file.read_bytes()[:-1], file.read_bytes() + b"\0"):
+            data = file.read_bytes()
+            file.write_bytes(change)
+            with pytest.raises(CheckpointError, match=rf"{file.name}"):
+                other.load(path)
+            file.write_bytes(data)
+        file.rename(path / "aside")
+        with pytest.raises(CheckpointError):
+            other.load(path)
+        os.symlink(path / "aside", file)
+        with pytest.raises(CheckpointError):
+            other.load(path)
+        file.unlink()
+        (path / "aside").rename(file)
+    assert all(map(torch.equal, before, other.state()))
+    other.load(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"serial": 1, "step": 2, "files": {"../model.safetensors": [1, "0"]}, "tied": {}, "state": {}}',
+        '{"serial": 1, "step": 2, "files": {"/etc/hostname.json": [1, "0"]}, "tied": {}, "state": {}}',
+        '{"serial": 1, "step": 1e999, "files": {}, "tied": {}, "state": {}}',
+        '{"serial": 1, "step": "2", "files": {}, "tied": {"a": "b"}, "state": {}}',
+        '{"serial": 1, "step": 2, "files": [], "tied": {}, "state": {}}',
+        '{"serial": 1, "step": 2, "files": {}, "tied": {}, "state": ' + '{"tuple": [' * 60 + "]}" * 60 + "}",
+        "[" * 100_000,
+        '{"serial": ' + "9" * 5000 + "}",
+        "[]",
+        "",
+    ],
+)
+def test_a_manifest_from_a_stranger(content: str, tmp_path: Path) -> None:
+    import xxhash
+
+    path = Run().save(tmp_path)
+    whole = {"format": files.FORMAT, "checksum": xxhash.xxh3_128(content.encode()).hexdigest(), "content": content}
+    (path / "manifest.json").write_text(json.dumps(whole))
+    run = Run()
+    before = run.state()
+    with pytest.raises(CheckpointError):
+        run.load(path)
+    assert all(map(torch.equal, before, run.state()))
+
+
+def test_a_checkpoint_of_another_training(tmp_path: Path) -> None:
+    run = Run()
+    path = run.save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"hidden.weight has the shape \(24, 24\) there, \(8, 8\) here|has the shape"):
+        Run(model=Net(8)).load(path)
+    with pytest.raises(CheckpointError, match=r"lacks weight and has embedding.weight"):
+        Run(model=nn.Linear(2, 2, bias=False)).load(path)
+    one_group = torch.optim.SGD([run.model.hidden.weight], lr=0.1)
+    with pytest.raises(CheckpointError, match=r"groups of \[5\] parameters, found \[1\]"):
+        checkpoint.load(path, run.model, one_group)
+    with pytest.raises(CheckpointError, match="expected a state of 'scaler'"):
+        checkpoint.load(path, run.model, others={"scaler": run.scheduler})
+    with pytest.raises(CheckpointError, match="holds no state of an optimizer"):
+        checkpoint.load(checkpoint.save(tmp_path, run.model, step=3), run.model, run.optimizer)
+    with pytest.raises(CheckpointError, match="expected a checkpoint in"):
+        run.load(tmp_path / "nowhere")
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    run = Run()
+    run.step()
+    path = run.save(tmp_path)
+    expected = run.state()
+    run.step()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="bytes free there"):
+            run.save(tmp_path, step=3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert {p.name for p in tmp_path.iterdir()} == {".lock", path.name}
+    run.load(tmp_path)
+    assert all(map(torch.equal, expected, run.state()))
+
+
+def test_a_fault_in_any_call_leaves_the_old_or_the_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, other = Run(), Run()
+    run.step()
+    run.save(tmp_path)
+    old = run.state()
+    run.step()
+    new = run.state()
+    for fails_at in range(1, 40):
+        calls = []
+
+        def failing(plain: Callable[..., Any], fails_at: int = fails_at, calls: list[int] = calls) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                calls.append(1)
+                if len(calls) == fails_at:
+                    raise OSError(5, "Input/output error")
+                return plain(*args, **kwargs)
+
+            return call
+
+        with monkeypatch.context() as patched:
+            for owner, name in ((os, "fsync"), (os, "open"), (Path, "rename"), (Path, "write_text"), (os, "mkdir")):
+                patched.setattr(owner, name, failing(getattr(owner, name)))
+            patched.setattr("safetensors.torch.save_file", failing(__import__("safetensors.torch").torch.save_file))
+            failed = False
+            try:
+                run.save(tmp_path, step=3, keep=0)
+            except (OSError, CheckpointError):
+                failed = True
+        loaded = other.load(tmp_path)
+        assert all(map(torch.equal, other.state(), old if loaded.step == 2 else new))
+        assert (failed or loaded.step == 3) and not list(tmp_path.glob(".step-*"))
+        if len(calls) < fails_at:
+            break
+    assert not failed and fails_at > 8
+
+
+_WRITER = """
+import sys, torch
+from pathlib import Path
+from mtcompile import checkpoint
+from mtcompile.errors import CheckpointError
+torch.set_num_threads(1)
+value, folder = float(sys.argv[2]), Path(sys.argv[1])
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(20)])
+print("ready", flush=True)
+step = 0
+while True:
+    step += 1
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, value * 1000 + step)
+    try:
+        checkpoint.save(folder, model, step=step, extra={"value": value * 1000 + step})
+        print("saved", flush=True)
+    except CheckpointError as error:
+        assert "another process" in str(error), error
+        print("refused", flush=True)
+"""
+
+
+def writer(folder: Path, value: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _WRITER, str(folder), str(value)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+def consistent(folder: Path) -> int:
+    """Loads what was saved last. Returns its step."""
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(20)])
+    loaded = checkpoint.load(folder, model, generators=False)
+    assert all(bool(parameter.eq(loaded.extra["value"]).all()) for parameter in model.parameters())
+    return loaded.step
+
+
+def test_two_writers_take_turns_or_are_refused(tmp_path: Path) -> None:
+    processes = [writer(tmp_path, value) for value in (1, 2)]
+    said = []
+    for _ in range(30):
+        for process in processes:
+            assert process.stdout is not None
+            said.append(process.stdout.readline().strip())
+    for process in processes:
+        process.kill()
+        process.communicate()
+    assert said.count("saved") > 5 and set(said) <= {"saved", "refused"}
+    consistent(tmp_path)
+
+
+def test_a_writer_that_is_killed_leaves_a_whole_checkpoint(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    kills = 40 if request.config.getoption("-m") == "long" else 6
+    generator = random.Random(0)
+    for kill in range(kills):
+        process = writer(tmp_path, kill + 1)
+        assert process.stdout is not None and process.stdout.readline() == "saved\n"
+        time.sleep(generator.random() * 0.05)
+        process.kill()
+        process.communicate()
+        assert consistent(tmp_path) >= 1
+    Run().save(tmp_path)
+    assert not list(tmp_path.glob(".step-*"))
