@@ -14,8 +14,8 @@ from typing import Protocol
 
 from mtcompile.passes.analysis.state import Budgets, param_nbytes
 from mtcompile.passes.draft import draft_of
-from mtcompile.passes.plan import Certificate, Plan
-from mtcompile.passes.planning.evaluate import completed, evaluate, shortfall
+from mtcompile.passes.plan import Certificate, Plan, Updates
+from mtcompile.passes.planning.evaluate import completed, evaluate, identity, shortfall
 from mtcompile.passes.planning.frontier import (
     Point,
     choose,
@@ -69,13 +69,32 @@ class Candidates:
         self.base = decided(problem, self.sizes)
         self.draft = draft_of(problem.step)
         self.evaluations = 0
+        self._figures: dict[bytes, tuple[Mapping[str, int], float, float]] = {}  # peaks, times; schedules would fill memory
+        self._paces: dict[bytes, Updates | None] = {}
         self._points: list[Point] = []
         self._varied_points: list[Point] | None = None
 
     def evaluate(self, plan: Plan) -> Candidate:
-        """Evaluates a plan, and counts it."""
-        self.evaluations += 1
-        return evaluate(self.problem, self.draft, plan)
+        """Returns the plan with its figures. Evaluates it, and counts that, unless a plan that decides the same was evaluated
+        before: ladders share many plans."""
+        key = identity(plan)
+        if key not in self._figures:
+            self.evaluations += 1
+            candidate = evaluate(self.problem, self.draft, plan)
+            self._figures[key] = candidate.plan.peak_bytes, candidate.plan.step_time_us, candidate.plan.update_us
+            return candidate
+        peaks, step_time_us, update_us = self._figures[key]
+        again = replace(plan, peak_bytes=dict(peaks), step_time_us=step_time_us, update_us=update_us)
+        return Candidate(again, lambda: evaluate(self.problem, self.draft, plan).schedule)
+
+    def _paced(self, plan: Plan) -> Candidate:
+        """Returns the plan as ``paced`` chooses it; the choice is remembered."""
+        key = identity(plan)
+        if key in self._paces:
+            return self.evaluate(replace(plan, updates=self._paces[key]))
+        candidate = paced(plan, self.evaluate)
+        self._paces[key] = candidate.plan.updates
+        return candidate
 
     def planned(self, plan: Plan) -> Planned:
         """Returns the plan with its rewritten step graph and schedule, whether it fits or not."""
@@ -171,10 +190,10 @@ class Candidates:
 
     def by_policy(self, policy: str, budgets: Budgets) -> Planned:
         """Returns the plan of a fixed policy. Raises DoesNotFit."""
-        candidate = paced(POLICIES[policy](self.problem.step, self.base, self.open_params), self.evaluate)
+        candidate = self._paced(POLICIES[policy](self.problem.step, self.base, self.open_params))
         if not fits(candidate.plan, budgets) and (less := impatient(candidate.plan)) is not None:
             candidate = self.evaluate(less)
-        peaks = candidate.schedule.peak_nbytes
+        peaks = candidate.plan.peak_bytes
         for tier, limit in budgets.nbytes.items():
             if limit is not None and peaks[tier] > limit:
                 raise shortfall(candidate, tier)
@@ -188,7 +207,7 @@ class Candidates:
 
     @cached_property
     def _everything(self) -> Candidate:
-        return paced(everything(self.problem.step, self.base, self.open_params), self.evaluate)
+        return self._paced(everything(self.problem.step, self.base, self.open_params))
 
     def _chosen(self, problem: PlanningProblem) -> Planned:
         """Returns the best plan for these budgets, at an evaluated point or between two. Raises DoesNotFit and _Stale."""
@@ -210,14 +229,14 @@ class Candidates:
                 varied = [] if (less := impatient(point.plan)) is None else [self.evaluate(less).plan]
                 varied = [plan for plan in varied if self._casts or plan.total_us >= point.time_us]
                 if self._casts and point.plan.narrow:
-                    varied.append(paced(replace(point.plan, narrow=False), self.evaluate).plan)
+                    varied.append(self._paced(replace(point.plan, narrow=False)).plan)
                 self._varied_points += [Point(plan, (plan,), 0) for plan in varied]
         return self._varied_points
 
     def _evaluated(self, plan: Plan) -> Plan:
         """Returns the plan with its figures, with casts where they are faster: the host may be busier than the link."""
         plans = [replace(plan, narrow=narrow) for narrow in ((True, False) if self._casts else (plan.narrow,))]
-        return min((paced(one, self.evaluate).plan for one in plans), key=lambda one: one.total_us)
+        return min((self._paced(one).plan for one in plans), key=lambda one: one.total_us)
 
     def _again(self, point: Point) -> Candidate:
         """Returns the point with its schedule. Raises _Stale."""
@@ -256,6 +275,8 @@ class Candidates:
 
     def _search(self, resident: Plan) -> list[Point]:
         """Evaluates plans spread over every ladder, then varies them by local search."""
+        for ladder in self._by_density:  # before ``_floor`` asks for figures alone: pacing also needs the schedules
+            self._paced(ladder[0])
         step_regions = regions(self.problem.step)
         per_ladder = min(max(_FEWEST_POINTS, _REGIONS_PER_LADDER // len(step_regions)), MOST_POINTS)
         points = [Point(resident, (resident,), 0)]
@@ -269,7 +290,7 @@ class Candidates:
             sampled += [(ladder, position) for position in positions]
         for done, (ladder, position) in enumerate(sampled):
             self.progress("planning", done, len(sampled) + remaining)
-            points.append(Point(paced(ladder[position], self.evaluate).plan, ladder, position))
+            points.append(Point(self._paced(ladder[position]).plan, ladder, position))
         self._explore(points, remaining)
         if self.store:
             self.store.write(points_to_json(points, self.ladders))
@@ -289,6 +310,6 @@ class Candidates:
                     seen.add(key)
                     self.progress("planning", len(points), len(points) + remaining)
                     remaining -= 1
-                    evaluated = paced(plan, self.evaluate).plan
+                    evaluated = self._paced(plan).plan
                     points.append(Point(evaluated, (evaluated,), 0))
                     unvaried.append(points[-1])
