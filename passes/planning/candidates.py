@@ -20,6 +20,7 @@ from mtcompile.passes.planning.frontier import (
     Point,
     choose,
     fits,
+    missing_nbytes,
     most_promising,
     pareto,
     points_from_json,
@@ -190,15 +191,21 @@ class Candidates:
 
     def by_policy(self, policy: str, budgets: Budgets) -> Planned:
         """Returns the plan of a fixed policy. Raises DoesNotFit."""
-        candidate = self._paced(POLICIES[policy](self.problem.step, self.base, self.open_params))
-        if not fits(candidate.plan, budgets) and (less := impatient(candidate.plan)) is not None:
-            candidate = self.evaluate(less)
+        candidate = self.of_policy(policy, budgets)
         peaks = candidate.plan.peak_bytes
         for tier, limit in budgets.nbytes.items():
             if limit is not None and peaks[tier] > limit:
                 raise shortfall(candidate, tier)
         certificate = self.certificate(budgets.device, budgets.host)
         return completed(replace(self.problem, budgets=budgets), candidate, peaks["device"], certificate)
+
+    def of_policy(self, policy: str, budgets: Budgets) -> Candidate:
+        """Returns the plan of a fixed policy with its figures, whether it fits or not; without waiting gradients if that fits
+        better."""
+        candidate = self._paced(POLICIES[policy](self.problem.step, self.base, self.open_params))
+        if fits(candidate.plan, budgets) or (less := impatient(candidate.plan)) is None:
+            return candidate
+        return min((candidate, self.evaluate(less)), key=lambda one: missing_nbytes(one.plan, budgets))
 
     # -------------------------------------------------------------------------------------------------------- choosing
 

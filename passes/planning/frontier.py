@@ -37,7 +37,12 @@ class Point:
 
 def fits(plan: Plan, budgets: Budgets) -> bool:
     """Says whether the plan's peaks are within the budgets."""
-    return all(n is None or plan.peak_bytes[tier] <= n for tier, n in budgets.nbytes.items())
+    return missing_nbytes(plan, budgets) == 0
+
+
+def missing_nbytes(plan: Plan, budgets: Budgets) -> int:
+    """Returns by how many bytes the plan's peaks are above the budgets, of all tiers together."""
+    return sum(max(0, plan.peak_bytes[tier] - n) for tier, n in budgets.nbytes.items() if n is not None)
 
 
 def pareto(points: Iterable[Point]) -> list[Point]:
