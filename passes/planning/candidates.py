@@ -17,12 +17,14 @@ from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Certificate, Plan, Updates
 from mtcompile.passes.planning.evaluate import completed, evaluate, identity, shortfall
 from mtcompile.passes.planning.frontier import (
+    Frontier,
     Point,
     choose,
     fits,
+    fits_host,
+    frontier_within,
     missing_nbytes,
     most_promising,
-    pareto,
     points_from_json,
     points_to_json,
     undominated,
@@ -42,6 +44,7 @@ from mtcompile.runtime.schedule import Schedule
 # Limits count evaluations, not seconds, so that the same input gives the same plan. One takes time in proportion to regions.
 _REGIONS_PER_LADDER = 150  # regions to evaluate per ladder, but ...
 _FEWEST_POINTS, MOST_POINTS = 6, 12  # ... at least and at most this many plans
+_FRONTIERS = 3  # whose gaps are looked into: of all points, and of those within two limits on the host
 _GIB = 1 << 30
 _AHEAD = (1, 2, 3)  # blocks ahead that plans of the linear program fetch
 _SEARCHED, MOST_SEARCHED = 4_000_000, 300  # plans of local search: the first over the square of a step's operations; at most
@@ -219,10 +222,12 @@ class Candidates:
     def _chosen(self, problem: PlanningProblem) -> Planned:
         """Returns the best plan for these budgets, at an evaluated point or between two. Raises DoesNotFit and _Stale."""
         budgets = problem.budgets
-        frontier = self._frontier(budgets)
-        point = choose(frontier, self._points, self._evaluated, budgets)
+        points = self._points_for(budgets)
+        chosen = [choose(points, within, self._evaluated, budgets) for within in self._frontiers()]
+        point = min(chosen, key=lambda one: (one.time_us, one.peak))
         candidate = self._with_less_on_host(self._again(point), budgets)
-        minimum = min(frontier[0].peak, candidate.plan.peak_bytes["device"])
+        fewest = min(point.peak for point in points if fits_host(point, budgets))
+        minimum = min(fewest, candidate.plan.peak_bytes["device"])
         return completed(problem, candidate, minimum, self.certificate(budgets.device, budgets.host))
 
     @property
@@ -252,17 +257,24 @@ class Candidates:
             raise _Stale
         return candidate
 
-    def _frontier(self, budgets: Budgets) -> list[Point]:
-        """Returns points by rising peak, each faster than all before it. Raises DoesNotFit if no candidate fits."""
+    def _points_for(self, budgets: Budgets) -> list[Point]:
+        """Returns the points to choose among. Raises DoesNotFit if none of them fits."""
         points = self._points if budgets.host is None and not self._casts else [*self._points, *self._variants]
         least = min(points, key=lambda point: point.peak)
         if budgets.device is not None and least.peak > budgets.device:
             raise shortfall(self._again(least), "device")
-        fits_host = [p for p in points if budgets.host is None or p.plan.peak_bytes["host"] <= budgets.host]
-        if not any(fits(p.plan, budgets) for p in fits_host):
+        if not any(fits(point.plan, budgets) for point in points):
             fits_device = (p for p in points if budgets.device is None or p.peak <= budgets.device)
             raise shortfall(self._again(min(fits_device, key=lambda p: p.plan.peak_bytes["host"])), "host")
-        return pareto(fits_host)
+        return points
+
+    def _frontiers(self) -> list[Frontier]:
+        """Returns the frontiers whose gaps budgets look into: of all points, and of those that need less of the host than some.
+        They are the same for every budget, so that a larger one is never slower."""
+        points = [*self._points, *self._variants] if self._casts else self._points
+        needs = sorted({point.plan.peak_bytes["host"] for point in undominated(points)})
+        limits = dict.fromkeys(needs[len(needs) * i // _FRONTIERS] for i in range(1, _FRONTIERS))
+        return [frontier_within(points, limit) for limit in (None, *limits)]
 
     def _with_less_on_host(self, candidate: Candidate, budgets: Budgets) -> Candidate:
         """Returns the plan whose gradients do not wait on the host, if it is as fast."""
