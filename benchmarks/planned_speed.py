@@ -1,6 +1,6 @@
 """Whether searched plans are faster in fact, by about as much as predicted: six small models on the emulated device.
 
-    python -m benchmarks.planned_speed --json out.json     # three minutes, on an idle machine
+    python -m benchmarks.planned_speed --json out.json     # a minute and a half
     python -m benchmarks.planned_speed --case unet
 
 Kernels and copies keep to the speeds of a slow machine, several times slower than this one, and plans are for that machine.
