@@ -1,7 +1,8 @@
 """How long planning takes, and how much memory: each case in a process of its own, from nothing.
 
     python -m benchmarks.planning --json out.json
-    python -m benchmarks.planning --growth --json out.json    # against blocks, experts and the operations of a block
+    python -m benchmarks.planning --growth --json out.json    # against blocks, experts and layers of a block
+    python -m benchmarks.planning --growth experts            # against those alone
 
 Seconds are of the processor, of all threads, with the import of torch: other work on the machine changes them less.
 """
@@ -147,11 +148,13 @@ def line(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=CASES, help="only this one; may be repeated")
-    parser.add_argument("--growth", action="store_true", help="made-up models with more and more blocks, experts and layers")
+    parser.add_argument("--growth", nargs="*", metavar="WHAT", help=f"made-up models with more and more {', '.join(GROWTH)}")
     parser.add_argument("--json", type=Path, help="where the raw results go")
     options = parser.parse_args()
-    if options.growth:
-        tasks = [(measured_growth, (what, count)) for what, counts in GROWTH.items() for count in counts]
+    if unknown := set(options.growth or ()) - set(GROWTH):
+        parser.error(f"expected --growth among {', '.join(GROWTH)}, found {', '.join(unknown)}")
+    if options.growth is not None:
+        tasks = [(measured_growth, (what, count)) for what in options.growth or GROWTH for count in GROWTH[what]]
     else:
         tasks = [(measured, (case,)) for case in options.case or CASES]
     rows = []
@@ -159,8 +162,8 @@ def main() -> None:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             rows.append(pool.apply(task, arguments))
         print(line(rows[-1]), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps({"about": about(), "rows": rows}, indent=1))
+        if options.json:
+            options.json.write_text(json.dumps({"about": about(), "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -82,15 +82,19 @@ def bundle(draft: fx.GraphModule) -> fx.GraphModule:
 
 
 class DraftNode:
-    """Stands for an ``fx.Node``. ``kwargs`` hold no nodes."""
+    """Stands for an ``fx.Node``. ``kwargs`` hold no nodes.
 
-    __slots__ = ("_args", "kwargs", "meta", "name", "next", "op", "prev", "target", "users")
+    Replaced operands are exchanged when ``args`` are read next: the output node has an operand for each gradient, and passes
+    replace them one by one."""
+
+    __slots__ = ("_args", "_replaced", "kwargs", "meta", "name", "next", "op", "prev", "target", "users")
 
     def __init__(self, name: str, op: str, target: Any, kwargs: Mapping[str, Any]) -> None:
         self.name, self.op, self.target, self.kwargs = name, op, target, kwargs
         self.users: dict[DraftNode, None] = {}
         self.meta: dict[str, Any] = {}
         self._args: tuple[Any, ...] = ()
+        self._replaced: dict[DraftNode, DraftNode] | None = None  # operands still in ``_args``, and what stands for each
         self.prev = self.next = self
 
     def __repr__(self) -> str:
@@ -98,12 +102,14 @@ class DraftNode:
 
     @property
     def args(self) -> tuple[Any, ...]:
+        if self._replaced:
+            self._args, self._replaced = _exchanged(self._args, self._replaced), None
         return self._args
 
     @args.setter
     def args(self, args: tuple[Any, ...]) -> None:
         if self._args:
-            for operand in _nodes(self._args):
+            for operand in _nodes(self.args):
                 operand.users.pop(self, None)
         self._args = args
         for operand in _nodes(args):
@@ -111,12 +117,14 @@ class DraftNode:
 
     @property
     def all_input_nodes(self) -> list[DraftNode]:
-        return list(dict.fromkeys(_nodes(self._args)))
+        return list(dict.fromkeys(_nodes(self.args)))
 
     def replace_input_with(self, old: DraftNode, new: DraftNode) -> None:
         if self in old.users:
             del old.users[self]
-            self._args = _replaced(self._args, old, new)
+            if self._replaced is None or new in self._replaced:  # an operand that comes back would close a circle
+                self._args, self._replaced = self.args, {}
+            self._replaced[old] = new
             new.users[self] = None
 
     def replace_all_uses_with(self, new: DraftNode) -> None:
@@ -198,6 +206,13 @@ def _nodes(args: tuple[Any, ...]) -> Iterator[DraftNode]:
             yield from _nodes(argument)
 
 
-def _replaced(args: tuple[Any, ...], old: DraftNode, new: DraftNode) -> tuple[Any, ...]:
-    """Returns ``args`` with ``new`` in place of ``old``, in tuples within too."""
-    return tuple([new if a is old else _replaced(a, old, new) if type(a) is tuple else a for a in args])
+def _exchanged(args: tuple[Any, ...], replaced: Mapping[Any, Any]) -> tuple[Any, ...]:
+    """Returns ``args`` with what stands for each in the end, in tuples within too."""
+    exchanged = []
+    for argument in args:
+        if type(argument) is tuple:
+            argument = _exchanged(argument, replaced)
+        while argument in replaced:
+            argument = replaced[argument]
+        exchanged.append(argument)
+    return tuple(exchanged)

@@ -71,9 +71,8 @@ def _parameters(step: fx.GraphModule) -> list[torch.Tensor]:
 
 
 def _row(candidates: Candidates, policy: str, budgets: Budgets) -> Row:
-    planned = candidates.by_policy(policy, replace(budgets, device=None, host=None))
-    peaks = dict(planned.schedule.peak_nbytes)
-    time_us = planned.plan.total_us
+    plan = candidates.of_policy(policy, budgets).plan
+    peaks, time_us = dict(plan.peak_bytes), plan.total_us
     for tier, limit in budgets.nbytes.items():
         if limit is not None and peaks[tier] > limit:
             return Row(policy, False, peaks, time_us, peaks[tier] - limit, tier)

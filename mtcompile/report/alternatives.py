@@ -41,11 +41,11 @@ def alternatives(
     rows = []
     for kind, what, plan in _others(planned.plan, problem, list(decisions), values):
         changed = candidates.evaluate(plan)
-        peaks, time_us = dict(changed.schedule.peak_nbytes), changed.plan.total_us
+        peaks, time_us = dict(changed.plan.peak_bytes), changed.plan.total_us
         fits = all(n is None or peaks[tier] <= n for tier, n in planned.plan.budget_bytes.items())
-        more = peaks["device"] - current.schedule.peak_nbytes["device"]
+        more = peaks["device"] - current.plan.peak_bytes["device"]
         rows.append(Alternative(kind, what, peaks, time_us, more, time_us - current.plan.total_us, fits))
-    same = current.schedule.peak_nbytes == planned.schedule.peak_nbytes and current.plan.total_us == planned.plan.total_us
+    same = current.plan.peak_bytes == planned.schedule.peak_nbytes and current.plan.total_us == planned.plan.total_us
     return same, tuple(rows)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mtcompile.passes.plan import Plan
 from mtcompile.runtime.schedule import QUEUES, TIERS, Instruction, Queue, Schedule
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import Trace, busy_us, exposed_us, moments, span_us, takes_time
@@ -67,7 +68,7 @@ def picture(
     """Returns all that a page shows of a schedule.
 
     Beside what was ``measured``, that is what the simulator predicts (for a schedule that runs ahead, of a step that follows
-    another one). ``names``: value -> the user's name for it. ``plan`` is shown as it prints."""
+    another one). ``names``: value -> the user's name for it. ``plan`` is shown as it prints; the header has its certificate."""
     predicted = simulate(schedule)
     if schedule.run_ahead:
         predicted = simulate(schedule, predicted)
@@ -80,6 +81,7 @@ def picture(
         "format": FORMAT,
         "title": title,
         "plan": "" if plan is None else str(plan),
+        "bound": _bound(plan) if isinstance(plan, Plan) else "",
         "run_ahead": schedule.run_ahead,
         "queues": [queue for queue in QUEUES if any(i.queue == queue for i in instructions)],
         "instructions": {
@@ -107,6 +109,15 @@ def picture(
         },
         "traces": [_trace(schedule, trace) for trace in (predicted, measured) if trace is not None and trace.records],
     }
+
+
+def _bound(plan: Plan) -> str:
+    """Says how near the plan is to the fastest one possible, and what would help. Certificates are of whole steps; the times of
+    a schedule leave an update after the backward out."""
+    if plan.certificate is None:
+        return ""
+    whole = f"{plan.total_us / 1e3:.4g} ms with the update: " if plan.update_us else ""
+    return whole + plan.certificate.of(plan.total_us)
 
 
 def _trace(schedule: Schedule, trace: Trace) -> dict[str, Any]:

@@ -238,7 +238,9 @@ function begin() {
   const trace = TRACES[0], steps = TRACES.map((each) => `${timeText(each.span_us)} ${each.source}`).join(", ");
   const peaks = TIERS.map((tier) => `${tier} peak ${bytesText(P.tiers[tier].peak)}${P.tiers[tier].limit === null ? "" : ` of ${bytesText(P.tiers[tier].limit)}`}`);
   byId("facts").append(make("b", {}, steps), ` · limited by ${trace.limit} · ${COUNT} instructions`);
-  byId("summary").textContent = `Step of ${COUNT} instructions: ${steps}, limited by ${trace.limit}; ${peaks.join("; ")}.`;
+  const bound = P.bound ? `Planned: ${P.bound}` : "";
+  Object.assign(byId("bound"), { textContent: bound, title: bound, hidden: !bound });
+  byId("summary").textContent = `Step of ${COUNT} instructions: ${steps}, limited by ${trace.limit}; ${peaks.join("; ")}.${bound && ` ${bound}.`}`;
   canvas.setAttribute("aria-label", "Timeline of the step. Press a for everything as tables, n and p to go through instructions, ? for keys");
   const dark = matchMedia("(prefers-color-scheme: dark)");
   dark.addEventListener("change", () => setTheme(dark.matches ? "dark" : "light"));

@@ -14,14 +14,17 @@ from typing import Protocol
 
 from mtcompile.passes.analysis.state import Budgets, param_nbytes
 from mtcompile.passes.draft import draft_of
-from mtcompile.passes.plan import Certificate, Plan
-from mtcompile.passes.planning.evaluate import completed, evaluate, shortfall
+from mtcompile.passes.plan import Certificate, Plan, Updates
+from mtcompile.passes.planning.evaluate import completed, evaluate, identity, shortfall
 from mtcompile.passes.planning.frontier import (
+    Frontier,
     Point,
     choose,
     fits,
+    fits_host,
+    frontier_within,
+    missing_nbytes,
     most_promising,
-    pareto,
     points_from_json,
     points_to_json,
     undominated,
@@ -41,6 +44,7 @@ from mtcompile.runtime.schedule import Schedule
 # Limits count evaluations, not seconds, so that the same input gives the same plan. One takes time in proportion to regions.
 _REGIONS_PER_LADDER = 150  # regions to evaluate per ladder, but ...
 _FEWEST_POINTS, MOST_POINTS = 6, 12  # ... at least and at most this many plans
+_FRONTIERS = 3  # whose gaps are looked into: of all points, and of those within two limits on the host
 _GIB = 1 << 30
 _AHEAD = (1, 2, 3)  # blocks ahead that plans of the linear program fetch
 _SEARCHED, MOST_SEARCHED = 4_000_000, 300  # plans of local search: the first over the square of a step's operations; at most
@@ -69,13 +73,32 @@ class Candidates:
         self.base = decided(problem, self.sizes)
         self.draft = draft_of(problem.step)
         self.evaluations = 0
+        self._figures: dict[bytes, tuple[Mapping[str, int], float, float]] = {}  # peaks, times; schedules would fill memory
+        self._paces: dict[bytes, Updates | None] = {}
         self._points: list[Point] = []
         self._varied_points: list[Point] | None = None
 
     def evaluate(self, plan: Plan) -> Candidate:
-        """Evaluates a plan, and counts it."""
-        self.evaluations += 1
-        return evaluate(self.problem, self.draft, plan)
+        """Returns the plan with its figures. Evaluates it, and counts that, unless a plan that decides the same was evaluated
+        before: ladders share many plans."""
+        key = identity(plan)
+        if key not in self._figures:
+            self.evaluations += 1
+            candidate = evaluate(self.problem, self.draft, plan)
+            self._figures[key] = candidate.plan.peak_bytes, candidate.plan.step_time_us, candidate.plan.update_us
+            return candidate
+        peaks, step_time_us, update_us = self._figures[key]
+        again = replace(plan, peak_bytes=dict(peaks), step_time_us=step_time_us, update_us=update_us)
+        return Candidate(again, lambda: evaluate(self.problem, self.draft, plan).schedule)
+
+    def _paced(self, plan: Plan) -> Candidate:
+        """Returns the plan as ``paced`` chooses it; the choice is remembered."""
+        key = identity(plan)
+        if key in self._paces:
+            return self.evaluate(replace(plan, updates=self._paces[key]))
+        candidate = paced(plan, self.evaluate)
+        self._paces[key] = candidate.plan.updates
+        return candidate
 
     def planned(self, plan: Plan) -> Planned:
         """Returns the plan with its rewritten step graph and schedule, whether it fits or not."""
@@ -171,15 +194,21 @@ class Candidates:
 
     def by_policy(self, policy: str, budgets: Budgets) -> Planned:
         """Returns the plan of a fixed policy. Raises DoesNotFit."""
-        candidate = paced(POLICIES[policy](self.problem.step, self.base, self.open_params), self.evaluate)
-        if not fits(candidate.plan, budgets) and (less := impatient(candidate.plan)) is not None:
-            candidate = self.evaluate(less)
-        peaks = candidate.schedule.peak_nbytes
+        candidate = self.of_policy(policy, budgets)
+        peaks = candidate.plan.peak_bytes
         for tier, limit in budgets.nbytes.items():
             if limit is not None and peaks[tier] > limit:
                 raise shortfall(candidate, tier)
         certificate = self.certificate(budgets.device, budgets.host)
         return completed(replace(self.problem, budgets=budgets), candidate, peaks["device"], certificate)
+
+    def of_policy(self, policy: str, budgets: Budgets) -> Candidate:
+        """Returns the plan of a fixed policy with its figures, whether it fits or not; without waiting gradients if that fits
+        better."""
+        candidate = self._paced(POLICIES[policy](self.problem.step, self.base, self.open_params))
+        if fits(candidate.plan, budgets) or (less := impatient(candidate.plan)) is None:
+            return candidate
+        return min((candidate, self.evaluate(less)), key=lambda one: missing_nbytes(one.plan, budgets))
 
     # -------------------------------------------------------------------------------------------------------- choosing
 
@@ -188,15 +217,17 @@ class Candidates:
 
     @cached_property
     def _everything(self) -> Candidate:
-        return paced(everything(self.problem.step, self.base, self.open_params), self.evaluate)
+        return self._paced(everything(self.problem.step, self.base, self.open_params))
 
     def _chosen(self, problem: PlanningProblem) -> Planned:
         """Returns the best plan for these budgets, at an evaluated point or between two. Raises DoesNotFit and _Stale."""
         budgets = problem.budgets
-        frontier = self._frontier(budgets)
-        point = choose(frontier, self._points, self._evaluated, budgets)
+        points = self._points_for(budgets)
+        chosen = [choose(points, within, self._evaluated, budgets) for within in self._frontiers()]
+        point = min(chosen, key=lambda one: (one.time_us, one.peak))
         candidate = self._with_less_on_host(self._again(point), budgets)
-        minimum = min(frontier[0].peak, candidate.plan.peak_bytes["device"])
+        fewest = min(point.peak for point in points if fits_host(point, budgets))
+        minimum = min(fewest, candidate.plan.peak_bytes["device"])
         return completed(problem, candidate, minimum, self.certificate(budgets.device, budgets.host))
 
     @property
@@ -210,14 +241,14 @@ class Candidates:
                 varied = [] if (less := impatient(point.plan)) is None else [self.evaluate(less).plan]
                 varied = [plan for plan in varied if self._casts or plan.total_us >= point.time_us]
                 if self._casts and point.plan.narrow:
-                    varied.append(paced(replace(point.plan, narrow=False), self.evaluate).plan)
+                    varied.append(self._paced(replace(point.plan, narrow=False)).plan)
                 self._varied_points += [Point(plan, (plan,), 0) for plan in varied]
         return self._varied_points
 
     def _evaluated(self, plan: Plan) -> Plan:
         """Returns the plan with its figures, with casts where they are faster: the host may be busier than the link."""
         plans = [replace(plan, narrow=narrow) for narrow in ((True, False) if self._casts else (plan.narrow,))]
-        return min((paced(one, self.evaluate).plan for one in plans), key=lambda one: one.total_us)
+        return min((self._paced(one).plan for one in plans), key=lambda one: one.total_us)
 
     def _again(self, point: Point) -> Candidate:
         """Returns the point with its schedule. Raises _Stale."""
@@ -226,17 +257,24 @@ class Candidates:
             raise _Stale
         return candidate
 
-    def _frontier(self, budgets: Budgets) -> list[Point]:
-        """Returns points by rising peak, each faster than all before it. Raises DoesNotFit if no candidate fits."""
+    def _points_for(self, budgets: Budgets) -> list[Point]:
+        """Returns the points to choose among. Raises DoesNotFit if none of them fits."""
         points = self._points if budgets.host is None and not self._casts else [*self._points, *self._variants]
         least = min(points, key=lambda point: point.peak)
         if budgets.device is not None and least.peak > budgets.device:
             raise shortfall(self._again(least), "device")
-        fits_host = [p for p in points if budgets.host is None or p.plan.peak_bytes["host"] <= budgets.host]
-        if not any(fits(p.plan, budgets) for p in fits_host):
+        if not any(fits(point.plan, budgets) for point in points):
             fits_device = (p for p in points if budgets.device is None or p.peak <= budgets.device)
             raise shortfall(self._again(min(fits_device, key=lambda p: p.plan.peak_bytes["host"])), "host")
-        return pareto(fits_host)
+        return points
+
+    def _frontiers(self) -> list[Frontier]:
+        """Returns the frontiers whose gaps budgets look into: of all points, and of those that need less of the host than some.
+        They are the same for every budget, so that a larger one is never slower."""
+        points = [*self._points, *self._variants] if self._casts else self._points
+        needs = sorted({point.plan.peak_bytes["host"] for point in undominated(points)})
+        limits = dict.fromkeys(needs[len(needs) * i // _FRONTIERS] for i in range(1, _FRONTIERS))
+        return [frontier_within(points, limit) for limit in (None, *limits)]
 
     def _with_less_on_host(self, candidate: Candidate, budgets: Budgets) -> Candidate:
         """Returns the plan whose gradients do not wait on the host, if it is as fast."""
@@ -256,6 +294,8 @@ class Candidates:
 
     def _search(self, resident: Plan) -> list[Point]:
         """Evaluates plans spread over every ladder, then varies them by local search."""
+        for ladder in self._by_density:  # before ``_floor`` asks for figures alone: pacing also needs the schedules
+            self._paced(ladder[0])
         step_regions = regions(self.problem.step)
         per_ladder = min(max(_FEWEST_POINTS, _REGIONS_PER_LADDER // len(step_regions)), MOST_POINTS)
         points = [Point(resident, (resident,), 0)]
@@ -269,7 +309,7 @@ class Candidates:
             sampled += [(ladder, position) for position in positions]
         for done, (ladder, position) in enumerate(sampled):
             self.progress("planning", done, len(sampled) + remaining)
-            points.append(Point(paced(ladder[position], self.evaluate).plan, ladder, position))
+            points.append(Point(self._paced(ladder[position]).plan, ladder, position))
         self._explore(points, remaining)
         if self.store:
             self.store.write(points_to_json(points, self.ladders))
@@ -289,6 +329,6 @@ class Candidates:
                     seen.add(key)
                     self.progress("planning", len(points), len(points) + remaining)
                     remaining -= 1
-                    evaluated = paced(plan, self.evaluate).plan
+                    evaluated = self._paced(plan).plan
                     points.append(Point(evaluated, (evaluated,), 0))
                     unvaried.append(points[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 
 from torch import fx
@@ -22,7 +23,15 @@ def evaluate(problem: PlanningProblem, draft: fx.GraphModule, plan: Plan) -> Can
     """Fills in a plan's peaks and predicted times. ``draft``: of the problem's step graph; it is rewritten and lowered in its
     place."""
     schedule = _lowered(problem, bundle(rewritten_draft(draft, plan)), plan)
-    return Candidate(_with_figures(problem, plan, schedule, waits(schedule)), schedule)
+    return Candidate(_with_figures(problem, plan, schedule, waits(schedule)), lambda: schedule)
+
+
+def identity(plan: Plan) -> bytes:
+    """Returns a key that is equal for plans with equal figures: of all that they decide, in any order, without reasons. It is a
+    digest, as plans of large models make hundreds of decisions."""
+    first = {(d.kind, d.subject): (d.choice, d.values) for d in reversed(plan.decisions)}  # as ``Plan.find``
+    everything = sorted(first.items()), plan.lookahead, plan.span, plan.updates, plan.narrow
+    return hashlib.blake2b(repr(everything).encode(), digest_size=16).digest()
 
 
 def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, certificate: Certificate | None) -> Planned:
@@ -60,7 +69,7 @@ def _lowered(problem: PlanningProblem, step: fx.GraphModule, plan: Plan) -> Sche
 
 def shortfall(candidate: Candidate, tier: str) -> DoesNotFit:
     """Returns the error to raise if even this candidate needs more of ``tier`` than there is."""
-    return DoesNotFit(tier, candidate.schedule.peak_nbytes[tier], _largest_parts(candidate.schedule, tier))
+    return DoesNotFit(tier, candidate.plan.peak_bytes[tier], _largest_parts(candidate.schedule, tier))
 
 
 def _largest_parts(schedule: Schedule, tier: str) -> tuple[tuple[str, int], ...]:

@@ -37,7 +37,17 @@ class Point:
 
 def fits(plan: Plan, budgets: Budgets) -> bool:
     """Says whether the plan's peaks are within the budgets."""
-    return all(n is None or plan.peak_bytes[tier] <= n for tier, n in budgets.nbytes.items())
+    return missing_nbytes(plan, budgets) == 0
+
+
+def fits_host(point: Point, budgets: Budgets) -> bool:
+    """Says whether the plan's peak on the host is within the budget."""
+    return budgets.host is None or point.plan.peak_bytes["host"] <= budgets.host
+
+
+def missing_nbytes(plan: Plan, budgets: Budgets) -> int:
+    """Returns by how many bytes the plan's peaks are above the budgets, of all tiers together."""
+    return sum(max(0, plan.peak_bytes[tier] - n) for tier, n in budgets.nbytes.items() if n is not None)
 
 
 def pareto(points: Iterable[Point]) -> list[Point]:
@@ -47,6 +57,19 @@ def pareto(points: Iterable[Point]) -> list[Point]:
         if not frontier or point.time_us < frontier[-1].time_us:
             frontier.append(point)
     return frontier
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """The frontier of the points that need at most ``host`` bytes of the host; None: whatever they need."""
+
+    host: int | None
+    points: list[Point]
+
+
+def frontier_within(points: Iterable[Point], host: int | None) -> Frontier:
+    """Returns the frontier of those points that need at most ``host`` bytes of the host."""
+    return Frontier(host, pareto(point for point in points if host is None or point.plan.peak_bytes["host"] <= host))
 
 
 def undominated(points: Sequence[Point]) -> list[Point]:
@@ -74,20 +97,23 @@ def most_promising(points: list[Point], unvaried: list[Point]) -> Point:
     return min(unvaried, key=lambda point: point.time_us / frontier[bisect_right(peaks, point.peak) - 1].time_us)
 
 
-def choose(frontier: list[Point], points: list[Point], evaluate: Callable[[Plan], Plan], budgets: Budgets) -> Point:
-    """Returns the point that these budgets take: the frontier's last that fits, or a better one between it and the next.
+def choose(points: list[Point], within: Frontier, evaluate: Callable[[Plan], Plan], budgets: Budgets) -> Point:
+    """Returns the point that these budgets take: the fastest of ``points`` that fits, or a better one on the way from the last
+    of a frontier that fits the device to the next one.
 
     Ladders that cross the gap between these two have plans that were not evaluated yet. Each round evaluates some of them and
-    narrows the gap. A round depends only on the ends of its gap, and only points between these in peak and in time count, so
-    that a larger budget is still never slower. ``evaluate``: gives a plan its peaks and times."""
-    evaluated = list(points)
+    narrows the gap. So that a larger budget is never slower, a round depends only on the ends of its gap, and its plans count
+    only if they lie between these in peak and in time, and if the upper end fits the host: then larger device budgets have
+    that. ``within``: the same for every budget. ``evaluate``: gives a plan its peaks and times."""
+    evaluated, fitting = list(points), [point for point in points if fits(point.plan, budgets)]
+    frontier = within.points
     for _ in range(ROUNDS):
-        fitting = [p for p in frontier if fits(p.plan, budgets)][-1]
-        following = next((p for p in frontier if p.peak > fitting.peak), None)
-        if following is None:
+        reached = sum(budgets.device is None or point.peak <= budgets.device for point in frontier)
+        ends = frontier[max(0, reached - 1) : reached + 1]
+        if reached == 0 or len(ends) < 2 or not fits_host(ends[1], budgets):
             break
         tried = []
-        for low, high in _crossing(evaluated, fitting, following):
+        for low, high in _crossing(evaluated, *ends):
             gap = high.position - low.position
             count = min(gap - 1, _POINTS_BETWEEN)
             for position in sorted({low.position + round(i * gap / (count + 1)) for i in range(1, count + 1)}):
@@ -95,14 +121,11 @@ def choose(frontier: list[Point], points: list[Point], evaluate: Callable[[Plan]
         if not tried:
             break
         evaluated += tried
-        inside = [
-            point
-            for point in tried
-            if fitting.peak < point.peak < following.peak and following.time_us <= point.time_us <= fitting.time_us
-        ]
-        host = budgets.host
-        frontier = pareto([fitting, following, *(p for p in inside if host is None or p.plan.peak_bytes["host"] <= host)])
-    return [p for p in frontier if fits(p.plan, budgets)][-1]
+        low, high = ends
+        inside = [p for p in tried if low.peak < p.peak < high.peak and high.time_us <= p.time_us <= low.time_us]
+        fitting += [point for point in inside if fits(point.plan, budgets)]
+        frontier = frontier_within([*ends, *inside], within.host).points
+    return min(fitting, key=lambda point: (point.time_us, point.peak))
 
 
 def _crossing(points: list[Point], fitting: Point, following: Point) -> list[tuple[Point, Point]]:

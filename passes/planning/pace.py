@@ -31,10 +31,10 @@ def paced(plan: Plan, evaluate: Callable[[Plan], Candidate]) -> Candidate:
     candidate = evaluate(with_pace(plan, True, ()))
     if candidate.plan.update_us < _EXPOSED * candidate.plan.step_time_us:
         return candidate
-    tried = [candidate]
-    if plan.updates.run_ahead:
-        tried.insert(0, evaluate(with_pace(plan, True, _due_first(candidate.schedule))))
-    if any(i.work == "convert" and i.phase == PHASES[1] for i in candidate.schedule.instructions):
+    tried, schedule = [candidate], candidate.schedule
+    if plan.updates.run_ahead and (order := _due_first(schedule)):
+        tried.insert(0, evaluate(with_pace(plan, True, order)))
+    if any(i.work == "convert" and i.phase == PHASES[1] for i in schedule.instructions):
         tried.append(evaluate(with_pace(plan, False, ())))
     return min(tried, key=lambda one: (one.plan.total_us, one.plan.peak_bytes["host"]))
 

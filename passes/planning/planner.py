@@ -39,7 +39,7 @@ def resident_plan(problem: PlanningProblem) -> Planned | None:
     planned = candidates.evaluate(plan)
     if not fits(planned.plan, problem.budgets):
         return None
-    return completed(problem, planned, planned.schedule.peak_nbytes["device"], None)
+    return completed(problem, planned, planned.plan.peak_bytes["device"], None)
 
 
 def may_be_resident(problem: PlanningProblem) -> bool:

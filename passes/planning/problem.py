@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from torch import fx
 
@@ -42,11 +41,17 @@ class Planned:
     schedule: Schedule
 
 
-class Candidate(NamedTuple):
-    """An evaluated plan, with its peaks and times, and the schedule that they are of, without dependencies."""
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An evaluated plan, with its peaks and times. ``lowered``: gives the schedule that they are of, without dependencies; it
+    may lower the plan again."""
 
     plan: Plan
-    schedule: Schedule
+    lowered: Callable[[], Schedule]
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.lowered()
 
 
 class DoesNotFit(Exception):

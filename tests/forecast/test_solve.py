@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import mtcompile
+from mtcompile.forecast.result import Row
 from mtcompile.models.decoders import Shape, fake
 from mtcompile.passes.analysis.cost import Machine
 from tests.helpers.models import make, tower
@@ -104,6 +105,22 @@ def test_an_update_as_gradients_arrive_hides_behind_the_backward() -> None:
     slow = replace(Machine(), host_gbps=40.0, flops=1e10)
     after, along = (mtcompile.plan(small, seq=128, memory="4MiB", machine=slow, update=u) for u in ("step", "backward"))
     assert 0 <= along.update_us < after.update_us / 2 and along.step_time_us < after.step_time_us
+
+
+def test_a_fixed_policy_lets_no_gradients_wait_where_the_host_has_no_room_for_them() -> None:
+    slow = replace(Machine(), host_gbps=1.0)
+
+    def row(host: int | None) -> Row:
+        options: dict[str, Any] = {"machine": slow, "update": "backward", "policies": ("megatrain",)}
+        return mtcompile.plan(small, batch=4, seq=64, host=host, **options).rows[0]
+
+    waiting = row(None)
+    tight = row(waiting.peak_bytes["host"] - 1)
+    assert waiting.feasible and tight.feasible and tight.peak_bytes["host"] < waiting.peak_bytes["host"]
+    assert tight.step_time_us >= waiting.step_time_us
+    least = tight.peak_bytes["host"]
+    short = row(least - 1)
+    assert (short.feasible, short.short_bytes, short.tier, short.peak_bytes["host"]) == (False, 1, "host", least)
 
 
 @pytest.mark.parametrize(("solve", "memory"), [("seq", "30MiB"), pytest.param("batch", "20MiB", marks=pytest.mark.long)])

@@ -8,11 +8,12 @@ import random
 from dataclasses import replace
 
 import pytest
+from torch import fx
 
 from mtcompile.passes import rewrite, rewritten_draft
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.kernels import copy_meta
-from mtcompile.passes.draft import bundle, draft_of
+from mtcompile.passes.draft import DraftGraph, bundle, draft_of
 from mtcompile.passes.lower import lower_without_deps
 from mtcompile.passes.plan import Updates
 from mtcompile.passes.step_graph import calls, copy_step, listing, results
@@ -69,6 +70,28 @@ def test_names_are_those_of_fx() -> None:
             if graph.inserting_before(graph.output_node())
         ]
         assert made[0] == made[1], candidate
+
+
+def test_operands_are_replaced_as_in_fx() -> None:
+    """One by one, there and back, in tuples too, read in between or not."""
+    draw = random.Random(0)
+    for number in range(50):
+        listings = []
+        order = [draw.sample(range(6), 2) for _ in range(12)]
+        reads = [draw.random() < 0.2 for _ in order]
+        for graph in (DraftGraph(), fx.Graph()):
+            values = [graph.create_node("placeholder", f"v{i}", (), name=f"v{i}") for i in range(6)]
+            reader = graph.create_node("call_function", len, (*values[:3], 1, (values[3], (values[0],))), name="reader")
+            for (old, new), read in zip(order, reads, strict=True):
+                reader.replace_input_with(values[old], values[new])
+                if read:
+                    assert len(reader.args) == 5
+            operands = reader.all_input_nodes
+            assert set(operands) == {value for value in values if reader in value.users}
+            listings.append((str(reader.args), [node.name for node in operands]))
+            reader.args = ()
+            assert not any(value.users for value in values)
+        assert listings[0] == listings[1], number
 
 
 def test_a_value_that_is_read_is_not_erased() -> None:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import mtcompile
 from mtcompile.cli.app import app
+from mtcompile.passes.plan import Certificate, Plan
 from mtcompile.report.live_timeline import Viewable, viewable
 from mtcompile.runtime.schedule import Instruction, Schedule, to_dict
 from mtcompile.runtime.sim import simulate
@@ -183,6 +184,18 @@ def test_a_page_is_one_file_that_fetches_nothing_and_runs_nothing_of_its_data() 
     assert shown(text)["plan"] == "<script>alert(1)</script>"
 
 
+def test_the_header_says_how_near_the_bound_a_plan_is() -> None:
+    plan = Plan(step_time_us=100.0, update_us=10.0, certificate=Certificate(100.0, {"device memory": 7.0}))
+    told = "within 10.0% of the bound: no plan within these budgets is faster than 0.1 ms"
+    told += " (with 1 GiB more device memory -0.007 ms)"
+    assert data.picture(inference(), plan=replace(plan, step_time_us=110.0, update_us=0.0))["bound"] == told
+    assert data.picture(inference(), plan=plan)["bound"] == f"0.11 ms with the update: {told}" and told in str(plan)
+    for without in (None, replace(plan, certificate=None)):
+        assert data.picture(inference(), plan=without)["bound"] == ""
+    text = page.html(data.picture(inference(), plan=plan))
+    assert shown(text)["bound"].endswith(told) and '<p id="bound" hidden></p>' in text and 'byId("bound")' in text
+
+
 def test_packing_keeps_times_to_the_nanosecond() -> None:
     made = data.picture(training(), measured=measured(training()))
     for packed, trace in zip(page.packed(made)["traces"], made["traces"], strict=True):
@@ -227,6 +240,7 @@ def test_show_writes_names_the_plan_and_the_last_whole_step(tmp_path: Path, monk
     assert target == tmp_path / "made" / "a.html" and opened == [target.as_uri()]
     made = shown(target.read_text())
     assert "layers.1.weight" in made["values"]["alias"] and "Net" in made["title"] and made["plan"] == str(model.plan)
+    assert model.plan.certificate is not None and made["bound"].endswith(model.plan.certificate.of(model.plan.total_us))
     assert [trace["source"] for trace in made["traces"]] == ["predicted", "measured"] and made["traces"][1]["missing"] == []
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert model.schedule.show(open=False).parent == tmp_path and len(opened) == 1
@@ -306,6 +320,7 @@ def test_the_command_shows_what_is_planned(tmp_path: Path) -> None:
     assert made.exit_code == 0, made.output
     found = shown(target.read_text())
     assert "layer.weight" in found["values"]["alias"] and found["plan"].startswith("plan for")
+    assert "of the bound: no plan within these budgets is faster than" in found["bound"]
     small = command(f"{factory}:make", "--batch", 8, "--memory", "1KiB", "-o", tmp_path / "none.html")
     assert small.exit_code == 3 and "--force" in small.output and not (tmp_path / "none.html").exists()
     assert command(f"{factory}:make", "--precision", "fp8").exit_code == 2

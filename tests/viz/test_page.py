@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mtcompile.passes.plan import Certificate, Plan
 from mtcompile.viz.page import write
 from tests.helpers.browser import Page, browser, chromium
 from tests.helpers.schedules import measured, of_layers, streamed, training
@@ -31,6 +32,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "small": write(small, folder / "small.html", title="small", names={"p1": "layers.1.weight"}),
         "both": write(small, folder / "both.html", title="both", measured=measured(small)),
+        "bounded": write(small, folder / "bounded.html", plan=Plan(step_time_us=110.0, certificate=Certificate(100.0))),
         "large": write(large, folder / "large.html", title="large"),
     }
 
@@ -238,6 +240,15 @@ def test_everything_is_there_as_tables(page: Page, files: dict[str, Path]) -> No
     page.key("a")
     assert page.value("document.querySelectorAll('dialog[open] table:last-of-type tbody tr').length") == 500
     page.key("Escape")
+
+
+def test_the_header_says_how_near_the_bound_a_plan_is(page: Page, files: dict[str, Path]) -> None:
+    page.open(files["bounded"])
+    told = "Planned: within 10.0% of the bound: no plan within these budgets is faster than 0.1 ms"
+    assert page.value("document.getElementById('bound').innerText") == told
+    assert told in page.value("document.getElementById('summary').textContent")
+    page.open(files["small"])
+    assert page.value("document.getElementById('bound').hidden") is True
 
 
 def test_predicted_and_measured_are_shown_together_or_one_by_one(page: Page, files: dict[str, Path]) -> None:

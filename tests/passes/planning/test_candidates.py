@@ -16,7 +16,9 @@ from mtcompile.machine.presets import PRESETS
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Decision, Plan, Updates
+from mtcompile.passes.planning import candidates as candidates_module
 from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.evaluate import identity
 from mtcompile.passes.planning.frontier import points_from_json, points_to_json
 from mtcompile.passes.planning.linear.relaxation import relaxation
 from mtcompile.passes.planning.pace import impatient, paced
@@ -38,6 +40,39 @@ def test_candidates_give_every_budget_what_a_search_of_its_own_would() -> None:
         budget = int(caught.value.minimum + share * (most - caught.value.minimum))
         one, other = candidates.best(budget, None), make_plan(PlanningProblem(traced.step, Machine(), Budgets(budget)))
         assert one.plan.decisions == other.plan.decisions and one.schedule == other.schedule
+
+
+class Forgetting(dict[bytes, Any]):
+    """Remembers nothing."""
+
+    def __contains__(self, key: object) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("case", ["crossing", pytest.param("mixed", marks=pytest.mark.long)])
+def test_no_plan_is_evaluated_twice_in_a_search(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plans and their schedules are those that a search without memory finds."""
+    problem = PlanningProblem(BOUNDED[case](), CASTING["the host is the wall"], Budgets(updates=Updates(run_ahead=True)))
+    counted, keys = candidates_module.evaluate, []
+
+    def counting(problem: PlanningProblem, draft: Any, plan: Plan) -> Any:
+        keys.append(identity(plan))
+        return counted(problem, draft, plan)
+
+    monkeypatch.setattr(candidates_module, "evaluate", counting)
+    remembering, forgetting = Candidates(problem), Candidates(problem)
+    forgetting._figures, forgetting._paces = Forgetting(), Forgetting()
+    least, most = remembering.least().plan.peak_bytes["device"], remembering.best(None, None).plan.peak_bytes["device"]
+    plans = [remembering.best(least + (most - least) * i // 3, None) for i in range(4)]
+    assert remembering.evaluations == len(set(keys)) and len(keys) <= 1.01 * len(set(keys)) + 1  # few again, for schedules
+    evaluated = len(keys)
+    forgetting.least()
+    for i, planned in enumerate(plans):
+        other = forgetting.best(least + (most - least) * i // 3, None)
+        assert (other.plan, other.schedule) == (planned.plan, planned.schedule)
+    assert len(keys) - evaluated > 1.1 * evaluated
+    again = remembering.evaluate(plans[1].plan)
+    assert again.schedule == counted(problem, remembering.draft, plans[1].plan).schedule
 
 
 SLOW = replace(PRESETS["rtx4090"], host_gbps=2.0, h2d_gbps=1.0, d2h_gbps=1.0)
