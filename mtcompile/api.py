@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import copyreg
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from mtcompile import torch_private
 from mtcompile.errors import MtcompileError
 from mtcompile.execution.calibration import Calibration
 from mtcompile.execution.model import CompiledModel
-from mtcompile.execution.parameters import check_movable
+from mtcompile.execution.parameters import changes_of, check_movable
 from mtcompile.machine.device import choose
 from mtcompile.machine.presets import named
 from mtcompile.optim.precision import precision_named
@@ -115,11 +115,15 @@ class CompiledModule(nn.Module):
         if not isinstance(module, CompiledModule):
             module.__class__ = _compiled_class(type(module))
 
-    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
-        raise MtcompileError(
-            "a compiled model's parameters live where its plan says; expected no .to(), .cuda(), .half() and the like "
-            "after compile. Convert the model first, then compile it"
-        )
+    def _apply(self, fn: Any, recurse: bool = True) -> CompiledModule:
+        """Does nothing for ``.to(device)``, ``.cuda()`` and ``.cpu()``, which training libraries call: parameters stay where the
+        plan says. Raises MtcompileError for what would change dtypes, strides or values."""
+        if changes := changes_of(fn, {t.dtype for t in (*self.parameters(), *self.buffers())}):
+            raise MtcompileError(
+                f"expected only the device to be named after compile, found a change of {changes}; the parameters of a compiled "
+                "model stay as its plan has them. Convert the model first, then compile it"
+            )
+        return self
 
     def __copy__(self) -> nn.Module:
         """Returns a plain model with the same parameters."""

@@ -235,11 +235,36 @@ def test_weights_changed_before_backward_are_refused() -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("move", [lambda m: m.to(torch.float64), lambda m: m.half(), lambda m: m.cuda()])
-def test_moving_is_refused(move: Any) -> None:
+CHANGES: dict[str, Any] = {
+    "dtype from torch.float32 to torch.float64": lambda m: m.to(torch.float64),
+    "dtype from torch.float32 to torch.float16": lambda m: m.half(),
+    "dtype from torch.float32 to torch.bfloat16": lambda m: m.to("cpu", torch.bfloat16),
+    "strides": lambda m: m.to(memory_format=torch.channels_last),
+    "what tensors hold": lambda m: m.to("meta"),
+    "memory to that which processes share": lambda m: m.share_memory(),
+    "values": lambda m: m._apply(lambda tensor: tensor * 2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changing_parameters_is_refused(change: str) -> None:
     _, compiled = pair()
-    with pytest.raises(mtcompile.MtcompileError, match="Convert the model first"):
-        move(compiled)
+    with pytest.raises(mtcompile.MtcompileError, match=f"found a change of {change}.*Convert the model first"):
+        CHANGES[change](compiled)
+
+
+@pytest.mark.slow
+def test_naming_the_device_changes_nothing() -> None:
+    """As training libraries do, before and between steps."""
+    plain, compiled = pair()
+    places = [p.data_ptr() for p in compiled.parameters()]
+    for model in (plain, compiled):
+        assert model.to("cpu") is model and model.cpu() is model and model.float() is model
+        assert model.to(torch.device("cpu"), torch.float32, non_blocking=True) is model and model.to(X) is model
+    assert places == [p.data_ptr() for p in compiled.parameters()]
+    both(plain, compiled, step)
+    compiled.to("cpu").train()
+    both(plain, compiled, step)
 
 
 @pytest.mark.slow

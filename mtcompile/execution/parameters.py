@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -195,6 +195,26 @@ class ParameterStore:
 
 def _is_at(parameter: torch.Tensor, home: torch.Tensor | None) -> bool:
     return home is not None and parameter.data_ptr() == home.data_ptr()
+
+
+def changes_of(convert: Callable[[torch.Tensor], torch.Tensor], dtypes: Iterable[torch.dtype]) -> str:
+    """Says what ``convert``, as ``nn.Module._apply`` takes it, would change of parameters and buffers of these dtypes beside
+    their device; "" for nothing. It is called with small tensors of its own."""
+    for dtype in sorted(dtypes, key=str):
+        for shape in ((2, 2, 2, 2), (1, 2, 2, 2, 2)):  # as memory formats of images and volumes concern
+            sample = torch.arange(16).view(shape).to(dtype)
+            converted = convert(sample.clone())
+            if converted.dtype != dtype:
+                return f"dtype from {dtype} to {converted.dtype}"
+            if converted.device.type == "meta" or converted.layout != sample.layout:
+                return "what tensors hold"
+            if converted.stride() != sample.stride():
+                return "strides (a memory format)"
+            if converted.device.type == "cpu" and converted.is_shared():
+                return "memory to that which processes share"
+            if not torch.equal(converted.detach().cpu().view(torch.uint8), sample.view(torch.uint8)):
+                return "values"
+    return ""
 
 
 def check_movable(model: torch.nn.Module) -> None:
