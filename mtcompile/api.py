@@ -116,12 +116,12 @@ class CompiledModule(nn.Module):
             module.__class__ = _compiled_class(type(module))
 
     def _apply(self, fn: Any, recurse: bool = True) -> CompiledModule:
-        """Does nothing for ``.to(device)``, ``.cuda()`` and ``.cpu()``, which training libraries call: parameters stay where the
-        plan says. Raises MtcompileError for what would change dtypes, strides or values."""
+        """Does nothing for ``.to(device)``, ``.cuda()`` and ``.cpu()``, which training libraries call: parameters stay where
+        the plan says. Raises MtcompileError for what would change dtypes, strides or values."""
         if changes := changes_of(fn, {t.dtype for t in (*self.parameters(), *self.buffers())}):
             raise MtcompileError(
-                f"expected only the device to be named after compile, found a change of {changes}; the parameters of a compiled "
-                "model stay as its plan has them. Convert the model first, then compile it"
+                f"expected only the device to be named after compile, found a change of {changes}; the parameters of a "
+                "compiled model stay as its plan has them. Convert the model first, then compile it"
             )
         return self
 
@@ -285,12 +285,13 @@ def _compiling_subclass(cls: type[nn.Module], options: Options, device: Device) 
         _attach(self, options, device, None)
 
     subclass.__init__ = __init__  # type: ignore[method-assign]
-    subclass.__name__, subclass.__qualname__ = cls.__name__, cls.__qualname__
     return subclass
 
 
 def _compiled_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Compiled{cls.__name__}", (CompiledModule, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    """Returns a subclass of the same name: libraries look models up by it, and write it into their configurations."""
+    attributes = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (CompiledModule, cls), attributes)
 
 
 def _plain_class(cls: type) -> type:

@@ -40,7 +40,7 @@ class CompiledModel:
         self.device = device
         frames = LiveFrames()
         self.door = ModelDoor(model, self.options, device, frames, lambda: self.session.drain())
-        title = type(model).__name__.removeprefix("Compiled")
+        title = type(model).__name__
         self.session = Session(device, self.options, self.door, self.door.parameters, frames, title)
         if optimizer is not None:
             self.door.bind(optimizer)

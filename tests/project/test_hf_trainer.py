@@ -1,0 +1,70 @@
+"""examples/hf_trainer.py: Hugging Face Trainer trains a compiled model with the losses of a plain one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.slow  # it compiles a model
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "hf_trainer.py"
+QUIET = {"disable_tqdm": True, "use_cpu": True}
+
+
+@pytest.fixture(scope="module")
+def train() -> Any:
+    spec = importlib.util.spec_from_file_location("hf_trainer", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.train
+
+
+def history(trainer: Any) -> list[tuple[Any, ...]]:
+    return [(row.get("loss"), row.get("grad_norm"), row.get("eval_loss")) for row in trainer.state.log_history]
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"eval_strategy": "steps", "eval_steps": 4},
+        {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "optim": "sgd", "warmup_steps": 2},
+        pytest.param({"bf16": True}, marks=pytest.mark.long),
+    ],
+    ids=["evaluated", "accumulated", "bf16"],
+)
+def test_the_losses_are_those_of_a_plain_model(train: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    plain = train(str(tmp_path / "plain"), None, **QUIET, **options)
+    compiled = train(str(tmp_path / "compiled"), "2MiB", **QUIET, **options)
+    assert history(compiled) == history(plain) and equal(weights(compiled), weights(plain))
+    report = compiled.model.memory_report()
+    assert 0 < report["peak_device_bytes"] <= report["planned_peak_device_bytes"] <= 2 * 2**20
+
+
+def test_a_resumed_training_has_the_same_bits_and_its_files_load_plainly(train: Any, tmp_path: Path) -> None:
+    whole = train(str(tmp_path), "2MiB", **QUIET)
+    expected = weights(whole)
+    saved = tmp_path / "checkpoint-8"
+    assert json.loads((saved / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    again = transformers.AutoModelForCausalLM.from_pretrained(saved)
+    assert all(torch.equal(expected[name], value) for name, value in again.state_dict().items())
+    shutil.rmtree(saved)
+    resumed = train(str(tmp_path), "2MiB", resume=True, **QUIET)
+    assert history(resumed) == history(whole) and equal(weights(resumed), expected)
