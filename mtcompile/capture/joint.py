@@ -25,7 +25,7 @@ from mtcompile.passes.joint.strides import Observe
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, is_random
 from mtcompile.runtime.devices.arena import fills_storage, overlaps
 from mtcompile.torch_private import pytree
-from mtcompile.torch_private.plain_strides import plain_strides
+from mtcompile.torch_private.plain_strides import plain_strides, reserve_always
 from mtcompile.torch_private.plain_torch import plain_kernels
 
 # Which computed outputs receive a gradient, and with which strides (True: those that torch chooses); for inference, None.
@@ -69,6 +69,7 @@ def _traced_whole(description: Description, tangents: Tangents, observe: Observe
         except Exception as error:
             why = _refused_change(description)
             refuse(CaptureError(why) if why else not_compiled(error, "the backward of this model could not be traced"), error)
+    reserve_always(joint.graph)
     drop_tokens(joint)
     _check_storages(joint, fakes, description)
     return _annotate(joint, description)

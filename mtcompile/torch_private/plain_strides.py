@@ -1,4 +1,5 @@
-"""Gives values the strides of a plain run while a program is traced. Uses torch's private APIs, as ``torch_private`` does.
+"""Gives values the strides of a plain run, and as many bytes, while a program is traced. Uses torch's private APIs, as
+``torch_private`` does.
 
 Where operands are not in row-major order, torch's shape functions and its kernels often disagree about a result's order, and an
 operation that changes its operand in place is traced as one that makes a new value. Which order it is decides what comes after:
@@ -60,7 +61,7 @@ def _as_observed(dispatch: Callable[..., Any]) -> Callable[..., Any]:
     def observed(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         observe = _observe.value
         if observe is not None and func in _RESERVING and torch.is_grad_enabled():
-            _refuse_reserving(func)
+            return _reserving(dispatch(mode, func, types, args, kwargs or {}), func, args)
         result = dispatch(mode, func, types, args, kwargs or {})
         if observe is None or not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
             return result
@@ -79,12 +80,47 @@ def _as_observed(dispatch: Callable[..., Any]) -> Callable[..., Any]:
     return observed
 
 
+def _reserving(results: Any, func: Any, args: Any) -> Any:
+    """The fake results of a recurrent layer, the last with as many bytes as the library reserves for operands like these."""
+    if func is not aten.mkldnn_rnn_layer.default or args[0].device.type != "cpu":
+        _refuse_reserving(func)
+    with plain_strides(None), _disable_current_modes(), no_python_dispatcher():
+        real = pytree.tree_map_only(torch.Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype), args)
+        reserved = func(*real)[-1]
+    return (*results[:-1], results[0].new_empty(reserved.shape, dtype=reserved.dtype))
+
+
+def reserve_always(graph: fx.Graph) -> None:
+    """Lets recurrent layers reserve their bytes wherever the graph runs. oneDNN's looks at whether autograd is enabled, which
+    it is not while a step runs."""
+    for node in graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer.default):
+        if any(user.args[1] == 3 and user.users for user in node.users):
+            node.target = _reserving_layer()
+
+
+@functools.cache
+def _reserving_layer() -> Any:
+    library = torch.library.Library("mtcompile", "FRAGMENT")
+    library.define(str(aten.mkldnn_rnn_layer.default._schema).removeprefix("aten::"))
+
+    def run(*args: Any) -> Any:
+        with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+            return aten.mkldnn_rnn_layer.default(*args)
+
+    library.impl("mkldnn_rnn_layer", run, "CPU")
+    _libraries.append(library)  # what it defines goes with it
+    return torch.ops.mtcompile.mkldnn_rnn_layer.default
+
+
+_libraries: list[torch.library.Library] = []
+
+
 def _refuse_reserving(func: Any) -> NoReturn:
     place = place_in("".join(traceback.format_stack()))
     raise CaptureError(
         f"{func} keeps bytes for its backward whose number only its library knows{place}\n"
-        "  nn.LSTM runs it on a CPU, nn.RNN and nn.GRU too on a GPU: switch the library off before, in plain runs as well "
-        "(torch.backends.mkldnn.set_flags(False), torch.backends.cudnn.enabled = False), or use nn.LSTMCell and the like"
+        "  recurrent layers run it on a GPU: switch the library off before, in plain runs as well "
+        "(torch.backends.cudnn.enabled = False), or use nn.LSTMCell and the like"
     )
 
 

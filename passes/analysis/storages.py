@@ -20,12 +20,13 @@ def reads_by_place(node: fx.Node) -> bool:
 
 
 def reads_storage(node: fx.Node) -> bool:
-    """Tells whether an operation reads its operand's storage. A custom operation that changes its arguments does, as captured:
-    it is given copies of their storages."""
+    """Tells whether an operation looks at its operands' storages. A custom operation that changes its arguments does, as
+    captured: it is given copies of them. oneDNN's recurrent layers copy a state that shares its storage with another one."""
     if node.op != "call_function":
         return False
     name = str(getattr(node.target, "__name__", ""))
-    return node.target in _BY_PLACE or node.target in _COPY_STORAGE or name.startswith("auto_functionalized")
+    by_storage = node.target in _BY_PLACE or node.target in _COPY_STORAGE
+    return by_storage or name.startswith(("auto_functionalized", "mkldnn_rnn_layer"))
 
 
 def inputs_read_by_place(graph: fx.Graph) -> set[fx.Node]:
