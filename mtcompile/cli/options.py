@@ -97,7 +97,8 @@ class RecipeOptions(TrainingOptions):
     evaluate_every: Annotated[int, typer.Option(min=0, help="steps between evaluations on held-out data; 0: never")] = 50
     seed: Annotated[int, typer.Option(min=0, help="seed of the weights and of the order of the data")] = 0
     metrics: Annotated[Path | None, typer.Option(help="a file for one JSON object per step")] = None
-    save: Annotated[Path | None, typer.Option(help="a folder for the checkpoint at the end")] = None
+    save: Annotated[Path | None, typer.Option(help="a folder for checkpoints; one is written at the end")] = None
+    save_every: Annotated[int, typer.Option(min=0, help="steps between checkpoints; 0: only at the end")] = 0
     resume: Annotated[Path | None, typer.Option(help="a folder that --save wrote, to continue from")] = None
 
 

@@ -26,7 +26,7 @@ def train(
 ) -> None:
     """Train a language model within a device-memory budget, on text (each byte is a token) or on tokens.
 
-    Ctrl-C ends it after the current step: the checkpoint is written and the files are closed.
+    Ctrl-C or SIGTERM ends it after the current step: the checkpoint is written and the files are closed.
 
     \b
     Examples:
@@ -47,24 +47,29 @@ def train(
 
 @contextlib.contextmanager
 def _stopping() -> Iterator[Callable[[], bool]]:
-    """Lets the first Ctrl-C end the training after the current step, the second at once. Yields whether there was a first."""
+    """Lets the first Ctrl-C or SIGTERM end the training after the current step, the second at once. Yields whether there was a
+    first."""
     interrupted = False
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
     def interrupt(*_: Any) -> None:
         nonlocal interrupted
         interrupted = True
-        signal.signal(signal.SIGINT, before)
+        restore()
         print(
             "\nmtcompile train: stopping after this step; Ctrl-C again stops now, and saves nothing",
             file=sys.stderr,
             flush=True,
         )
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: interrupted
     finally:
-        signal.signal(signal.SIGINT, before)
+        restore()
 
 
 @contextlib.contextmanager

@@ -27,9 +27,9 @@ _FINAL_RATE = 0.1  # share of the highest learning rate at the end of the cosine
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """The settings of a training. ``model``: a built-in shape or a Hugging Face config.json; ``data``: files and folders (none:
-    the standard library's sources); ``memory``, ``host``: bytes as text; ``clip``: 0 for no clipping; ``evaluate_every``: in
-    steps, 0 for never; ``resume``, ``save``: folders; ``metrics``: a file of JSON lines. The others are ``compile``'s and
-    AdamW's."""
+    the standard library's sources); ``memory``, ``host``: bytes as text; ``clip``: 0 for no clipping; ``evaluate_every`` and
+    ``save_every``: in steps, 0 for never; ``resume``, ``save``: folders; ``metrics``: a file of JSON lines. The others are
+    ``compile``'s and AdamW's."""
 
     model: str
     data: tuple[Path, ...] = ()
@@ -52,6 +52,7 @@ class Recipe:
     seed: int = 0
     metrics: Path | None = None
     save: Path | None = None
+    save_every: int = 0
     resume: Path | None = None
 
 
@@ -113,7 +114,7 @@ def train(recipe: Recipe, report: Report = lambda row, model: None, stop: Callab
     rows: list[Row] = []
     evaluation: Evaluation | None = None
     interrupted = False
-    with saving(recipe, model, optimizer, rows) as saved, metrics_file(recipe) as write:
+    with saving(recipe, model, optimizer, rows) as save, metrics_file(recipe) as write:
         while step < recipe.steps and not interrupted:
             step += 1
             rows.append(one_step(recipe, model, optimizer, windows, step))
@@ -124,7 +125,10 @@ def train(recipe: Recipe, report: Report = lambda row, model: None, stop: Callab
                 write(evaluation)
                 report(evaluation, model)
             interrupted = step < recipe.steps and stop()
-    return replace(summary(recipe, model, step, rows, evaluation, interrupted), saved=saved[-1] if saved else None)
+            if recipe.save_every and step % recipe.save_every == 0 and step < recipe.steps and not interrupted:
+                save()
+    saved = str(checkpoint.latest(recipe.save)) if recipe.save is not None and rows else None
+    return replace(summary(recipe, model, step, rows, evaluation, interrupted), saved=saved)
 
 
 def check(recipe: Recipe) -> None:
@@ -135,6 +139,8 @@ def check(recipe: Recipe) -> None:
         raise ValueError("expected --run-ahead with --update backward only")
     if recipe.clip < 0:
         raise ValueError(f"expected clip of 0 (none) or more, found {recipe.clip}")
+    if recipe.save_every and recipe.save is None:
+        raise ValueError(f"expected --save with --save-every {recipe.save_every}, found no folder to save into")
     if recipe.save is not None:
         recipe.save.mkdir(parents=True, exist_ok=True)
     if recipe.resume is not None:
@@ -225,18 +231,16 @@ def evaluate(recipe: Recipe, model: Any, windows: Windows, step: int) -> Evaluat
 
 
 @contextlib.contextmanager
-def saving(recipe: Recipe, model: Any, optimizer: torch.optim.Optimizer, rows: list[Row]) -> Iterator[list[str]]:
-    """Saves a checkpoint at the end, and if a full disk or a closed pipe ends the training between two steps. Yields a list
-    that gets its folder."""
-    saved: list[str] = []
+def saving(recipe: Recipe, model: Any, optimizer: torch.optim.Optimizer, rows: list[Row]) -> Iterator[Callable[[], None]]:
+    """Saves a checkpoint at the end, and if a full disk or a closed pipe ends the training between two steps. Yields a function
+    that saves one now."""
 
     def save() -> None:
         if recipe.save is not None and rows:
-            path = checkpoint.save(recipe.save, model, optimizer, step=rows[-1].step, extra={"seed": recipe.seed})
-            saved.append(str(path))
+            checkpoint.save(recipe.save, model, optimizer, step=rows[-1].step, extra={"seed": recipe.seed})
 
     try:
-        yield saved
+        yield save
     except OSError:
         save()
         raise

@@ -125,6 +125,12 @@ def test_a_resumed_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     for change, said in (({"seed": 1}, "expected seed 0"), ({"steps": 4}, "expected more steps than the 4")):
         with pytest.raises(ValueError, match=said):
             train(replace(wanted, resume=tmp_path / "run", **change))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected --save with --save-every 2"):
+        train(replace(wanted, save=None, save_every=2))
+    often = replace(wanted, save=tmp_path / "often", save_every=1)
+    train(often)
+    assert sorted(path.name for path in (tmp_path / "often").glob("step-*")) == ["step-00000003", "step-00000004"]
+    assert losses(replace(wanted, save=None, resume=tmp_path / "often" / "step-00000003")) == whole[3:]
     (tmp_path / "run" / "step-00000004" / "manifest.json").write_bytes(b"no checkpoint")
     assert checkpoint.inspect(tmp_path / "run").step == 2
     with pytest.raises(CheckpointError, match="no manifest of a checkpoint"):
