@@ -10,23 +10,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MOST_DEPTH = 32
+_MOST_DEPTH = 64
+_NOT_STORED = (torch.complex128, torch.complex32)
 
 
-def encoded(value: Any, tensors: list[Tensor], where: str) -> Any:
+def storable(tensor: Tensor, where: str) -> Tensor:
+    """Returns the tensor without its gradient. Raises TypeError for one that a file cannot hold."""
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized or tensor.dtype in _NOT_STORED:
+        raise TypeError(
+            f"expected dense tensors of a dtype that safetensors has in a checkpoint, found {tensor.dtype}, {tensor.layout}, "
+            f"on {tensor.device} at {where}"
+        )
+    return tensor
+
+
+def encoded(value: Any, tensors: list[Tensor], where: str, depth: int = 0) -> Any:
     """Returns ``value`` as what JSON can say, and appends its tensors to ``tensors``. ``where``: its name in an error. Raises
     TypeError for other objects than numbers, text, tensors, dtypes, and lists, tuples and dictionaries of them."""
+    if depth > _MOST_DEPTH:
+        raise TypeError(f"expected state that is nested at most {_MOST_DEPTH} deep in a checkpoint, found more at {where[:80]}")
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Tensor):
-        tensors.append(value.detach())
+        tensors.append(storable(value, where))
         return {"tensor": len(tensors) - 1}
     if isinstance(value, (list, tuple)):
-        items = [encoded(item, tensors, f"{where}[{i}]") for i, item in enumerate(value)]
+        items = [encoded(item, tensors, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
+    if metadata := getattr(value, "_metadata", None):  # of a module's state dictionary: versions, which decide how it is loaded
+        return {"module": [encoded(dict(value), tensors, where, depth + 1), encoded(dict(metadata), tensors, where, depth + 1)]}
     if isinstance(value, dict):
         kind = "counter" if isinstance(value, Counter) else "ordered" if isinstance(value, OrderedDict) else "dict"
-        return {kind: [[_key(key, where), encoded(item, tensors, f"{where}[{key!r}]")] for key, item in value.items()]}
+        return {
+            kind: [[_key(key, where), encoded(item, tensors, f"{where}[{key!r}]", depth + 1)] for key, item in value.items()]
+        }
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     raise TypeError(
@@ -63,6 +81,10 @@ def decoded(value: Any, tensors: Sequence[Tensor], depth: int = 0) -> Any:
     ):
         if all(isinstance(key, (int, str)) for key, _ in content):
             return _DICTIONARIES[kind]({key: decoded(item, tensors, depth + 1) for key, item in content})
+    if kind == "module" and isinstance(content, list) and len(content) == 2:
+        state = OrderedDict(decoded(content[0], tensors, depth + 1))
+        state._metadata = OrderedDict(decoded(content[1], tensors, depth + 1))  # type: ignore[attr-defined]
+        return state
     if kind == "dtype" and isinstance(dtype := getattr(torch, str(content), None), torch.dtype):
         return dtype
     raise ValueError(f"expected state as it was saved, found {value!r:.80}")

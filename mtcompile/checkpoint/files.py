@@ -7,6 +7,7 @@ import json
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +18,12 @@ from mtcompile.errors import CheckpointError
 FORMAT = "mtcompile-checkpoint-1"
 MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"step-\d{8,12}(-\d{1,12})?")
-_UNFINISHED = re.compile(r"\.step-\d{8,12}\.[A-Za-z0-9_]{8}")  # of tempfile.mkdtemp
+_UNFINISHED = re.compile(r"\.step-\d{8,12}(-\d{1,12})?\.unfinished-[A-Za-z0-9_]{8}")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.(safetensors|json)")
+_OURS = re.compile(rf"({_FILE.pattern})|\.tmp[A-Za-z0-9]{{6}}")  # also what safetensors writes before it renames it
 _MOST_MANIFEST_NBYTES = 1 << 28
 _PIECE_NBYTES = 1 << 22
+_TRIES = 10  # to list checkpoints beside a writer
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,11 @@ class Manifest:
 
 def step_folder(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def unfinished(folder: Path, name: str) -> Path:
+    """Makes an empty folder for a checkpoint that is not whole yet, or is no longer. Later saves delete what is left of it."""
+    return Path(tempfile.mkdtemp(prefix=f".{name}.unfinished-", dir=folder))
 
 
 def checksum(path: Path) -> str:
@@ -75,8 +83,14 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     body = {"serial": manifest.serial, "step": manifest.step, "files": files, "tied": manifest.tied, "state": manifest.state}
     text = json.dumps(body)
     whole = {"format": FORMAT, "checksum": xxhash.xxh3_128(text.encode()).hexdigest(), "content": text}
+    data = json.dumps(whole)
+    if len(data) > _MOST_MANIFEST_NBYTES:
+        raise ValueError(
+            f"expected at most {_MOST_MANIFEST_NBYTES} bytes of numbers and text in a checkpoint, found {len(data)}; put long "
+            "lists into tensors"
+        )
     path = folder / MANIFEST
-    path.write_text(json.dumps(whole), encoding="utf-8")
+    path.write_text(data, encoding="utf-8")
     on_disk(path)
 
 
@@ -129,18 +143,27 @@ def _regular(path: Path, most_nbytes: int | None = None) -> Path:
 
 def checkpoints(folder: Path) -> list[tuple[Path, Manifest]]:
     """Returns the complete checkpoints in a folder, the one saved last at the end."""
-    complete = []
-    with contextlib.suppress(OSError):
-        for path in folder.iterdir():
-            if _FOLDER.fullmatch(path.name) and not path.is_symlink():
-                with contextlib.suppress(CheckpointError):
-                    complete.append((path, read_manifest(path)))
+    for _ in range(_TRIES):
+        complete, vanished = [], False
+        with contextlib.suppress(OSError):
+            for path in folder.iterdir():
+                if _FOLDER.fullmatch(path.name) and not path.is_symlink():
+                    try:
+                        complete.append((path, read_manifest(path)))
+                    except CheckpointError:
+                        vanished |= not path.exists()
+        if not vanished:  # else a writer has deleted an old one meanwhile, and there is a new one
+            break
     return sorted(complete, key=lambda pair: (pair[1].serial, pair[0].name))
 
 
 def delete(folder: Path, names: Mapping[str, Any]) -> None:
-    """Deletes a checkpoint's files and, if nothing else is in it, its folder. The manifest goes first: what is left after an
-    interrupt is no checkpoint."""
+    """Deletes a checkpoint's files and, if nothing else is in it, its folder. Its name goes first: what is left after an
+    interrupt is deleted by the next save."""
+    if _FOLDER.fullmatch(folder.name) and not (set(os.listdir(folder)) - {MANIFEST, *names}):
+        with contextlib.suppress(OSError):
+            aside = unfinished(folder.parent, folder.name)
+            folder = folder.rename(aside)  # an empty folder may be replaced
     for name in (MANIFEST, *names):
         with contextlib.suppress(OSError):
             (folder / name).unlink()
@@ -152,7 +175,7 @@ def delete_unfinished(folder: Path) -> None:
     """Deletes what a save left that did not come to its end. Only one that holds the folder's lock may do so."""
     for path in folder.iterdir():
         if _UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-            delete(path, dict.fromkeys(child.name for child in path.iterdir() if _FILE.fullmatch(child.name)))
+            delete(path, dict.fromkeys(child.name for child in path.iterdir() if _OURS.fullmatch(child.name)))
 
 
 @contextlib.contextmanager
@@ -160,14 +183,11 @@ def locked(folder: Path) -> Iterator[None]:
     """Holds the folder's lock. Raises CheckpointError if another process saves into the folder."""
     import filelock
 
-    lock = filelock.FileLock(folder / ".lock")
     try:
-        lock.acquire(timeout=0)
+        held = filelock.FileLock(folder / ".lock").acquire(timeout=0)
     except filelock.Timeout:
         raise CheckpointError(
             f"another process saves a checkpoint into {folder}; give each training a folder of its own"
         ) from None
-    try:
+    with held:
         yield
-    finally:
-        lock.release()

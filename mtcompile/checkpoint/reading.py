@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +18,10 @@ from mtcompile.capture.refusals import first_line
 from mtcompile.checkpoint.encoding import decoded
 from mtcompile.checkpoint.files import MANIFEST, Manifest, checkpoints, read_manifest, verify_files
 from mtcompile.checkpoint.generators import set_generator_states
-from mtcompile.errors import CheckpointError
+from mtcompile.errors import CheckpointError, StepError
 
 _INDEX = ".safetensors.index.json"
+_LIKE_PARAMETERS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum", "master")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +34,11 @@ class Loaded:
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """Returns the checkpoint that was saved last into ``folder``, or None. One that is not complete does not count; whether its
-    bytes are right is looked at by ``load``."""
-    complete = checkpoints(Path(folder))
-    return complete[-1][0] if complete else None
+    """Returns the checkpoint that was saved last into ``folder``, or ``folder`` if it is one, or None. One that is not complete
+    does not count; whether its bytes are right is looked at by ``load``."""
+    with contextlib.suppress(CheckpointError):
+        return _opened(Path(folder))[0]
+    return None
 
 
 def inspect(folder: str | os.PathLike[str]) -> Loaded:
@@ -93,10 +97,13 @@ def _state(path: Path, manifest: Manifest) -> tuple[dict[str, Any], dict[str, An
     """Returns the saved state by part, and the model's state dictionary. Raises CheckpointError."""
     try:
         tensors = _tensors(path, manifest, "state")
-        saved = [tensors[str(number)] for number in range(len(tensors))]
+        # Copies: the optimizer keeps them, and what is read from a file changes with it, and lies at addresses that some
+        # kernels round otherwise for.
+        saved = [tensors[str(number)].clone() for number in range(len(tensors))]
         state = {name: decoded(part, saved) for name, part in manifest.state.items()}
-        weights = {**_tensors(path, manifest, "model"), **state["model"]}
-        weights |= {name: weights[other] for name, other in manifest.tied.items()}
+        weights = OrderedDict({**_tensors(path, manifest, "model"), **state["model"]})
+        weights.update({name: weights[other] for name, other in manifest.tied.items()})
+        weights._metadata = OrderedDict(weights.pop("_metadata", {}))  # type: ignore[attr-defined]
         if not isinstance(state["others"], dict) or not isinstance(state["extra"], dict):
             raise ValueError("expected others and extra to be dictionaries")
     except Exception as error:  # the library that reads tensors has errors of its own
@@ -121,14 +128,19 @@ def _tensors(folder: Path, manifest: Manifest, stem: str) -> dict[str, Tensor]:
 
 def _compare(path: Path, model: nn.Module, weights: Mapping[str, Any]) -> None:
     """Raises CheckpointError if the names or shapes are not the model's."""
-    own = model.state_dict()
+    try:
+        own = model.state_dict()
+    except StepError:  # a model that must be loaded does not give its state
+        named = dict((*nn.Module.named_parameters(model), *model.named_buffers()))
+        own = {name: value for name, value in named.items() if name in weights}
+        own |= {name: value for name, value in weights.items() if name not in own}
     if own.keys() != weights.keys():
         missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
         raise CheckpointError(
             f"{path} is of another model: it lacks {_first(missing)} and has {_first(unknown)} that this one has not"
         )
     for name, value in own.items():
-        if isinstance(value, Tensor) and tuple(value.shape) != tuple(weights[name].shape):
+        if isinstance(value, Tensor) and isinstance(weights[name], Tensor) and tuple(value.shape) != tuple(weights[name].shape):
             raise CheckpointError(
                 f"{path} is of another model: {name} has the shape {tuple(weights[name].shape)} there, "
                 f"{tuple(value.shape)} here"
@@ -143,6 +155,26 @@ def _compare_optimizer(path: Path, optimizer: torch.optim.Optimizer, saved: Any)
     """Raises CheckpointError if the groups are not the optimizer's."""
     if saved is None:
         raise CheckpointError(f"{path} holds no state of an optimizer; pass none, or save with one")
-    own, other = ([len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved["param_groups"]))
+    try:
+        rows = [(len(group["params"]), set(group), group.get("param_names")) for group in saved["param_groups"]]
+        states = dict(saved["state"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path}: the optimizer's state cannot be used: {error!r}") from None
+    own, other = [len(group["params"]) for group in optimizer.param_groups], [row[0] for row in rows]
     if own != other:
         raise CheckpointError(f"{path}: expected an optimizer with groups of {other} parameters, found {own}")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for group, (_, keys, names) in zip(optimizer.param_groups, rows, strict=True):
+        if lacking := sorted(set(group) - keys - {"param_names"}):
+            raise CheckpointError(
+                f"{path}: expected the state of {type(optimizer).__name__}, found none of {', '.join(lacking)}"
+            )
+        if names is not None and group.get("param_names") not in (None, names):
+            raise CheckpointError(f"{path}: the optimizer has its parameters in another order than {_first(list(names))}")
+    for number, entry in states.items():
+        shape = tuple(parameters[number].shape) if isinstance(number, int) and number < len(parameters) else None
+        for key, value in entry.items():
+            if key in _LIKE_PARAMETERS and isinstance(value, Tensor) and tuple(value.shape) != shape:
+                raise CheckpointError(
+                    f"{path}: {key} of parameter {number} has the shape {tuple(value.shape)}, expected {shape}"
+                )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from mtcompile.api import CompiledModule
-from mtcompile.checkpoint.encoding import encoded
+from mtcompile.checkpoint.encoding import encoded, storable
 from mtcompile.checkpoint.files import (
+    MANIFEST,
     FileEntry,
     Manifest,
     checkpoints,
@@ -24,7 +24,9 @@ from mtcompile.checkpoint.files import (
     delete_unfinished,
     locked,
     on_disk,
+    read_manifest,
     step_folder,
+    unfinished,
     write_manifest,
 )
 from mtcompile.checkpoint.generators import generator_states
@@ -57,9 +59,16 @@ def save(
     earlier checkpoints are as they were.
     """
     folder = Path(folder)
-    if type(step) is not int or step < 0 or keep < 0:
+    if type(step) is not int or type(keep) is not int or not 0 <= step < 10**12 or keep < 0:
         raise ValueError(f"expected step and keep to be whole numbers of 0 or more, found step={step!r}, keep={keep!r}")
+    if os.path.lexists(folder / MANIFEST):
+        raise CheckpointError(f"{folder} is itself a checkpoint; expected a folder that holds checkpoints")
+    if getattr(getattr(model, "_mt_model", None), "between_backward_and_step", False):
+        raise CheckpointError(
+            'update="backward" has updated the parameters, and optimizer.step() has not ended the step; save after it'
+        )
     weights, others_of_model, tied = _weights(model)
+    others_of_model["_metadata"] = {k: dict(v) for k, v in getattr(model.state_dict(), "_metadata", {}).items()}
     tensors: list[Tensor] = []
     parts: dict[str, Any] = {
         "model": others_of_model,
@@ -75,17 +84,18 @@ def save(
             delete_unfinished(folder)
             before = checkpoints(folder)
             serial = 1 + max((manifest.serial for _, manifest in before), default=0)
-            unfinished = Path(tempfile.mkdtemp(prefix=f".{step_folder(step)}.", dir=folder))
+            new = unfinished(folder, step_folder(step))
             try:
                 numbered = {str(number): tensor for number, tensor in enumerate(tensors)}
-                names = [*_write_shards(unfinished, "model", weights), *_write_shards(unfinished, _STATE, numbered)]
-                names += _write_configuration(unfinished, model)
-                files = {name: _written(unfinished / name) for name in names}
-                write_manifest(unfinished, Manifest(serial, step, files, tied, state))
-                on_disk(unfinished)
-                target = _renamed(unfinished, folder, step, serial)
+                names = [*_write_shards(new, "model", weights), *_write_shards(new, _STATE, numbered)]
+                names += _write_configuration(new, model)
+                files = {name: _written(new / name) for name in names}
+                write_manifest(new, Manifest(serial, step, files, tied, state))
+                on_disk(new)
+                read_manifest(new)  # what is saved can be read, or the earlier ones stay
+                target = _renamed(new, folder, step, serial)
             except BaseException:
-                delete(unfinished, dict.fromkeys(os.listdir(unfinished)) if unfinished.is_dir() else {})
+                delete(new, dict.fromkeys(os.listdir(new)) if new.is_dir() else {})
                 raise
             on_disk(folder)
             for path, manifest in before[: len(before) + 1 - keep] if 0 < keep <= len(before) else ():
@@ -110,7 +120,11 @@ def _weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any], dict[
         if not isinstance(value, Tensor):
             others[name] = value
             continue
-        place = value.device, value.dtype, value.data_ptr(), tuple(value.shape), value.stride()
+        if name == "__metadata__":
+            raise TypeError("expected another name for a tensor than __metadata__, which safetensors files use themselves")
+        value = storable(value, name)
+        signs = value.is_conj(), value.is_neg()
+        place = value.device, value.dtype, value.data_ptr(), tuple(value.shape), value.stride(), signs
         first = first_of.setdefault(place, name) if value.numel() else name
         if first == name:
             weights[name] = value
@@ -146,17 +160,21 @@ def _write_shards(folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> lis
 def _write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
+    storages: set[int] = set()
     try:
-        save_file({name: _alone(tensor) for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+        save_file({name: _alone(tensor, storages) for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
     except Exception as error:  # the library has an error of its own for a disk that refuses
         raise OSError(str(error)) from error
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """Returns a contiguous host tensor that shares its memory with no other one of the file."""
-    alone = tensor.detach().to("cpu").contiguous()
-    whole = alone.untyped_storage().nbytes() == alone.nbytes
-    return alone if whole else alone.clone()
+def _alone(tensor: Tensor, storages: set[int]) -> Tensor:
+    """Returns a contiguous host tensor that shares its memory with no other one of the file, whose ``storages`` are noted."""
+    alone = tensor.to("cpu").resolve_conj().resolve_neg().contiguous()
+    storage = alone.untyped_storage()
+    if storage.nbytes() != alone.nbytes or storage.data_ptr() in storages:
+        alone = alone.clone()
+    storages.add(alone.untyped_storage().data_ptr())
+    return alone
 
 
 def _write_configuration(folder: Path, model: nn.Module) -> Iterable[str]:
@@ -176,11 +194,11 @@ def _written(path: Path) -> FileEntry:
     return FileEntry(path.stat().st_size, checksum(path))
 
 
-def _renamed(unfinished: Path, folder: Path, step: int, serial: int) -> Path:
+def _renamed(new: Path, folder: Path, step: int, serial: int) -> Path:
     """Gives a finished checkpoint its name. Where the name is taken, such as by an earlier one of the same step, its serial
     number goes behind."""
     for target in (folder / step_folder(step), folder / f"{step_folder(step)}-{serial}"):
         if not os.path.lexists(target):
-            unfinished.rename(target)
+            new.rename(target)
             return target
     raise CheckpointError(f"expected the name {target} to be free, found that it is taken; it stays as it is")

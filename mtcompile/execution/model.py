@@ -109,6 +109,11 @@ class CompiledModel:
         self._programs[call] = program
         return torch_private.after_initialization(call)
 
+    @property
+    def between_backward_and_step(self) -> bool:
+        """True from a backward that has updated the parameters to the optimizer's step that ends it."""
+        return self.door.updates is not None and not self.door.updates.stepped
+
     def report(self) -> dict[str, Any]:
         """Returns bytes: budgets, planned and measured peaks per tier, and the training state."""
         session, state = self.session, self.door.state_nbytes()

@@ -48,7 +48,7 @@ class UpdatesInBackward:
         self.model = weakref.ref(model)
         self.optimizer: torch.optim.Optimizer | None = None
         self.steps = 0
-        self._stepped = True  # optimizer.step() has been called since the last backward
+        self.stepped = True  # optimizer.step() has been called since the last backward
         self._must_be_loaded: dict[str, str] = {}  # model, optimizer -> why it has to be loaded again
         self._saved_step: int | None = None
         self._backward: Backward | None = None
@@ -145,7 +145,7 @@ class UpdatesInBackward:
         assert optimizer is not None
         if parameters.keys() != planned:
             raise StepError("the optimizer's parameters are others than when this forward ran; run the forward again")
-        if not self._stepped:
+        if not self.stepped:
             raise StepError(
                 'a second backward before optimizer.step(): with update="backward" the first one has updated the parameters. '
                 "Call optimizer.step() after each backward; to add up gradients, pass accumulate=k to compile"
@@ -170,7 +170,7 @@ class UpdatesInBackward:
 
     def end_backward(self) -> None:
         """Note that all updates of the backward are done, or under way."""
-        self._stepped = False
+        self.stepped = False
         self.steps += 1
 
     @contextlib.contextmanager
@@ -206,14 +206,14 @@ class UpdatesInBackward:
     # --------------------------------------------------------------------------------- hooks of the optimizer and model
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        unstepped, self._stepped = not self._stepped, True
+        unstepped, self.stepped = not self.stepped, True
         if unstepped and self._backward is not None and optimizer is self.optimizer:
             if any(parameter.grad is not None for parameter in self._backward.parameters.values()):
                 self._spoil("updated parameters without gradients from outside the model's call")
             check_step(self._backward, optimizer)
 
     def _after_step(self) -> None:
-        self._stepped = True  # also where a closure ran a backward in the meantime
+        self.stepped = True  # also where a closure ran a backward in the meantime
 
     def _before_saving(self) -> None:
         self._drain()
@@ -222,4 +222,4 @@ class UpdatesInBackward:
 
     def _loaded(self, part: str) -> None:
         self._must_be_loaded.pop(part, None)
-        self._stepped = True  # a step that was interrupted before optimizer.step() is gone
+        self.stepped = True  # a step that was interrupted before optimizer.step() is gone

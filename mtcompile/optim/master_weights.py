@@ -165,6 +165,7 @@ class Masters:
         loading: dict[str, Mapping[str, Any]] = {}
         optimizer.register_load_state_dict_pre_hook(lambda opt, state: loading.update(state=state))
         optimizer.register_load_state_dict_post_hook(lambda opt: self._load(opt, loading.pop("state")))
+        optimizer.register_load_state_dict_post_hook(lambda opt: self._hidden_gradients.clear())
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         """Update the masters before the optimizer's own step. A closure computes the gradients, so it is called here, and the
@@ -180,7 +181,9 @@ class Masters:
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         """Update every parameter that has a master and a gradient. Everything is checked before anything is written."""
-        self._show_gradients()  # those of a step that failed
+        if any(parameter.grad is not None for parameter, _ in self._hidden_gradients):
+            self._hidden_gradients = []  # of a step that failed, before another backward
+        self._show_gradients()
         pairs = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
         rows = [(p, p.grad, group) for p, group in pairs if p.grad is not None and id(p) in self.by_parameter]
         self.check(optimizer, (parameter for parameter, _, _ in rows))

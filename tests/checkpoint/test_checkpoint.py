@@ -168,15 +168,152 @@ def test_old_ones_are_deleted_and_nothing_else(tmp_path: Path) -> None:
     notes = run.save(tmp_path, step=1) / "notes.txt"
     notes.write_text("mine")
     (tmp_path / "step-00000009").mkdir()  # no checkpoint
-    (tmp_path / ".step-00000009.abcdefgh").mkdir()  # one that did not come to its end
-    (tmp_path / ".step-00000009.abcdefgh" / "model.safetensors").write_text("half")
+    half = tmp_path / ".step-00000009.unfinished-abcdefgh"  # one that did not come to its end
+    for folder in (half, tmp_path / ".step-00000009.original"):
+        folder.mkdir()
+        (folder / "model.safetensors").write_text("half")
     paths = [run.save(tmp_path, step=step) for step in (2, 3, 3, 9)]
     assert [path.name for path in paths] == ["step-00000002", "step-00000003", "step-00000003-4", "step-00000009-5"]
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {".lock", "step-00000001", "step-00000003-4", "step-00000009", "step-00000009-5"}
+    assert left == {".lock", ".step-00000009.original", "step-00000001", "step-00000003-4", "step-00000009", "step-00000009-5"}
     assert [path.name for path in notes.parent.iterdir()] == ["notes.txt"]
     assert checkpoint.latest(tmp_path) == paths[-1] and checkpoint.inspect(paths[2]).step == 3
     assert run.save(tmp_path, step=2, keep=0) == tmp_path / "step-00000002" == checkpoint.latest(tmp_path)
+
+
+def test_what_cannot_be_read_again_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, deep = Run(), []
+    for _ in range(80):
+        deep = [deep]
+    path = run.save(tmp_path, keep=1)
+    monkeypatch.setattr(files, "_MOST_MANIFEST_NBYTES", 100_000)
+    unreadable: list[dict[str, Any]] = [
+        {"extra": {"x": deep}},
+        {"extra": {"x": "x" * 200_000}},
+        {"step": 10**12},
+        {"keep": 1.5},
+    ]
+    for options in unreadable:
+        with pytest.raises((ValueError, TypeError)):
+            run.save(tmp_path, **{"step": 3, "keep": 1, **options})
+        assert checkpoint.latest(tmp_path) == path and not list(tmp_path.glob(".step-*"))
+    with pytest.raises(CheckpointError, match="is itself a checkpoint"):
+        run.save(path)
+    assert checkpoint.latest(path) == path
+
+
+class Versioned(nn.Module):
+    """Turns the values of its first version around when it loads them."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *others: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state[prefix + "weight"] = -state[prefix + "weight"]
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+
+class Odd(nn.Module):
+    """Buffers that share memory, and some with a lazy bit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Versioned()
+        complex_numbers = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
+        self.register_buffer("numbers", complex_numbers)
+        self.register_buffer("conjugate", complex_numbers.conj())
+        self.register_buffer("negative", torch._neg_view(torch.ones(2)))
+        self.register_buffer("flat", torch.arange(6.0).view(2, 3))
+        self.register_buffer("shared", self.get_buffer("flat").view(-1))
+
+
+def test_versions_lazy_bits_and_shared_memory(tmp_path: Path) -> None:
+    model, average = Odd(), Odd()
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.AdamW([{"params": [model.inner.weight]}, {"params": []}], lr=rate)
+    both = torch.arange(3)
+    checkpoint.save(tmp_path, model, optimizer, step=1, others={"average": average}, extra={"a": both, "b": both})
+    other, other_average = Odd(), Odd()
+    expected = {name: value.clone() for name, value in other.state_dict().items()}
+    for one in (other, other_average):
+        for value in (*one.parameters(), one.get_buffer("numbers"), one.get_buffer("flat")):
+            value.data.zero_()
+    loaded = checkpoint.load(tmp_path, other, others={"average": other_average})
+    assert torch.equal(loaded.extra["a"], both) and torch.equal(loaded.extra["b"], both)
+    for one in (other, other_average):
+        assert all(torch.equal(expected[name], value) for name, value in one.state_dict().items())
+    with pytest.raises(TypeError, match=r"complex128.* at big"):
+        model.register_buffer("big", torch.zeros(2, dtype=torch.complex128))
+        checkpoint.save(tmp_path, model, step=2)
+
+
+@pytest.mark.parametrize("width", [37, 101])
+def test_an_optimizer_that_sums_over_its_state(width: int, tmp_path: Path) -> None:
+    """How a kernel sums depends on the address of what it sums; and loaded state does not change with the file."""
+
+    def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(torch.linspace(-1, 1, 5 * 7).view(5, 7)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(7, width), nn.Tanh(), nn.Linear(width, 1))
+        return model, torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
+
+    (model, optimizer), (other, other_optimizer) = made(), made()
+    stepped(model, optimizer)
+    path = checkpoint.save(tmp_path, model, optimizer, step=1)
+    checkpoint.load(tmp_path, other, other_optimizer)
+    (path / "state.safetensors").write_bytes(b"")
+    for _ in range(3):
+        stepped(model, optimizer)
+        stepped(other, other_optimizer)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_another_optimizer_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    run = Run()
+    run.step()
+    path = run.save(tmp_path)
+    other = Run()
+    before = other.state()
+    sgd = torch.optim.SGD(other.model.parameters(), lr=0.1)
+    swapped = torch.optim.AdamW(reversed(list(other.model.parameters())))
+    for optimizer in (sgd, swapped):
+        with pytest.raises(CheckpointError, match=r"expected the state of SGD|has the shape"):
+            checkpoint.load(path, other.model, optimizer)
+    assert all(map(torch.equal, before, other.state()))
+
+
+def test_a_model_that_asks_for_a_checkpoint_can_load_one(tmp_path: Path) -> None:
+    run = Run({"memory": "64MiB", "update": "backward"})
+    seeded()
+    run.step()
+    path = run.save(tmp_path)
+    run.step()
+    expected = run.state()
+    run.load(path)
+    run.model._mt_model.door.updates.failed_behind()
+    with pytest.raises(mtcompile.StepError, match="Load a checkpoint"):
+        run.step()
+    run.load(path)
+    run.step()
+    assert all(map(torch.equal, expected, run.state()))
+    loss = run.model(torch.arange(8), torch.arange(8))
+    loss.backward()
+    with pytest.raises(CheckpointError, match="save after it"):
+        run.save(tmp_path)
+    run.optimizer.step()
+    run.save(tmp_path)
 
 
 def damaged(path: Path, position: float) -> Callable[[], None]:

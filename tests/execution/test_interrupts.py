@@ -55,6 +55,14 @@ class Small(nn.Module):
         return x.square().mean()
 
 
+@pytest.fixture(autouse=True)
+def interrupts() -> Iterator[None]:
+    """Python's own handler: a process that was started in the background may ignore the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 BATCH = torch.linspace(-1, 1, 8 * 32).view(8, 32)
 
 
@@ -365,6 +373,7 @@ _HANGS = """
 import signal, torch
 from mtcompile.runtime.workers import Worker
 from tests.execution.test_interrupts import WAYS, Training
+signal.signal(signal.SIGINT, signal.default_int_handler)
 training, start = Training(WAYS["backward"]), Worker.start
 def start_and_interrupt(worker):
     start(worker)

@@ -373,3 +373,52 @@ def test_other_precisions_are_a_cast_and_nothing_else(precision: str, dtype: tor
     losses, expected = (trained(m, o, range(3)) for m, o in ((model, optimizer), (plain, theirs)))
     assert all(map(torch.equal, losses, expected))
     assert all(p.dtype == dtype and torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.slow
+def test_gradients_of_a_step_that_failed_are_not_used_again() -> None:
+    """After ``load_state_dict``, or where another backward has come."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = mtcompile.compile(model, memory="16MiB", optimizer=optimizer, precision="bf16-master32")
+
+    def backward(seed: int) -> None:
+        model(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).bfloat16()).square().mean().backward()
+
+    def state() -> list[Tensor]:
+        return [master.clone() for master in mtcompile.master_parameters(model).values()]
+
+    backward(0)
+    optimizer.step()
+    optimizer.zero_grad()
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    backward(1)
+    optimizer.step()
+    optimizer.zero_grad()
+    expected = state()
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for loads in (True, False):
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        backward(7)
+        hook = optimizer.register_step_pre_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        hook.remove()
+        if loads:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        optimizer.zero_grad()
+        backward(1)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not loads or all(map(torch.equal, expected, state()))
+        assert not mtcompile_hidden(model)
+
+
+def mtcompile_hidden(model: Any) -> list[Any]:
+    return list(model._mt_model.door.masters._hidden_gradients)
