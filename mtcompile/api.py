@@ -141,7 +141,7 @@ class CompiledModule(nn.Module):
         return {name: value for name, value in state.items() if name != "_mt_model"} if isinstance(state, dict) else state
 
     def _plain_copy(self, state: Any) -> nn.Module:
-        plain: Any = _plain_class(type(self))
+        plain: Any = plain_class(type(self))
         copied: Any = plain.__new__(plain)
         if state is not None:
             copied.__setstate__(state)
@@ -294,12 +294,13 @@ def _compiled_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (CompiledModule, cls), attributes)
 
 
-def _plain_class(cls: type) -> type:
+def plain_class(cls: type) -> type:
+    """Returns the class that a model had before it was compiled, or its own."""
     return next(base for base in cls.__mro__ if not issubclass(base, CompiledModule))
 
 
 def _attach(model: nn.Module, options: Options, device: Device, optimizer: torch.optim.Optimizer | None) -> None:
-    plain = _plain_class(type(model))
+    plain = plain_class(type(model))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return plain.__call__(model, *args, **kwargs)

@@ -86,14 +86,9 @@ class SearchedPlans:
 
 
 def machine_path(identity: str) -> Path | None:
-    """Returns the machine file for an ``identity``, which does not depend on these sources; None if the cache is off."""
+    """Returns the machine file for an ``identity``, which does not depend on these sources; None if the cache is off. It
+    is JSON without a digest: people may read and change it."""
     return _path("machines", hashlib.sha256(identity.encode()).hexdigest()[:16])
-
-
-def read_machine(identity: str) -> str | None:
-    """Reads a machine file, which is JSON without a digest: people may read and change it."""
-    path = machine_path(identity)
-    return _own_text(path) if path else None
 
 
 def write_machine(identity: str, text: str) -> None:
@@ -137,7 +132,7 @@ def _path(kind: str, key: str) -> Path | None:
 
 def _read(kind: str, key: str | None) -> str | None:
     path = _path(kind, key) if key else None
-    digest, _, content = ((_own_text(path) if path else None) or "").partition("\n")
+    digest, _, content = ((own_text(path) if path else None) or "").partition("\n")
     return content if key and content and digest == _seal(kind, key, content) else None
 
 
@@ -150,7 +145,7 @@ def _seal(kind: str, key: str, content: str) -> str:
     return hashlib.sha256(f"{kind} {key}\n{content}".encode()).hexdigest()
 
 
-def _own_text(path: Path) -> str | None:
+def own_text(path: Path) -> str | None:
     """Returns the text of a regular file of this user's that nobody else can write, reached by no link; else None."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         number = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))

@@ -58,11 +58,8 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
 
     variants: list[Callable[..., Any]] = []  # of ``fn``, each captured with other values; the one that ran last is the first
 
+    @torch_private.one_at_a_time
     def call(*args: Any, **kwargs: Any) -> Any:
-        with torch_private.process_lock:
-            return call_alone(*args, **kwargs)
-
-    def call_alone(*args: Any, **kwargs: Any) -> Any:
         for variant in tuple(variants):
             with contextlib.suppress(torch_private.OtherValues):
                 return captured(variant, args, kwargs)

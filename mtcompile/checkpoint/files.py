@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,12 @@ def checksum(path: Path) -> str:
     return str(digest.hexdigest())
 
 
+def _checksum_of(text: str) -> str:
+    import xxhash
+
+    return str(xxhash.xxh3_128(text.encode()).hexdigest())
+
+
 def on_disk(path: Path) -> None:
     """Waits until a file, or the names in a folder, are on the disk."""
     number = os.open(path, os.O_RDONLY)
@@ -77,12 +83,10 @@ def on_disk(path: Path) -> None:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes the manifest, with its own checksum, to the disk."""
-    import xxhash
-
     files = {name: [entry.nbytes, entry.checksum] for name, entry in manifest.files.items()}
     body = {"serial": manifest.serial, "step": manifest.step, "files": files, "tied": manifest.tied, "state": manifest.state}
     text = json.dumps(body)
-    whole = {"format": FORMAT, "checksum": xxhash.xxh3_128(text.encode()).hexdigest(), "content": text}
+    whole = {"format": FORMAT, "checksum": _checksum_of(text), "content": text}
     data = json.dumps(whole)
     if len(data) > _MOST_MANIFEST_NBYTES:
         raise ValueError(
@@ -96,15 +100,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 def read_manifest(folder: Path) -> Manifest:
     """Reads a manifest, and looks whether its files are there with their sizes. Raises CheckpointError."""
-    import xxhash
-
     path = folder / MANIFEST
     try:
         data = json.loads(_regular(path, _MOST_MANIFEST_NBYTES).read_text(encoding="utf-8"))
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"expected the format {FORMAT}")
         text = data["content"]
-        if xxhash.xxh3_128(text.encode()).hexdigest() != data["checksum"]:
+        if _checksum_of(text) != data["checksum"]:
             raise ValueError("expected other bytes: its checksum is wrong")
         body = json.loads(text)
         files = {name: FileEntry(int(nbytes), str(digest)) for name, (nbytes, digest) in body["files"].items()}
@@ -157,7 +159,7 @@ def checkpoints(folder: Path) -> list[tuple[Path, Manifest]]:
     return sorted(complete, key=lambda pair: (pair[1].serial, pair[0].name))
 
 
-def delete(folder: Path, names: Mapping[str, Any]) -> None:
+def delete(folder: Path, names: Collection[str]) -> None:
     """Deletes a checkpoint's files and, if nothing else is in it, its folder. Its name goes first: what is left after an
     interrupt is deleted by the next save."""
     if _FOLDER.fullmatch(folder.name) and not (set(os.listdir(folder)) - {MANIFEST, *names}):
@@ -175,7 +177,7 @@ def delete_unfinished(folder: Path) -> None:
     """Deletes what a save left that did not come to its end. Only one that holds the folder's lock may do so."""
     for path in folder.iterdir():
         if _UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-            delete(path, dict.fromkeys(child.name for child in path.iterdir() if _OURS.fullmatch(child.name)))
+            delete(path, [child.name for child in path.iterdir() if _OURS.fullmatch(child.name)])
 
 
 @contextlib.contextmanager

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ _LIKE_PARAMETERS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What ``load`` returns. ``path``: the checkpoint's folder. ``step`` and ``extra``: as ``save`` was given them."""
+    """The result of ``load``. ``path``: the checkpoint's folder. ``step`` and ``extra``: as ``save`` was given them."""
 
     path: Path
     step: int
@@ -45,7 +45,7 @@ def inspect(folder: str | os.PathLike[str]) -> Loaded:
     """Returns what ``load`` would return, and loads nothing. Raises CheckpointError."""
     path, manifest = _opened(Path(folder))
     state, _ = _state(path, manifest)
-    return Loaded(path, manifest.step, dict(state["extra"]))
+    return Loaded(path, manifest.step, copy.deepcopy(state["extra"]))
 
 
 def load(
@@ -64,7 +64,7 @@ def load(
     """
     path, manifest = _opened(Path(folder))
     verify_files(path, manifest)
-    state, weights = _state(path, manifest)
+    state, weights = _state(path, manifest, copied=True)
     others_state = state["others"]
     _compare(path, model, weights)
     if optimizer is not None:
@@ -93,17 +93,19 @@ def _opened(folder: Path) -> tuple[Path, Manifest]:
     return complete[-1]
 
 
-def _state(path: Path, manifest: Manifest) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the saved state by part, and the model's state dictionary. Raises CheckpointError."""
+def _state(path: Path, manifest: Manifest, copied: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the saved state by part, and the model's state dictionary. Raises CheckpointError.
+
+    The tensors of the state lie in its file, which may change or go, and at addresses for which some kernels round otherwise.
+    ``copied``: they are copies, as an optimizer that keeps them needs."""
     try:
         tensors = _tensors(path, manifest, "state")
-        # Copies: the optimizer keeps them, and what is read from a file changes with it, and lies at addresses that some
-        # kernels round otherwise for.
-        saved = [tensors[str(number)].clone() for number in range(len(tensors))]
+        saved = [tensors[str(number)] for number in range(len(tensors))]
+        saved = [tensor.clone() for tensor in saved] if copied else saved
         state = {name: decoded(part, saved) for name, part in manifest.state.items()}
-        weights = OrderedDict({**_tensors(path, manifest, "model"), **state["model"]})
+        weights: dict[str, Any] = state["model"]
+        weights.update(_tensors(path, manifest, "model"))
         weights.update({name: weights[other] for name, other in manifest.tied.items()})
-        weights._metadata = OrderedDict(weights.pop("_metadata", {}))  # type: ignore[attr-defined]
         if not isinstance(state["others"], dict) or not isinstance(state["extra"], dict):
             raise ValueError("expected others and extra to be dictionaries")
     except Exception as error:  # the library that reads tensors has errors of its own

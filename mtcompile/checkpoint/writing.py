@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mtcompile.api import CompiledModule
+from mtcompile.api import plain_class
 from mtcompile.checkpoint.encoding import encoded, storable
 from mtcompile.checkpoint.files import (
     MANIFEST,
@@ -33,7 +34,6 @@ from mtcompile.checkpoint.generators import generator_states
 from mtcompile.errors import CheckpointError
 
 SHARD_NBYTES = 4 << 30
-_STATE = "state"
 
 
 def save(
@@ -68,7 +68,6 @@ def save(
             'update="backward" has updated the parameters, and optimizer.step() has not ended the step; save after it'
         )
     weights, others_of_model, tied = _weights(model)
-    others_of_model["_metadata"] = {k: dict(v) for k, v in getattr(model.state_dict(), "_metadata", {}).items()}
     tensors: list[Tensor] = []
     parts: dict[str, Any] = {
         "model": others_of_model,
@@ -87,7 +86,7 @@ def save(
             new = unfinished(folder, step_folder(step))
             try:
                 numbered = {str(number): tensor for number, tensor in enumerate(tensors)}
-                names = [*_write_shards(new, "model", weights), *_write_shards(new, _STATE, numbered)]
+                names = [*_write_shards(new, "model", weights), *_write_shards(new, "state", numbered)]
                 names += _write_configuration(new, model)
                 files = {name: _written(new / name) for name in names}
                 write_manifest(new, Manifest(serial, step, files, tied, state))
@@ -95,28 +94,30 @@ def save(
                 read_manifest(new)  # what is saved can be read, or the earlier ones stay
                 target = _renamed(new, folder, step, serial)
             except BaseException:
-                delete(new, dict.fromkeys(os.listdir(new)) if new.is_dir() else {})
+                delete(new, os.listdir(new) if new.is_dir() else ())
                 raise
             on_disk(folder)
             for path, manifest in before[: len(before) + 1 - keep] if 0 < keep <= len(before) else ():
                 delete(path, manifest.files)
+    except CheckpointError:
+        raise
     except (OSError, RuntimeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         existing = next((parent for parent in (folder, *folder.absolute().parents) if parent.exists()), Path.cwd())
         free = shutil.disk_usage(existing).free
         raise OSError(f"expected to write a checkpoint into {folder}, with {free} bytes free there, found: {error}") from error
     return target
 
 
-def _weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]]:
-    """Returns a model's tensors by name, what else its state dictionary has, and the names that share a tensor with an earlier
-    one, with that."""
+def _weights(model: nn.Module) -> tuple[dict[str, Tensor], OrderedDict[str, Any], dict[str, str]]:
+    """Returns a model's tensors by name, what else its state dictionary has (versions of modules among it), and the names that
+    share a tensor with an earlier one, with that."""
+    state: Any = model.state_dict()
     weights: dict[str, Tensor] = {}
-    others: dict[str, Any] = {}
+    others: OrderedDict[str, Any] = OrderedDict()
+    others._metadata = getattr(state, "_metadata", {})  # type: ignore[attr-defined]
     tied: dict[str, str] = {}
     first_of: dict[tuple[object, ...], str] = {}
-    for name, value in model.state_dict().items():
+    for name, value in state.items():
         if not isinstance(value, Tensor):
             others[name] = value
             continue
@@ -182,9 +183,8 @@ def _write_configuration(folder: Path, model: nn.Module) -> Iterable[str]:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         return ()
-    plain = next(cls for cls in type(model).__mro__ if not issubclass(cls, CompiledModule))
     fields = json.loads(config.to_json_string(use_diff=False))
-    fields["architectures"] = [plain.__name__]
+    fields["architectures"] = [plain_class(type(model)).__name__]
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     return ("config.json",)
 

@@ -53,12 +53,9 @@ class CompiledModel:
         self._programs: MutableMapping[Callable[..., Any], Program] = weakref.WeakKeyDictionary()
         self._captured = front_end(call, _weak(self._backend), device.where)
 
+    @torch_private.one_at_a_time
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model. Sends host tensors among the arguments to the device first."""
-        with torch_private.process_lock:
-            return self._call_alone(args, kwargs)
-
-    def _call_alone(self, args: Any, kwargs: Any) -> Any:
         if self.device.where.type != "cpu":
             (args, kwargs), self.door.sent_nbytes = sent((args, kwargs), self.device.where)
         if self._may_be_lazy:

@@ -63,11 +63,8 @@ class Program:
         """True if a call now is a training forward."""
         return torch.is_grad_enabled() and any(self.pattern)
 
+    @torch_private.one_at_a_time
     def __call__(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
-        with torch_private.process_lock:
-            return self._call_alone(inputs)
-
-    def _call_alone(self, inputs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
         if self.collector.batch is not None and self.micro is None:
             return self._collect(self.collector.batch, inputs)
         for spec, tensor in zip(self.description.inputs, inputs, strict=True):
@@ -144,17 +141,13 @@ class _Step(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @torch_private.one_at_a_time
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled() or torch_private.keeps_graph():
             raise StepError(
                 "backward was called with retain_graph=True or create_graph=True; a compiled step runs backward once "
                 "and frees what it saved. Call loss.backward() without them, or run the plain model for double backward"
             )
-        with torch_private.process_lock:
-            return _Step._backward_alone(ctx, tangents)
-
-    @staticmethod
-    def _backward_alone(ctx: Any, tangents: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
         frame: Frame | None = ctx.frame
         if frame is None or frame.spent:
             raise StepError("backward was already run for this forward; run the forward again")

@@ -104,10 +104,10 @@ class Session:
         self.last_step: tuple[Schedule, Trace] | None = None
         self.peak_device_bytes = self.peak_host_bytes = 0
 
+    @torch_private.one_at_a_time
     def drain(self) -> None:
         """Waits for updates that the last backward left to run during a forward. Raises the error that stopped them, if any."""
-        with torch_private.process_lock:
-            self.runner.drain()
+        self.runner.drain()
 
     # ------------------------------------------------------------------------------------------------------- compiling
 

@@ -98,9 +98,9 @@ def this() -> Machine:
 
 def _measured_before(where: torch.device) -> Machine | None:
     """Reads the machine that ``remember`` wrote last; None if there is none or it cannot be read."""
+    path = cache.machine_path(identity(where))
     with suppress(ValueError):
-        path, text = cache.machine_path(identity(where)), cache.read_machine(identity(where))
-        return _from_text(text, path) if path and text else None
+        return _from_text(text, path) if path and (text := cache.own_text(path)) else None
     return None
 
 

@@ -165,7 +165,6 @@ class Masters:
         loading: dict[str, Mapping[str, Any]] = {}
         optimizer.register_load_state_dict_pre_hook(lambda opt, state: loading.update(state=state))
         optimizer.register_load_state_dict_post_hook(lambda opt: self._load(opt, loading.pop("state")))
-        optimizer.register_load_state_dict_post_hook(lambda opt: self._hidden_gradients.clear())
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         """Update the masters before the optimizer's own step. A closure computes the gradients, so it is called here, and the
@@ -243,7 +242,9 @@ class Masters:
         return {**state, "state": entries}
 
     def _load(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Put the fp32 values back that were loaded: torch casts them to the parameter's dtype."""
+        """Put the fp32 values back that were loaded: torch casts them to the parameter's dtype. Gradients of a step
+        that failed before belong to what was."""
+        self._hidden_gradients = []
         for index, parameter in _numbered(optimizer, state):
             master, saved = self.by_parameter.get(id(parameter)), state["state"].get(index, {})
             if master is None:

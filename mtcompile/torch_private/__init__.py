@@ -57,7 +57,7 @@ from mtcompile.torch_private.numpy_calls import (
 from mtcompile.torch_private.raising_branches import (
     checking_branches,
 )
-from mtcompile.torch_private.thread_setting import process_lock
+from mtcompile.torch_private.thread_setting import one_at_a_time, process_lock
 from mtcompile.torch_private.tracing import (
     changes_within,
     export_joint,
@@ -102,6 +102,7 @@ __all__ = [
     "leave_out_of_graphs",
     "mixing_devices",
     "noting_arguments_of_checkpoints",
+    "one_at_a_time",
     "probe_inductor",
     "process_lock",
     "pytree",

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +127,7 @@ def train(recipe: Recipe, report: Report = lambda row, model: None, stop: Callab
             interrupted = step < recipe.steps and stop()
             if recipe.save_every and step % recipe.save_every == 0 and step < recipe.steps and not interrupted:
                 save()
-    saved = str(checkpoint.latest(recipe.save)) if recipe.save is not None and rows else None
-    return replace(summary(recipe, model, step, rows, evaluation, interrupted), saved=saved)
+    return summary(recipe, model, step, rows, evaluation, interrupted)
 
 
 def check(recipe: Recipe) -> None:
@@ -280,5 +279,5 @@ def summary(
         peak_host_bytes=report["peak_host_bytes"],
         state_bytes=report["state_bytes"],
         limiting_resource=model.plan.limiting_resource if model.plan else "",
-        saved=None,
+        saved=str(checkpoint.latest(recipe.save)) if recipe.save is not None and rows else None,
     )

@@ -175,6 +175,15 @@ def interrupted_at(count: int) -> Iterator[list[int]]:
         sys.settrace(None)
 
 
+def raises(training: Training, error: type[BaseException]) -> bool:
+    """Says whether forward and backward raise an error. Its traceback, and the loss in it, are gone then."""
+    try:
+        training.forward_and_backward()
+    except error:
+        return True
+    return False
+
+
 def check(training: Training) -> str:
     """Says what an interrupt in forward or backward has left; raises if it is neither before nor after nor refused."""
     refused = ""
@@ -213,12 +222,8 @@ def test_an_interrupt_at_any_call(way: str, request: pytest.FixtureRequest) -> N
     left = []
     for trial in range(trials):
         training.restore()
-        interrupted = False
-        try:
-            with interrupted_at(1 + (trial * count + count // 2) // trials):
-                training.forward_and_backward()
-        except KeyboardInterrupt:
-            interrupted = True  # afterwards the traceback, and the loss in it, are gone
+        with interrupted_at(1 + (trial * count + count // 2) // trials):
+            interrupted = raises(training, KeyboardInterrupt)
         if interrupted:
             left.append(check(training))
         else:  # a step has more and fewer calls, as its threads meet
@@ -240,13 +245,9 @@ def test_a_worker_that_cannot_start(way: str, monkeypatch: pytest.MonkeyPatch) -
                 raise RuntimeError("can't start new thread")
             start(worker)
 
-        failed = False
         with monkeypatch.context() as patched:
             patched.setattr(Worker, "start", start_or_fail)
-            try:
-                training.forward_and_backward()
-            except RuntimeError:
-                failed = True
+            failed = raises(training, RuntimeError)
         if failed:
             raised += 1
             check(training)
@@ -267,13 +268,9 @@ def test_an_interrupt_while_workers_start(way: str, queue: str, monkeypatch: pyt
             seen.append(1)
             signal.raise_signal(signal.SIGINT)
 
-    interrupted = False
     with monkeypatch.context() as patched:
         patched.setattr(Worker, "start", start_and_interrupt)
-        try:
-            training.forward_and_backward()
-        except KeyboardInterrupt:
-            interrupted = True
+        interrupted = raises(training, KeyboardInterrupt)
     assert interrupted == bool(seen)
     if interrupted:
         check(training)
