@@ -119,7 +119,7 @@ class CompiledModel:
         return {
             "budget_device_bytes": self.options.memory,
             "peak_device_bytes": session.peak_device_bytes,
-            "planned_peak_device_bytes": planned.get("device", 0),
+            "planned_peak_device_bytes": session.planned_device_bytes,
             "budget_host_bytes": self.options.host,
             "peak_host_bytes": session.peak_host_bytes,
             "planned_peak_host_bytes": planned.get("host", 0),

@@ -68,7 +68,8 @@ class ModelDoor(Door):
         if self.updates is not None and _trains(step):
             updates = self.updates.plan_updates(copies)
         reserve = random_reserve_nbytes(step) + self.sent_nbytes
-        budgets = Budgets(self._available_nbytes(step), self.options.host, copies, reserve=reserve, updates=updates)
+        host = None if self.options.host is None else self.options.host - self.frames.host_nbytes()
+        budgets = Budgets(self._available_nbytes(step), host, copies, reserve=reserve, updates=updates)
         return budgets, self._fixed_homes(step)
 
     def _fixed_homes(self, step: fx.GraphModule) -> Mapping[str, str]:
@@ -94,7 +95,9 @@ class ModelDoor(Door):
         return True
 
     def give_up_residents(self, error: DoesNotFit) -> bool:
-        if error.tier != "device" or "device" not in self.parameters.tiers.values() or self.frames.waiting():
+        if error.tier != "device" or not self.parameters.has_residents:
+            return False
+        if self.frames.waiting() and not (self.frames.leaving and self.device.where.type == "cpu"):
             return False
         if self.device.where.type != "cpu" and self.frames.in_backward:  # autograd expects gradients where parameters were
             return False
@@ -103,9 +106,15 @@ class ModelDoor(Door):
         self.parameters.send_home()
         return True
 
+    def send_residents_home(self) -> None:
+        if self.device.where.type == "cpu" and self.parameters.has_residents:  # autograd expects gradients where they were
+            self.parameters.send_home()
+            self.parameters.adopt({}, {}, {})
+
     def refusal(self, error: DoesNotFit) -> BudgetError:
-        name, budget = ("memory", self.options.memory) if error.tier == "device" else ("host", self.options.host)
-        return budget_error(error, name, budget or 0, self.frames.nbytes())
+        if error.tier == "device":
+            return budget_error(error, "memory", self.options.memory or 0, self.frames.nbytes())
+        return budget_error(error, "host", self.options.host or 0, self.frames.host_nbytes())
 
     def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
         blocks = step.meta["homes"]
@@ -121,22 +130,32 @@ class ModelDoor(Door):
         return None if self.updates is None else self.updates.parameter_ids()
 
     def before_forward(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Raises StepError if an earlier training forward still waits for its backward, or if an error left the model half
-        updated."""
-        if self.updates is not None:
-            self.updates.before_forward(inputs)
+        """Raises StepError if an error left the model half updated, or if an earlier forward waits for its backward, and
+        backwards update parameters: the first one would use its gradients alone."""
+        if self.updates is None:
+            return
+        self.updates.before_forward(inputs)
         if self.frames.waiting():
             gc.collect()  # frees a loss that only a reference cycle holds
-        if not (waiting := self.frames.waiting()):
-            return
-        if _skipped(waiting[-1]):
-            waiting[-1].abandon()
-            return
-        raise StepError(
-            "a second training forward was started while an earlier one still waits for its backward; one step's saved "
-            "values are kept at a time. Call backward first, drop the earlier loss (del loss), or use torch.no_grad() "
-            "for evaluation"
-        )
+        waiting = self.frames.waiting()
+        if waiting and _skipped(waiting[-1]):
+            waiting[-1].spent = True
+        elif waiting:
+            raise StepError(
+                "a second training forward was started while an earlier one still waits for its backward; with "
+                'update="backward" each backward updates the parameters. Call backward first, drop the earlier loss (del loss), '
+                'use torch.no_grad() for evaluation, or use update="step"'
+            )
+
+    def before_backward(self, keeps: bool) -> None:
+        if self.updates is not None and keeps:
+            raise StepError(
+                'backward was called with retain_graph=True; with update="backward" the first backward updates the parameters, '
+                'and a second one would be of other values. Call loss.backward() without it, or use update="step"'
+            )
+
+    def waits_together(self) -> bool:
+        return True
 
     @contextlib.contextmanager
     def backward(self, node: Any, frame: Frame, tangents: Sequence[torch.Tensor | None]) -> Iterator[None]:

@@ -59,6 +59,7 @@ from mtcompile.torch_private.raising_branches import (
 )
 from mtcompile.torch_private.thread_setting import one_at_a_time, process_lock
 from mtcompile.torch_private.tracing import (
+    LiveBytes,
     changes_within,
     export_joint,
     fake_mode_of,
@@ -71,6 +72,7 @@ from mtcompile.torch_private.tracing import (
 pytree = _pytree  # as a public name
 
 __all__ = [
+    "LiveBytes",
     "AllocatorPeak",
     "OtherValues",
     "accumulating",
