@@ -89,9 +89,7 @@ def held_between_phases(schedule: Schedule) -> dict[str, int]:
     pooled = sum(
         change.nbytes
         for change in changes(schedule)
-        if change.place == "pooled"
-        and change.tier == "device"
-        and schedule.instructions[change.instruction].phase == PHASES[0]
+        if change.place == "pooled" and change.tier == "device" and schedule.instructions[change.instruction].phase == PHASES[0]
     )
     return {"device": aligned(pooled), "host": schedule.arena_nbytes.get("host", 0)}
 

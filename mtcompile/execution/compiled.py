@@ -119,8 +119,8 @@ class Frame:
 
     ``snapshots``: by input index, the buffers that the forward changes, as they were before. ``versions``: version counters of
     the inputs. ``sent_nbytes``: device bytes of the arguments that were sent there for it. ``spent``: its backward has begun.
-    ``evicted``: its saved values are gone, so its backward runs the forward again. ``repeated``: an earlier backward of the same
-    forward has run. ``alive``: how many forwards needed memory when it was evicted, itself among them.
+    ``evicted``: its saved values are gone, so its backward runs the forward again. ``repeated``: an earlier backward of the
+    same forward has run.
     """
 
     compiled: CompiledStep
@@ -137,7 +137,6 @@ class Frame:
     evicted: bool = False
     measured: bool = False
     repeated: bool = False
-    alive: int = 1
 
     def hand_out(self, outputs: tuple[torch.Tensor, ...]) -> None:
         """Keeps weak references to the outputs that the caller receives: their ``grad_fn`` holds this frame."""
@@ -150,12 +149,12 @@ class Frame:
         buffers = self.compiled.schedule.buffers.values()
         return sum(b.nbytes for b in buffers if b.returned and b.role == "output")
 
-    def evict(self, alive: int) -> None:
+    def evict(self) -> None:
         """Frees what the forward saved; the backward will run the forward again."""
         self.memory.tensors.clear()
         self.memory.live = self.outputs_nbytes
         self.memory.leave()
-        self.evicted, self.alive = True, alive
+        self.evicted = True
 
     def repeat(self) -> Frame:
         """Returns the frame for another backward of the same forward, which will run the forward again."""
@@ -165,7 +164,7 @@ class Frame:
 
 
 class PlainGraph:
-    """A graph of autograd's own beside the planned steps. ``nbytes``: the device bytes that it and its backward take at most."""
+    """A graph of autograd's own beside planned steps. ``nbytes``: the device bytes that it and its backward take at most."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = aligned(nbytes)
@@ -174,40 +173,50 @@ class PlainGraph:
 class LiveFrames:
     """The training forwards that still wait for their backward. If the loss is dropped, its frame leaves by itself.
 
-    ``repeated``: the frames for a further backward of the same forward, which hold the call's arguments only. ``plain``: graphs
-    of autograd's own, which are alive until nothing can run their backward; ``plain_nbytes`` is left free for them at all times.
-    ``expected``: how
-    many forwards wait at the same time, as far as is known. ``leaving``: True while a plan is made for the case that all of
-    them are evicted.
+    ``repeated``: the frames for a further backward of the same forward, which hold the call's arguments only. ``plain``:
+    graphs of autograd's own, which are alive until nothing can run their backward; ``plain_nbytes`` is left free for them at
+    all times, as is ``glue_nbytes`` for parameters that lines between captured parts compute with. ``expected``: how many
+    forwards wait at the same time, as far as is known. ``leaving``: True while a plan is made for the case that all of them
+    are evicted.
     """
 
     def __init__(self) -> None:
         self._frames: list[weakref.ref[Frame]] = []
         self.repeated: weakref.WeakSet[Frame] = weakref.WeakSet()
         self.plain: weakref.WeakSet[PlainGraph] = weakref.WeakSet()
-        self.plain_nbytes = 0
+        self.plain_nbytes = self.glue_nbytes = 0
         self.in_backward = False  # True while a backward runs its forward again
-        self.expected = 1
+        self.expected = self._together = 1  # together: the most that waited since none did
         self.leaving = False
 
     def add(self, frame: Frame) -> None:
-        self._frames = [weakref.ref(frame) for frame in (*self.waiting(), frame)]
+        waiting = (*self.waiting(), frame)
+        self._frames = [weakref.ref(frame) for frame in waiting]
+        self._together = max(self._together, len(waiting)) if len(waiting) > 1 else 1
 
     def waiting(self) -> list[Frame]:
         """Returns the waiting frames, oldest first."""
         return [frame for ref in self._frames if (frame := ref()) is not None and not frame.spent]
 
+    @property
+    def hold(self) -> bool:
+        """True if a waiting forward holds saved values."""
+        return not self.leaving and any(not frame.evicted for frame in self.waiting())
+
     def evict(self) -> None:
         """Evicts all frames that wait, to make room for another one."""
-        waiting = self.waiting()
-        for frame in waiting:
+        for frame in self.waiting():
             if not frame.evicted:
-                frame.evict(len(waiting) + 1)
+                frame.evict()
+
+    def learn(self) -> None:
+        """Notes that an evicted forward was needed after all."""
+        self.expected = max(self.expected, self._together)
 
     def nbytes(self) -> int:
         """Returns the device bytes that waiting forwards hold, and those that graphs of autograd's own hold or need."""
         held = ((f.outputs_nbytes if self.leaving else f.memory.live, f.sent_nbytes) for f in self.waiting())
-        plain = max(self.plain_nbytes, sum(graph.nbytes for graph in self.plain))
+        plain = self.glue_nbytes + max(self.plain_nbytes, sum(graph.nbytes for graph in self.plain))
         return sum(aligned(live) + sent for live, sent in held) + sum(frame.sent_nbytes for frame in self.repeated) + plain
 
     def host_nbytes(self) -> int:

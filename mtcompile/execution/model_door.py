@@ -14,7 +14,7 @@ from torch import fx, nn
 from mtcompile import torch_private
 from mtcompile.errors import BudgetError, CaptureError, StepError
 from mtcompile.execution.compiled import Frame, LiveFrames
-from mtcompile.execution.parameters import ParameterStore
+from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, random_reserve_nbytes
 from mtcompile.execution.session import Door
 from mtcompile.optim.backward_update import UpdatesInBackward
@@ -46,6 +46,7 @@ class ModelDoor(Door):
         self.updates: UpdatesInBackward | None = None
         if options.updates is not None:
             self.updates = UpdatesInBackward(model, options.updates, self.masters, drain)
+        self._beside = 0  # device bytes beside the step that was planned last
         self.sent_nbytes = 0  # bytes of the arguments, which are on the device during the call
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
@@ -89,7 +90,8 @@ class ModelDoor(Door):
             return None
         read, copies = set(step.meta["homes"].values()), state_copies_of(self.options.precision, self.optimizer)
         unread = [s for block, s in self.parameters.slabs.items() if s.tier == "device" and block not in read]
-        return self.options.memory - self.frames.nbytes() - sum(int(s.memory.numel() * (2 + copies)) for s in unread)
+        self._beside = self.frames.nbytes() + sum(int(s.memory.numel() * (2 + copies)) for s in unread)
+        return self.options.memory - self._beside
 
     def needs_loss_head(self, joint: fx.GraphModule) -> bool:
         return True
@@ -97,7 +99,7 @@ class ModelDoor(Door):
     def give_up_residents(self, error: DoesNotFit) -> bool:
         if error.tier != "device" or not self.parameters.has_residents:
             return False
-        if self.frames.waiting() and not (self.frames.leaving and self.device.where.type == "cpu"):
+        if self.frames.waiting() and (self.device.where.type != "cpu" or self.frames.hold):
             return False
         if self.device.where.type != "cpu" and self.frames.in_backward:  # autograd expects gradients where parameters were
             return False
@@ -113,7 +115,7 @@ class ModelDoor(Door):
 
     def refusal(self, error: DoesNotFit) -> BudgetError:
         if error.tier == "device":
-            return budget_error(error, "memory", self.options.memory or 0, self.frames.nbytes())
+            return budget_error(error, "memory", self.options.memory or 0, self._beside)
         return budget_error(error, "host", self.options.host or 0, self.frames.host_nbytes())
 
     def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
@@ -143,8 +145,8 @@ class ModelDoor(Door):
         elif waiting:
             raise StepError(
                 "a second training forward was started while an earlier one still waits for its backward; with "
-                'update="backward" each backward updates the parameters. Call backward first, drop the earlier loss (del loss), '
-                'use torch.no_grad() for evaluation, or use update="step"'
+                'update="backward" each backward updates the parameters. Call backward first, drop the earlier loss '
+                '(del loss), use torch.no_grad() for evaluation, or use update="step"'
             )
 
     def before_backward(self, keeps: bool) -> None:
@@ -197,6 +199,18 @@ class ModelDoor(Door):
         model = self._model()
         names: dict[int, tuple[str, str]] = {id(b): ("buffer", n) for n, b in model.named_buffers()}
         return names | {id(p): ("param", n) for n, p in model.named_parameters()}
+
+    def count_glue(self, leaves: Sequence[torch.Tensor] = ()) -> None:
+        """Counts the state of those parameters among ``leaves``, and of all that are scripted, on the device from now on: lines
+        that Python runs between two captured parts compute with them."""
+        model = self._model()
+        used = {id(leaf) for leaf in leaves}
+        used |= {id(p) for m in model.modules() if isinstance(m, torch.jit.ScriptModule) for p in m.parameters()}
+        copies = 2 + state_copies_of(self.options.precision, self.optimizer)
+        nbytes = int(copies * sum(p.nbytes for p in model.parameters() if id(p) in used))
+        if nbytes > self.frames.glue_nbytes:
+            self.frames.glue_nbytes = nbytes
+            self.frames.evict()  # they were planned without it
 
     def lazy_modules(self) -> Mapping[nn.Module, str]:
         """Returns the lazy modules, which the next forward initializes, and their names. Raises CaptureError for those that

@@ -82,4 +82,4 @@ def _peak_nbytes(description: Description, tangents: Sequence[torch.Tensor | Non
         if gradients:
             sources = [tensor for tensor in inputs if tensor.requires_grad]
             torch.autograd.grad(gradients, sources, [torch.empty_like(g) for g in gradients], allow_unused=True)
-    return counted.peak - before
+    return int(counted.peak - before)

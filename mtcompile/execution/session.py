@@ -19,11 +19,11 @@ from mtcompile.capture.refusals import not_compiled, place_of, refuse
 from mtcompile.capture.tracing import collecting_later
 from mtcompile.compiler import CapturedStep, Target, compile_step, leaves_room
 from mtcompile.errors import BudgetError, MtcompileError, StepError
-from mtcompile.execution.arenas import ArenaPool
 from mtcompile.execution.calibration import Calibrator, known_machine, speeds
 from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames, PlainGraph
 from mtcompile.execution.dump import dump
-from mtcompile.execution.parameters import ParameterStore
+from mtcompile.execution.memory.arenas import ArenaPool
+from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.execution.placement import RunnablePlacement
 from mtcompile.execution.runner import PhaseRun, Runner, version_of, without_autocast
 from mtcompile.kernels.toolchain import toolchain_for
@@ -61,7 +61,7 @@ class Door(RunnablePlacement, Protocol):
         finds no room evicts the others, which run again before their backward."""
         return False
 
-    sent_nbytes = 0  # device bytes of the arguments that the current call has sent there
+    sent_nbytes: int = 0  # device bytes of the arguments that the current call has sent there
 
     def before_forward(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Raises StepError if a training forward with these inputs, by name, cannot start now."""
@@ -98,9 +98,9 @@ class Door(RunnablePlacement, Protocol):
 
 class Session:
     """The session of one compiled callable. ``door``: says where inputs live, and sets the limits on plans. ``last``: the
-    program that last trained (or ran, before any training). ``planned_device_bytes``: the largest peak of a program that has run,
-    with what others held beside it. ``last_step``: the schedule of the last whole step, and when its
-    instructions ran by the device's clock."""
+    program that last trained (or ran, before any training). ``planned_device_bytes``: the largest peak of a program that has
+    run, with what others held beside it. ``last_step``: the schedule of the last whole step, and when its instructions ran by
+    the device's clock."""
 
     def __init__(
         self, device: Device, options: Options, door: Door, parameters: ParameterStore, frames: LiveFrames, title: str = ""
@@ -154,9 +154,9 @@ class Session:
                 self._known_or_compiled(captured, known, len(waiting))
             except BudgetError as error:
                 raise BudgetError(
-                    f"{len(waiting) + 1} training forwards are to wait for their backward at the same time, and {len(waiting)} "
-                    f"fit: {error}\n  or call backward after {len(waiting)}, drop losses that you no longer need (del loss), or "
-                    "use torch.no_grad() for evaluation",
+                    f"{len(waiting) + 1} training forwards are to wait for their backward at the same time, and "
+                    f"{len(waiting)} fit: {error}\n  or call backward after {len(waiting)}, drop losses that you no longer "
+                    "need (del loss), or use torch.no_grad() for evaluation",
                     error.minimum_bytes,
                 ) from None
             finally:
@@ -165,19 +165,19 @@ class Session:
 
     def _known_or_compiled(self, captured: CapturedStep, known: CompiledSteps, beside: int = 0) -> CompiledStep:
         """``beside``: the number of further forwards like this one that the memory has to hold, as saved for a backward."""
-        reserved = self.frames.nbytes(), self.frames.host_nbytes()
+        reserved = self.frames.nbytes(), self.frames.host_nbytes(), self.frames.hold
         autocast = captured.description.backward_autocast
         base = (captured.tangents, autocast, torch.get_num_threads(), self.door.plan_key())
         key = (*base, reserved, beside)
         version, compiled = known.get(key, (-1, None))
-        if compiled is None or (isinstance(compiled, CompiledStep) and version != self.parameters.version):
+        if compiled is None or version != self.parameters.version:
             compiled = self._roomy(known, base, beside)
             if compiled is None:
                 self.drain()
                 try:
                     compiled = self._compile(captured, beside)
                 except BudgetError as error:
-                    if not any(reserved) and not beside:
+                    if not self.frames.waiting() and not beside:
                         raise
                     # Keep the refusal, or every step would plan again. Not the error: its traceback holds the call's tensors.
                     compiled = str(error), error.minimum_bytes
@@ -192,7 +192,10 @@ class Session:
         steps = [
             compiled
             for key, (made_for, compiled) in known.items()
-            if isinstance(compiled, CompiledStep) and made_for == version and isinstance(key, tuple) and key[: len(base)] == base
+            if isinstance(compiled, CompiledStep)
+            and made_for == version
+            and isinstance(key, tuple)
+            and key[: len(base)] == base
         ]
         roomy = [step for step in steps if self._fits(step, beside)]
         return min(roomy, key=lambda step: step.plan.total_us, default=None)
@@ -264,13 +267,13 @@ class Session:
         """Evicts the other forwards if a backward would not fit beside them, since it runs in another order than the plans
         expected. Notes how many forwards were alive when one was evicted that is needed after all."""
         if frame.evicted and self.door.waits_together():
-            self.frames.expected = max(self.frames.expected, frame.alive)
+            self.frames.learn()
         if not frame.evicted and self.frames.waiting() and not self._fits(frame.compiled):
             self.frames.evict()
 
     def make_room_for(self, plain: PlainGraph) -> None:
-        """Counts a graph of autograd's own from now on. If it needs the room, evicts waiting forwards, frees the arena and sends
-        parameters home; later plans leave the room free. Raises BudgetError."""
+        """Counts a graph of autograd's own from now on. If it needs the room, evicts waiting forwards, frees the arena and
+        sends parameters home; later plans leave the room free. Raises BudgetError."""
         memory = self.options.memory
         self.frames.plain.add(plain)
         if memory is not None and self._device_nbytes() > memory:
@@ -280,9 +283,9 @@ class Session:
             if (needed := self._device_nbytes()) > memory:
                 self.frames.plain.discard(plain)
                 raise BudgetError(
-                    f"backward was called with create_graph=True, which runs in plain PyTorch and takes {gib(plain.nbytes)}: the "
-                    f"smallest memory that works is {needed} bytes ({gib(needed)}), found {gib(memory)}. Pass memory={needed} or "
-                    "more, or a smaller batch",
+                    f"backward was called with create_graph=True, which runs in plain PyTorch and takes {gib(plain.nbytes)}: "
+                    f"the smallest memory that works is {needed} bytes ({gib(needed)}), found {gib(memory)}. Pass "
+                    f"memory={needed} or more, or a smaller batch",
                     needed,
                 )
             self.frames.plain_nbytes = max(self.frames.plain_nbytes, plain.nbytes)

@@ -33,7 +33,7 @@ class LiveBytes(TorchDispatchMode):
     """Counts the bytes of storages that operations make, while they live, as on fake tensors. ``peak``: the most so far."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
