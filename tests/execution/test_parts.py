@@ -84,6 +84,9 @@ class Scripted(nn.Module):
         return self.block(self.scripted(x)).square().mean()
 
 
+KINDS = (Glue, Looping, OwnGenerator, Scripted)
+
+
 def batches(count: int = 2) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
     return [torch.randn(16, WIDTH, generator=generator) for _ in range(count)]
