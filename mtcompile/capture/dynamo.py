@@ -21,6 +21,7 @@ from mtcompile import torch_private
 from mtcompile.capture import known_shapes
 from mtcompile.capture.refusals import (
     NotOneGraph,
+    may_part,
     not_captured,
     not_compiled,
     place_in,
@@ -122,7 +123,8 @@ def front_end(
 
 def _breaks(cause: BaseException | None, error: Exception) -> bool:
     """Tells whether a capture failed at a line that Python can run between two graphs."""
-    return isinstance(cause, NotOneGraph) or (cause is not None and torch_private.is_graph_break(error))
+    breaks = isinstance(cause, NotOneGraph) or (cause is not None and torch_private.is_graph_break(error))
+    return breaks and may_part(error)
 
 
 @dataclass(slots=True)

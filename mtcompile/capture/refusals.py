@@ -89,6 +89,14 @@ def not_compiled(error: BaseException, doing: str, place: str = "") -> CaptureEr
     return CaptureError(f"{doing}: {reason}{where}\n  {tip}; MT_DEBUG=1 shows where this was raised")
 
 
+_ONLY_WHOLE = r"(?i)backwards hooks|nested.?tensor"  # what plain PyTorch does there reaches beyond the line
+
+
+def may_part(error: BaseException) -> bool:
+    """Tells whether Python may run the line that ``error`` reports, between two graphs."""
+    return not re.search(_ONLY_WHOLE, str(error).partition("from user code")[0])
+
+
 _BREAKS = (  # torch's reasons for another graph, in plain words
     (r"generic_jump|[Dd]ata.dependent branching", "a branch on what a tensor holds"),
     (r"\.item\(\)|depends on what tensors hold|data-dependent", "a shape or Python value that depends on what a tensor holds"),

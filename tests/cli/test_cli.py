@@ -150,7 +150,6 @@ def test_fields_of_a_dataclass_become_options() -> None:
         (("verify", "{own}:linear", "--max-grad-norm", "-1"), 2, "expected max_grad_norm above 0"),
         (("verify", "megatrain-120b"), 3, "two trainings are held at once"),
         (("bench", "{own}:linear", "--memory", "100"), 3, "the smallest memory that works is"),
-        (("bench", "{own}:branches", "--memory", "1MiB"), 2, "at {own}:18 in forward"),
         (("train", "nobody"), 2, "expected a model among gpt-11m"),
         (("train", "gpt-11m", "--data", "/none/such.txt"), 2, "no such path: /none/such.txt"),
         (("train", "gpt-11m", "--data", "{own}", "--seq", "4096"), 2, "give more --data, or a smaller --batch or --seq"),
