@@ -59,6 +59,7 @@ from mtcompile.torch_private.raising_branches import (
 )
 from mtcompile.torch_private.thread_setting import one_at_a_time, process_lock
 from mtcompile.torch_private.tracing import (
+    building_without_memory,
     changes_within,
     export_joint,
     fake_mode_of,
@@ -76,6 +77,7 @@ __all__ = [
     "accumulating",
     "accumulation_hooks",
     "after_initialization",
+    "building_without_memory",
     "caches_casts",
     "capture_settings",
     "cast_of",
