@@ -16,7 +16,7 @@ from mtcompile.passes.analysis.state import param_nbytes
 from mtcompile.passes.planning.ladders import Block
 from mtcompile.passes.planning.linear.blocks import Option, place_blocks
 from mtcompile.passes.planning.linear.homes import HomeCost
-from mtcompile.passes.planning.linear.memory import hold_memory
+from mtcompile.passes.planning.linear.memory import hold_memory, live_at
 from mtcompile.passes.planning.linear.program import Infeasible, gains_us
 from mtcompile.passes.planning.linear.queues import take_time
 from mtcompile.passes.planning.linear.terms import Load, Terms, terms_of
@@ -54,10 +54,11 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
     _place_homes(problem, costs, terms)
     choices = place_blocks(problem, blocks, terms)
     take_time(problem, costs, terms)
+    lives = live_at(blocks, terms, choices)
 
     def solve(limits: Mapping[str, int | None], on_device: Collection[str] | None = None, ahead: int = 0) -> Relaxed:
         if ahead not in terms.program.held:
-            hold_memory(problem, blocks, terms, choices, ahead)
+            hold_memory(problem, blocks, terms, choices, lives, ahead)
         decided = {} if on_device is None else {v: 0.0 if home in on_device else 1.0 for home, v in terms.away.items()}
         solution, rows = terms.program.solve(limits, decided, ahead)
         if solution.status != 0:
