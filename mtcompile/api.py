@@ -13,8 +13,8 @@ from torch import nn
 from mtcompile import torch_private
 from mtcompile.errors import MtcompileError
 from mtcompile.execution.calibration import Calibration
+from mtcompile.execution.memory.parameters import changes_of, check_movable
 from mtcompile.execution.model import CompiledModel
-from mtcompile.execution.parameters import changes_of, check_movable
 from mtcompile.machine.device import choose
 from mtcompile.machine.presets import named
 from mtcompile.optim.precision import precision_named

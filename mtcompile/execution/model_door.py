@@ -14,7 +14,7 @@ from torch import fx, nn
 from mtcompile import torch_private
 from mtcompile.errors import BudgetError, CaptureError, StepError
 from mtcompile.execution.compiled import Frame, LiveFrames
-from mtcompile.execution.parameters import ParameterStore
+from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, random_reserve_nbytes
 from mtcompile.execution.session import Door
 from mtcompile.optim.backward_update import UpdatesInBackward
@@ -47,6 +47,7 @@ class ModelDoor(Door):
         self.updates: UpdatesInBackward | None = None
         if options.updates is not None:
             self.updates = UpdatesInBackward(model, options.updates, self.masters, drain)
+        self._beside = 0  # device bytes beside the step that was planned last
         self.sent_nbytes = 0  # bytes of the arguments, which are on the device during the call
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
@@ -71,7 +72,8 @@ class ModelDoor(Door):
         if self.updates is not None and _trains(step):
             updates = self.updates.plan_updates(copies)
         reserve, available = random_reserve_nbytes(step) + self.sent_nbytes, self._available_nbytes(step, state)
-        budgets = Budgets(available, self.options.host, copies, reserve=reserve, updates=updates, state=state)
+        host = None if self.options.host is None else self.options.host - self.frames.host_nbytes()
+        budgets = Budgets(available, host, copies, reserve=reserve, updates=updates, state=state)
         return budgets, self._fixed_homes(step)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -101,17 +103,19 @@ class ModelDoor(Door):
             return None
         read = set(step.meta["homes"].values())
         unread = {block: s for block, s in self.parameters.slabs.items() if s.tier == "device" and block not in read}
-        held = sum(slab.memory.numel() for slab in unread.values())
+        self._beside = self.frames.nbytes() + sum(slab.memory.numel() for slab in unread.values())
         for name, place in self.parameters.places.items():
             if place.block in unread:
-                held += state.get(name, 0) + (placed(place.parameter.nbytes) if place.parameter.requires_grad else 0)
-        return self.options.memory - self.frames.nbytes() - held
+                self._beside += state.get(name, 0) + (placed(place.parameter.nbytes) if place.parameter.requires_grad else 0)
+        return self.options.memory - self._beside
 
     def needs_loss_head(self, joint: fx.GraphModule) -> bool:
         return True
 
     def give_up_residents(self, error: DoesNotFit) -> bool:
-        if error.tier != "device" or "device" not in self.parameters.tiers.values() or self.frames.waiting():
+        if error.tier != "device" or not self.parameters.has_residents:
+            return False
+        if self.frames.waiting() and (self.device.where.type != "cpu" or self.frames.hold):
             return False
         if self.device.where.type != "cpu" and self.frames.in_backward:  # autograd expects gradients where parameters were
             return False
@@ -120,9 +124,15 @@ class ModelDoor(Door):
         self.parameters.send_home()
         return True
 
+    def send_residents_home(self) -> None:
+        if self.device.where.type == "cpu" and self.parameters.has_residents:  # autograd expects gradients where they were
+            self.parameters.send_home()
+            self.parameters.adopt({}, {}, {})
+
     def refusal(self, error: DoesNotFit) -> BudgetError:
-        name, budget = ("memory", self.options.memory) if error.tier == "device" else ("host", self.options.host)
-        return budget_error(error, name, budget or 0, self.frames.nbytes())
+        if error.tier == "device":
+            return budget_error(error, "memory", self.options.memory or 0, self._beside)
+        return budget_error(error, "host", self.options.host or 0, self.frames.host_nbytes())
 
     def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
         blocks = step.meta["homes"]
@@ -138,22 +148,32 @@ class ModelDoor(Door):
         return None if self.updates is None else self.updates.parameter_ids()
 
     def before_forward(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Raises StepError if an earlier training forward still waits for its backward, or if an error left the model half
-        updated."""
-        if self.updates is not None:
-            self.updates.before_forward(inputs)
+        """Raises StepError if an error left the model half updated, or if an earlier forward waits for its backward, and
+        backwards update parameters: the first one would use its gradients alone."""
+        if self.updates is None:
+            return
+        self.updates.before_forward(inputs)
         if self.frames.waiting():
             gc.collect()  # frees a loss that only a reference cycle holds
-        if not (waiting := self.frames.waiting()):
-            return
-        if _skipped(waiting[-1]):
-            waiting[-1].abandon()
-            return
-        raise StepError(
-            "a second training forward was started while an earlier one still waits for its backward; one step's saved "
-            "values are kept at a time. Call backward first, drop the earlier loss (del loss), or use torch.no_grad() "
-            "for evaluation"
-        )
+        waiting = self.frames.waiting()
+        if waiting and _skipped(waiting[-1]):
+            waiting[-1].spent = True
+        elif waiting:
+            raise StepError(
+                "a second training forward was started while an earlier one still waits for its backward; with "
+                'update="backward" each backward updates the parameters. Call backward first, drop the earlier loss '
+                '(del loss), use torch.no_grad() for evaluation, or use update="step"'
+            )
+
+    def before_backward(self, keeps: bool) -> None:
+        if self.updates is not None and keeps:
+            raise StepError(
+                'backward was called with retain_graph=True; with update="backward" the first backward updates the parameters, '
+                'and a second one would be of other values. Call loss.backward() without it, or use update="step"'
+            )
+
+    def waits_together(self) -> bool:
+        return True
 
     @contextlib.contextmanager
     def backward(self, node: Any, frame: Frame, tangents: Sequence[torch.Tensor | None]) -> Iterator[None]:
@@ -194,6 +214,19 @@ class ModelDoor(Door):
         model = self._model()
         names: dict[int, tuple[str, str]] = {id(b): ("buffer", n) for n, b in model.named_buffers()}
         return names | {id(p): ("param", n) for n, p in model.named_parameters()}
+
+    def count_glue(self, leaves: Sequence[torch.Tensor] = ()) -> None:
+        """Counts the state of those parameters among ``leaves``, and of all that are scripted, on the device from now on: lines
+        that Python runs between two captured parts compute with them."""
+        model = self._model()
+        used = {id(leaf) for leaf in leaves}
+        used |= {id(p) for m in model.modules() if isinstance(m, torch.jit.ScriptModule) for p in m.parameters()}
+        parameters = self._parameters()
+        state, counted = self._optimizer_state(parameters), [(name, p) for name, p in parameters.items() if id(p) in used]
+        nbytes = sum(p.nbytes * (2 if p.requires_grad else 1) + state.get(name, 0) for name, p in counted)
+        if nbytes > self.frames.glue_nbytes:
+            self.frames.glue_nbytes = nbytes
+            self.frames.evict()  # they were planned without it
 
     def lazy_modules(self) -> Mapping[nn.Module, str]:
         """Returns the lazy modules, which the next forward initializes, and their names. Raises CaptureError for those that

@@ -14,7 +14,7 @@ from mtcompile.forecast.figures import figures
 from mtcompile.forecast.request import MOST_CHUNKS, ForecastRequest, SizedStep, in_chunks, sized_step, takes_sizes
 from mtcompile.forecast.result import Forecast
 from mtcompile.machine.presets import named
-from mtcompile.models.decoders import SHAPES
+from mtcompile.models.loading import check_shape
 from mtcompile.optim.precision import precision_named
 from mtcompile.optim.state_sizes import FORECAST_STATES, optimizer_named, state_copies
 from mtcompile.optim.update_options import update_options
@@ -90,8 +90,8 @@ def plan(
         raise ValueError(f"expected solve to be batch, seq or memory, found {solve!r}")
     if unknown := [policy for policy in policies if policy not in POLICIES]:
         raise ValueError(f"expected policies among {', '.join(POLICIES)}, found {', '.join(unknown)}")
-    if isinstance(model, str) and model not in SHAPES:
-        raise ValueError(f"expected a model among {', '.join(SHAPES)}, or a module, found {model!r}")
+    if isinstance(model, str):
+        check_shape(model)
     if solve in ("batch", "seq") and not (isinstance(model, str) or takes_sizes(model)):
         raise ValueError(f"solve={solve!r} expects a built-in shape or a factory of (batch, seq), found {type(model).__name__}")
     kind, described = precision_named(precision), named(machine)

@@ -201,8 +201,8 @@ def _line(size: int, low: int, high: int) -> tuple[tuple[int, float], ...]:
 def _stepped_nbytes(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: Mapping[str, Any], shape: Sequence[int]
 ) -> list[int]:
-    """Returns the bytes of each tensor of state that a copy of the optimizer keeps for one parameter like this one after a step. Raises
-    whatever the step raises."""
+    """Returns the bytes of each tensor of state that a copy of the optimizer keeps for a parameter like this one after a step.
+    Raises whatever the step raises."""
     with torch.enable_grad():
         device = "cpu" if parameter.device.type == "meta" else parameter.device
         like = nn.Parameter(torch.ones(tuple(shape), dtype=parameter.dtype, device=device))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -112,6 +114,34 @@ def raised_in_capture(error: BaseException) -> bool:
             return True
         trace = trace.tb_next
     return False
+
+
+def is_graph_break(error: BaseException) -> bool:
+    """Tells whether Dynamo met something that it leaves to Python where it may make several graphs."""
+    from torch._dynamo.exc import Unsupported, UserError
+
+    return isinstance(error, (Unsupported, UserError))
+
+
+def break_after(graph: fx.GraphModule) -> tuple[str, str]:
+    """Returns why a graph of Dynamo's ends before its function does, and a report of the line; empty texts if it does not."""
+    reason = getattr(graph, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return "", ""
+    why = next((line.strip() for line in reason.reason.splitlines() if line.strip()), "")
+    return why, "".join(traceback.format_list(reason.user_stack))
+
+
+@contextlib.contextmanager
+def without_break_warnings() -> Iterator[None]:
+    """Silences torch's own advice on the first lines that part a graph."""
+    logger = logging.getLogger("torch._dynamo.variables.tensor")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def failed_inside(error: BaseException) -> bool:

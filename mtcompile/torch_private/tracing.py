@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtcompile.torch_private.autograd import storage_id
 from mtcompile.torch_private.thread_setting import ThreadSetting
@@ -24,6 +27,33 @@ def fake_mode_of(fakes: Iterable[torch.Tensor]) -> Any:
     from torch._guards import detect_fake_mode
 
     return next((fake.fake_mode for fake in fakes if hasattr(fake, "fake_mode")), None) or detect_fake_mode()
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages that operations make, while they live, as on fake tensors. ``peak``: the most so far."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {storage_id(value) for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)}
+        results = func(*args, **(kwargs or {}))
+        for value in pytree.tree_leaves(results):
+            if isinstance(value, torch.Tensor) and storage_id(value) not in given:
+                self._note(value.untyped_storage())
+        return results
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        if storage not in self._seen:
+            nbytes = self._seen[storage] = storage.nbytes()
+            self.live += nbytes
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._gone, nbytes)
+
+    def _gone(self, nbytes: int) -> None:
+        self.live -= nbytes
 
 
 @contextlib.contextmanager

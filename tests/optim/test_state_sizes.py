@@ -1,4 +1,4 @@
-"""The sizes of optimizer state are those that optimizers allocate: any class of torch.optim, and classes that nobody has heard of."""
+"""The sizes of optimizer state are those that optimizers allocate: classes of torch.optim, and classes from elsewhere."""
 
 from __future__ import annotations
 
