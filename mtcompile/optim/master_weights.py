@@ -209,7 +209,8 @@ class Masters:
                 expected = f"expected {class_name(optimizer)} without {', '.join(refused)}"
                 raise StepError(f"{expected} where parameters have fp32 masters; leave it out")
         for parameter in parameters:
-            self._unfreeze(parameter)
+            if parameter.requires_grad:
+                self._unfreeze(parameter)
             if (master := self.by_parameter.get(id(parameter))) is not None:
                 self._notice_writes(master)
 
