@@ -249,12 +249,16 @@ def _resident(step: fx.GraphModule, given: Given) -> dict[str, int]:
     """Returns the bytes that the model holds at all times: weights, optimizer state, gradients that wait for optimizer.step()
     (an older one may be held while a new one is made), step counters, and what the device holds beside."""
     budgets, homes = given.budgets, step.meta["homes"]
-    copies = budgets.state_copies + (2 if budgets.updates is None else 1)
-    weights: dict[str, int] = {}  # by home block, whose bytes are rounded together
+    held = {"device": budgets.reserve + given.held_nbytes, "host": 0}
+    estimated: dict[str, int] = {}  # trained weights by home block, whose state is rounded together where it is estimated
     for spec, node in inputs_of(step):
         if spec.role == "param" and spec.name in homes:
-            weights[homes[spec.name]] = weights.get(homes[spec.name], 0) + placed(node.meta["nbytes"])
-    held = {"device": budgets.reserve + given.held_nbytes, "host": len(homes) * SCALAR_STATE_NBYTES}
-    for block, nbytes in weights.items():
-        held["device" if given.plan.params(block) == "device" else "host"] += int(nbytes * copies)
+            nbytes, tier = placed(node.meta["nbytes"]), "device" if given.plan.params(homes[spec.name]) == "device" else "host"
+            held[tier] += nbytes if budgets.state is None else nbytes + budgets.state.get(spec.name, 0)
+            if spec.differentiable:
+                held["host"] += SCALAR_STATE_NBYTES
+                held[tier] += nbytes if budgets.updates is None else 0
+                estimated[homes[spec.name]] = estimated.get(homes[spec.name], 0) + nbytes
+    for block, nbytes in estimated.items() if budgets.state is None else ():
+        held["device" if given.plan.params(block) == "device" else "host"] += int(nbytes * budgets.state_copies)
     return held

@@ -19,12 +19,13 @@ from mtcompile.execution.placement import budget_error, conversions, random_rese
 from mtcompile.execution.session import Door
 from mtcompile.optim.backward_update import UpdatesInBackward
 from mtcompile.optim.master_weights import Masters, cast
-from mtcompile.optim.state_sizes import state_copies_of
+from mtcompile.optim.state_sizes import average_copies, master_state_nbytes, state_nbytes
 from mtcompile.options import Options
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
 from mtcompile.runtime.devices.protocol import Device
+from mtcompile.runtime.schedule import placed
 from mtcompile.torch_private import shares_storage
 
 
@@ -65,13 +66,25 @@ class ModelDoor(Door):
         return InputHomes(self.parameters.blocks(), updated=updated)
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
-        copies, updates = state_copies_of(self.options.precision, self.optimizer), None
+        parameters, updates = self._parameters(), None
+        state = self._optimizer_state(parameters)
+        copies = average_copies(state, parameters)
         if self.updates is not None and _trains(step):
             updates = self.updates.plan_updates(copies)
-        reserve = random_reserve_nbytes(step) + self.sent_nbytes
+        reserve, available = random_reserve_nbytes(step) + self.sent_nbytes, self._available_nbytes(step, state)
         host = None if self.options.host is None else self.options.host - self.frames.host_nbytes()
-        budgets = Budgets(self._available_nbytes(step), host, copies, reserve=reserve, updates=updates)
+        budgets = Budgets(available, host, copies, reserve=reserve, updates=updates, state=state)
         return budgets, self._fixed_homes(step)
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """Returns the parameters by name. The model's own method waits for updates."""
+        return {name: p for name, p in nn.Module.named_parameters(self._model()) if not nn.parameter.is_lazy(p)}
+
+    def _optimizer_state(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
+        """Returns the bytes that the optimizer keeps for each parameter, masters included."""
+        if self.masters is None:
+            return state_nbytes(self.optimizer, parameters)
+        return master_state_nbytes(self.optimizer, parameters, self.masters.by_parameter)
 
     def _fixed_homes(self, step: fx.GraphModule) -> Mapping[str, str]:
         blocks, tiers = step.meta["homes"], self.parameters.tiers
@@ -81,16 +94,19 @@ class ModelDoor(Door):
         if self.masters is not None and not self.masters.may_be_on(self.device.where, self.optimizer):
             return dict.fromkeys(blocks.values(), "host")
         # Memory that other tensors share stays where they see it.
-        parameters = dict(nn.Module.named_parameters(self._model()))
+        parameters = self._parameters()
         return {blocks[name]: "host" for name in blocks if name in parameters and shares_storage(parameters[name])}
 
-    def _available_nbytes(self, step: fx.GraphModule) -> int | None:
+    def _available_nbytes(self, step: fx.GraphModule, state: Mapping[str, int]) -> int | None:
         """Returns the device budget, less waiting forwards and resident parameters that this program does not read."""
         if self.options.memory is None:
             return None
-        read, copies = set(step.meta["homes"].values()), state_copies_of(self.options.precision, self.optimizer)
-        unread = [s for block, s in self.parameters.slabs.items() if s.tier == "device" and block not in read]
-        self._beside = self.frames.nbytes() + sum(int(s.memory.numel() * (2 + copies)) for s in unread)
+        read = set(step.meta["homes"].values())
+        unread = {block: s for block, s in self.parameters.slabs.items() if s.tier == "device" and block not in read}
+        self._beside = self.frames.nbytes() + sum(slab.memory.numel() for slab in unread.values())
+        for name, place in self.parameters.places.items():
+            if place.block in unread:
+                self._beside += state.get(name, 0) + (placed(place.parameter.nbytes) if place.parameter.requires_grad else 0)
         return self.options.memory - self._beside
 
     def needs_loss_head(self, joint: fx.GraphModule) -> bool:
@@ -184,8 +200,7 @@ class ModelDoor(Door):
 
     def state_nbytes(self) -> dict[str, int]:
         """Returns the current bytes of weights, masters, gradients and optimizer state."""
-        named = nn.Module.named_parameters(self._model())  # the model's own method waits for updates
-        parameters = [p for _, p in named if not nn.parameter.is_lazy(p)]
+        parameters = self._parameters().values()
         weights = sum(p.nbytes for p in parameters)
         widths = ((p, p if p.grad is None else p.grad) for p in parameters if p.requires_grad)  # accumulated ones are wider
         gradients = sum(p.numel() * like.element_size() for p, like in widths) if self.updates is None else 0
@@ -206,8 +221,9 @@ class ModelDoor(Door):
         model = self._model()
         used = {id(leaf) for leaf in leaves}
         used |= {id(p) for m in model.modules() if isinstance(m, torch.jit.ScriptModule) for p in m.parameters()}
-        copies = 2 + state_copies_of(self.options.precision, self.optimizer)
-        nbytes = int(copies * sum(p.nbytes for p in model.parameters() if id(p) in used))
+        parameters = self._parameters()
+        state, counted = self._optimizer_state(parameters), [(name, p) for name, p in parameters.items() if id(p) in used]
+        nbytes = sum(p.nbytes * (2 if p.requires_grad else 1) + state.get(name, 0) for name, p in counted)
         if nbytes > self.frames.glue_nbytes:
             self.frames.glue_nbytes = nbytes
             self.frames.evict()  # they were planned without it

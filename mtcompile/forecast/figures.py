@@ -14,7 +14,7 @@ from mtcompile.forecast.result import Forecast, Row, time_of
 from mtcompile.optim.precision import PRECISIONS
 from mtcompile.options import FASTEST
 from mtcompile.passes.analysis.cost import kernel_cost
-from mtcompile.passes.analysis.state import Budgets, resident_nbytes
+from mtcompile.passes.analysis.state import Budgets, held_nbytes, param_nbytes, resident_nbytes, state_nbytes, trained_nbytes
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
 from mtcompile.passes.step_graph import inputs_of
@@ -27,14 +27,16 @@ from mtcompile.runtime.verify import verify
 
 def figures(request: ForecastRequest, sized: SizedStep) -> Forecast:
     """Plans a step within the request's budgets, and returns the plan's bytes and time; if nothing fits, what would help."""
-    candidates, budgets, model = sized.candidates, request.budgets, request.model
+    candidates, model = sized.candidates, request.model
+    measured = candidates.problem.budgets  # with the optimizer's state
+    budgets = replace(measured, device=request.budgets.device, host=request.budgets.host)
     unplanned = Forecast(
         model=model if isinstance(model, str) else getattr(model, "__name__", type(model).__name__),
         machine=request.machine.name,
         feasible=False,
         parameters=sum(p.numel() for p in _parameters(sized.candidates.problem.step)),
         tokens=sized.tokens,
-        state_bytes=sum(resident_nbytes(candidates.sizes, candidates.base, budgets).values()),
+        state_bytes=sum(held_nbytes(candidates.problem.step, budgets).values()),
         budget_bytes=budgets.nbytes,
         peak_bytes={},
         minimum_device_bytes=0,
@@ -108,16 +110,15 @@ def _with_plan(unplanned: Forecast, candidates: Candidates, planned: Planned) ->
 def _ledger(unplanned: Forecast, candidates: Candidates, planned: Planned) -> dict[str, dict[str, int]]:
     """Returns tier -> part -> bytes at the moment when the tier is fullest. The parts of a tier add up to its peak.
     ``other``: what is held at all times beside training state: a generator's state, the step counters of optimizers."""
-    schedule, copies = planned.schedule, candidates.problem.budgets.state_copies
-    master = 1.0 if PRECISIONS[unplanned.precision].split else 0.0
-    weights = {"device": 0, "host": 0}
-    for block, nbytes in candidates.sizes.items():
-        weights["device" if planned.plan.params(block) == "device" else "host"] += nbytes
-    held = resident_nbytes(candidates.sizes, planned.plan, candidates.problem.budgets)
+    schedule, step, budgets = planned.schedule, candidates.problem.step, candidates.problem.budgets
+    by_block = param_nbytes(step), trained_nbytes(step), state_nbytes(step, budgets), held_nbytes(step, budgets)
+    weights, trained, state, held = (resident_nbytes(each, planned.plan) for each in by_block)
+    split = PRECISIONS[unplanned.precision].split
     fullest = max(walk(schedule), key=lambda usage: usage.pooled + usage.tangents + usage.workspace)
     ledger: dict[str, dict[str, int]] = {}
     for tier, nbytes in weights.items():
-        parts = {"weights": nbytes, "master": int(nbytes * master), "optimizer": int(nbytes * (copies - master))}
+        masters = trained[tier] if split else 0
+        parts = {"weights": nbytes, "master": masters, "optimizer": state[tier] - masters}
         parts["gradients"] = held[tier] - sum(parts.values())
         arena = schedule.arena_nbytes.get(tier, 0)
         if tier == "host":
@@ -139,7 +140,8 @@ def _refused(unplanned: Forecast, candidates: Candidates, budgets: Budgets, erro
     other = "host" if tier == "device" else "device"
     short = error.minimum - limit
     ways = []
-    unheld = sum(candidates.sizes.values()) - 2 * max(candidates.sizes.values(), default=0)
+    trained = trained_nbytes(candidates.problem.step).values()
+    unheld = sum(trained) - 2 * max(trained, default=0)
     if budgets.updates is None and tier == "host" and unheld >= short:
         ways.append(f'update="backward": no gradients are kept for a step of their own, {gib(unheld)} less')
     more = candidates.needs(other, {tier: limit})

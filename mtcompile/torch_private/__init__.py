@@ -64,6 +64,7 @@ from mtcompile.torch_private.raising_branches import (
 from mtcompile.torch_private.thread_setting import one_at_a_time, process_lock
 from mtcompile.torch_private.tracing import (
     LiveBytes,
+    building_without_memory,
     changes_within,
     export_joint,
     fake_mode_of,
@@ -83,6 +84,7 @@ __all__ = [
     "accumulation_hooks",
     "after_initialization",
     "break_after",
+    "building_without_memory",
     "caches_casts",
     "capture_settings",
     "cast_of",

@@ -9,7 +9,7 @@ from torch import fx
 
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.plan import Plan, Updates
-from mtcompile.passes.step_graph import inputs_of
+from mtcompile.passes.step_graph import InputSpec, inputs_of
 from mtcompile.runtime.deps import Waits
 from mtcompile.runtime.schedule import ALIGNMENT, Instruction, Schedule, placed
 from mtcompile.runtime.sim import clock, period_us
@@ -19,7 +19,8 @@ SCALAR_STATE_NBYTES = ALIGNMENT  # step counters of a parameter's optimizer stat
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """The limits of a plan: bytes per tier, None for unlimited. ``state_copies``: optimizer state in parameter sizes.
+    """The limits of a plan: bytes per tier, None for unlimited. ``state_copies``: optimizer state in sizes of the trained
+    parameters. ``state``: its bytes by parameter, where they were measured; then ``state_copies`` is their average.
     ``host_activations``: whether activations may wait on the host. ``reserve``: device bytes that are held beside the
     schedule at all times, such as a generator's state. ``updates``: how parameters are updated in the backward; None: after
     it, with all gradients kept until then."""
@@ -30,11 +31,13 @@ class Budgets:
     host_activations: bool = True
     reserve: int = 0
     updates: Updates | None = None
+    state: Mapping[str, int] | None = None
 
     @property
-    def copies(self) -> float:
-        """Training state in parameter sizes: weights, optimizer state, and gradients where they wait for optimizer.step()."""
-        return (2 if self.updates is None else 1) + self.state_copies
+    def grad_copies(self) -> int:
+        """Gradients that are held between steps, in sizes of the parameters that are trained: those that wait for
+        optimizer.step()."""
+        return 1 if self.updates is None else 0
 
     @property
     def nbytes(self) -> dict[str, int | None]:
@@ -56,34 +59,67 @@ def param_nbytes(step: fx.GraphModule) -> dict[str, int]:
     return known
 
 
-def resident_nbytes(sizes: Mapping[str, int], plan: Plan, budgets: Budgets) -> dict[str, int]:
-    """Persistent bytes per tier, at the home of their block: weights, optimizer state, and gradients where they wait for
-    optimizer.step() (an older one may be held while a new one is made)."""
+def trained_nbytes(step: fx.GraphModule) -> dict[str, int]:
+    """The bytes of the parameters that require gradients, by home block, worked out once per step. Frozen ones have no
+    gradients and no optimizer state."""
+    if "trained_nbytes" not in step.meta:
+        step.meta["trained_nbytes"] = sizes = dict.fromkeys(param_nbytes(step), 0)
+        for spec, node in inputs_of(step):
+            if is_trained(spec) and spec.name in step.meta["homes"]:
+                sizes[step.meta["homes"][spec.name]] += placed(node.meta["nbytes"])
+    known: dict[str, int] = step.meta["trained_nbytes"]
+    return known
+
+
+def is_trained(spec: InputSpec) -> bool:
+    """Tells whether an input is a parameter that requires a gradient."""
+    return spec.role == "param" and spec.differentiable
+
+
+def state_nbytes(step: fx.GraphModule, budgets: Budgets) -> dict[str, int]:
+    """The bytes of optimizer state by home block."""
+    if budgets.state is None:
+        return {block: int(nbytes * budgets.state_copies) for block, nbytes in trained_nbytes(step).items()}
+    sizes = dict.fromkeys(param_nbytes(step), 0)
+    for name, block in step.meta["homes"].items():
+        sizes[block] += budgets.state.get(name, 0)
+    return sizes
+
+
+def held_nbytes(step: fx.GraphModule, budgets: Budgets) -> dict[str, int]:
+    """The bytes held at all times by home block: weights, optimizer state, and gradients where they wait for optimizer.step()
+    (an older one may be held while a new one is made)."""
+    trained, state = trained_nbytes(step), state_nbytes(step, budgets)
+    return {b: nbytes + budgets.grad_copies * trained[b] + state[b] for b, nbytes in param_nbytes(step).items()}
+
+
+def resident_nbytes(held: Mapping[str, int], plan: Plan) -> dict[str, int]:
+    """Persistent bytes per tier. ``held``: by home block, as ``held_nbytes`` returns them."""
     totals = {"device": 0, "host": 0}
-    for block, nbytes in sizes.items():
-        tier = "device" if plan.params(block) == "device" else "host"
-        totals[tier] += int(nbytes * budgets.copies)
+    for block, nbytes in held.items():
+        totals["device" if plan.params(block) == "device" else "host"] += nbytes
     return totals
 
 
 def persistent_nbytes(step: fx.GraphModule, plan: Plan, budgets: Budgets) -> dict[str, int]:
     """All that is held per tier at all times: ``resident_nbytes``, the reserve, and the step counters of optimizers."""
-    totals = resident_nbytes(param_nbytes(step), plan, budgets)
+    totals = resident_nbytes(held_nbytes(step, budgets), plan)
     totals["device"] += budgets.reserve
-    totals["host"] += len(step.meta["homes"]) * SCALAR_STATE_NBYTES
+    counters = sum(is_trained(spec) and spec.name in step.meta["homes"] for spec, _ in inputs_of(step))
+    totals["host"] += counters * SCALAR_STATE_NBYTES
     return totals
 
 
 def times_us(
-    schedule: Schedule, waits: Waits | None, machine: Machine, sizes: Mapping[str, int], plan: Plan, budgets: Budgets
+    schedule: Schedule, waits: Waits | None, machine: Machine, trained: Mapping[str, int], plan: Plan, budgets: Budgets
 ) -> tuple[float, float]:
     """Microseconds of forward and backward, and the microseconds that the optimizer's update adds to them. ``waits``: what
-    instructions wait for; None: the deps in the schedule. Where updates run in the backward, the host works on gradients while
-    others are made, through the memory that copies use too."""
+    instructions wait for; None: the deps in the schedule. ``trained``: bytes that updates change, by home block. Where updates
+    run in the backward, the host works on gradients while others are made, through the memory that copies use too."""
     copied = sum(i.nbytes for i in schedule.instructions if i.op == "copy")
     contention = machine.contention_us(copied)
-    device_nbytes = sum(nbytes for block, nbytes in sizes.items() if plan.params(block) == "device")
-    host_nbytes = sum(sizes.values()) - device_nbytes
+    device_nbytes = sum(nbytes for block, nbytes in trained.items() if plan.params(block) == "device")
+    host_nbytes = sum(trained.values()) - device_nbytes
     if budgets.updates is None:
         update_us = machine.update_us(host_nbytes, device_nbytes, budgets.state_copies)
         return _span_us(*clock(schedule, waits=waits)) + contention, update_us

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import fx
 
 from mtcompile.passes import rewrite, rewritten_draft
-from mtcompile.passes.analysis.state import param_nbytes, persistent_nbytes, resident_nbytes, times_us
+from mtcompile.passes.analysis.state import held_nbytes, persistent_nbytes, resident_nbytes, times_us, trained_nbytes
 from mtcompile.passes.draft import bundle
 from mtcompile.passes.lower import lower_without_deps
 from mtcompile.passes.plan import Certificate, Plan
@@ -48,7 +48,7 @@ def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, cert
         candidate.plan,
         budget_bytes=limits,
         minimum_device_bytes=minimum,
-        state_bytes=sum(resident_nbytes(param_nbytes(problem.step), candidate.plan, problem.budgets).values()),
+        state_bytes=sum(resident_nbytes(held_nbytes(problem.step, problem.budgets), candidate.plan).values()),
         certificate=certificate,
         limiting_resource=max(busy, key=lambda resource: busy[resource]),
     )
@@ -58,7 +58,7 @@ def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, cert
 
 def _with_figures(problem: PlanningProblem, plan: Plan, schedule: Schedule, waiting: Waits | None) -> Plan:
     """Returns the plan with its peaks and predicted times. ``waiting``: what instructions wait for; None: their deps."""
-    time_us, exposed = times_us(schedule, waiting, problem.machine, param_nbytes(problem.step), plan, problem.budgets)
+    time_us, exposed = times_us(schedule, waiting, problem.machine, trained_nbytes(problem.step), plan, problem.budgets)
     return replace(plan, step_time_us=time_us, update_us=exposed, peak_bytes=dict(schedule.peak_nbytes))
 
 
