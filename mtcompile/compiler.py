@@ -267,8 +267,10 @@ def leaves_room(budgets: Budgets, schedule: Schedule, beside: int) -> bool:
 
 def shortages(budgets: Budgets, schedule: Schedule, beside: int) -> list[tuple[str, int]]:
     """Returns the tiers whose budget is too small for that, with the bytes that they would need."""
-    held = held_between_phases(schedule)
-    needed = {tier: schedule.peak_nbytes.get(tier, 0) + beside * held[tier] for tier in held}
+    needed = {tier: schedule.peak_nbytes.get(tier, 0) for tier in ("device", "host")}
+    if beside:  # else spare the walk: each backward beside a waiting forward asks
+        held = held_between_phases(schedule)
+        needed = {tier: nbytes + beside * held[tier] for tier, nbytes in needed.items()}
     return [(t, nbytes) for t, nbytes in needed.items() if (budget := budgets.nbytes[t]) is not None and nbytes > budget]
 
 

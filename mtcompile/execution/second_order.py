@@ -27,7 +27,7 @@ def differentiable_gradients(
     """Returns the gradient of each input of a forward, None where it is not ``wanted`` or there is none. ``tangents``: a
     gradient for each computed output. Raises StepError for inputs that have changed, and BudgetError."""
     check_versions(frame, description, again=True)
-    plain = PlainGraph(_peak_nbytes(description, tangents, wanted) + _copied_nbytes(description, frame))
+    plain = PlainGraph(_peak_nbytes(description, tangents, wanted) + _copied_nbytes(frame))
     session.make_room_for(plain)
     inputs = _inputs(description, frame)
     device = str(description.device)
@@ -65,7 +65,7 @@ def _inputs(description: Description, frame: Frame) -> list[torch.Tensor]:
     return [tensor.to(description.device) for tensor in inputs]
 
 
-def _copied_nbytes(description: Description, frame: Frame) -> int:
+def _copied_nbytes(frame: Frame) -> int:
     """Returns the device bytes of the inputs that are at home on the host."""
     return sum(span_nbytes(tensor) for tensor in frame.inputs if tensor.device.type == "cpu")
 

@@ -131,11 +131,11 @@ def building_without_memory() -> Iterator[None]:
 
     class NumbersOfLinspace(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            values = [value for value in torch.utils._pytree.tree_leaves(args) if isinstance(value, torch.Tensor)]
+            values = [value for value in pytree.tree_leaves(args) if isinstance(value, torch.Tensor)]
             if func is torch.linspace or (values and all(isinstance(value, _Numbers) for value in values)):
                 with _with_memory():
                     computed = func(*args, **(kwargs or {}))
-                return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.as_subclass(_Numbers), computed)
+                return pytree.tree_map_only(torch.Tensor, lambda t: t.as_subclass(_Numbers), computed)
             return func(*args, **(kwargs or {}))
 
     before = torch.nn.Module._apply, init._no_grad_trunc_normal_
