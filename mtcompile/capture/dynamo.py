@@ -69,7 +69,7 @@ def front_end(
         graph.meta["is_part"] = True
         return checked(graph, inputs)
 
-    settings = torch_private.capture_settings(_MOST_SIGNATURES)
+    settings = {in_parts: torch_private.capture_settings(_MOST_SIGNATURES, in_parts) for in_parts in (False, True)}
     devices = torch_private.mixing_devices(device)
     torch_private.leave_out_of_graphs(_logging_functions())
     torch_private.noting_arguments_of_checkpoints()
@@ -88,11 +88,11 @@ def front_end(
     def captured(variant: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
             with (
-                settings,
+                settings[state.in_parts],
                 devices,
                 refusing_random_numbers(_RANDOM),
                 plain_torch.plain_answers(state.answers),
-                torch_private.checking_branches(),
+                torch_private.checking_branches(not state.in_parts),
                 torch_private.tracing_new_leaves(),
                 torch_private.computing_numpy(device),
                 torch_private.taking_known_values(state.takes, known_shapes.shaped),
@@ -104,7 +104,7 @@ def front_end(
             cause = torch_private.cause_in_dynamo(error)
             if cause is None and not torch_private.raised_in_capture(error):
                 raise
-            open_to_others = cause is None or type(cause) is CaptureError or not isinstance(cause, MtcompileError)
+            open_to_others = not isinstance(cause, MtcompileError) or type(cause) in (CaptureError, NotOneGraph)
             if open_to_others and state.concede():
                 return captured(variant, args, kwargs)
             if in_parts and not state.in_parts and _breaks(cause, error):
@@ -123,8 +123,7 @@ def front_end(
 
 def _breaks(cause: BaseException | None, error: Exception) -> bool:
     """Tells whether a capture failed at a line that Python can run between two graphs."""
-    breaks = isinstance(cause, NotOneGraph) or (cause is not None and torch_private.is_graph_break(error))
-    return breaks and may_part(error)
+    return (isinstance(cause, NotOneGraph) or torch_private.is_graph_break(error)) and may_part(error)
 
 
 @dataclass(slots=True)
@@ -148,7 +147,7 @@ class _State:
         return True
 
     def part(self, why: str, place: str) -> None:
-        """Goes on in parts, which take no values: what a later part expects could be found out only after earlier ones ran."""
+        """Goes on in parts. They take no values: what a later part expects could be found out only after earlier ones ran."""
         self.in_parts, self.takes = True, ()
         self.note_break(why, place)
 
