@@ -246,7 +246,7 @@ class _PhaseRun:
             kernel = self.kernels[instruction.kernel]
             self.memory.run(kernel, instruction.reads, instruction.writes, instruction.workspace)
         if self.options.paced:
-            _wait_until(began + round(instruction.time_us * 1e3))
+            wait_until(began + round(instruction.time_us * 1e3))
         start, ended = self.start_ns, time.perf_counter_ns()
         records = self.host_records if queue == "host" else self.records
         records.append(Record(index, queue, (began - start) / 1e3, (ended - start) / 1e3))
@@ -254,7 +254,7 @@ class _PhaseRun:
             stamp(queue, index)
 
 
-def _wait_until(clock_ns: int) -> None:
+def wait_until(clock_ns: int) -> None:
     """Sleeps until shortly before, since a sleep ends late; then stays awake, letting the other queues' threads run."""
     asleep_ns = clock_ns - time.perf_counter_ns() - _AWAKE_NS
     if asleep_ns > 0:

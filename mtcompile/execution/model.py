@@ -16,6 +16,7 @@ from mtcompile.capture.description import describe
 from mtcompile.capture.dynamo import front_end
 from mtcompile.capture.surroundings import Surroundings
 from mtcompile.execution.compiled import LiveFrames
+from mtcompile.execution.gradient_free.calls import GradientFreeCalls
 from mtcompile.execution.model_door import ModelDoor
 from mtcompile.execution.program import Collector, DifferentMicroBatches, MicroBatchCalls, Program
 from mtcompile.execution.session import Session
@@ -52,6 +53,7 @@ class CompiledModel:
         # The programs that Dynamo may call, by the functions that it has for them.
         self._programs: MutableMapping[Callable[..., Any], Program] = weakref.WeakKeyDictionary()
         in_parts = options.updates is None and options.accumulate == 1
+        self._without_gradients = GradientFreeCalls(self.session, call)
         self._captured = front_end(call, _weak(self._backend), device.where, in_parts)
         self._has_new_parts = False
 
@@ -64,6 +66,9 @@ class CompiledModel:
             self._may_be_lazy = bool(lazy := self.door.lazy_modules())
             if lazy:
                 return self._initializing(lazy, args, kwargs)
+        if not torch.is_grad_enabled() and (model := self.door.model()) is not None:
+            self._surroundings.check_call(model.parameters(), False)
+            return self._without_gradients(model, args, kwargs)
         return self._run(args, kwargs)
 
     def _initializing(self, lazy: Mapping[nn.Module, str], args: Any, kwargs: Any) -> Any:

@@ -24,6 +24,7 @@ from mtcompile.options import Options
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
+from mtcompile.runtime.devices.arena import span_nbytes
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import placed
 from mtcompile.torch_private import shares_storage
@@ -60,6 +61,24 @@ class ModelDoor(Door):
         self.optimizer = optimizer
 
     # ------------------------------------------------------------------------------------------------ placement of a step
+
+    def before_planning(self) -> None:
+        if self.parameters.provisional:
+            self.parameters.forget()
+
+    def place_for_calls(self, tier: str) -> None:
+        has_state = self.optimizer is not None and bool(self.optimizer.state)  # which would follow its parameters
+        if self.device.where.type != "cpu":
+            tier = "host" if self.masters is not None or has_state else tier
+        elif tier == "host":  # where they are
+            return
+        parameters = self._parameters()
+        blocks = {name: name.rpartition(".")[0] for name in parameters}
+        self.parameters.adopt(blocks, dict.fromkeys(blocks.values(), tier), parameters)
+        self.parameters.provisional = True
+
+    def weights_nbytes(self) -> int:
+        return sum(placed(span_nbytes(parameter)) for parameter in self._parameters().values())
 
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
         updated = None if self.updates is None or not _trains(joint) else self.updates.updated_names()

@@ -63,6 +63,18 @@ class Door(RunnablePlacement, Protocol):
 
     sent_nbytes: int = 0  # device bytes of the arguments that the current call has sent there
 
+    def before_planning(self) -> None:
+        """Called before a step is planned."""
+        return
+
+    def place_for_calls(self, tier: str) -> None:
+        """Gives parameters a place of their own on ``tier`` before any training, if they may be there."""
+        return
+
+    def weights_nbytes(self) -> int:
+        """Returns the bytes that all parameters take at home."""
+        return 0
+
     def before_forward(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Raises StepError if a training forward with these inputs, by name, cannot start now."""
         return
@@ -205,6 +217,7 @@ class Session:
         return leaves_room(budgets, compiled.schedule, beside)
 
     def _compile(self, captured: CapturedStep, beside: int) -> CompiledStep:
+        self.door.before_planning()
         self.machine = known_machine(self.device, self.options)
         target = Target(self.options, self.device, self.toolchain, self.machine, beside)
         with collecting_later(), torch_private.lasting(), without_autocast(self.device.where.type):
@@ -276,11 +289,11 @@ class Session:
         sends parameters home; later plans leave the room free. Raises BudgetError."""
         memory = self.options.memory
         self.frames.plain.add(plain)
-        if memory is not None and self._device_nbytes() > memory:
+        if memory is not None and self.held_nbytes() > memory:
             self.frames.evict()
             self.arenas.release_device()
             self.door.send_residents_home()
-            if (needed := self._device_nbytes()) > memory:
+            if (needed := self.held_nbytes()) > memory:
                 self.frames.plain.discard(plain)
                 raise BudgetError(
                     f"backward was called with create_graph=True, which runs in plain PyTorch and takes {gib(plain.nbytes)}: "
@@ -289,15 +302,23 @@ class Session:
                     needed,
                 )
             self.frames.plain_nbytes = max(self.frames.plain_nbytes, plain.nbytes)
-        self._note_planned(self._device_nbytes())
-        self.peak_device_bytes = max(self.peak_device_bytes, self._device_nbytes())
+        self._note_planned(self.held_nbytes())
+        self.peak_device_bytes = max(self.peak_device_bytes, self.held_nbytes())
+
+    def note_call(self, nbytes: int) -> None:
+        """Notes the device bytes that a gradient-free call takes at most."""
+        self._note_planned(nbytes)
+        self.peak_device_bytes = max(self.peak_device_bytes, nbytes)
 
     def _note_planned(self, nbytes: int) -> None:
         self.planned_device_bytes = max(self.planned_device_bytes, nbytes)
 
-    def _device_nbytes(self) -> int:
+    def held_nbytes(self) -> int:
         """Returns the device bytes that are held between phases."""
-        resident = self.last.schedule.resident_nbytes.get("device", 0) if self.last and self.parameters.has_residents else 0
+        if self.parameters.provisional:
+            resident = self.parameters.resident_nbytes()
+        else:
+            resident = self.last.schedule.resident_nbytes.get("device", 0) if self.last and self.parameters.has_residents else 0
         return self.arenas.nbytes("device") + resident + self.frames.nbytes()
 
     def _run_again(self, frame: Frame, compiled: CompiledStep) -> Frame:

@@ -44,7 +44,7 @@ class ParameterStore:
 
     ``moved``: called with a parameter that has moved to another device, so that its state can follow. ``replaced``: called with
     a parameter whose ``.data`` was replaced, and with its new values. ``version``: counts decisions that invalidate earlier
-    plans.
+    plans. ``provisional``: True while the homes are those of a model that has not been planned for training.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class ParameterStore:
         self.places: dict[str, ParameterPlace] = {}
         self.slabs: dict[str, Slab] = {}  # by block
         self.version = 0
+        self.provisional = False
         self._gradients: list[tuple[torch.Tensor, int]] = []  # slab, and its number of holders when only this list holds it
 
     @property
@@ -95,6 +96,27 @@ class ParameterStore:
     def has_residents(self) -> bool:
         return any(slab.tier == "device" for slab in self.slabs.values())
 
+    def residents(self) -> set[int]:
+        """Returns the ids of the parameters that are at home on the device."""
+        places = (place for place in self.places.values() if self.slabs[place.block].tier == "device")
+        return {id(place.parameter) for place in places if _is_at(place.parameter, place.home)}
+
+    def resident_nbytes(self) -> int:
+        """Returns the bytes of all slabs on the device."""
+        return sum(slab.memory.numel() for slab in self.slabs.values() if slab.tier == "device")
+
+    def forget(self) -> None:
+        """Gives every parameter memory of its own on the host again, for a program that decides anew."""
+        for place in self.places.values():
+            if _is_at(place.parameter, place.home):
+                values = place.parameter.data
+                self._replace_data(place.parameter, torch.empty_strided(values.shape, values.stride(), dtype=values.dtype))
+            place.home = None
+        self.places.clear()
+        self.slabs.clear()
+        self.version += 1
+        self.provisional = False
+
     def send_home(self) -> None:
         """Decides that every slab belongs on the host; the next ``adopt`` moves them."""
         for slab in self.slabs.values():
@@ -127,18 +149,21 @@ class ParameterStore:
 
     def _move_in(self, place: ParameterPlace) -> None:
         """Moves a parameter's values home."""
-        parameter, home = place.parameter, place.home
-        assert home is not None
-        home.copy_(parameter.data)
+        assert place.home is not None
+        self._replace_data(place.parameter, place.home)
+        place.pointer = place.home.data_ptr()
+
+    def _replace_data(self, parameter: torch.nn.Parameter, memory: torch.Tensor) -> None:
+        """Moves a parameter's values to ``memory``."""
+        memory.copy_(parameter.data)
         grad = parameter.grad
-        if grad is not None and grad.device != home.device:
+        if grad is not None and grad.device != memory.device:
             parameter.grad = None  # a gradient must be on its parameter's device; put back below
-        before, parameter.data = parameter.device, home
-        if before != home.device:
+        before, parameter.data = parameter.device, memory
+        if before != memory.device:
             if grad is not None:
-                parameter.grad = grad.to(home.device)
+                parameter.grad = grad.to(memory.device)
             self.moved(parameter)
-        place.pointer = home.data_ptr()
 
     def restore(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Takes a replaced ``p.data`` or a replaced Parameter: its values move home, unless another tensor shares its memory or

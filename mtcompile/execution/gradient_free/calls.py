@@ -1,0 +1,177 @@
+"""Gradient-free calls (evaluation, generation, reference models): the plain forward runs, whatever its shapes, within the budget.
+
+Parameters that the device has no lasting place for are lent to it. What else a call takes is measured the first time, and from
+then on for each call that is notably larger than known ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from mtcompile import knobs
+from mtcompile.errors import BudgetError
+from mtcompile.execution.gradient_free.lending import Lending, keepers, lending
+from mtcompile.execution.gradient_free.sizes import CallSize, KnownCalls, size_of_call
+from mtcompile.execution.session import Session
+from mtcompile.machine.device import allocator_peak
+from mtcompile.runtime.devices.arena import span_nbytes
+from mtcompile.runtime.devices.fetching import CpuFetcher, CudaFetcher, Fetcher
+from mtcompile.runtime.schedule import aligned, gib
+
+_AT_ONCE = 2  # parameters that have to fit: one that is read, and one on its way
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Device bytes for one call. ``held``: what stays there meanwhile. ``others``: what the call takes beside parameters; None
+    if that is not known. ``lent``: the most that lent parameters may take."""
+
+    held: int
+    others: int | None
+    lent: int
+
+
+class GradientFreeCalls:
+    """Runs the gradient-free calls of one model. ``call``: its plain forward."""
+
+    def __init__(self, session: Session, call: Callable[..., Any]) -> None:
+        self.session, self.call = session, call
+        self._known = KnownCalls()
+        self._order: list[int] = []  # in which the last call read what was lent
+        self._keepers: tuple[weakref.ref[nn.Module], ...] | None = None
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Returns what the plain forward returns. Raises BudgetError where the call does not fit."""
+        self.session.drain()
+        size = size_of_call(model, args, kwargs)
+        others = self._known.nbytes(size)
+        self._place_parameters(others)
+        homes = self._homes(model)
+        room = self._room(others, homes)
+        if room.others is not None and not knobs.check():
+            output, most_lent = self._run(model, homes, room, args, kwargs)
+            self.session.note_call(room.held + room.others + most_lent)
+            return output
+        with allocator_peak(self.session.device.where) as measured:
+            output, _ = self._run(model, homes, room, args, kwargs)
+        if measured.nbytes is not None:  # there was no other profiler
+            self._known.note(size, measured.nbytes)
+            self.session.note_call(room.held + measured.nbytes)
+            self._check(room, measured.nbytes)
+        return output
+
+    def _run(self, model: nn.Module, homes: Sequence[torch.Tensor], room: _Room, args: Any, kwargs: Any) -> tuple[Any, int]:
+        if not homes:
+            with _without_cast_cache():
+                return self.call(*args, **kwargs), 0
+        if self._keepers is None:
+            self._keepers = tuple(map(weakref.ref, keepers(model)))
+        keeping = [module for reference in self._keepers if (module := reference()) is not None]
+        with contextlib.closing(self._fetcher()) as fetcher:
+            lent = Lending(homes, self._order or [id(home) for home in homes], fetcher, lambda _: room.lent)
+            with lending(model, lent, keeping), _without_cast_cache():
+                output = self.call(*args, **kwargs)
+        self._order = lent.reads or self._order
+        return output, lent.most_nbytes
+
+    def _fetcher(self) -> Fetcher:
+        session = self.session
+        if session.device.where.type != "cpu":
+            return CudaFetcher(session.device)
+        return CpuFetcher(session.machine.h2d_gbps if session.options.throttle is not None else None)
+
+    # ---------------------------------------------------------------------------------------------------------- the room
+
+    def _homes(self, model: nn.Module) -> list[torch.Tensor]:
+        """Returns the tensors of the model that are not where it computes."""
+        where, resident = self.session.device.where, self.session.parameters.residents()
+        tensors: list[torch.Tensor] = [p for p in nn.Module.parameters(model) if id(p) not in resident]
+        if where.type != "cpu":
+            tensors += model.buffers()
+        return [t for t in tensors if t.device.type == "cpu" and t.numel() and type(t) in (nn.Parameter, torch.Tensor)]
+
+    def _place_parameters(self, others: int | None) -> None:
+        """Gives the parameters of a model that has not trained lasting places, on the device if they fit beside the call. Those of
+        one that has trained leave the device if the call does not fit beside them."""
+        session, door = self.session, self.session.door
+        parameters = session.parameters
+        if parameters.slabs and not parameters.provisional:
+            resting = session.held_nbytes() - session.arenas.nbytes("device") + door.sent_nbytes
+            if others is not None and resting + others > self._budget:
+                door.send_residents_home()
+            return
+        held = session.frames.nbytes() + door.sent_nbytes
+        fits = others is not None and held + others + door.weights_nbytes() <= self._budget
+        if not parameters.slabs:
+            door.place_for_calls("device" if fits else "host")
+        elif not fits and parameters.has_residents:
+            parameters.send_home()
+            parameters.adopt({}, {}, {})
+        elif fits and not parameters.has_residents:
+            parameters.forget()
+
+    def _room(self, others: int | None, homes: Sequence[torch.Tensor]) -> _Room:
+        """Divides the budget. Frees the arenas of training steps where the call may need their room. Raises BudgetError."""
+        session, budget = self.session, self._budget
+        every = sum(map(_nbytes, homes))
+        least = min(every, _AT_ONCE * max(map(_nbytes, homes), default=0))
+        held = session.held_nbytes() + session.door.sent_nbytes
+        if session.arenas.nbytes("device") and (others is None or held + others + every > budget):
+            session.arenas.release_device()
+            held = session.held_nbytes() + session.door.sent_nbytes
+        if held + least > budget:
+            raise _too_little(budget, held, 0, least)
+        if others is None or held + others + least > budget:  # what is known may be more than this call takes
+            return _Room(held, None, least)
+        return _Room(held, others, min(every, budget - held - others))
+
+    def _check(self, room: _Room, nbytes: int) -> None:
+        """Raises BudgetError if a call took more than it may, and parameters on the device are not the reason."""
+        if room.held + nbytes <= self._budget:
+            return
+        if room.held + nbytes - self.session.parameters.resident_nbytes() > self._budget:
+            raise _too_little(self._budget, room.held, nbytes, 0)
+        warnings.warn(
+            f"a call without gradients took {gib(room.held + nbytes)} of the device, expected {gib(self._budget)}: parameters "
+            "that stayed there were in its way, and leave for such calls from now on",
+            stacklevel=2,
+        )
+
+    @property
+    def _budget(self) -> int:
+        budget = self.session.options.memory
+        assert budget is not None, "a compiled model always has one"
+        return budget
+
+
+def _too_little(budget: int, held: int, others: int, lent: int) -> BudgetError:
+    needed = held + others + lent
+    return BudgetError(
+        f"a call without gradients needs {needed} bytes ({gib(needed)}) of the device: {gib(held)} that are held there, "
+        f"{gib(others)} for what it computes, {gib(lent)} for the parameters that it reads at once; found {gib(budget)}. Pass "
+        f"memory={needed} or more, or a smaller batch",
+        needed,
+    )
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return aligned(span_nbytes(tensor))
+
+
+@contextlib.contextmanager
+def _without_cast_cache() -> Iterator[None]:
+    """Lets autocast keep no casts of parameters: they would stay until it ends, beside the budget."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
