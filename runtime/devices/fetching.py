@@ -17,13 +17,14 @@ class Fetcher(Protocol):
     """Copies tensors in the order in which they are asked for."""
 
     def fetch(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Returns a tensor of the device with the strides of ``source``, and a ticket for its bytes, which are on their way."""
+        """Returns a tensor of the device with the strides of ``source``, and a ticket for its bytes, which are on their way. Both
+        tensors must be held until they are there."""
 
     def await_copy(self, ticket: Any) -> None:
         """Makes everything that computes from now on start after a copy."""
 
     def close(self) -> None:
-        """Waits for all copies."""
+        """Drops the copies that have not begun, and waits for the others."""
 
 
 class CpuFetcher:
@@ -36,11 +37,12 @@ class CpuFetcher:
     def fetch(self, source: torch.Tensor) -> tuple[torch.Tensor, Future[None]]:
         with torch.inference_mode(False):
             target = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
-        return target, self._thread.submit(self._copy, target, source)
+        # The thread holds no tensor: who has asked for it keeps both until it is there.
+        return target, self._thread.submit(self._copy, target.data_ptr(), source.data_ptr(), span_nbytes(source))
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        began, nbytes = time.perf_counter_ns(), span_nbytes(source)
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
+    def _copy(self, target: int, source: int, nbytes: int) -> None:
+        began = time.perf_counter_ns()
+        ctypes.memmove(target, source, nbytes)
         if self._us_per_byte:
             wait_until(began + round(nbytes * self._us_per_byte * 1e3))
 

@@ -1,4 +1,4 @@
-"""Gradient-free calls (evaluation, generation, reference models): the plain forward runs, whatever its shapes, within the budget.
+"""Gradient-free calls (evaluation, generation, reference models): the plain forward runs at any shape, within the budget.
 
 Parameters that the device has no lasting place for are lent to it. What else a call takes is measured the first time, and from
 then on for each call that is notably larger than known ones.
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from mtcompile import knobs
+from mtcompile import knobs, torch_private
 from mtcompile.errors import BudgetError
 from mtcompile.execution.gradient_free.lending import Lending, keepers, lending
-from mtcompile.execution.gradient_free.sizes import CallSize, KnownCalls, size_of_call
+from mtcompile.execution.gradient_free.sizes import KnownCalls, size_of_call
 from mtcompile.execution.session import Session
 from mtcompile.machine.device import allocator_peak
 from mtcompile.runtime.devices.arena import span_nbytes
@@ -53,7 +53,8 @@ class GradientFreeCalls:
         self.session.drain()
         size = size_of_call(model, args, kwargs)
         others = self._known.nbytes(size)
-        self._place_parameters(others)
+        with torch_private.lasting():
+            self._place_parameters(others)
         homes = self._homes(model)
         room = self._room(others, homes)
         if room.others is not None and not knobs.check():
@@ -75,10 +76,9 @@ class GradientFreeCalls:
         if self._keepers is None:
             self._keepers = tuple(map(weakref.ref, keepers(model)))
         keeping = [module for reference in self._keepers if (module := reference()) is not None]
-        with contextlib.closing(self._fetcher()) as fetcher:
-            lent = Lending(homes, self._order or [id(home) for home in homes], fetcher, lambda _: room.lent)
-            with lending(model, lent, keeping), _without_cast_cache():
-                output = self.call(*args, **kwargs)
+        lent = Lending(homes, self._order or [id(home) for home in homes], self._fetcher(), room.lent)
+        with lending(model, lent, keeping), _without_cast_cache():
+            output = self.call(*args, **kwargs)
         self._order = lent.reads or self._order
         return output, lent.most_nbytes
 
@@ -99,8 +99,8 @@ class GradientFreeCalls:
         return [t for t in tensors if t.device.type == "cpu" and t.numel() and type(t) in (nn.Parameter, torch.Tensor)]
 
     def _place_parameters(self, others: int | None) -> None:
-        """Gives the parameters of a model that has not trained lasting places, on the device if they fit beside the call. Those of
-        one that has trained leave the device if the call does not fit beside them."""
+        """Gives the parameters of a model that has not trained lasting places, on the device if they fit beside the call. Those
+        of one that has trained leave the device if the call does not fit beside them."""
         session, door = self.session, self.session.door
         parameters = session.parameters
         if parameters.slabs and not parameters.provisional:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from mtcompile import torch_private
 from mtcompile.runtime.devices.arena import span_nbytes
 from mtcompile.runtime.devices.fetching import Fetcher
 from mtcompile.runtime.schedule import ALIGNMENT
+from mtcompile.torch_private import shares_storage
 
 _MOST_READS = 1 << 16  # of one call that are remembered
 
@@ -24,7 +27,7 @@ class LentParameter(nn.Parameter):
     was_opened = False
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         self.was_opened = True
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
@@ -56,7 +59,7 @@ class _LendingDict(dict[str, Any]):
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """A tensor that is lent. ``ticket``: None once its bytes are there. ``version``: of the copy when it had not been changed."""
+    """A tensor that is lent. ``ticket``: None once its bytes are there. ``version``: of the copy before anything changed it."""
 
     home: torch.Tensor
     lent: torch.Tensor
@@ -66,18 +69,21 @@ class _Copy:
     was_read: bool = False
 
     @property
+    def is_done(self) -> bool:
+        """True if it has been read, and nobody holds it or a view of it any more, who might still change it."""
+        return self.was_read and sys.getrefcount(self.lent) == 2 and not shares_storage(self.lent)
+
+    @property
     def may_have_changed(self) -> bool:
         return self.lent._version != self.version or getattr(self.lent, "was_opened", False)
 
 
 class Lending:
     """What is lent during one call. ``homes``: the tensors to lend. ``expected``: the order in which they will be read, as far
-    as that is known. ``room``: returns the most bytes that copies may have now; one more than fits is lent all the same, since
-    who reads it cannot go on without it. ``reads``: the order in which they were read."""
+    as that is known. ``room``: the most bytes that copies may have; one more than fits is lent all the same, since who reads it
+    cannot go on without it. ``reads``: the order in which they were read."""
 
-    def __init__(
-        self, homes: Sequence[torch.Tensor], expected: Sequence[int], fetcher: Fetcher, room: Callable[[int], int]
-    ) -> None:
+    def __init__(self, homes: Sequence[torch.Tensor], expected: Sequence[int], fetcher: Fetcher, room: int) -> None:
         self.homes = {id(home): home for home in homes}
         self.expected = [each for each in expected if each in self.homes]
         self.fetcher, self.room = fetcher, room
@@ -102,8 +108,9 @@ class Lending:
         copy.was_read = True
         self._copies.move_to_end(key)
         self._advance(key)
+        lent = copy.lent  # is not done as long as it is held here
         self._fetch_ahead()
-        return copy.lent
+        return lent
 
     def _advance(self, key: int) -> None:
         with contextlib.suppress(ValueError):  # it was not expected any more
@@ -115,7 +122,7 @@ class Lending:
             key = self.expected[self._ahead]
             if (copy := self._copies.get(key)) is not None:
                 copy.was_read = False  # it is needed again
-            elif self._make_room(_nbytes(self.homes[key]), self.room(self.nbytes)):
+            elif self._make_room(_nbytes(self.homes[key])):
                 self._fetch(key)
             else:
                 return
@@ -124,42 +131,52 @@ class Lending:
     def _fetch(self, key: int) -> _Copy:
         home = self.homes[key]
         nbytes = _nbytes(home)
-        self._make_room(nbytes, self.room(self.nbytes), unread=True)
-        target, ticket = self.fetcher.fetch(home.detach())
-        with torch.inference_mode(False):
-            lent = LentParameter(target, home.requires_grad) if isinstance(home, nn.Parameter) else target
+        self._make_room(nbytes, unread=True)
+        lent, ticket = self.fetcher.fetch(home.detach())
+        if isinstance(home, nn.Parameter):
+            with torch_private.lasting():
+                lent = LentParameter(lent, home.requires_grad)
         copy = self._copies[key] = _Copy(home, lent, nbytes, ticket, lent._version)
         self.nbytes += nbytes
         self.fetched_nbytes += nbytes
         self.most_nbytes = max(self.most_nbytes, self.nbytes)
         return copy
 
-    def _make_room(self, nbytes: int, room: int, unread: bool = False) -> bool:
-        """Lets go of copies that have been read, the earliest first, until ``nbytes`` more fit; of ``unread`` ones only if that
-        is not enough. Tells whether they fit."""
-        ready = [key for key, copy in self._copies.items() if copy.was_read]
-        waiting = [key for key, copy in reversed(self._copies.items()) if not copy.was_read] if unread else []
-        for key in (*ready, *waiting):
-            if self.nbytes + nbytes <= room:
+    def _make_room(self, nbytes: int, unread: bool = False) -> bool:
+        """Lets go of copies that are done, the earliest first, until ``nbytes`` more fit; of ``unread`` ones only if that is not
+        enough. Tells whether they fit."""
+        for key in list(self._copies):
+            if self.nbytes + nbytes <= self.room:
                 return True
-            self._let_go(key)
-        return self.nbytes + nbytes <= room
+            if self._copies[key].is_done:
+                self._let_go(key)
+        for key in reversed(list(self._copies)) if unread else ():
+            if self.nbytes + nbytes <= self.room:
+                return True
+            if not self._copies[key].was_read:
+                self._let_go(key)
+        return self.nbytes + nbytes <= self.room
 
     def _let_go(self, key: int) -> None:
         copy = self._copies.pop(key)
         self.nbytes -= copy.nbytes
+        if copy.ticket is not None:  # its memory is written to
+            self.fetcher.await_copy(copy.ticket)
         if copy.may_have_changed:
             _write_back(copy)
 
     def end(self) -> None:
-        """Lets go of all copies; what the call has changed goes home."""
+        """Lets go of all copies, those included that are still to come. What the call has changed goes home."""
+        self.fetcher.close()
+        for copy in self._copies.values():
+            copy.ticket = None
         while self._copies:
             self._let_go(next(iter(self._copies)))
 
 
 def _write_back(copy: _Copy) -> None:
     home, values = copy.home, torch.Tensor.detach(copy.lent)
-    with torch.no_grad(), torch.inference_mode(False):
+    with torch_private.lasting(), torch.no_grad():
         if values.shape == home.shape and values.dtype == home.dtype:
             home.copy_(values)
         else:
@@ -227,17 +244,19 @@ class _Swap:
         self._own: list[tuple[nn.Parameter, torch.Tensor, int]] = []
 
     def enter(self, module: nn.Module, *_: Any) -> None:
-        parameters = [p for p in (*dict.values(module._parameters), *_others(module)) if _holds(p) and id(p) in self._lent.homes]
+        parameters = [
+            p for p in (*dict.values(module._parameters), *_others(module)) if _holds(p) and id(p) in self._lent.homes
+        ]
         for parameter in {id(p): p for p in parameters}.values():
             copy, own = self._lent.lend(parameter), parameter.data
-            with torch.inference_mode(False):
+            with torch_private.lasting():
                 parameter.data = torch.Tensor.detach(copy)
             self._own.append((parameter, own, parameter._version))
 
     def leave(self, *_: Any) -> None:
         while self._own:
             parameter, own, version = self._own.pop()
-            with torch.no_grad(), torch.inference_mode(False):
+            with torch_private.lasting(), torch.no_grad():
                 if parameter._version != version:
                     own.copy_(parameter.data)
                 parameter.data = own

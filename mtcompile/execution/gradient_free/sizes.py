@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,24 +60,24 @@ class KnownCalls:
     def nbytes(self, call: CallSize) -> int | None:
         """Returns the most bytes that a call takes: those of a known call that is as large in each size; or of one that is
         nearly as large, times the square of what each size has grown by. None for a call like no known one."""
-        bounds = [
-            math.ceil(nbytes * math.prod(growth) ** 2)
-            for sizes, nbytes in self.by_kind.get(call.kind, ())
-            if (growth := _growth(call.sizes, sizes)) is not None
-        ]
-        return min(bounds, default=None)
+        known = self.by_kind.get(call.kind, ())
+        return min((_scaled(nbytes, sizes, call.sizes) for sizes, nbytes in known if _near(call.sizes, sizes)), default=None)
 
     def note(self, call: CallSize, nbytes: int) -> None:
         """Remembers what a call took."""
         known = self.by_kind.pop(call.kind, [])
-        smaller = [(sizes, n) for sizes, n in known if n <= nbytes and all(map(int.__le__, sizes, call.sizes))]
-        larger = [each for each in known if each not in smaller]
-        self.by_kind[call.kind] = [*larger, (call.sizes, nbytes)][-_MOST:]
+        others = [each for each in known if each[0] != call.sizes]
+        self.by_kind[call.kind] = [*others, (call.sizes, nbytes)][-_MOST:]
         while len(self.by_kind) > _MOST_KINDS:
             del self.by_kind[next(iter(self.by_kind))]
 
 
-def _growth(sizes: tuple[int, ...], known: tuple[int, ...]) -> list[float] | None:
-    """Returns by how much each size exceeds a known one; None if one does by too much."""
-    growth = [1.0 if size <= before else size / before if before else math.inf for size, before in zip(sizes, known, strict=True)]
-    return growth if max(growth, default=1.0) <= _GROWTH else None
+def _near(sizes: tuple[int, ...], known: tuple[int, ...]) -> bool:
+    return all(size <= _GROWTH * before for size, before in zip(sizes, known, strict=True))
+
+
+def _scaled(nbytes: int, known: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    for before, size in zip(known, sizes, strict=True):
+        if size > before:
+            nbytes = -(-nbytes * size * size // (before * before))
+    return nbytes

@@ -1,0 +1,240 @@
+"""Calls without gradients: any shape, no plan, the bits of a plain run, within the budget."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mtcompile
+from mtcompile.execution.gradient_free.lending import Lending, lending
+from mtcompile.execution.gradient_free.sizes import CallSize, KnownCalls
+from mtcompile.runtime.devices.fetching import CpuFetcher
+from tests.helpers.training import adamw, same, train
+
+WIDTH = 64
+
+
+class Deep(nn.Module):
+    """Looks at its own values, has tied weights, and parameters that nobody calls a module for."""
+
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 50, bias=False)
+        self.head.weight = self.embed.weight
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        self.norm, self.scale = nn.BatchNorm1d(WIDTH), nn.Parameter(torch.tensor(1.5))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embed(tokens).flatten(0, 1)
+        for layer in self.layers:
+            h = h + torch.tanh(layer(h))
+            if h.mean().item() > 0:
+                h = h - 0.1
+        return self.head(self.drop(self.norm(h)) * self.scale) + self.layers[0].weight.sum()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, 2, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]  # type: ignore[no-any-return]
+
+
+class Attending(nn.Module):
+    """Of whose parts some read the parameters of modules that they do not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, WIDTH, batch_first=True), 2)
+        self.cross = nn.MultiheadAttention(WIDTH, 4)
+        self.normed = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.weighted = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.encoder(x)
+        return self.weighted(self.normed(self.cross(h, x, h)[0]))  # type: ignore[no-any-return]
+
+
+class Writing(nn.Module):
+    """Changes its parameters and its buffers in the forward, in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.weight.mul_(0.9)
+        self.second.weight.data.clamp_(-0.1, 0.1)
+        self.third.weight.data = nn.functional.normalize(self.third.weight.data)
+        self.mean = self.mean * 0.5 + x.mean((0, 1)) * 0.5
+        return self.third(self.second(self.first(x - self.mean)))  # type: ignore[no-any-return]
+
+
+def floats(*size: int) -> Tensor:
+    return torch.randn(*size, WIDTH, generator=torch.Generator().manual_seed(sum(size)))
+
+
+def tokens(*size: int) -> Tensor:
+    return torch.randint(0, 50, size, generator=torch.Generator().manual_seed(sum(size)))
+
+
+MODELS: dict[str, tuple[type[nn.Module], Callable[..., Tensor]]] = {
+    "deep": (Deep, tokens),
+    "recurrent": (Recurrent, floats),
+    "attending": (Attending, floats),
+    "writing": (Writing, floats),
+}
+SIZES = ((2, 3), (3, 5), (1, 4), (2, 3), (4, 7), (2, 6))
+
+
+def plain(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name][0]()
+
+
+def results(model: nn.Module, inputs: Callable[..., Tensor]) -> list[Any]:
+    """The outputs of calls of several sizes in both modes, and what they leave."""
+    torch.manual_seed(1)
+    outputs = []
+    for guard in (torch.no_grad, torch.inference_mode):
+        for training in (True, False):
+            model.train(training)
+            with guard():
+                outputs += [model(inputs(*size)).clone() for size in SIZES]
+    return [*outputs, *(value.clone() for value in model.state_dict().values()), torch.get_rng_state()]
+
+
+def least_bytes(name: str) -> int:
+    """The smallest budget that the errors lead to."""
+    least = 1
+    while True:
+        try:
+            results(mtcompile.compile(plain(name), memory=least), MODELS[name][1])
+            return least
+        except mtcompile.BudgetError as error:
+            assert error.minimum_bytes > least
+            least = error.minimum_bytes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bits_are_equal_at_three_budgets(name: str) -> None:
+    expected, least = results(plain(name), MODELS[name][1]), least_bytes(name)
+    least = int(least * 1.1)  # what a call takes depends a little on what it finds
+    for memory in (1 << 30, int(least * 1.5), least):
+        model = mtcompile.compile(plain(name), memory=memory)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert all(map(torch.equal, expected, results(model, MODELS[name][1])))
+        report = model.memory_report()
+        assert 0 < report["peak_device_bytes"] <= report["planned_peak_device_bytes"] <= memory
+        assert model.plan is None  # there is nothing to plan
+        weights = sum(p.nbytes for p in model.parameters())
+        assert (report["peak_device_bytes"] > weights) == (memory == 1 << 30) or least > weights
+
+
+def test_training_before_and_after_is_that_of_a_plain_run_and_is_planned_as_without_calls() -> None:
+    def run(model: nn.Module, evaluates: bool, **options: Any) -> tuple[list[Any], nn.Module]:
+        optimizer = adamw(model.parameters())
+        compiled = mtcompile.compile(model, optimizer=optimizer, **options) if options else model
+        rows: list[Any] = []
+        for round_ in range(2):
+            for size in ((9, 3), (5, 2)) if evaluates else ():
+                with torch.no_grad():
+                    rows.append([compiled(x=floats(*size))])
+            rows += train(compiled, optimizer, {"x": floats(4, 3 + round_)}, steps=1)
+        return rows, compiled
+
+    class Loss(Attending):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            return out.square().mean() if torch.is_grad_enabled() else out
+
+    def new() -> nn.Module:
+        torch.manual_seed(0)
+        return Loss()
+
+    expected, _ = run(new(), True)
+    actual, model = run(new(), True, memory="1GiB")
+    assert same(expected, actual)
+    _, unevaluated = run(new(), False, memory="1GiB")
+    assert str(model.plan) == str(unevaluated.plan)
+
+
+def test_a_call_fits_beside_a_forward_that_waits() -> None:
+    model = plain("recurrent")
+    expected = copy.deepcopy(model)
+    compiled = mtcompile.compile(model, memory="1GiB")
+    waiting = [each(floats(4, 8)).square().sum() for each in (expected, compiled)]
+    with torch.no_grad():
+        assert torch.equal(expected(floats(9, 2)), compiled(floats(9, 2)))
+    for loss in waiting:
+        loss.backward()
+    pairs = zip(expected.parameters(), compiled.parameters(), strict=True)
+    assert all(torch.equal(one.grad, other.grad) for one, other in pairs if one.grad is not None and other.grad is not None)
+
+
+def test_too_little_memory_is_said_and_nothing_is_lost() -> None:
+    model = plain("deep")
+    state = copy.deepcopy(model.state_dict())
+    compiled = mtcompile.compile(model.eval(), memory="60KiB")
+    with torch.no_grad():
+        compiled(tokens(1, 1))
+        with pytest.raises(mtcompile.BudgetError, match=r"without gradients needs .* for what it computes") as refusal:
+            compiled(tokens(64, 8))
+        assert refusal.value.minimum_bytes > 60 * 1024
+        compiled(tokens(1, 1))
+    assert all(map(torch.equal, state.values(), model.state_dict().values()))
+
+
+def test_an_error_of_the_forward_leaves_the_model_as_it_was() -> None:
+    model = plain("attending").eval()
+    compiled, before = mtcompile.compile(model, memory="1MiB"), [id(m._parameters) for m in model.modules()]
+    with torch.no_grad(), pytest.raises(RuntimeError, match="embed_dim"):
+        compiled(torch.zeros(2, 3, WIDTH + 1))
+    assert before == [id(m._parameters) for m in model.modules()]
+    with torch.no_grad():
+        assert torch.equal(compiled(floats(2, 3)), copy.deepcopy(compiled)(floats(2, 3)))
+
+
+def lent_by(model: nn.Module, room: int, calls: int, x: Tensor) -> list[Lending]:
+    every, order = [], [id(p) for p in model.parameters()]
+    for _ in range(calls):
+        every.append(Lending(list(model.parameters()), order, CpuFetcher(None), room))
+        with torch.no_grad(), lending(model, every[-1], []):
+            model(x)
+        order = every[-1].reads
+    return every
+
+
+def test_parameters_are_fetched_once_and_never_more_than_fit() -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
+    weights = sum(p.nbytes for p in model.parameters())
+    room = 2 * (WIDTH * WIDTH + WIDTH) * 4
+    for lent in lent_by(model, room, 3, floats(2)):
+        assert lent.fetched_nbytes == weights
+        assert lent.most_nbytes <= room
+    (whole,) = lent_by(model, weights, 1, floats(2))
+    assert whole.most_nbytes == whole.fetched_nbytes == weights
+
+
+def test_what_a_call_takes_is_known_for_smaller_ones_and_estimated_for_slightly_larger_ones() -> None:
+    known = KnownCalls()
+    known.note(CallSize((), (4, 100)), 1000)
+    assert known.nbytes(CallSize((), (4, 100))) == known.nbytes(CallSize((), (1, 7))) == 1000
+    assert known.nbytes(CallSize((), (4, 110))) == 1210
+    assert known.nbytes(CallSize((), (4, 126))) is None
+    assert known.nbytes(CallSize((), (5, 60))) == 1563
+    assert known.nbytes(CallSize((True,), (1, 1))) is None
+    known.note(CallSize((), (8, 200)), 3000)
+    assert known.nbytes(CallSize((), (5, 60))) == 1563
+    assert known.nbytes(CallSize((), (8, 60))) == 3000
