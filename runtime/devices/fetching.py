@@ -17,8 +17,8 @@ class Fetcher(Protocol):
     """Copies tensors in the order in which they are asked for."""
 
     def fetch(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Returns a tensor of the device with the strides of ``source``, and a ticket for its bytes, which are on their way. Both
-        tensors must be held until they are there."""
+        """Returns a tensor of the device with the strides of ``source``, and a ticket for its bytes, which are on their way.
+        Hold both tensors until they are there."""
 
     def await_copy(self, ticket: Any) -> None:
         """Makes everything that computes from now on start after a copy."""

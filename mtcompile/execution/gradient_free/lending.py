@@ -143,8 +143,8 @@ class Lending:
         return copy
 
     def _make_room(self, nbytes: int, unread: bool = False) -> bool:
-        """Lets go of copies that are done, the earliest first, until ``nbytes`` more fit; of ``unread`` ones only if that is not
-        enough. Tells whether they fit."""
+        """Lets go of copies that are done, the earliest first, until ``nbytes`` more fit; of ``unread`` ones only if that is
+        not enough. Tells whether they fit."""
         for key in list(self._copies):
             if self.nbytes + nbytes <= self.room:
                 return True
