@@ -40,13 +40,14 @@ class CompiledModule(nn.Module):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the program that last trained (or ran, before any training); None before the first call."""
+        """The plan of the program that last trained; None before the first training call."""
         last = self._mt_model.session.last
         return last.plan if last else None
 
     @property
     def schedule(self) -> Viewable | None:
-        """The schedule of that program. Print it to read it; ``.show()`` opens its timeline. None before the first call."""
+        """The schedule of that program. Print it to read it; ``.show()`` opens its timeline. None before the first
+        training call."""
         session = self._mt_model.session
         if (last := session.last) is None:
             return None
@@ -63,7 +64,7 @@ class CompiledModule(nn.Module):
         them there, and what the alternatives would cost. From the second step on, also compares predicted and measured times.
         Print the result, or call its ``.to_json()``.
 
-        Raises ValueError with similar names for an unknown name, and StepError before the first call.
+        Raises ValueError with similar names for an unknown name, and StepError before the first training call.
         """
         from mtcompile.report.explain import explain_program
 
@@ -229,8 +230,8 @@ def compile(
     viz        writes each training program's timeline to this HTML file: predicted after its first step, with measured times
                after its second; a second program goes to ``<name>-2.html``, and so on
 
-    The first call captures and plans. It raises ``BudgetError`` (with ``.minimum_bytes``) if no plan fits, and
-    ``CaptureError`` if the model cannot be captured. ``compile`` itself raises ValueError or TypeError for options that it
+    The first training call captures and plans. It raises ``BudgetError`` (with ``.minimum_bytes``) if no plan fits, and
+    ``CaptureError`` if the model cannot be captured. Calls without gradients run the plain forward, within the same budget. ``compile`` itself raises ValueError or TypeError for options that it
     cannot honour.
     """
     options = Options(
