@@ -61,9 +61,9 @@ def explain(
 
 def explain_program(program: CompiledStep | None, timed: Iterable[TimedPhase], name: str) -> Explanation:
     """Explains part of the program that last trained. ``timed``: (program, phase, records) of phases that have run, oldest
-    first. Raises StepError when ``program`` is None, before the first call."""
+    first. Raises StepError when ``program`` is None, before the first training call."""
     if program is None:
-        raise StepError("expected a model that has run, found one that has not; call it once, then explain")
+        raise StepError("expected a model that has trained, found one that has not; train it for one step, then explain")
     unmeasured = (
         "nothing measured: times are those of the second step and later ones, not those under MT_CHECK=1, and on a GPU those "
         "under MT_TRACE=1"
