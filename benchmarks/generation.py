@@ -2,8 +2,8 @@
 
     python -m benchmarks.generation --json out.json     # about two minutes; needs transformers
 
-*Resident*: a small Llama on the emulated device, with room for all of it; plain and compiled in turns, medians of a token's time.
-The compiled model has generated once before: its first calls are measured.
+*Resident*: a small Llama on the emulated device, with room for all of it; plain and compiled in turns, medians of a token's
+time. The compiled model has generated once before: its first calls are measured.
 
 *Streamed*: a larger one, within a quarter of its weights, on the emulated device throttled to a link; a token's time over the
 time that the weights take on that link.

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from mtcompile import cache, knobs, torch_private
+from mtcompile import cache, knobs, progress, torch_private
 from mtcompile.capture.description import Description
 from mtcompile.capture.joint import Tangents, joint_graph, joint_key
 from mtcompile.errors import BudgetError, CaptureError
@@ -103,14 +103,17 @@ class PlannedStep(NamedTuple):
 def compile_step(captured: CapturedStep, target: Target, placement: RunnablePlacement) -> CompiledStep:
     """Plans, builds and proves one captured step. Raises CaptureError, and BudgetError if no plan fits."""
     probing = torch_private.probe_inductor() if target.options.fuses else None
-    joint = joint_of(captured, target)
+    with progress.doing("tracing forward and backward"):
+        joint = joint_of(captured, target)
     while True:
         pinned = target.pinned
         best = fastest_loss_head(joint, captured, target, placement)
         if probing is not None:
             probing.join()
+        progress.tell("building kernels")
         built = target.toolchain.build(best.planned, target.machine)
         planned = built.planned
+        progress.tell("proving the schedule")
         prove(best.joint.graph, built, best.problem.budgets, placement.input_homes(best.joint.graph))
         placement.adopt(best.problem.step, planned)
         if pinned == target.pinned:
@@ -239,7 +242,7 @@ def plan_beside(problem: PlanningProblem, policy: str, beside: int) -> tuple[Pla
 
     def planned_within(nbytes: int | None) -> tuple[PlanningProblem, Planned]:
         part = replace(problem, budgets=replace(problem.budgets, device=nbytes))
-        return part, recalled(part, policy, functools.partial(make_plan, part, policy, store=store))
+        return part, recalled(part, policy, functools.partial(make_plan, part, policy, store=store, progress=_tell))
 
     budget = problem.budgets.device
     whole = planned_within(budget)
@@ -258,6 +261,10 @@ def plan_beside(problem: PlanningProblem, policy: str, beside: int) -> tuple[Pla
         return min(roomy, key=lambda each: each[1].plan.total_us)
     tier, needed = min(shortages(problem.budgets, tried[0][1].schedule, beside), key=lambda shortage: shortage[0] != "device")
     raise DoesNotFit(tier, needed, ((f"what {beside} more forwards hold until their backward", needed),))
+
+
+def _tell(activity: str, done: int, total: int) -> None:
+    progress.tell(f"{activity}, {done} of {total} candidates")
 
 
 def leaves_room(budgets: Budgets, schedule: Schedule, beside: int) -> bool:

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from mtcompile import knobs
+
+P = ParamSpec("P")
+V = TypeVar("V")
+
 
 class MtcompileError(RuntimeError):
     """The base of all errors of this package."""
@@ -28,6 +37,21 @@ class StepError(MtcompileError):
 class CheckpointError(MtcompileError):
     """Raised if a checkpoint is damaged, is of another model, or cannot be written because another process writes into its
     folder. Nothing has changed then."""
+
+
+def told_briefly(function: Callable[P, V]) -> Callable[P, V]:
+    """Lets errors of mtcompile leave a function without the frames that they came through, unless MT_DEBUG is set."""
+
+    @functools.wraps(function)
+    def brief(*args: P.args, **kwargs: P.kwargs) -> V:
+        try:
+            return function(*args, **kwargs)
+        except MtcompileError as error:
+            if knobs.debug():
+                raise
+            raise error.with_traceback(None) from None
+
+    return brief
 
 
 def shows_part(name: str) -> str:

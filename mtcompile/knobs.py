@@ -52,6 +52,11 @@ def viz() -> str:
     return "" if folder == "0" else "." if folder == "1" else folder
 
 
+def progress() -> bool:
+    """MT_PROGRESS=0: say nothing on stderr while a model is captured and planned, however long that takes."""
+    return os.environ.get("MT_PROGRESS", "1") not in ("", "0")
+
+
 def cache() -> str:
     """MT_CACHE=dir: where plans and speeds are cached (default: mtcompile in the user's cache folder; 0: nowhere)."""
     folder = os.environ.get("MT_CACHE", "")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile import torch_private
+from mtcompile import progress, torch_private
 from mtcompile.capture import known_shapes
 from mtcompile.capture.refusals import (
     NotOneGraph,
@@ -62,7 +62,9 @@ def front_end(
             raise CaptureError(_LEAF + place_of([leaf]))
         expecting = torch_private.expecting_values(graph)
         graph.meta["told"] = state.answers.told()
-        return expecting(backend(graph, inputs))
+        program = expecting(backend(graph, inputs))
+        progress.tell("")  # from here on the program runs
+        return program
 
     def checked_part(graph: fx.GraphModule, inputs: Any) -> Any:
         state.note_break(*why_and_where(*torch_private.break_after(graph)))
@@ -83,7 +85,8 @@ def front_end(
                 return captured(variant, args, kwargs)
             variants.append(variants.pop(0))
         variants.insert(0, torch.compile(_copied(fn), backend=checked, fullgraph=True, dynamic=False))
-        return captured(variants[0], args, kwargs)
+        with progress.doing("capturing the forward"):
+            return captured(variants[0], args, kwargs)
 
     def captured(variant: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:

@@ -15,6 +15,7 @@ from mtcompile.capture.arguments import micro_batches, sent
 from mtcompile.capture.description import describe
 from mtcompile.capture.dynamo import front_end
 from mtcompile.capture.surroundings import Surroundings
+from mtcompile.errors import told_briefly
 from mtcompile.execution.compiled import LiveFrames
 from mtcompile.execution.gradient_free.calls import GradientFreeCalls
 from mtcompile.execution.model_door import ModelDoor
@@ -57,6 +58,7 @@ class CompiledModel:
         self._captured = front_end(call, _weak(self._backend), device.where, in_parts)
         self._has_new_parts = False
 
+    @told_briefly
     @torch_private.one_at_a_time
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model. Sends host tensors among the arguments to the device first."""

@@ -12,7 +12,7 @@ from mtcompile.capture.description import Description
 from mtcompile.capture.joint import Pattern, Tangents
 from mtcompile.capture.outputs import Constant, Passed, rebuilt
 from mtcompile.compiler import CapturedStep
-from mtcompile.errors import CaptureError, StepError
+from mtcompile.errors import CaptureError, StepError, told_briefly
 from mtcompile.execution.compiled import CompiledStep, Frame
 from mtcompile.execution.second_order import differentiable_gradients
 from mtcompile.execution.session import CompiledSteps, Session
@@ -149,6 +149,7 @@ class _Step(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @told_briefly
     @torch_private.one_at_a_time
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         frame: Frame | None = ctx.frame

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mtcompile import knobs, torch_private
+from mtcompile import knobs, progress, torch_private
 from mtcompile.capture.description import Description, enabled_autocast
 from mtcompile.capture.refusals import not_compiled, place_of, refuse
 from mtcompile.capture.tracing import collecting_later
@@ -220,7 +220,8 @@ class Session:
         self.door.before_planning()
         self.machine = known_machine(self.device, self.options)
         target = Target(self.options, self.device, self.toolchain, self.machine, beside)
-        with collecting_later(), torch_private.lasting(), without_autocast(self.device.where.type):
+        planning = progress.doing(f"planning {self.title or 'a graph'}")
+        with planning, collecting_later(), torch_private.lasting(), without_autocast(self.device.where.type):
             try:
                 compiled = compile_step(captured, target, self.door)
             except MtcompileError:

@@ -15,15 +15,20 @@ from mtcompile.passes.planning.candidates import Candidates, Store
 from mtcompile.passes.planning.evaluate import completed
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.ladders import everything
-from mtcompile.passes.planning.problem import Planned, PlanningProblem
+from mtcompile.passes.planning.problem import Planned, PlanningProblem, Progress, no_progress
 
 
 def make_plan(
-    problem: PlanningProblem, policy: str = "fastest", known: Plan | None = None, store: Store | None = None
+    problem: PlanningProblem,
+    policy: str = "fastest",
+    known: Plan | None = None,
+    store: Store | None = None,
+    progress: Progress = no_progress,
 ) -> Planned:
     """Returns the fastest plan that fits, or that of a fixed ``policy``, with its rewritten graph and schedule (deps derived,
-    not yet proven). ``known``: as for ``Candidates.best``. ``store``: as for ``Candidates``. Raises DoesNotFit."""
-    candidates, budgets = Candidates(problem, store=store), problem.budgets
+    not yet proven). ``known``: as for ``Candidates.best``. ``store``, ``progress``: as for ``Candidates``. Raises
+    DoesNotFit."""
+    candidates, budgets = Candidates(problem, progress, store), problem.budgets
     if policy != "fastest":
         return candidates.by_policy(policy, budgets)
     return candidates.best(budgets.device, budgets.host, known)
