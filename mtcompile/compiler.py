@@ -42,6 +42,7 @@ from mtcompile.passes.joint.loss_head import chunk_loss
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.lower import Workspace
 from mtcompile.passes.plan import Plan
+from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.planner import make_plan, may_be_resident, resident_plan
 from mtcompile.passes.planning.problem import BIT_EQUAL, FUSED, DoesNotFit, Planned, PlanningProblem
 from mtcompile.passes.step_graph import copy_step
@@ -221,11 +222,14 @@ def plan_for(joint: JointStep, target: Target, placement: RunnablePlacement) -> 
             if (resident := resident_plan(whole)) is not None:
                 return whole, resident
         try:
-            find = functools.partial(make_plan, problem, options.policy, store=search_store(problem))
-            return problem, recalled(problem, options.policy, find)
+            return within_disk(problem, functools.partial(_planned, options.policy))
         except DoesNotFit as error:
             if not placement.give_up_residents(error):
                 raise placement.refusal(error) from None
+
+
+def _planned(policy: str, problem: PlanningProblem) -> Planned:
+    return recalled(problem, policy, functools.partial(make_plan, problem, policy, store=search_store(problem)))
 
 
 def recalled(problem: PlanningProblem, policy: str, find: Callable[[Plan | None], Planned]) -> Planned:

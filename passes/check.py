@@ -17,6 +17,7 @@ from torch import fx
 from mtcompile.passes.generators import generator_nbytes, save_rng
 from mtcompile.passes.numbering import Number, Numbering, phase_of
 from mtcompile.passes.step_graph import (
+    TIER_OF_MOVE,
     InputSpec,
     body_outputs,
     calls,
@@ -30,7 +31,6 @@ from mtcompile.passes.step_graph import (
     kernel_of,
     outputs_of,
     placeholders,
-    prefetch,
     results,
     source,
     span_nbytes,
@@ -214,6 +214,7 @@ def _same_input(spec: InputSpec, one: fx.Node, other: fx.Node) -> None:
     described = (meta["nbytes"], meta["role"], meta["name"])
     expect(described == expected, lambda: f"input {spec.name} with (bytes, role, name) {expected}, found {described}")
     tiers = ("device",) if spec.role == "tangent" else (spec.tier, "device")
+    tiers += ("disk",) if spec.role == "param" else ()
     expect(meta["tier"] in tiers, lambda: f"input {spec.name} in one of {tiers}, found {meta['tier']}")
 
 
@@ -234,7 +235,7 @@ def _expected(step: fx.GraphModule, call: fx.Node, item: fx.Node, captured: set[
         return layout, aligned(layout.nbytes), "device"
     if is_move(call):
         operand = operands[position]
-        return _layout(operand.meta["val"]), operand.meta["nbytes"], "device" if call.target is prefetch else "host"
+        return _layout(operand.meta["val"]), operand.meta["nbytes"], TIER_OF_MOVE[call.target]
     if is_convert(call):
         layout = _layout(operands[position].meta["val"])._replace(dtype=call.kwargs["casts"][position]["dtype"])
         expect(layout[:3] in {one[:3] for one in captured}, lambda: f"{item.name} as one of {captured}, found {layout[:3]}")

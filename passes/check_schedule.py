@@ -35,12 +35,15 @@ from mtcompile.passes.step_graph import (
     outputs_of,
     placeholders,
     prefetch,
+    read,
     recomputes,
     results,
     source,
     step_outputs,
     update,
+    write,
 )
+from mtcompile.runtime.disk.requests import BLOCK
 from mtcompile.runtime.schedule import Buffer, Instruction, Schedule, aligned, placed
 from mtcompile.runtime.verify import peak
 
@@ -81,7 +84,7 @@ def _homes(step: fx.GraphModule, given: Given) -> None:
         if given.inputs_on_device or spec.role == "tangent":
             tier = "device"
         elif spec.role == "param" and spec.name in homes:
-            tier = "device" if given.plan.params(homes[spec.name]) == "device" else "host"
+            tier = {"device": "device", "disk": "disk"}.get(given.plan.params(homes[spec.name]), "host")
         else:
             tier = spec.tier
         expect(node.meta["tier"] == tier, lambda s=spec, t=tier, n=node: f"{s.name} on the {t}, found {n.meta['tier']}")
@@ -89,6 +92,7 @@ def _homes(step: fx.GraphModule, given: Given) -> None:
             tiers[spec.index] = tier
     for result, value in outputs_of(step):
         tier = "device" if result.kind == "output" else tiers[result.index]
+        tier = "host" if tier == "disk" and result.kind == "grad" else tier
         at = value.meta["tier"]
         expect(at == tier, lambda r=result, t=tier, a=at: f"{r.kind} {r.name} to leave on the {t}, found {a}")
 
@@ -210,7 +214,9 @@ def _instruction(step: fx.GraphModule, call: fx.Node, given: Given) -> Instructi
         return replace(row, queue="compute", kernel=str(call.target), workspace=workspace, work=work)
     if is_move(call):
         moved = sum(operand.meta["nbytes"] for operand in operands)
-        queue, work = {prefetch: ("h2d", "prefetch"), offload: ("d2h", "offload")}[call.target]
+        directions = {prefetch: ("h2d", "prefetch"), offload: ("d2h", "offload")}
+        directions |= {read: ("disk_read", "read"), write: ("disk_write", "write")}
+        queue, work = directions[call.target]
         return replace(row, queue=queue, kernel="", nbytes=moved, work=work)
     if is_convert(call):
         return replace(row, work="convert")
@@ -234,6 +240,8 @@ def _totals(step: fx.GraphModule, schedule: Schedule, given: Given) -> None:
     _same_bytes("budget", limits, schedule.budget_nbytes)
     _same_bytes("resident", _resident(step, given), schedule.resident_nbytes)
     arenas = {"device": 0, "host": 0}
+    if any(buffer.offset is not None and buffer.tier == "disk" for buffer in schedule.buffers.values()):
+        arenas["disk"] = 0
     for buffer in schedule.buffers.values():
         if buffer.offset is not None:
             arenas[buffer.tier] = max(arenas[buffer.tier], buffer.offset + placed(buffer.nbytes))
@@ -251,10 +259,25 @@ def _resident(step: fx.GraphModule, given: Given) -> dict[str, int]:
     budgets, homes = given.budgets, step.meta["homes"]
     copies = budgets.state_copies + (2 if budgets.updates is None else 1)
     weights: dict[str, int] = {}  # by home block, whose bytes are rounded together
+    on_disk: dict[str, int] = {}  # the same, each value in whole blocks of the disk
+    trained: set[str] = set()
     for spec, node in inputs_of(step):
         if spec.role == "param" and spec.name in homes:
-            weights[homes[spec.name]] = weights.get(homes[spec.name], 0) + placed(node.meta["nbytes"])
+            home, nbytes = homes[spec.name], node.meta["nbytes"]
+            weights[home] = weights.get(home, 0) + placed(nbytes)
+            on_disk[home] = on_disk.get(home, 0) + -(-nbytes // BLOCK) * BLOCK
+            if spec.differentiable:
+                trained.add(home)
+    frozen = weights.keys() - trained if "frozen" in step.meta else set()
     held = {"device": budgets.reserve + given.held_nbytes, "host": len(homes) * SCALAR_STATE_NBYTES}
+    if budgets.disk is not None:
+        held["disk"] = 0
+        if any(decision.choice == "disk" for decision in given.plan.decisions):
+            held["host"] += budgets.disk_staging
     for block, nbytes in weights.items():
-        held["device" if given.plan.params(block) == "device" else "host"] += int(nbytes * copies)
+        tier, times = given.plan.params(block), 1.0 if block in frozen else copies
+        if tier == "disk":
+            held["disk"] += int(on_disk[block] * times)
+        else:
+            held["device" if tier == "device" else "host"] += int(nbytes * times)
     return held

@@ -6,6 +6,8 @@ Nodes
   getitem                one value of a call
   prefetch(*xs)          host -> device, the identity on bits
   offload(*xs)           device -> host, the identity on bits
+  read(*xs)              disk -> host, the identity on bits
+  write(*xs)             host -> disk, the identity on bits
   convert(*xs, casts=c)  on the host, each value cast by its _to_copy keywords
   update(*xs, count=n)   n parameters, their n gradients, and a scale or nothing -> the parameters' next versions
   gradient_norms(*xs)    gradients -> (the norm of each)
@@ -19,7 +21,8 @@ Of every call: ``phase`` and ``block`` (the index of the forward block it belong
 it computes again.
 ``step.meta``: ``inputs`` (InputSpec per placeholder), ``outputs`` (OutputSpec per output), ``constants`` (tensors),
 ``blocks`` (their names), ``device`` (where its kernels run, as torch names it), ``homes`` (parameter -> home block) and
-``updated`` (the parameters that a backward updates, if not all); ``build`` alone writes them. ``kernels`` and ``memo`` (kernels
+``updated`` (the parameters that a backward updates, if not all), ``frozen`` (homes without gradients, where they are counted as
+such); ``build`` alone writes them. ``kernels`` and ``memo`` (kernels
 by body, and by what rewrites made them for) are shared by a step graph and all rewritten copies of it.
 ``fx.Interpreter(step).run(*inputs)`` is the reference execution, in which an update returns the gradients it is given: what
 it makes of them is the optimizer's.
@@ -69,6 +72,16 @@ def prefetch(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def offload(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Copies from device to host; dtype, strides and bytes stay the same."""
+    return values
+
+
+def read(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Copies from disk to host; dtype, strides and bytes stay the same."""
+    return values
+
+
+def write(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Copies from host to disk; dtype, strides and bytes stay the same."""
     return values
 
 
@@ -194,7 +207,7 @@ def is_region(node: fx.Node) -> bool:
 
 
 def is_move(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in (prefetch, offload)
+    return node.op == "call_function" and node.target in TIER_OF_MOVE
 
 
 def is_update(node: fx.Node) -> bool:
@@ -206,7 +219,9 @@ def is_convert(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is convert
 
 
-_CALLS = frozenset({prefetch, offload, convert, update, gradient_norms, gradient_scale})
+# Where a move puts what it moves.
+TIER_OF_MOVE: dict[Any, Tier] = {prefetch: "device", offload: "host", read: "host", write: "disk"}
+_CALLS = frozenset({*TIER_OF_MOVE, convert, update, gradient_norms, gradient_scale})
 
 
 def recomputes(node: fx.Node) -> tuple[int, ...]:
@@ -215,7 +230,7 @@ def recomputes(node: fx.Node) -> tuple[int, ...]:
 
 
 def calls(step: fx.GraphModule) -> list[fx.Node]:
-    """The regions, prefetches, offloads, conversions and updates, in order."""
+    """The regions, moves, conversions and updates, in order."""
     return [n for n in step.graph.nodes if n.op == "call_module" or (n.op == "call_function" and n.target in _CALLS)]
 
 

@@ -1,7 +1,7 @@
 """The proof that a schedule is safe, from the schedule alone: it trusts neither the passes that made it nor its deps.
 
-Write ``a ≺ b`` when ``a`` has completed before ``b`` starts in every execution: both are on one queue and ``a`` is
-listed first; or ``b`` waits for ``a``; or ``a`` belongs to an earlier phase (for ``b`` on queue host: and to a queue that
+Write ``a ≺ b`` when ``a`` has completed before ``b`` starts in every execution: both are on one queue and ``a`` is listed
+first; or ``b`` waits for ``a``; or ``a`` belongs to an earlier phase (for ``b`` on a queue of the host's: and to a queue that
 it awaits before it starts a phase, since nothing else has happened for the host); or through a chain of these. ``verify``
 proves, and ``ScheduleError.invariant`` names:
 
@@ -49,8 +49,8 @@ COPIES: dict[Queue, tuple[tuple[str, str], ...]] = {
     "compute": (("device", "device"),),
     "h2d": (("host", "device"),),
     "d2h": (("device", "host"),),
-    "disk_read": (("disk", "host"), ("disk", "device")),
-    "disk_write": (("host", "disk"), ("device", "disk")),
+    "disk_read": (("disk", "host"),),
+    "disk_write": (("host", "disk"),),
     "host": (("host", "host"),),
 }
 RUNS = {"compute": "device", "host": "host"}  # the tier whose bytes kernels on a queue may touch
@@ -58,7 +58,7 @@ RUNS = {"compute": "device", "host": "host"}  # the tier whose bytes kernels on 
 
 def verify(schedule: Schedule, host_awaits: Collection[Queue] = HOST_AWAITS) -> None:
     """Proves every property in the module's docstring, or raises ScheduleError for the first that fails. ``host_awaits``: as
-    the executor does unless said otherwise, the queues whose earlier phases have ended when queue host starts a phase."""
+    the executor does unless said otherwise, the queues whose earlier phases have ended when the host's queues start a phase."""
     _well_formed(schedule)
     facts = Facts(schedule, host_awaits)
     _present(facts)

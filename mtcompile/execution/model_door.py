@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
 from mtcompile.runtime.devices.protocol import Device
+from mtcompile.runtime.disk.store import DEPTH, DiskStore, piece_nbytes
 from mtcompile.torch_private import shares_storage
 
 
@@ -61,7 +63,7 @@ class ModelDoor(Door):
 
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
         updated = None if self.updates is None or not _trains(joint) else self.updates.updated_names()
-        return InputHomes(self.parameters.blocks(), updated=updated)
+        return InputHomes(self.parameters.blocks(), updated=updated, frozen_apart=self.options.disk is not None)
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
         copies, updates = state_copies_of(self.options.precision, self.optimizer), None
@@ -69,7 +71,22 @@ class ModelDoor(Door):
             updates = self.updates.plan_updates(copies)
         reserve = random_reserve_nbytes(step) + self.sent_nbytes
         budgets = Budgets(self._available_nbytes(step), self.options.host, copies, reserve=reserve, updates=updates)
-        return budgets, self._fixed_homes(step)
+        if self.options.disk is not None:
+            staging = DEPTH * piece_nbytes(self.parameters_nbytes())
+            budgets = replace(budgets, disk=self.options.disk.nbytes, disk_staging=staging)
+        fixed = self._fixed_homes(step)
+        self._check_disk(step, fixed)
+        return budgets, fixed
+
+    def _check_disk(self, step: fx.GraphModule, fixed: Mapping[str, str]) -> None:
+        """Raises CaptureError for a parameter that went to disk while it was frozen and is to train now."""
+        frozen: Collection[str] = step.meta.get("frozen", ())
+        for name, home in step.meta["homes"].items():
+            if fixed.get(home) == "disk" and home not in frozen and _trains(step):
+                raise CaptureError(
+                    f"{name} is on disk, where only frozen weights can be, and its home ({home}) has weights that train now. Freeze "
+                    "them again, or compile a new model with what trains set from the start"
+                )
 
     def _fixed_homes(self, step: fx.GraphModule) -> Mapping[str, str]:
         blocks, tiers = step.meta["homes"], self.parameters.tiers
@@ -104,16 +121,26 @@ class ModelDoor(Door):
         return True
 
     def refusal(self, error: DoesNotFit) -> BudgetError:
+        disk = self.options.disk
+        if error.tier == "disk" and disk is not None:
+            return budget_error(error, "disk", disk.nbytes, 0)
         name, budget = ("memory", self.options.memory) if error.tier == "device" else ("host", self.options.host)
         return budget_error(error, name, budget or 0, self.frames.nbytes())
 
     def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
         blocks = step.meta["homes"]
         tiers = {block: planned.plan.params(block) for block in blocks.values()}
+        if self.options.disk is not None and (nbytes := planned.plan.peak_bytes.get("disk", 0)):
+            if self.parameters.disk is None:
+                self.parameters.disk = DiskStore(self.options.disk.folder, piece_nbytes(self.parameters_nbytes()))
+            self.parameters.disk.reserve(nbytes)  # before anything moves
         self.parameters.adopt(blocks, tiers, dict(self._model().named_parameters()))
 
     def host_kernels(self, step: fx.GraphModule) -> Mapping[str, Any]:
         return conversions(step) | ({} if self.updates is None else self.updates.kernels(step))
+
+    def parameters_nbytes(self) -> int:
+        return sum(p.nbytes for _, p in nn.Module.named_parameters(self._model()) if not nn.parameter.is_lazy(p))
 
     # ---------------------------------------------------------------------------------------------- around a step that runs
 

@@ -11,6 +11,8 @@ from mtcompile.errors import MtcompileError, StepError
 from mtcompile.passes.step_graph import span_nbytes
 from mtcompile.runtime.devices.arena import Layout, layout_of, part, view
 from mtcompile.runtime.devices.protocol import Device
+from mtcompile.runtime.disk.requests import whole_blocks
+from mtcompile.runtime.disk.store import DiskStore
 from mtcompile.runtime.schedule import placed
 from mtcompile.torch_private import shares_storage, storage_holders, storage_id
 
@@ -19,6 +21,7 @@ from mtcompile.torch_private import shares_storage, storage_holders, storage_id
 class ParameterPlace:
     """One parameter's place. ``home``: its bytes in its block's slab, ``offset`` bytes from the start; None for a parameter
     that has stayed in the user's memory from the start. ``pointer``: the address of its data, at home or in the user's memory.
+    ``version``: of a parameter on disk, its version counter when its checksums were taken.
     """
 
     parameter: torch.nn.Parameter
@@ -26,6 +29,8 @@ class ParameterPlace:
     home: torch.Tensor | None
     offset: int
     pointer: int
+    name: str = ""
+    version: int = -1
 
 
 @dataclass(slots=True)
@@ -57,6 +62,7 @@ class ParameterStore:
         self.places: dict[str, ParameterPlace] = {}
         self.slabs: dict[str, Slab] = {}  # by block
         self.version = 0
+        self.disk: DiskStore | None = None
         self._gradients: list[tuple[torch.Tensor, int]] = []  # slab, and its number of holders when only this list holds it
 
     @property
@@ -67,6 +73,13 @@ class ParameterStore:
     def blocks(self) -> dict[str, str]:
         """Returns parameter -> home block."""
         return {name: place.block for name, place in self.places.items()}
+
+    def held_on_disk_nbytes(self) -> int:
+        """Returns the bytes of the parameters that are on disk now."""
+        if self.disk is None:
+            return 0
+        at_home = (place.parameter for place in self.places.values() if self.disk.place_of(place.pointer) is not None)
+        return sum(parameter.nbytes for parameter in at_home)
 
     def adopt(self, blocks: Mapping[str, str], tiers: Mapping[str, str], parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Moves every named parameter without a home into its block's slab, and every slab to its tier."""
@@ -80,21 +93,21 @@ class ParameterStore:
             offsets, nbytes = {}, 0
             for name in names:
                 if not shares_storage(parameters[name]):
-                    offsets[name] = nbytes
-                    nbytes += placed(span_nbytes(parameters[name].data))
+                    offsets[name], span = nbytes, span_nbytes(parameters[name].data)
+                    nbytes += whole_blocks(span) if tier == "disk" else placed(span)
             self.slabs[block] = Slab(tier, self._memory(tier, nbytes))
             for name in names:
                 parameter = parameters[name]
-                self.places[name] = ParameterPlace(parameter, block, None, 0, parameter.data_ptr())
+                self.places[name] = ParameterPlace(parameter, block, None, 0, parameter.data_ptr(), name)
                 if name in offsets:
                     self._give_home(self.places[name], layout_of(parameter.data), offsets[name])
                     self._move_in(self.places[name])
         self._arrange()
 
     def send_home(self) -> None:
-        """Decides that every slab belongs on the host; the next ``adopt`` moves them."""
+        """Decides that every slab on the device belongs on the host; the next ``adopt`` moves them."""
         for slab in self.slabs.values():
-            slab.tier = "host"
+            slab.tier = "host" if slab.tier == "device" else slab.tier
         self.version += 1
 
     def _arrange(self) -> None:
@@ -113,6 +126,9 @@ class ParameterStore:
         return self.device.where if tier == "device" else torch.device("cpu")
 
     def _memory(self, tier: str, nbytes: int) -> torch.Tensor:
+        if tier == "disk":
+            assert self.disk is not None, "whoever plans for a disk opens its store"
+            return torch.frombuffer(self.disk.map(nbytes), dtype=torch.uint8)
         where = self._where(tier)
         return self.device.arena("host" if where.type == "cpu" else "device", nbytes)  # type: ignore[no-any-return]
 
@@ -125,7 +141,12 @@ class ParameterStore:
         """Moves a parameter's values home."""
         parameter, home = place.parameter, place.home
         assert home is not None
-        home.copy_(parameter.data)
+        if self.slabs[place.block].tier == "disk" and self.disk is not None:
+            values = parameter.data.cpu()
+            self.disk.write([(values.data_ptr(), home.data_ptr(), span_nbytes(values), place.name)])
+            place.version = parameter._version
+        else:
+            home.copy_(parameter.data)
         grad = parameter.grad
         if grad is not None and grad.device != home.device:
             parameter.grad = None  # a gradient must be on its parameter's device; put back below
@@ -140,7 +161,10 @@ class ParameterStore:
         """Takes a replaced ``p.data`` or a replaced Parameter: its values move home, unless another tensor shares its memory or
         that of the home. Then the parameter stays in the memory that the user gave it."""
         place = self.places.get(name)
-        if place is None or (place.parameter is parameter and parameter.data_ptr() == place.pointer):
+        if place is None:
+            return
+        if place.parameter is parameter and parameter.data_ptr() == place.pointer:
+            self._note_writes(place)
             return
         values, earlier, place.parameter = parameter.data, place.parameter, parameter
         wanted = self._where(self.slabs[place.block].tier)
@@ -155,6 +179,13 @@ class ParameterStore:
                 "where the plan keeps it. Copy the values instead: p.data.copy_(values)"
             )
         self.replaced(parameter, values)
+
+    def _note_writes(self, place: ParameterPlace) -> None:
+        """Takes the checksum of a parameter on disk that the user has written to since the last look."""
+        version = place.parameter._version
+        if version != place.version and self.disk is not None and self.disk.place_of(place.pointer) is not None:
+            self.disk.note(place.pointer, span_nbytes(place.parameter.data), place.name)
+        place.version = version
 
     def _may_move_in(self, place: ParameterPlace, earlier: torch.nn.Parameter) -> bool:
         if place.home is None or shares_storage(place.parameter, 2) or layout_of(place.parameter.data) != layout_of(place.home):

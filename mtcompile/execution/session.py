@@ -28,6 +28,7 @@ from mtcompile.kernels.toolchain import toolchain_for
 from mtcompile.options import Options
 from mtcompile.passes.generators import rng_preserved, set_generator_state
 from mtcompile.runtime.devices.protocol import Device
+from mtcompile.runtime.disk.errors import DiskError
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.trace import Trace
 
@@ -146,7 +147,7 @@ class Session:
         with collecting_later(), torch_private.lasting(), without_autocast(self.device.where.type):
             try:
                 compiled = compile_step(captured, target, self.door)
-            except MtcompileError:
+            except (MtcompileError, DiskError):
                 raise
             except Exception as error:
                 doing = f"{self.title or 'the model'} could not be planned"
@@ -246,10 +247,13 @@ class Session:
             )
 
     def note_host_bytes(self, compiled: CompiledStep | None) -> None:
-        """Updates the host peak with the memory held now: the training state that is not on the device, and the arena."""
+        """Updates the host peak with the memory held now: the training state that is neither on the device nor on disk, the
+        arena, and what requests to the disk go through."""
         resident = compiled.schedule.resident_nbytes.get("device", 0) if compiled else 0
-        state = max(0, sum(self.door.state_nbytes().values()) - resident)
-        self.peak_host_bytes = max(self.peak_host_bytes, state + self.arenas.nbytes("host"))
+        disk, on_disk = self.parameters.disk, self.parameters.held_on_disk_nbytes()
+        state = max(0, sum(self.door.state_nbytes().values()) - resident - on_disk)
+        beside = self.arenas.nbytes("host") + (disk.staging_nbytes if disk is not None else 0)
+        self.peak_host_bytes = max(self.peak_host_bytes, state + beside)
 
 
 def _check_versions(frame: Frame, captured: CapturedStep, again: bool) -> None:

@@ -34,7 +34,7 @@ def figures(request: ForecastRequest, sized: SizedStep) -> Forecast:
         feasible=False,
         parameters=sum(p.numel() for p in _parameters(sized.candidates.problem.step)),
         tokens=sized.tokens,
-        state_bytes=sum(resident_nbytes(candidates.sizes, candidates.base, budgets).values()),
+        state_bytes=sum(resident_nbytes(candidates.problem.step, candidates.base, budgets).values()),
         budget_bytes=budgets.nbytes,
         peak_bytes={},
         minimum_device_bytes=0,
@@ -113,7 +113,7 @@ def _ledger(unplanned: Forecast, candidates: Candidates, planned: Planned) -> di
     weights = {"device": 0, "host": 0}
     for block, nbytes in candidates.sizes.items():
         weights["device" if planned.plan.params(block) == "device" else "host"] += nbytes
-    held = resident_nbytes(candidates.sizes, planned.plan, candidates.problem.budgets)
+    held = resident_nbytes(candidates.problem.step, planned.plan, candidates.problem.budgets)
     fullest = max(walk(schedule), key=lambda usage: usage.pooled + usage.tangents + usage.workspace)
     ledger: dict[str, dict[str, int]] = {}
     for tier, nbytes in weights.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -11,9 +11,11 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.plan import Plan, Updates
 from mtcompile.passes.step_graph import inputs_of
 from mtcompile.runtime.deps import Waits
+from mtcompile.runtime.disk.requests import whole_blocks
 from mtcompile.runtime.schedule import ALIGNMENT, Instruction, Schedule, placed
 from mtcompile.runtime.sim import clock, period_us
 
+_LINK = ("h2d", "d2h")  # queues of copies, which go through the device's memory
 SCALAR_STATE_NBYTES = ALIGNMENT  # step counters of a parameter's optimizer state, on the host wherever the rest is
 
 
@@ -22,7 +24,8 @@ class Budgets:
     """The limits of a plan: bytes per tier, None for unlimited. ``state_copies``: optimizer state in parameter sizes.
     ``host_activations``: whether activations may wait on the host. ``reserve``: device bytes that are held beside the
     schedule at all times, such as a generator's state. ``updates``: how parameters are updated in the backward; None: after
-    it, with all gradients kept until then."""
+    it, with all gradients kept until then. ``disk``: None without a disk. ``disk_staging``: bytes of the host that requests to
+    the disk go through."""
 
     device: int | None = None
     host: int | None = None
@@ -30,6 +33,8 @@ class Budgets:
     host_activations: bool = True
     reserve: int = 0
     updates: Updates | None = None
+    disk: int | None = None
+    disk_staging: int = 0
 
     @property
     def copies(self) -> float:
@@ -38,7 +43,8 @@ class Budgets:
 
     @property
     def nbytes(self) -> dict[str, int | None]:
-        return {"device": self.device, "host": self.host}
+        limits = {"device": self.device, "host": self.host}
+        return limits if self.disk is None else {**limits, "disk": self.disk}
 
 
 NO_LIMITS = Budgets()
@@ -56,31 +62,65 @@ def param_nbytes(step: fx.GraphModule) -> dict[str, int]:
     return known
 
 
-def resident_nbytes(sizes: Mapping[str, int], plan: Plan, budgets: Budgets) -> dict[str, int]:
+def on_disk_nbytes(step: fx.GraphModule) -> dict[str, int]:
+    """The bytes that the parameters of each home block take on disk, in whole blocks of the disk, worked out once per step."""
+    if "on_disk_nbytes" not in step.meta:
+        step.meta["on_disk_nbytes"] = sizes = dict[str, int]()
+        for spec, node in inputs_of(step):
+            if spec.role == "param" and (home := step.meta["homes"].get(spec.name)) is not None:
+                sizes[home] = sizes.get(home, 0) + whole_blocks(node.meta["nbytes"])
+    known: dict[str, int] = step.meta["on_disk_nbytes"]
+    return known
+
+
+def copies_of(step: fx.GraphModule, home: str, budgets: Budgets) -> float:
+    """Training state of a home block in parameter sizes: of frozen ones, weights alone."""
+    return 1.0 if home in step.meta.get("frozen", ()) else budgets.copies
+
+
+def trained_nbytes(step: fx.GraphModule) -> dict[str, int]:
+    """``param_nbytes`` without the homes that are known to be frozen."""
+    frozen: Collection[str] = step.meta.get("frozen", ())
+    return {home: nbytes for home, nbytes in param_nbytes(step).items() if home not in frozen}
+
+
+def resident_nbytes(step: fx.GraphModule, plan: Plan, budgets: Budgets) -> dict[str, int]:
     """Persistent bytes per tier, at the home of their block: weights, optimizer state, and gradients where they wait for
     optimizer.step() (an older one may be held while a new one is made)."""
-    totals = {"device": 0, "host": 0}
-    for block, nbytes in sizes.items():
-        tier = "device" if plan.params(block) == "device" else "host"
-        totals[tier] += int(nbytes * budgets.copies)
+    totals = dict.fromkeys(budgets.nbytes, 0)
+    on_disk = on_disk_nbytes(step) if "disk" in totals else {}
+    for home, nbytes in param_nbytes(step).items():
+        tier, copies = plan.params(home), copies_of(step, home, budgets)
+        if tier == "disk":
+            totals["disk"] += int(on_disk[home] * copies)
+        else:
+            totals["device" if tier == "device" else "host"] += int(nbytes * copies)
     return totals
 
 
 def persistent_nbytes(step: fx.GraphModule, plan: Plan, budgets: Budgets) -> dict[str, int]:
-    """All that is held per tier at all times: ``resident_nbytes``, the reserve, and the step counters of optimizers."""
-    totals = resident_nbytes(param_nbytes(step), plan, budgets)
+    """All that is held per tier at all times: ``resident_nbytes``, the reserve, the step counters of optimizers, and what
+    requests to a disk go through."""
+    totals = resident_nbytes(step, plan, budgets)
     totals["device"] += budgets.reserve
     totals["host"] += len(step.meta["homes"]) * SCALAR_STATE_NBYTES
+    if budgets.disk_staging and uses_disk(plan):
+        totals["host"] += budgets.disk_staging
     return totals
+
+
+def uses_disk(plan: Plan) -> bool:
+    """Says whether a plan keeps anything on disk."""
+    return any(decision.choice == "disk" for decision in plan.decisions)
 
 
 def times_us(
     schedule: Schedule, waits: Waits | None, machine: Machine, sizes: Mapping[str, int], plan: Plan, budgets: Budgets
 ) -> tuple[float, float]:
-    """Microseconds of forward and backward, and the microseconds that the optimizer's update adds to them. ``waits``: what
-    instructions wait for; None: the deps in the schedule. Where updates run in the backward, the host works on gradients while
-    others are made, through the memory that copies use too."""
-    copied = sum(i.nbytes for i in schedule.instructions if i.op == "copy")
+    """Microseconds of forward and backward, and the microseconds that the optimizer's update adds to them. ``sizes``: bytes of
+    the parameters that it updates, by home. ``waits``: what instructions wait for; None: the deps in the schedule. Where
+    updates run in the backward, the host works on gradients while others are made, through the memory that copies use too."""
+    copied = sum(i.nbytes for i in schedule.instructions if i.queue in _LINK)
     contention = machine.contention_us(copied)
     device_nbytes = sum(nbytes for block, nbytes in sizes.items() if plan.params(block) == "device")
     host_nbytes = sum(sizes.values()) - device_nbytes
@@ -93,7 +133,7 @@ def times_us(
     if not budgets.updates.run_ahead:
         backward = (start for i, start in zip(schedule.instructions, starts, strict=True) if i.phase == "backward")
         overlapped -= min(backward, default=alone)
-        copied = sum(i.nbytes for i in schedule.instructions if i.op == "copy" and i.phase == "backward")
+        copied = sum(i.nbytes for i in schedule.instructions if i.queue in _LINK and i.phase == "backward")
     memory_bound = machine.update_us(host_nbytes, 0, budgets.state_copies) + copied / machine.host_gbps / 1e3 - overlapped
     return alone + contention, max(period_us(schedule, waits) - alone, 0.0, memory_bound)
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from torch import fx
 
 from mtcompile.passes import rewrite, rewritten_draft
-from mtcompile.passes.analysis.state import param_nbytes, persistent_nbytes, resident_nbytes, times_us
+from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.analysis.state import persistent_nbytes, resident_nbytes, times_us, trained_nbytes
 from mtcompile.passes.draft import bundle
 from mtcompile.passes.lower import lower_without_deps
 from mtcompile.passes.plan import Certificate, Plan
@@ -30,7 +31,7 @@ def identity(plan: Plan) -> bytes:
     """Returns a key that is equal for plans with equal figures: of all that they decide, in any order, without reasons. It is a
     digest, as plans of large models make hundreds of decisions."""
     first = {(d.kind, d.subject): (d.choice, d.values) for d in reversed(plan.decisions)}  # as ``Plan.find``
-    everything = sorted(first.items()), plan.lookahead, plan.span, plan.updates, plan.narrow
+    everything = sorted(first.items()), plan.lookahead, plan.span, plan.updates, plan.narrow, plan.disk_lookahead
     return hashlib.blake2b(repr(everything).encode(), digest_size=16).digest()
 
 
@@ -45,10 +46,10 @@ def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, cert
     busy["update"] = candidate.plan.update_us
     limits = problem.budgets.nbytes
     plan = replace(
-        candidate.plan,
+        _with_traffic(candidate.plan, schedule, problem.machine),
         budget_bytes=limits,
         minimum_device_bytes=minimum,
-        state_bytes=sum(resident_nbytes(param_nbytes(problem.step), candidate.plan, problem.budgets).values()),
+        state_bytes=sum(resident_nbytes(problem.step, candidate.plan, problem.budgets).values()),
         certificate=certificate,
         limiting_resource=max(busy, key=lambda resource: busy[resource]),
     )
@@ -56,9 +57,19 @@ def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, cert
     return Planned(plan, step, replace(schedule, budget_nbytes=stated))
 
 
+def _with_traffic(plan: Plan, schedule: Schedule, machine: Machine) -> Plan:
+    """Returns the plan with the bytes that a step moves from and to a disk, and what these writes do to it."""
+    read, written = (sum(i.nbytes for i in schedule.instructions if i.queue == q) for q in ("disk_read", "disk_write"))
+    if not read and not written:
+        return plan
+    per_day = written * 86_400e6 / plan.total_us if plan.total_us else 0.0
+    days = machine.disk_rated_nbytes / per_day if per_day and machine.disk_rated_nbytes else None
+    return replace(plan, disk_read_bytes=read, disk_write_bytes=written, disk_days=days)
+
+
 def _with_figures(problem: PlanningProblem, plan: Plan, schedule: Schedule, waiting: Waits | None) -> Plan:
     """Returns the plan with its peaks and predicted times. ``waiting``: what instructions wait for; None: their deps."""
-    time_us, exposed = times_us(schedule, waiting, problem.machine, param_nbytes(problem.step), plan, problem.budgets)
+    time_us, exposed = times_us(schedule, waiting, problem.machine, trained_nbytes(problem.step), plan, problem.budgets)
     return replace(plan, step_time_us=time_us, update_us=exposed, peak_bytes=dict(schedule.peak_nbytes))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from mtcompile.passes.analysis.state import param_nbytes
+from mtcompile.passes.analysis.state import copies_of, param_nbytes
 from mtcompile.passes.planning.ladders import Block
 from mtcompile.passes.planning.linear.blocks import Choices
 from mtcompile.passes.planning.linear.program import added
@@ -27,7 +27,8 @@ def hold_memory(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms,
         stored[index] = added(stored[index], terms.by_share(needs.stored))
         fewer = ({home: -nbytes for home, nbytes in each.items()} for each in (needs.grads, needs.cast_nbytes))
         needed[index] = added(*map(terms.by_share, (needs.read, needs.stored, *fewer)))
-    always = problem.budgets.reserve + sum(nbytes * problem.budgets.copies for nbytes in param_nbytes(problem.step).values())
+    step, budgets = problem.step, problem.budgets
+    always = budgets.reserve + sum(n * copies_of(step, home, budgets) for home, n in param_nbytes(step).items())
     live = dict(terms.held["device"])
     for place, block in enumerate(blocks):
         index, back = block.index, choices.back

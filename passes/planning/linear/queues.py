@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mtcompile.passes.analysis.state import param_nbytes
+from mtcompile.passes.analysis.state import param_nbytes, trained_nbytes
 from mtcompile.passes.planning.linear.homes import HomeCost
 from mtcompile.passes.planning.linear.program import Work, added
 from mtcompile.passes.planning.linear.terms import Load, Terms
@@ -30,7 +30,8 @@ def take_time(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: Te
         program.takes({span[phase]: 1.0}, {"compute": terms.work("compute", phase)})
     contention = added(*({v: machine.contention_us(1) * n for v, n in terms.copied[phase].items()} for phase in PHASES))
     both = added({span["forward"]: 1.0, span["backward"]: 1.0}, contention)
-    sizes = param_nbytes(step)
+    trained = trained_nbytes(step)
+    sizes = {home: trained.get(home, 0) for home in param_nbytes(step)}
     updates_us = {v: machine.update_us(sizes[h], 0, budgets.state_copies) for h, v in away.items()}
     shared = {phase: {v: n / machine.host_gbps / 1e3 for v, n in terms.copied[phase].items()} for phase in PHASES}
     if budgets.updates is None:

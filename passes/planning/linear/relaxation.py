@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from mtcompile.passes.analysis.state import param_nbytes
+from mtcompile.passes.analysis.state import copies_of, param_nbytes
 from mtcompile.passes.planning.ladders import Block
 from mtcompile.passes.planning.linear.blocks import Option, place_blocks
 from mtcompile.passes.planning.linear.homes import HomeCost
@@ -76,7 +76,7 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
 
 def _place_homes(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: Terms) -> None:
     """Adds what the share of each home that is on the host costs, and what it leaves free on the device."""
-    sizes, copies = param_nbytes(problem.step), problem.budgets.copies
+    sizes, on_disk = param_nbytes(problem.step), {h for h, tier in problem.fixed_homes.items() if tier == "disk"}
     for home, tier in problem.fixed_homes.items():
         if home in terms.away:
             terms.program.equal.append(({terms.away[home]: 1.0}, 0.0 if tier == "device" else 1.0))
@@ -90,8 +90,9 @@ def _place_homes(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms:
         terms.loads["host", "backward"].append(Load(low, high, {variable: cost.update_us}))
         # Updates on the device run beside a block's other work, held ones last of all: only all blocks together count them.
         terms.loads["compute", "backward"].append(Load(-1, high, {variable: -cost.device_update_us}, cost.device_update_us))
-        terms.held["device"][variable] -= sizes[home] * copies
-        terms.held["host"][variable] += sizes[home] * copies
+        held = sizes[home] * copies_of(problem.step, home, problem.budgets)
+        terms.held["device"][variable] -= held
+        terms.held["host"][variable] += 0 if home in on_disk else held
 
 
 def _places(places: Sequence[tuple[int, int, int]], values: Any) -> tuple[float, float]:
