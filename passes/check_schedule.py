@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx
 
 from mtcompile.passes.analysis.memory import workspace_nbytes
-from mtcompile.passes.analysis.state import NO_LIMITS, SCALAR_STATE_NBYTES, Budgets
+from mtcompile.passes.analysis.state import NO_LIMITS, SCALAR_STATE_NBYTES, UPDATE_SETS, Budgets
 from mtcompile.passes.check import expect
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.step_graph import (
@@ -260,12 +260,14 @@ def _resident(step: fx.GraphModule, given: Given) -> dict[str, int]:
     copies = budgets.state_copies + (2 if budgets.updates is None else 1)
     weights: dict[str, int] = {}  # by home block, whose bytes are rounded together
     on_disk: dict[str, int] = {}  # the same, each value in whole blocks of the disk
+    largest: dict[str, int] = {}
     trained: set[str] = set()
     for spec, node in inputs_of(step):
         if spec.role == "param" and spec.name in homes:
             home, nbytes = homes[spec.name], node.meta["nbytes"]
             weights[home] = weights.get(home, 0) + placed(nbytes)
-            on_disk[home] = on_disk.get(home, 0) + -(-nbytes // BLOCK) * BLOCK
+            blocks = -(-nbytes // BLOCK) * BLOCK
+            on_disk[home], largest[home] = on_disk.get(home, 0) + blocks, max(largest.get(home, 0), blocks)
             if spec.differentiable:
                 trained.add(home)
     frozen = weights.keys() - trained if "frozen" in step.meta else set()
@@ -273,9 +275,10 @@ def _resident(step: fx.GraphModule, given: Given) -> dict[str, int]:
     if budgets.disk is not None:
         held["disk"] = 0
         if any(decision.choice == "disk" for decision in given.plan.decisions):
-            held["host"] += budgets.disk_staging
+            updated = [nbytes for home, nbytes in largest.items() if given.plan.params(home) == "disk" and home not in frozen]
+            held["host"] += budgets.disk_staging + UPDATE_SETS * int(max(updated, default=0) * (1 + budgets.state_copies))
     for block, nbytes in weights.items():
-        tier, times = given.plan.params(block), 1.0 if block in frozen else copies
+        tier, times = given.plan.params(block), budgets.frozen_copies if block in frozen else copies
         if tier == "disk":
             held["disk"] += int(on_disk[block] * times)
         else:

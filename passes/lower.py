@@ -126,7 +126,8 @@ def _instruction(step: fx.GraphModule, call: fx.Node, plan: Plan, machine: Machi
     elif work == "update":
         queue = "host" if call.meta["tier"] == "host" else "compute"
         if call.target is update:
-            scratch, time_us = _update_cost(plan, machine, queue, written_nbytes)
+            on_disk = sum([item.meta["nbytes"] for item in written if item.meta["tier"] == "disk"])
+            scratch, time_us = _update_cost(plan, machine, queue, written_nbytes, on_disk)
         else:  # what scales updates reads every gradient once
             time_us = read_nbytes / (machine.host_gbps if queue == "host" else machine.memory_gbps) / 1e3
     else:
@@ -148,11 +149,14 @@ def _instruction(step: fx.GraphModule, call: fx.Node, plan: Plan, machine: Machi
     )
 
 
-def _update_cost(plan: Plan, machine: Machine, queue: Queue, nbytes: int) -> tuple[int, float]:
-    """Returns the workspace in bytes and the microseconds of updating ``nbytes`` of parameters where they are at home."""
+def _update_cost(plan: Plan, machine: Machine, queue: Queue, nbytes: int, on_disk: int = 0) -> tuple[int, float]:
+    """Returns the workspace in bytes and the microseconds of updating ``nbytes`` of parameters where they are at home. What is
+    ``on_disk`` is read and written with its state, beside the updates, but through one drive."""
     assert plan.updates is not None
     if queue == "host":
-        return 0, machine.update_us(nbytes, 0, plan.updates.state_copies)
+        moved = int(on_disk * (1 + plan.updates.state_copies))
+        disk_us = machine.copy_us(moved, "disk_read") + machine.copy_us(moved, "disk_write")
+        return 0, max(machine.update_us(nbytes, 0, plan.updates.state_copies), disk_us)
     return aligned(int(nbytes * plan.updates.workspace_copies)), machine.update_us(0, nbytes, plan.updates.state_copies)
 
 

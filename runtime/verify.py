@@ -12,7 +12,8 @@ proves, and ``ScheduleError.invariant`` names:
   For every operand read: its producer ≺ the read; for every operand: its alloc ≺ the use ≺ its free. A home that
   nothing writes is valid from the start (a tangent from the start of backward), one that is written only from then on, and
   one with a next version until that is written: no read of it comes later.
-  Copies join the tiers their queue serves, with equal value and size; kernels use the tier they run on.
+  Copies join the tiers their queue serves, with equal value and size; kernels use the tier they run on, and updates on the
+  host also write over homes on disk.
 - **I2 race-free**: two instructions that touch common bytes (one buffer, or placed buffers of one tier that overlap),
   one of them writing (``alloc`` and ``free`` write), are ≺-ordered.
 - **I3 fits**: of two placed buffers that overlap, the free of one ≺ the alloc of the other; slots are aligned and
@@ -147,7 +148,10 @@ def _present(facts: Facts) -> None:
             tier = RUNS.get(instruction.queue)
             if tier is None:
                 raise facts.error("I1", index, f"expected kernels on queues {tuple(RUNS)}, found {instruction.queue}")
+            updated = {name for b in facts.buffers(instruction.writes) if b.version_of for name in (b.name, b.version_of)}
             for buffer in facts.buffers((*instruction.reads, *instruction.writes)):
+                if buffer.tier == "disk" and tier == "host" and buffer.name in updated:  # it goes there by itself
+                    continue
                 if buffer.tier != tier:
                     what = f"expected operands on tier {tier}, found {buffer.name} on tier {buffer.tier}"
                     raise facts.error("I1", index, f"{what}; copy it first")

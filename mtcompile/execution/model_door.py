@@ -12,18 +12,20 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from mtcompile import torch_private
+from mtcompile import knobs, torch_private
 from mtcompile.errors import BudgetError, CaptureError, StepError
 from mtcompile.execution.compiled import Frame, LiveFrames
 from mtcompile.execution.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, random_reserve_nbytes
 from mtcompile.execution.session import Door
 from mtcompile.optim.backward_update import UpdatesInBackward
+from mtcompile.optim.disk_state import DiskState, OnDisk
 from mtcompile.optim.master_weights import Masters, cast
-from mtcompile.optim.state_sizes import state_copies_of
+from mtcompile.optim.state_sizes import STATES, state_copies_of
 from mtcompile.options import Options
-from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.analysis.state import Budgets, update_staging_nbytes
 from mtcompile.passes.joint.build import InputHomes
+from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.disk.store import DEPTH, DiskStore, piece_nbytes
@@ -45,9 +47,11 @@ class ModelDoor(Door):
         self.optimizer: torch.optim.Optimizer | None = None
         self.masters: Masters | None = cast(model, options.precision)
         self.parameters = ParameterStore(device, self._moved, self._replaced)
+        self.parameters.to_disk = self._to_disk
         self.updates: UpdatesInBackward | None = None
         if options.updates is not None:
             self.updates = UpdatesInBackward(model, options.updates, self.masters, drain)
+        self.disk: DiskState | None = None
         self.sent_nbytes = 0  # bytes of the arguments, which are on the device during the call
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
@@ -73,7 +77,13 @@ class ModelDoor(Door):
         budgets = Budgets(self._available_nbytes(step), self.options.host, copies, reserve=reserve, updates=updates)
         if self.options.disk is not None:
             staging = DEPTH * piece_nbytes(self.parameters_nbytes())
-            budgets = replace(budgets, disk=self.options.disk.nbytes, disk_staging=staging)
+            budgets = replace(
+                budgets,
+                disk=self.options.disk.nbytes,
+                disk_staging=staging,
+                disk_updates=self.updates is not None and type(self.optimizer).__name__ in STATES,
+                frozen_copies=2.0 if self.options.precision.split else 1.0,
+            )
         fixed = self._fixed_homes(step)
         self._check_disk(step, fixed)
         return budgets, fixed
@@ -81,11 +91,13 @@ class ModelDoor(Door):
     def _check_disk(self, step: fx.GraphModule, fixed: Mapping[str, str]) -> None:
         """Raises CaptureError for a parameter that went to disk while it was frozen and is to train now."""
         frozen: Collection[str] = step.meta.get("frozen", ())
+        if self.updates is not None:
+            return
         for name, home in step.meta["homes"].items():
             if fixed.get(home) == "disk" and home not in frozen and _trains(step):
                 raise CaptureError(
-                    f"{name} is on disk, where only frozen weights can be, and its home ({home}) has weights that train now. Freeze "
-                    "them again, or compile a new model with what trains set from the start"
+                    f'{name} is on disk, where only frozen weights can be without update="backward", and its home ({home}) has '
+                    "weights that train now. Freeze them again, or compile a new model with what trains set from the start"
                 )
 
     def _fixed_homes(self, step: fx.GraphModule) -> Mapping[str, str]:
@@ -130,11 +142,27 @@ class ModelDoor(Door):
     def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
         blocks = step.meta["homes"]
         tiers = {block: planned.plan.params(block) for block in blocks.values()}
-        if self.options.disk is not None and (nbytes := planned.plan.peak_bytes.get("disk", 0)):
-            if self.parameters.disk is None:
-                self.parameters.disk = DiskStore(self.options.disk.folder, piece_nbytes(self.parameters_nbytes()))
-            self.parameters.disk.reserve(nbytes)  # before anything moves
+        if planned.plan.peak_bytes.get("disk", 0):
+            self._open_disk(step, planned.plan)
         self.parameters.adopt(blocks, tiers, dict(self._model().named_parameters()))
+
+    def _open_disk(self, step: fx.GraphModule, plan: Plan) -> None:
+        """Makes sure that there is room on disk, and on the host for updates of what is there, before anything moves."""
+        assert self.options.disk is not None
+        parameters, budgets = self.parameters, self.constraints(step)[0]
+        if parameters.disk is None:
+            parameters.disk = DiskStore(self.options.disk.folder, piece_nbytes(self.parameters_nbytes()))
+            self.disk = DiskState(parameters.disk, self._wrote_on_disk, lambda: knobs.check() or knobs.disk_check())
+            if self.updates is not None:
+                self.updates.disk = self.disk
+        parameters.disk.reserve(plan.peak_bytes["disk"])
+        if self.disk is not None:
+            self.disk.make_room(update_staging_nbytes(step, plan, budgets))
+
+    def _wrote_on_disk(self, name: str) -> None:
+        self.parameters.wrote(name)
+        if self.masters is not None:
+            self.masters.wrote(self.parameters.places[name].parameter)
 
     def host_kernels(self, step: fx.GraphModule) -> Mapping[str, Any]:
         return conversions(step) | ({} if self.updates is None else self.updates.kernels(step))
@@ -200,6 +228,13 @@ class ModelDoor(Door):
         masters = self.masters.nbytes() if self.masters is not None else 0
         return {"weights": weights, "masters": masters, "gradients": gradients, "optimizer": state}
 
+    def on_disk_nbytes(self) -> int:
+        return self.parameters.held_on_disk_nbytes() + (0 if self.disk is None else self.disk.nbytes)
+
+    def disk_staging_nbytes(self) -> int:
+        store = self.parameters.disk
+        return (0 if store is None else store.staging_nbytes) + (0 if self.disk is None else self.disk.staging_nbytes)
+
     def names(self) -> dict[int, tuple[str, str]]:
         """Returns id of each parameter and buffer -> its role and name."""
         model = self._model()
@@ -243,6 +278,16 @@ class ModelDoor(Door):
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and (value.dim() > 0 or counters_too):
                 state[key] = value.to(parameter.device)
+
+    def _to_disk(self, name: str, parameter: nn.Parameter) -> None:
+        """Sends what belongs to a parameter that has moved to disk after it."""
+        assert self.disk is not None
+        master = None if self.masters is None else self.masters.by_parameter.get(id(parameter))
+        entry = {} if self.optimizer is None else self.optimizer.state.get(parameter, {})
+        remainder = self.disk.take(OnDisk(name, parameter, entry, None if master is None else master.remainder))
+        if master is not None and remainder is not None:
+            master.remainder = remainder
+            self.masters.wrote(parameter)  # type: ignore[union-attr]
 
     def _replaced(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
         if self.masters is not None:

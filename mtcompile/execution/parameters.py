@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mtcompile import knobs
 from mtcompile.errors import MtcompileError, StepError
 from mtcompile.passes.step_graph import span_nbytes
 from mtcompile.runtime.devices.arena import Layout, layout_of, part, view
@@ -47,9 +48,9 @@ class ParameterStore:
     A parameter moves into its block's slab only if nothing else holds its memory. If other tensors share it (weights tied by
     storage, buffers that are views, backups of ``p.data``), it stays where it is, on the host: they go on seeing each other.
 
-    ``moved``: called with a parameter that has moved to another device, so that its state can follow. ``replaced``: called with
-    a parameter whose ``.data`` was replaced, and with its new values. ``version``: counts decisions that invalidate earlier
-    plans.
+    ``moved``: called with a parameter that has moved to another device, so that its state can follow. ``to_disk``: the same of
+    disk. ``replaced``: called with a parameter whose ``.data`` was replaced, and with its new values. ``version``: counts
+    decisions that invalidate earlier plans.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class ParameterStore:
         self.slabs: dict[str, Slab] = {}  # by block
         self.version = 0
         self.disk: DiskStore | None = None
+        self.to_disk: Callable[[str, torch.nn.Parameter], None] = lambda name, parameter: None
         self._gradients: list[tuple[torch.Tensor, int]] = []  # slab, and its number of holders when only this list holds it
 
     @property
@@ -156,6 +158,8 @@ class ParameterStore:
                 parameter.grad = grad.to(home.device)
             self.moved(parameter)
         place.pointer = home.data_ptr()
+        if self.slabs[place.block].tier == "disk":
+            self.to_disk(place.name, parameter)
 
     def restore(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Takes a replaced ``p.data`` or a replaced Parameter: its values move home, unless another tensor shares its memory or
@@ -180,12 +184,17 @@ class ParameterStore:
             )
         self.replaced(parameter, values)
 
+    def wrote(self, name: str) -> None:
+        """Takes note that a parameter on disk has been written with its checksums."""
+        self.places[name].version = self.places[name].parameter._version
+
     def _note_writes(self, place: ParameterPlace) -> None:
         """Takes the checksum of a parameter on disk that the user has written to since the last look."""
         version = place.parameter._version
-        if version != place.version and self.disk is not None and self.disk.place_of(place.pointer) is not None:
+        verified = knobs.check() or knobs.disk_check()
+        if version != place.version and verified and self.disk is not None and self.disk.place_of(place.pointer) is not None:
             self.disk.note(place.pointer, span_nbytes(place.parameter.data), place.name)
-        place.version = version
+            place.version = version
 
     def _may_move_in(self, place: ParameterPlace, earlier: torch.nn.Parameter) -> bool:
         if place.home is None or shares_storage(place.parameter, 2) or layout_of(place.parameter.data) != layout_of(place.home):

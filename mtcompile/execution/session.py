@@ -83,6 +83,14 @@ class Door(RunnablePlacement, Protocol):
         """Returns the current bytes of weights, masters, gradients and optimizer state, by name."""
         return {}
 
+    def on_disk_nbytes(self) -> int:
+        """Returns the bytes of these that are on disk."""
+        return 0
+
+    def disk_staging_nbytes(self) -> int:
+        """Returns the host bytes that go with a disk."""
+        return 0
+
 
 class Session:
     """The session of one compiled callable. ``door``: says where inputs live, and sets the limits on plans. ``last``: the
@@ -250,9 +258,8 @@ class Session:
         """Updates the host peak with the memory held now: the training state that is neither on the device nor on disk, the
         arena, and what requests to the disk go through."""
         resident = compiled.schedule.resident_nbytes.get("device", 0) if compiled else 0
-        disk, on_disk = self.parameters.disk, self.parameters.held_on_disk_nbytes()
-        state = max(0, sum(self.door.state_nbytes().values()) - resident - on_disk)
-        beside = self.arenas.nbytes("host") + (disk.staging_nbytes if disk is not None else 0)
+        state = max(0, sum(self.door.state_nbytes().values()) - resident - self.door.on_disk_nbytes())
+        beside = self.arenas.nbytes("host") + self.door.disk_staging_nbytes()
         self.peak_host_bytes = max(self.peak_host_bytes, state + beside)
 
 

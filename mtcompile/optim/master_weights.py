@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mtcompile import knobs
 from mtcompile.errors import StepError
+from mtcompile.optim.disk_state import Staged
 from mtcompile.optim.precision import Precision
 from mtcompile.optim.state_sizes import STATES
 from mtcompile.optim.written_update import class_name, grad_scaling, written_update
@@ -135,6 +136,11 @@ class Masters:
                 "parameter itself under torch.no_grad()"
             )
 
+    def wrote(self, parameter: nn.Parameter) -> None:
+        """Takes note that a parameter on disk and its remainder have been written together."""
+        if (master := self.by_parameter.get(id(parameter))) is not None:
+            self._remember_version(master)
+
     def _remember_version(self, master: Master) -> None:
         master.version, master.checksum = master.parameter._version, _checksum(master.parameter)
 
@@ -210,12 +216,23 @@ class Masters:
         self._hidden_gradients = []
 
     def update(
-        self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, grad: Tensor, group: Mapping[str, Any], scale: float
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameter: nn.Parameter,
+        grad: Tensor,
+        group: Mapping[str, Any],
+        scale: float,
+        staged: Staged | None = None,
     ) -> None:
-        """Update one parameter, after ``check``. ``group``: its options; ``scale``: the factor of the gradient."""
+        """Update one parameter, after ``check``. ``group``: its options; ``scale``: the factor of the gradient; ``staged``:
+        where it and its state are now, if not at home."""
         master, state = self.by_parameter[id(parameter)], optimizer.state[parameter]
+        values, remainder = parameter.detach(), master.remainder
         names = STATES[class_name(optimizer)] if group.get("momentum", 1) else ()
         update = written_update(optimizer, parameter, group, scale)
+        if staged is not None and staged.remainder is not None:
+            values, remainder, state = staged.values, staged.remainder, {**state, **staged.state}
+            staged.state = state
         for name in names:
             if state.get(name) is None:
                 state[name] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
@@ -223,12 +240,13 @@ class Masters:
         if not states:  # SGD without momentum: what the kernel writes there is not read
             states = (torch.empty(parameter.numel(), device=parameter.device),)
         grad = grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
-        operands = Operands(_flat(parameter.detach()), _flat(grad.detach()), states, _flat(master.remainder))
+        operands = Operands(_flat(values), _flat(grad.detach()), states, _flat(remainder))
         if parameter.device.type == "cpu":
             host_kernels.apply(update, operands)
         else:
             device_kernels.apply(update, operands)
-        self._remember_version(master)
+        if staged is None:
+            self._remember_version(master)
 
     # ------------------------------------------------------------------------------------------ the optimizer's state_dict
 

@@ -16,6 +16,7 @@ from mtcompile.runtime.schedule import ALIGNMENT, Instruction, Schedule, placed
 from mtcompile.runtime.sim import clock, period_us
 
 _LINK = ("h2d", "d2h")  # queues of copies, which go through the device's memory
+UPDATE_SETS = 3  # of a parameter on disk and its state: one is read, one updated, one written
 SCALAR_STATE_NBYTES = ALIGNMENT  # step counters of a parameter's optimizer state, on the host wherever the rest is
 
 
@@ -25,7 +26,8 @@ class Budgets:
     ``host_activations``: whether activations may wait on the host. ``reserve``: device bytes that are held beside the
     schedule at all times, such as a generator's state. ``updates``: how parameters are updated in the backward; None: after
     it, with all gradients kept until then. ``disk``: None without a disk. ``disk_staging``: bytes of the host that requests to
-    the disk go through."""
+    the disk go through. ``disk_updates``: whether weights that train may be on disk, with their state.
+    ``frozen_copies``: as ``copies``, of frozen parameters that are counted as such."""
 
     device: int | None = None
     host: int | None = None
@@ -35,6 +37,8 @@ class Budgets:
     updates: Updates | None = None
     disk: int | None = None
     disk_staging: int = 0
+    disk_updates: bool = False
+    frozen_copies: float = 1.0
 
     @property
     def copies(self) -> float:
@@ -74,8 +78,8 @@ def on_disk_nbytes(step: fx.GraphModule) -> dict[str, int]:
 
 
 def copies_of(step: fx.GraphModule, home: str, budgets: Budgets) -> float:
-    """Training state of a home block in parameter sizes: of frozen ones, weights alone."""
-    return 1.0 if home in step.meta.get("frozen", ()) else budgets.copies
+    """Training state of a home block in parameter sizes."""
+    return budgets.frozen_copies if home in step.meta.get("frozen", ()) else budgets.copies
 
 
 def trained_nbytes(step: fx.GraphModule) -> dict[str, int]:
@@ -104,9 +108,21 @@ def persistent_nbytes(step: fx.GraphModule, plan: Plan, budgets: Budgets) -> dic
     totals = resident_nbytes(step, plan, budgets)
     totals["device"] += budgets.reserve
     totals["host"] += len(step.meta["homes"]) * SCALAR_STATE_NBYTES
-    if budgets.disk_staging and uses_disk(plan):
-        totals["host"] += budgets.disk_staging
+    if budgets.disk is not None and uses_disk(plan):
+        totals["host"] += budgets.disk_staging + update_staging_nbytes(step, plan, budgets)
     return totals
+
+
+def update_staging_nbytes(step: fx.GraphModule, plan: Plan, budgets: Budgets) -> int:
+    """The bytes of the host that updates of parameters on disk go through: of the largest such parameter and its state, as many
+    sets as are read, updated and written at a time."""
+    homes, frozen = step.meta["homes"], step.meta.get("frozen", ())
+    largest = 0
+    for spec, node in inputs_of(step):
+        home = homes.get(spec.name) if spec.role == "param" else None
+        if home is not None and home not in frozen and plan.params(home) == "disk":
+            largest = max(largest, whole_blocks(node.meta["nbytes"]))
+    return UPDATE_SETS * int(largest * (1 + budgets.state_copies))
 
 
 def uses_disk(plan: Plan) -> bool:

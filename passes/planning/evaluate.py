@@ -60,6 +60,10 @@ def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, cert
 def _with_traffic(plan: Plan, schedule: Schedule, machine: Machine) -> Plan:
     """Returns the plan with the bytes that a step moves from and to a disk, and what these writes do to it."""
     read, written = (sum(i.nbytes for i in schedule.instructions if i.queue == q) for q in ("disk_read", "disk_write"))
+    if plan.updates is not None:
+        versions = (b.nbytes for b in schedule.buffers.values() if b.version_of and b.tier == "disk")
+        updated = int(sum(versions) * (1 + plan.updates.state_copies))
+        read, written = read + updated, written + updated
     if not read and not written:
         return plan
     per_day = written * 86_400e6 / plan.total_us if plan.total_us else 0.0

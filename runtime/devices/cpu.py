@@ -52,7 +52,7 @@ class CpuMemory:
         self.tensors: dict[str, torch.Tensor] = {}
         self.live = 0  # pooled bytes that are reserved
         self.disk: DiskStore | None = None  # of homes on disk
-        self.names: Mapping[str, str] = {}  # of homes, as the user knows them
+        self.home_names: Mapping[str, str] = {}  # of homes, as the user knows them
         self.verified = False  # compare what is read from disk with its checksums
         limit = schedule.peak_nbytes.get("device", 0)
         self.free_nbytes = limit - schedule.arena_nbytes.get("device", 0) - schedule.resident_nbytes.get("device", 0)
@@ -114,7 +114,7 @@ class CpuMemory:
                 ctypes.memmove(target.data_ptr(), source.data_ptr(), span_nbytes(source))
             elif nbytes := span_nbytes(source):
                 name = write if to_disk else read
-                moves.append((memory.data_ptr(), home.data_ptr(), nbytes, self.names.get(name, name)))
+                moves.append((memory.data_ptr(), home.data_ptr(), nbytes, self.home_names.get(name, name)))
         if to_disk:
             self.disk.write(moves)
         else:

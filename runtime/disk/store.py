@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable
@@ -43,6 +44,7 @@ class DiskStore:
         weakref.finalize(self, _close, self._requests, self.file)
         self.used_nbytes = self.reserved_nbytes = 0
         self.read_nbytes = self.written_nbytes = 0
+        self._lock = threading.Lock()
         self._starts: list[int] = []  # addresses of the mappings, ascending
         self._mappings: list[tuple[int, int]] = []  # of each, its place in the file and its bytes
 
@@ -59,7 +61,11 @@ class DiskStore:
 
     def map(self, nbytes: int) -> mmap.mmap:
         """Maps a new part of the file, of at least one block. Raises DiskFull."""
-        size, at = max(BLOCK, whole_blocks(nbytes)), self.used_nbytes
+        with self._lock:
+            return self._map(max(BLOCK, whole_blocks(nbytes)))
+
+    def _map(self, size: int) -> mmap.mmap:
+        at = self.used_nbytes
         self.reserve(at + size)
         mapping = mmap.mmap(self.file.cached, size, offset=at)
         start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
@@ -73,10 +79,11 @@ class DiskStore:
 
     def place_of(self, address: int) -> int | None:
         """Returns the place in the file of an address within a mapping; None for any other address."""
-        position = bisect_right(self._starts, address) - 1
-        if position < 0:
-            return None
-        (at, nbytes), start = self._mappings[position], self._starts[position]
+        with self._lock:
+            position = bisect_right(self._starts, address) - 1
+            if position < 0:
+                return None
+            (at, nbytes), start = self._mappings[position], self._starts[position]
         return at + address - start if address < start + nbytes else None
 
     def read(self, moves: Iterable[Move], verify: bool = False) -> None:

@@ -243,10 +243,10 @@ def test_refusals_say_what_would_work(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected host= too"):
         mtcompile.compile(Model(), disk=f"{tmp_path}:1GiB")
     model, _ = compiled(tmp_path, Model(), disk=f"{tmp_path}:100KB")
-    with pytest.raises(BudgetError, match="no plan fits disk=.*the smallest disk that works is"):
+    with pytest.raises(BudgetError, match=r"no plan fits disk=.*the smallest disk that works is"):
         model(torch.randn(16, WIDTH))
     model, _ = compiled(tmp_path, Model(), host="900KB")
-    with pytest.raises(BudgetError, match="no plan fits host=.*\n.*weights that train, with gradients and optimizer state"):
+    with pytest.raises(BudgetError, match=r"no plan fits host=.*\n.*weights that train, with gradients and optimizer state"):
         model(torch.randn(16, WIDTH))
 
 

@@ -1,7 +1,8 @@
 """Sends homes to disk, as few as the host's budget needs, and chooses among a few ways to by simulated time.
 
 What fits the host does not move. Of what may move, equal homes are spread evenly over the step, so that a read hides behind the
-blocks in between. Only frozen weights move: they are read every step and never written.
+blocks in between. Frozen weights go first: they are read every step and never written. Weights that train, with their state,
+follow only where updates run in the backward, a parameter at a time.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from mtcompile.passes.analysis.state import on_disk_nbytes, param_nbytes
+from mtcompile.passes.analysis.state import copies_of, on_disk_nbytes, param_nbytes, trained_nbytes, update_staging_nbytes
 from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Decision, Plan
+from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.evaluate import completed, evaluate
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
@@ -28,7 +30,8 @@ def within_disk(problem: PlanningProblem, find: Find) -> tuple[PlanningProblem, 
     if budgets.disk is None:
         return problem, find(problem)
     sent: tuple[str, ...] = ()
-    missing, order = 0, _evenly(_may_move(problem))
+    frozen, trained = _may_move(problem)
+    missing, order = 0, [*_evenly(frozen), *_evenly(trained)]
     while True:
         fixed = _with_homes(problem, sent)
         try:
@@ -37,20 +40,21 @@ def within_disk(problem: PlanningProblem, find: Find) -> tuple[PlanningProblem, 
             if error.tier != "host" or budgets.host is None:
                 raise
             missing += error.minimum - budgets.host
+            if len(sent) == len(order):
+                raise DoesNotFit("host", error.minimum, _causes(problem, sent, error)) from None
         more = _fewest(problem, order, missing + budgets.disk_staging)
         if len(more) <= len(sent):
-            if len(sent) == len(order):
-                raise DoesNotFit("host", missing + budgets.host, _causes(problem, sent))
             more = order[: len(sent) + 1]
         sent = tuple(more)
-        _check_room(problem, sent)
+        _check_room(_with_homes(problem, sent))
 
 
-def _may_move(problem: PlanningProblem) -> list[str]:
-    """The homes that may go to disk, in the order of the step."""
-    homes = dict.fromkeys(problem.step.meta["homes"].values())
+def _may_move(problem: PlanningProblem) -> tuple[list[str], list[str]]:
+    """The homes that may go to disk, in the order of the step: the frozen ones, and those that train."""
+    free = [h for h in dict.fromkeys(problem.step.meta["homes"].values()) if h not in problem.fixed_homes]
     frozen = problem.step.meta.get("frozen", ())
-    return [home for home in homes if home in frozen and home not in problem.fixed_homes]
+    trained = [home for home in free if home not in frozen] if problem.budgets.disk_updates else []
+    return [home for home in free if home in frozen], trained
 
 
 def _evenly(homes: Sequence[str]) -> list[str]:
@@ -68,12 +72,12 @@ def _evenly(homes: Sequence[str]) -> list[str]:
 
 def _fewest(problem: PlanningProblem, order: Sequence[str], nbytes: int) -> list[str]:
     """The first homes in ``order`` that free so many bytes together, or all."""
-    sizes, freed, chosen = param_nbytes(problem.step), 0, []
+    sizes, freed, chosen = param_nbytes(problem.step), 0, list[str]()
     for home in order:
         if freed >= nbytes:
             break
         chosen.append(home)
-        freed += sizes[home]
+        freed += int(sizes[home] * copies_of(problem.step, home, problem.budgets))
     return chosen
 
 
@@ -81,23 +85,33 @@ def _with_homes(problem: PlanningProblem, homes: Sequence[str]) -> PlanningProbl
     return replace(problem, fixed_homes={**problem.fixed_homes, **dict.fromkeys(homes, "disk")})
 
 
-def _check_room(problem: PlanningProblem, homes: Sequence[str]) -> None:
-    sizes, limit = on_disk_nbytes(problem.step), problem.budgets.disk
-    there = [home for home, tier in problem.fixed_homes.items() if tier == "disk" and home in sizes]
-    needed = sum(sizes[home] for home in (*there, *homes))
+def _check_room(problem: PlanningProblem) -> None:
+    """Raises DoesNotFit if the homes on disk take more than there may be."""
+    sizes = _taken(problem)
+    needed, limit = sum(sizes.values()), problem.budgets.disk
     if limit is not None and needed > limit:
-        largest = sorted(homes, key=lambda home: -sizes[home])[:3]
-        raise DoesNotFit("disk", needed, tuple((f"weights of {home}", sizes[home]) for home in largest))
+        largest = sorted(sizes.items(), key=lambda row: -row[1])[:3]
+        raise DoesNotFit("disk", needed, tuple((f"state of {home}", nbytes) for home, nbytes in largest))
 
 
-def _causes(problem: PlanningProblem, sent: Sequence[str]) -> tuple[tuple[str, int], ...]:
-    sizes = param_nbytes(problem.step)
-    frozen, copies = problem.step.meta.get("frozen", ()), problem.budgets.copies
-    trained = int(sum(nbytes * copies for home, nbytes in sizes.items() if home not in frozen))
-    return (
-        ("weights that train, with gradients and optimizer state, which stay off the disk", trained),
-        ("buffers of requests to the disk", problem.budgets.disk_staging),
-    )
+def _taken(problem: PlanningProblem) -> dict[str, int]:
+    """The bytes that each home on disk takes there."""
+    sizes, step = on_disk_nbytes(problem.step), problem.step
+    there = [home for home, tier in problem.fixed_homes.items() if tier == "disk" and home in sizes]
+    return {home: int(sizes[home] * copies_of(step, home, problem.budgets)) for home in there}
+
+
+def _causes(problem: PlanningProblem, sent: Sequence[str], error: DoesNotFit) -> tuple[tuple[str, int], ...]:
+    """What the host holds although everything that may go to disk is there."""
+    trained = int(sum(n * problem.budgets.copies for home, n in trained_nbytes(problem.step).items() if home not in sent))
+    slots = next((part for part in error.causes if "slots" in part[0]), ("placed slots", 0))
+    plan = Plan(tuple(Decision("params", home, "disk", 0, "") for home in sent))
+    updates = update_staging_nbytes(problem.step, plan, problem.budgets)
+    beside = ("buffers of the disk's requests and updates", problem.budgets.disk_staging + updates)
+    what = "weights that train, with gradients and optimizer state"
+    if not problem.budgets.disk_updates:
+        what += ' (with update="backward" and an elementwise optimizer, they may go to disk)'
+    return tuple(part for part in ((what, trained), beside, slots) if part[1])
 
 
 # ----------------------------------------------------------------------------------------------- how, by simulated time
@@ -107,8 +121,8 @@ def _fastest(
     fixed: PlanningProblem, planned: Planned, problem: PlanningProblem, sent: Sequence[str]
 ) -> tuple[PlanningProblem, Planned]:
     """Returns the fastest of the plan and its variants: other homes of the same bytes on disk, and reads further ahead."""
-    on_disk = [home for home, tier in fixed.fixed_homes.items() if tier == "disk"]
-    if not on_disk:
+    _check_room(fixed)
+    if "disk" not in fixed.fixed_homes.values():
         return fixed, planned
     best = fixed, Candidate(planned.plan, lambda: planned.schedule)
     draft = draft_of(problem.step)
@@ -124,17 +138,19 @@ def _fastest(
     reasons = _with_reasons(candidate.plan)
     final = Candidate(reasons, candidate.lowered)
     minimum = min(planned.plan.minimum_device_bytes, candidate.plan.peak_bytes["device"])
-    return varied, completed(varied, final, minimum, planned.plan.certificate)
+    # What is on disk takes at least as long as on a host that has room for all of it: so that bound holds here too.
+    bound = None if planned.plan.certificate is None else Candidates(problem).certificate(problem.budgets.device, None)
+    return varied, completed(varied, final, minimum, bound)
 
 
 def _other_choices(problem: PlanningProblem, sent: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """The last, and the first, homes of the step that take as many bytes as those ``sent``."""
-    sizes, may_move = param_nbytes(problem.step), _may_move(problem)
-    nbytes = sum(sizes[home] for home in sent)
-    limit = problem.budgets.disk or 0
-    for order in (list(reversed(may_move)), may_move):
+    frozen, trained = _may_move(problem)
+    sizes, limit = param_nbytes(problem.step), problem.budgets.disk or 0
+    nbytes = sum(int(sizes[home] * copies_of(problem.step, home, problem.budgets)) for home in sent)
+    for order in ((*reversed(frozen), *reversed(trained)), (*frozen, *trained)):
         homes = tuple(_fewest(problem, order, nbytes))
-        if sent and sum(on_disk_nbytes(problem.step)[home] for home in homes) <= limit:
+        if sent and sum(_taken(_with_homes(problem, homes)).values()) <= limit:
             yield homes
 
 
@@ -142,7 +158,8 @@ def _on_device(
     fixed: PlanningProblem, candidate: Candidate, problem: PlanningProblem, sent: Sequence[str]
 ) -> tuple[PlanningProblem, Candidate]:
     """Takes to the device as many of the homes on disk as still fit there, if that is faster."""
-    order = [home for home in _evenly(_may_move(problem)) if fixed.fixed_homes.get(home) == "disk"]
+    trained_first = [home for homes in reversed(_may_move(problem)) for home in _evenly(homes)]
+    order = [home for home in trained_first if fixed.fixed_homes.get(home) == "disk"]
     draft, best = draft_of(problem.step), (fixed, candidate)
     low, high = 0, len(order)
     while low < high:  # the most homes that fit
@@ -175,6 +192,6 @@ def _moved(plan: Plan, problem: PlanningProblem, back: set[str]) -> Plan:
 
 def _with_reasons(plan: Plan) -> Plan:
     host = plan.peak_bytes.get("host", 0)
-    why = f"frozen, and the host holds {gib(host)} without it: read {plan.disk_lookahead} region(s) before it is fetched"
+    why = f"the host holds {gib(host)} without it; read {plan.disk_lookahead} region(s) before it is fetched"
     decisions = (replace(d, reason=why) if d.kind == "params" and d.choice == "disk" else d for d in plan.decisions)
     return replace(plan, decisions=tuple(decisions))
