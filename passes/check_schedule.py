@@ -276,7 +276,8 @@ def _resident(step: fx.GraphModule, given: Given) -> dict[str, int]:
         held["disk"] = 0
         if any(decision.choice == "disk" for decision in given.plan.decisions):
             updated = [nbytes for home, nbytes in largest.items() if given.plan.params(home) == "disk" and home not in frozen]
-            held["host"] += budgets.disk_staging + UPDATE_SETS * int(max(updated, default=0) * (1 + budgets.state_copies))
+            most = min(max(updated, default=0), budgets.update_piece or max(updated, default=0))
+            held["host"] += budgets.disk_staging + UPDATE_SETS * int(most * (1 + budgets.state_copies))
     for block, nbytes in weights.items():
         tier, times = given.plan.params(block), budgets.frozen_copies if block in frozen else copies
         if tier == "disk":

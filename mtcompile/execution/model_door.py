@@ -19,7 +19,7 @@ from mtcompile.execution.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, random_reserve_nbytes
 from mtcompile.execution.session import Door
 from mtcompile.optim.backward_update import UpdatesInBackward
-from mtcompile.optim.disk_state import DiskState, OnDisk
+from mtcompile.optim.disk_state import PIECE, DiskState, OnDisk
 from mtcompile.optim.master_weights import Masters, cast
 from mtcompile.optim.state_sizes import STATES, state_copies_of
 from mtcompile.options import Options
@@ -83,6 +83,7 @@ class ModelDoor(Door):
                 disk_staging=staging,
                 disk_updates=self.updates is not None and type(self.optimizer).__name__ in STATES,
                 frozen_copies=2.0 if self.options.precision.split else 1.0,
+                update_piece=2 * PIECE if self.options.precision.split else 0,
             )
         fixed = self._fixed_homes(step)
         self._check_disk(step, fixed)

@@ -124,21 +124,24 @@ def _update(backward: Backward, names: tuple[str, ...], *values: Tensor) -> Sequ
 
 
 def _update_on_disk(backward: Backward, disk: DiskState, grads: Mapping[str, Tensor], factor: Tensor | None) -> None:
+    """Update parameters on disk, each while it is in host memory."""
     optimizer, masters = backward.optimizer, backward.masters
-    states = []
+    scale = 1.0 if factor is None else float(factor)
+    states, written = [], dict[str, Callable[[Staged, Tensor], None]]()
     for name in grads:
         parameter = backward.parameters[name]
         master = None if masters is None else masters.by_parameter.get(id(parameter))
         backward.allocated_state |= not optimizer.state.get(parameter)
+        if masters is not None and master is not None:
+            group = backward.groups[id(parameter)][1]
+            written[name] = masters.staged_update(optimizer, parameter, group, scale, disk)
         states.append(OnDisk(name, parameter, optimizer.state[parameter], None if master is None else master.remainder))
 
     def change(staged: Staged) -> None:
-        grad, group = grads[staged.name], backward.groups[id(staged.parameter)][1]
-        if masters is not None and staged.remainder is not None:
-            scale = 1.0 if factor is None else float(factor)
-            masters.update(optimizer, staged.parameter, grad, group, scale, staged)
+        if staged.name in written:
+            written[staged.name](staged, grads[staged.name])
         else:
-            _update_plain(backward, {staged.name: grad}, factor, staged)
+            _update_plain(backward, {staged.name: grads[staged.name]}, factor, staged)
 
     disk.update(states, change)
 

@@ -10,7 +10,7 @@ A write into ``p.data`` moves no counter: a checksum catches it under MT_CHECK=1
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mtcompile import knobs
 from mtcompile.errors import StepError
-from mtcompile.optim.disk_state import Staged
+from mtcompile.optim.disk_state import DiskState, Staged
 from mtcompile.optim.precision import Precision
 from mtcompile.optim.state_sizes import STATES
 from mtcompile.optim.written_update import class_name, grad_scaling, written_update
@@ -216,23 +216,12 @@ class Masters:
         self._hidden_gradients = []
 
     def update(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameter: nn.Parameter,
-        grad: Tensor,
-        group: Mapping[str, Any],
-        scale: float,
-        staged: Staged | None = None,
+        self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, grad: Tensor, group: Mapping[str, Any], scale: float
     ) -> None:
-        """Update one parameter, after ``check``. ``group``: its options; ``scale``: the factor of the gradient; ``staged``:
-        where it and its state are now, if not at home."""
+        """Update one parameter, after ``check``. ``group``: its options; ``scale``: the factor of the gradient."""
         master, state = self.by_parameter[id(parameter)], optimizer.state[parameter]
-        values, remainder = parameter.detach(), master.remainder
         names = STATES[class_name(optimizer)] if group.get("momentum", 1) else ()
         update = written_update(optimizer, parameter, group, scale)
-        if staged is not None and staged.remainder is not None:
-            values, remainder, state = staged.values, staged.remainder, {**state, **staged.state}
-            staged.state = state
         for name in names:
             if state.get(name) is None:
                 state[name] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
@@ -240,13 +229,32 @@ class Masters:
         if not states:  # SGD without momentum: what the kernel writes there is not read
             states = (torch.empty(parameter.numel(), device=parameter.device),)
         grad = grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
-        operands = Operands(_flat(values), _flat(grad.detach()), states, _flat(remainder))
+        operands = Operands(_flat(parameter.detach()), _flat(grad.detach()), states, _flat(master.remainder))
         if parameter.device.type == "cpu":
             host_kernels.apply(update, operands)
         else:
             device_kernels.apply(update, operands)
-        if staged is None:
-            self._remember_version(master)
+        self._remember_version(master)
+
+    def staged_update(
+        self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: Mapping[str, Any], scale: float, disk: DiskState
+    ) -> Callable[[Staged, Tensor], None]:
+        """Returns what updates pieces of one parameter on disk, given each and its gradient; counts its step up."""
+        name, state = self.by_parameter[id(parameter)].name, optimizer.state[parameter]
+        keys = STATES[class_name(optimizer)] if group.get("momentum", 1) else ()
+        update = written_update(optimizer, parameter, group, scale)
+        for key in keys:
+            if state.get(key) is None:
+                state[key] = disk.new_zeros(name, key, parameter, torch.float32)
+
+        def apply(staged: Staged, grad: Tensor) -> None:
+            assert staged.remainder is not None
+            grad = grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
+            states = tuple(staged.state[key] for key in keys) or (torch.empty(staged.values.numel()),)
+            piece = _flat(grad.detach())[staged.start : staged.stop]
+            host_kernels.apply(update, Operands(staged.values, piece, states, staged.remainder))
+
+        return apply
 
     # ------------------------------------------------------------------------------------------ the optimizer's state_dict
 

@@ -27,7 +27,8 @@ class Budgets:
     schedule at all times, such as a generator's state. ``updates``: how parameters are updated in the backward; None: after
     it, with all gradients kept until then. ``disk``: None without a disk. ``disk_staging``: bytes of the host that requests to
     the disk go through. ``disk_updates``: whether weights that train may be on disk, with their state.
-    ``frozen_copies``: as ``copies``, of frozen parameters that are counted as such."""
+    ``frozen_copies``: as ``copies``, of frozen parameters that are counted as such.
+    ``update_piece``: the bytes of a parameter on disk that are updated at a time; 0: all."""
 
     device: int | None = None
     host: int | None = None
@@ -39,6 +40,7 @@ class Budgets:
     disk_staging: int = 0
     disk_updates: bool = False
     frozen_copies: float = 1.0
+    update_piece: int = 0
 
     @property
     def copies(self) -> float:
@@ -121,7 +123,7 @@ def update_staging_nbytes(step: fx.GraphModule, plan: Plan, budgets: Budgets) ->
     for spec, node in inputs_of(step):
         home = homes.get(spec.name) if spec.role == "param" else None
         if home is not None and home not in frozen and plan.params(home) == "disk":
-            largest = max(largest, whole_blocks(node.meta["nbytes"]))
+            largest = max(largest, whole_blocks(min(node.meta["nbytes"], budgets.update_piece or node.meta["nbytes"])))
     return UPDATE_SETS * int(largest * (1 + budgets.state_copies))
 
 

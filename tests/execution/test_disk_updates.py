@@ -114,7 +114,11 @@ def test_weights_and_state_on_disk_train_with_the_bits_of_plain_pytorch(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"run_ahead": True}, {"max_grad_norm": 0.1}, {"precision": "bf16-master32"}], ids=str)
-def test_other_ways_to_update_give_the_bits_of_a_resident_run(options: dict[str, Any], tmp_path: Path) -> None:
+def test_other_ways_to_update_give_the_bits_of_a_resident_run(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mtcompile.optim.disk_state.PIECE", 8192)  # elements, so that parameters are updated in pieces
+    monkeypatch.setenv("MT_DISK_CHECK", "1")
     plain = Model()
     small = {"memory": "800KB", "host": "1.9MB"} if "precision" in options else {"host": "2.9MB"}
     model, optimizer = on_disk(tmp_path, plain, **options, **small)
