@@ -177,9 +177,8 @@ class Plan:
         runs = f"; runs of recomputed blocks are halved down to {self.span}" if self.span else ""
         lines.append(f"  training state: {gib(self.state_bytes)}; prefetch {self.lookahead} region(s) ahead{runs}")
         if self.disk_read_bytes or self.disk_write_bytes:
-            read, written = (f"{nbytes / 1e9:.3g} GB" for nbytes in (self.disk_read_bytes, self.disk_write_bytes))
-            wear = "" if self.disk_days is None else f"; {self.disk_days:.3g} days of steps to the drive's rated writes"
-            lines.append(f"  disk: reads {read} and writes {written} a step, {self.disk_lookahead} region(s) early{wear}")
+            traffic = disk_traffic(self.disk_read_bytes, self.disk_write_bytes, self.disk_days)
+            lines.append(f"  {traffic}; reads are {self.disk_lookahead} region(s) before the fetch")
         if self.updates is not None:
             lines.append(f"  updates: {self.updates}")
         lines.append(f"  numerics: {self.numerics}")
@@ -193,6 +192,12 @@ class Plan:
             nbytes = gib(sum(d.nbytes for d in alike))
             lines.append(f"  {kind:10s} {shown}{more}: {choice}{values} [{nbytes}] {reason}")
         return "\n".join(lines)
+
+
+def disk_traffic(read: int, written: int, days: float | None) -> str:
+    """One line about what a step does to a disk."""
+    wear = "" if days is None else f"; {days:.3g} days of such steps to the drive's rated writes"
+    return f"disk traffic: {read / 1e9:.3g} GB read and {written / 1e9:.3g} GB written a step{wear}"
 
 
 def plan_from_json(text: str) -> Plan:

@@ -63,7 +63,7 @@ class AssumedPlacement:
     budgets: Budgets
 
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
-        return InputHomes()
+        return InputHomes(frozen_apart=self.budgets.disk is not None)
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
         return self.budgets, {}

@@ -10,12 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from mtcompile.passes.analysis.state import copies_of, on_disk_nbytes, param_nbytes, trained_nbytes, update_staging_nbytes
+from mtcompile.passes.analysis.state import (
+    copies_of,
+    on_disk_nbytes,
+    param_nbytes,
+    persistent_nbytes,
+    trained_nbytes,
+    update_staging_nbytes,
+)
 from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.evaluate import completed, evaluate
 from mtcompile.passes.planning.frontier import fits
+from mtcompile.passes.planning.ladders import decided
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
 from mtcompile.runtime.schedule import gib
 
@@ -34,6 +42,10 @@ def within_disk(problem: PlanningProblem, find: Find) -> tuple[PlanningProblem, 
     missing, order = 0, [*_evenly(frozen), *_evenly(trained)]
     while True:
         fixed = _with_homes(problem, sent)
+        if (short := _surely_short(fixed)) > 0 and len(sent) < len(order):
+            missing += short
+            sent = _more(problem, order, sent, missing)
+            continue
         try:
             return _fastest(fixed, find(fixed), problem, sent)
         except DoesNotFit as error:
@@ -42,11 +54,23 @@ def within_disk(problem: PlanningProblem, find: Find) -> tuple[PlanningProblem, 
             missing += error.minimum - budgets.host
             if len(sent) == len(order):
                 raise DoesNotFit("host", error.minimum, _causes(problem, sent, error)) from None
-        more = _fewest(problem, order, missing + budgets.disk_staging)
-        if len(more) <= len(sent):
-            more = order[: len(sent) + 1]
-        sent = tuple(more)
-        _check_room(_with_homes(problem, sent))
+        sent = _more(problem, order, sent, missing)
+
+
+def _more(problem: PlanningProblem, order: Sequence[str], sent: Sequence[str], missing: int) -> tuple[str, ...]:
+    """The first homes that free the ``missing`` bytes of the host, at least one more than were ``sent``. Raises DoesNotFit if
+    they do not fit the disk."""
+    homes = tuple(order[: max(len(sent) + 1, len(_fewest(problem, order, missing + problem.budgets.disk_staging)))])
+    _check_room(_with_homes(problem, homes))
+    return homes
+
+
+def _surely_short(problem: PlanningProblem) -> int:
+    """The bytes that the host lacks even if the device held nothing but training state."""
+    budgets, base = problem.budgets, decided(problem, param_nbytes(problem.step))
+    if budgets.host is None or budgets.device is None:
+        return 0
+    return persistent_nbytes(problem.step, base, budgets)["host"] - budgets.device - budgets.host
 
 
 def _may_move(problem: PlanningProblem) -> tuple[list[str], list[str]]:
