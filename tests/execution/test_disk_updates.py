@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ import mtcompile
 from mtcompile.checkpoint import load, save
 from mtcompile.errors import BudgetError, StepError
 from mtcompile.runtime.disk.errors import DiskError
+from mtcompile.runtime.schedule import Schedule
+from mtcompile.runtime.verify import ScheduleError, verify
 
 WIDTH = 128
 SMALL = {"memory": "1500KB", "host": "2MB", "policy": "megatrain"}  # a fixed policy plans faster
@@ -251,3 +254,35 @@ def test_a_training_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_trainings_that_are_killed_leave_nothing(tmp_path: Path) -> None:
     killed(tmp_path, 20)
+
+
+@pytest.mark.slow
+def test_the_proof_rejects_schedules_that_misuse_the_disk(tmp_path: Path) -> None:
+    model, optimizer = on_disk(tmp_path, Model())
+    step(model, optimizer)
+    schedule: Schedule = model.schedule
+    verify(schedule)
+    rows = schedule.instructions
+    reads = [i for i, row in enumerate(rows) if row.queue == "disk_read" and row.op == "copy"]
+    fetches = [i for i, row in enumerate(rows) if row.queue == "h2d" and row.op == "copy" and any(d in reads for d in row.deps)]
+    slots = [i for i, row in enumerate(rows) if row.queue == "disk_read" and row.op == "alloc" and row.deps]
+    assert reads and fetches and slots
+    for index in (*fetches, *slots):  # a fetch waits for its read, a read for its slot
+        with pytest.raises(ScheduleError):
+            verify(replaced(schedule, index, deps=()))
+    with pytest.raises(ScheduleError, match="I1"):
+        verify(replaced(schedule, reads[0], queue="h2d"))
+    updates = [i for i, row in enumerate(rows) if row.work == "update" and schedule.buffers[row.reads[0]].tier == "disk"]
+    home = rows[updates[0]].reads[0]
+    other = next(i for i, row in enumerate(rows) if row.work == "update" and home not in row.reads)
+    with pytest.raises(ScheduleError, match="I1"):  # only what it updates may a kernel of the host find on disk
+        verify(replaced(schedule, other, reads=(*rows[other].reads, home)))
+    over = {**schedule.peak_nbytes, "disk": schedule.peak_nbytes["disk"] - 1}
+    with pytest.raises(ScheduleError, match="I3"):
+        verify(replace(schedule, peak_nbytes=over))
+
+
+def replaced(schedule: Schedule, index: int, **fields: Any) -> Schedule:
+    rows = list(schedule.instructions)
+    rows[index] = replace(rows[index], **fields)
+    return replace(schedule, instructions=tuple(rows))
