@@ -131,7 +131,7 @@ def test_the_plan_says_what_is_on_disk_and_what_a_step_moves(tmp_path: Path) -> 
     read = sum(i.nbytes for i in schedule.instructions if i.queue == "disk_read")
     assert read == model.plan.disk_read_bytes > 0 == model.plan.disk_write_bytes
     assert f"disk: peak {gib(schedule.peak_nbytes['disk'])} of 16.00 MiB" in text
-    assert "a step, " in text and "disk [" in text
+    assert "written a step; reads are" in text and "disk [" in text
     assert "disk" in str(model.explain("layers.0")) or "disk" in str(model.explain("layers.2"))
 
 
