@@ -13,8 +13,8 @@ from torch import nn
 from mtcompile import torch_private
 from mtcompile.errors import MtcompileError
 from mtcompile.execution.calibration import Calibration
+from mtcompile.execution.memory.parameters import changes_of, check_movable
 from mtcompile.execution.model import CompiledModel
-from mtcompile.execution.parameters import changes_of, check_movable
 from mtcompile.machine.device import choose
 from mtcompile.machine.presets import named
 from mtcompile.optim.precision import precision_named
@@ -193,8 +193,9 @@ def compile(
     memory     bytes of device memory for everything mtcompile holds there: ``"16GiB"``, ``"16GB"`` or a number;
                default: nine tenths of the free memory of a GPU, half of it on the emulated device
     host       bytes of host memory; default: no limit
-    disk       a folder on a fast local disk and the bytes that may be taken there, ``"/mnt/nvme:400GiB"``: frozen weights that
-               ``host`` has no room for live in a file without a name, and are read ahead of their use
+    disk       a folder on a fast local disk and the bytes that may be taken there, ``"/mnt/nvme:400GiB"``: weights that
+               ``host`` has no room for live in a file without a name, and are read ahead of their use: frozen ones, and with
+               ``update="backward"`` those that train, with their state
     optimizer  the optimizer that steps the model; its state is planned for. Or call ``model.bind(optimizer)`` later
     kernels    ``"eager"``: the kernels of plain PyTorch, bit for bit; ``"inductor"``: compiled by Inductor, within
                rounding of plain PyTorch; budgets at which the same parts are recomputed give the same bits

@@ -18,7 +18,7 @@ from mtcompile.capture.description import describe, device_of
 from mtcompile.capture.specialize import Key, is_symbolic, numbers_among, size_key, specialize, with_numbers
 from mtcompile.errors import BudgetError
 from mtcompile.execution.compiled import LiveFrames
-from mtcompile.execution.parameters import ParameterStore
+from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, random_reserve_nbytes
 from mtcompile.execution.program import Program
 from mtcompile.execution.session import Door, Session
@@ -78,7 +78,7 @@ class Backend(Door):
         return {
             "budget_device_bytes": session.options.memory,
             "peak_device_bytes": session.peak_device_bytes,
-            "planned_peak_device_bytes": session.last.schedule.peak_nbytes["device"] if session.last else 0,
+            "planned_peak_device_bytes": session.planned_device_bytes,
             "arena_device_bytes": session.arenas.nbytes("device"),
             "programs": self.programs,
         }
@@ -102,13 +102,6 @@ class Backend(Door):
 
     def host_kernels(self, step: fx.GraphModule) -> Mapping[str, Any]:
         return conversions(step)
-
-    def make_room(self) -> bool:
-        """Evicts earlier graphs of this step: their forwards will run again before their backwards."""
-        waiting = self.frames.waiting()
-        for frame in waiting:
-            frame.evict()
-        return bool(waiting)
 
 
 def mtcompile_backend(graph: fx.GraphModule, inputs: list[Any], *, options: Any = None, mode: str | None = None) -> Any:

@@ -26,9 +26,10 @@ import torch
 from torch import fx
 
 from mtcompile import knobs
+from mtcompile.passes.analysis.state import is_trained
 from mtcompile.passes.graph_json import GraphFormatError, graph_from_json, graph_to_json
 from mtcompile.passes.plan import Plan, plan_from_json
-from mtcompile.passes.step_graph import kernel_of, listing, regions
+from mtcompile.passes.step_graph import inputs_of, kernel_of, listing, regions
 
 if TYPE_CHECKING:
     from mtcompile.passes.planning.problem import Planned
@@ -58,7 +59,8 @@ def write_joint(key: str | None, joint: fx.GraphModule) -> None:
 def plan_key(step: fx.GraphModule, *constraints: Any) -> str:
     """Hashes the step graph, the bodies of its kernels and the constraints on the plan."""
     kernels = sorted({str(kernel_of(step, region).meta["key"]) for region in regions(step)})  # not those of rewritten copies
-    return _digest("\n".join([listing(step), *kernels, *map(repr, [step.meta["homes"], *constraints])]))
+    trained = [spec.name for spec, _ in inputs_of(step) if is_trained(spec)]
+    return _digest("\n".join([listing(step), *kernels, *map(repr, [step.meta["homes"], trained, *constraints])]))
 
 
 def through_cache(key: str, make_plan: Callable[[Plan | None], Planned]) -> Planned:

@@ -47,8 +47,11 @@ from mtcompile.passes.planning.planner import make_plan, may_be_resident, reside
 from mtcompile.passes.planning.problem import BIT_EQUAL, FUSED, DoesNotFit, Planned, PlanningProblem
 from mtcompile.passes.step_graph import copy_step
 from mtcompile.runtime.devices.protocol import Device
+from mtcompile.runtime.schedule import Schedule
+from mtcompile.runtime.usage import held_between_phases
 from mtcompile.runtime.verify import verify
 
+_PARTS = 8  # budgets to try between the smallest that works and all, where several forwards share one
 AUTO_CHUNKS = (1, 4, 16, 64)  # of the loss head, what loss_chunks="auto" chooses among
 
 
@@ -64,12 +67,14 @@ class CapturedStep:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The target that a step is compiled for. ``machine``: the speeds that plans assume."""
+    """The target that a step is compiled for. ``machine``: the speeds that plans assume. ``beside``: the number of further
+    forwards of the same step that may wait for their backward at the same time."""
 
     options: Options
     device: Device
     toolchain: Toolchain
     machine: Machine
+    beside: int = 0
 
     @property
     def pinned(self) -> bool:
@@ -219,17 +224,59 @@ def plan_for(joint: JointStep, target: Target, placement: RunnablePlacement) -> 
         problem = planning_problem(joint, placement, machine, workspace)
         if options.fuses and options.policy == FASTEST and may_be_resident(problem):
             whole = planning_problem(joint, placement, machine, workspace, whole=True)
-            if (resident := resident_plan(whole)) is not None:
+            if (resident := resident_plan(whole)) is not None and leaves_room(whole.budgets, resident.schedule, target.beside):
                 return whole, resident
         try:
-            return within_disk(problem, functools.partial(_planned, options.policy))
+            return within_disk(
+                problem,
+                functools.partial(plan_beside, policy=options.policy, beside=target.beside),
+                functools.partial(leaves_room, problem.budgets, beside=target.beside),
+            )
         except DoesNotFit as error:
             if not placement.give_up_residents(error):
                 raise placement.refusal(error) from None
 
 
-def _planned(policy: str, problem: PlanningProblem) -> Planned:
-    return recalled(problem, policy, functools.partial(make_plan, problem, policy, store=search_store(problem)))
+def plan_beside(problem: PlanningProblem, policy: str, beside: int) -> tuple[PlanningProblem, Planned]:
+    """Returns the fastest plan found that leaves room for what ``beside`` more forwards of it hold, and the problem that it
+    solves, whose device budget is a part of the whole. Raises DoesNotFit."""
+    store = search_store(problem)
+
+    def planned_within(nbytes: int | None) -> tuple[PlanningProblem, Planned]:
+        part = replace(problem, budgets=replace(problem.budgets, device=nbytes))
+        return part, recalled(part, policy, functools.partial(make_plan, part, policy, store=store))
+
+    budget = problem.budgets.device
+    whole = planned_within(budget)
+    if leaves_room(problem.budgets, whole[1].schedule, beside):
+        return whole
+    high = whole[1].schedule.peak_nbytes["device"]
+    try:
+        low = planned_within(0)[1].schedule.peak_nbytes["device"]
+    except DoesNotFit as error:
+        if error.tier != "device":
+            raise
+        low = error.minimum
+    tried = [planned_within(low + (high - low) * part // _PARTS) for part in range(_PARTS)]
+    roomy = [each for each in tried if leaves_room(problem.budgets, each[1].schedule, beside)]
+    if roomy:
+        return min(roomy, key=lambda each: each[1].plan.total_us)
+    tier, needed = min(shortages(problem.budgets, tried[0][1].schedule, beside), key=lambda shortage: shortage[0] != "device")
+    raise DoesNotFit(tier, needed, ((f"what {beside} more forwards hold until their backward", needed),))
+
+
+def leaves_room(budgets: Budgets, schedule: Schedule, beside: int) -> bool:
+    """Tells whether both budgets hold a schedule, and what ``beside`` more forwards of it keep for their backward."""
+    return not shortages(budgets, schedule, beside)
+
+
+def shortages(budgets: Budgets, schedule: Schedule, beside: int) -> list[tuple[str, int]]:
+    """Returns the tiers whose budget is too small for that, with the bytes that they would need."""
+    needed = {tier: schedule.peak_nbytes.get(tier, 0) for tier in ("device", "host")}
+    if beside:  # else spare the walk: each backward beside a waiting forward asks
+        held = held_between_phases(schedule)
+        needed = {tier: nbytes + beside * held[tier] for tier, nbytes in needed.items()}
+    return [(t, nbytes) for t, nbytes in needed.items() if (budget := budgets.nbytes[t]) is not None and nbytes > budget]
 
 
 def recalled(problem: PlanningProblem, policy: str, find: Callable[[Plan | None], Planned]) -> Planned:

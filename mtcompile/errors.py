@@ -8,7 +8,7 @@ class MtcompileError(RuntimeError):
 
 
 class CaptureError(MtcompileError):
-    """Raised if the model cannot be captured as one graph. The message names the line of your code and the reason."""
+    """Raised if the model cannot be captured. The message names the line of your code and the reason."""
 
 
 class BudgetError(MtcompileError):
@@ -20,9 +20,9 @@ class BudgetError(MtcompileError):
 
 
 class StepError(MtcompileError):
-    """Raised if a step is used in a way that would give wrong numbers, such as a second backward, a second training forward
-    while one waits for its backward, or weights changed between forward and backward. Also raised for a loss or gradient that
-    is not finite (``nonfinite="stop"``), and for questions that need a step that has not run yet."""
+    """Raised if a step is used in a way that would give wrong numbers, such as a second backward of one loss, or weights
+    changed between forward and backward. Also raised for a loss or gradient that is not finite (``nonfinite="stop"``), and for
+    questions that need a step that has not run yet."""
 
 
 class CheckpointError(MtcompileError):

@@ -19,6 +19,8 @@ _UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 
+_FEWEST = 1024  # bytes: text of a smaller number without a unit probably means GiB
+
 Size = str | int | float | None
 
 
@@ -102,4 +104,8 @@ def parse_bytes(size: Size) -> int | None:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     if match is None or match.group(2).lower() not in _UNITS or float(match.group(1)) <= 0:
         raise ValueError(f'expected a size such as "16GiB", "16GB" or a number of bytes, found {size!r}')
-    return int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+    nbytes = int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+    if not match.group(2) and nbytes < _FEWEST:
+        meant = f'did you mean "{match.group(1)}GiB"? For bytes write "{match.group(1)}B"'
+        raise ValueError(f'expected a size such as "16GiB", "16GB" or a number of bytes, found {size!r}; {meant}')
+    return nbytes

@@ -21,6 +21,7 @@ from mtcompile.passes.analysis.state import NO_LIMITS, SCALAR_STATE_NBYTES, UPDA
 from mtcompile.passes.check import expect
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.step_graph import (
+    InputSpec,
     body_outputs,
     calls,
     gradient_norms,
@@ -257,31 +258,34 @@ def _resident(step: fx.GraphModule, given: Given) -> dict[str, int]:
     """Returns the bytes that the model holds at all times: weights, optimizer state, gradients that wait for optimizer.step()
     (an older one may be held while a new one is made), step counters, and what the device holds beside."""
     budgets, homes = given.budgets, step.meta["homes"]
-    copies = budgets.state_copies + (2 if budgets.updates is None else 1)
-    weights: dict[str, int] = {}  # by home block, whose bytes are rounded together
-    on_disk: dict[str, int] = {}  # the same, each value in whole blocks of the disk
-    largest: dict[str, int] = {}
-    trained: set[str] = set()
+    held = {"device": budgets.reserve + given.held_nbytes, "host": 0} | ({} if budgets.disk is None else {"disk": 0})
+    estimated: dict[str, int] = {}  # trained weights by home block, whose state is rounded together where it is estimated
+    staged = [0]  # of each parameter on disk that is updated: with its state, what is in memory at a time
     for spec, node in inputs_of(step):
-        if spec.role == "param" and spec.name in homes:
-            home, nbytes = homes[spec.name], node.meta["nbytes"]
-            weights[home] = weights.get(home, 0) + placed(nbytes)
-            blocks = -(-nbytes // BLOCK) * BLOCK
-            on_disk[home], largest[home] = on_disk.get(home, 0) + blocks, max(largest.get(home, 0), blocks)
+        if spec.role != "param" or spec.name not in homes:
+            continue
+        nbytes, home = placed(node.meta["nbytes"]), homes[spec.name]
+        held["host"] += SCALAR_STATE_NBYTES if spec.differentiable else 0
+        if budgets.disk is not None and given.plan.params(home) == "disk":
+            blocks, copies = -(-node.meta["nbytes"] // BLOCK) * BLOCK, _state_copies(spec, nbytes, budgets)
+            held["disk"] += blocks + int(blocks * copies)
             if spec.differentiable:
-                trained.add(home)
-    frozen = weights.keys() - trained if "frozen" in step.meta else set()
-    held = {"device": budgets.reserve + given.held_nbytes, "host": len(homes) * SCALAR_STATE_NBYTES}
-    if budgets.disk is not None:
-        held["disk"] = 0
-        if any(decision.choice == "disk" for decision in given.plan.decisions):
-            updated = [nbytes for home, nbytes in largest.items() if given.plan.params(home) == "disk" and home not in frozen]
-            most = min(max(updated, default=0), budgets.update_piece or max(updated, default=0))
-            held["host"] += budgets.disk_staging + UPDATE_SETS * int(most * (1 + budgets.state_copies))
-    for block, nbytes in weights.items():
-        tier, times = given.plan.params(block), budgets.frozen_copies if block in frozen else copies
-        if tier == "disk":
-            held["disk"] += int(on_disk[block] * times)
-        else:
-            held["device" if tier == "device" else "host"] += int(nbytes * times)
+                staged.append(int(min(blocks, budgets.update_piece or blocks) * (1 + copies)))
+            continue
+        tier = "device" if given.plan.params(home) == "device" else "host"
+        held[tier] += nbytes if budgets.state is None else nbytes + budgets.state.get(spec.name, 0)
+        if spec.differentiable:
+            held[tier] += nbytes if budgets.updates is None else 0
+            estimated[home] = estimated.get(home, 0) + nbytes
+    for block, nbytes in estimated.items() if budgets.state is None else ():
+        held["device" if given.plan.params(block) == "device" else "host"] += int(nbytes * budgets.state_copies)
+    if budgets.disk is not None and any(decision.choice == "disk" for decision in given.plan.decisions):
+        held["host"] += budgets.disk_staging + UPDATE_SETS * max(staged)
     return held
+
+
+def _state_copies(spec: InputSpec, nbytes: int, budgets: Budgets) -> float:
+    """The optimizer state of a parameter on disk, in sizes of the parameter; whole ones where it was measured."""
+    if budgets.state is not None:
+        return -(-budgets.state.get(spec.name, 0) // max(1, nbytes))
+    return budgets.state_copies if spec.differentiable else 0.0

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from mtcompile.runtime.schedule import PHASES, TIERS, Schedule, Tier, placed
+from mtcompile.runtime.schedule import PHASES, TIERS, Schedule, Tier, aligned, placed
 
 Place = Literal["slot", "pooled", "workspace", "tangent"]
 
@@ -81,6 +81,17 @@ def peaks(schedule: Schedule) -> dict[str, int]:
             held[change.tier] += change.nbytes
             most[change.tier] = max(most[change.tier], held[change.tier])
     return most
+
+
+def held_between_phases(schedule: Schedule) -> dict[str, int]:
+    """Returns the bytes per tier that one forward holds until its backward, beside what all of them share. Its device slots are
+    free by then; its host arena is its own."""
+    pooled = sum(
+        change.nbytes
+        for change in changes(schedule)
+        if change.place == "pooled" and change.tier == "device" and schedule.instructions[change.instruction].phase == PHASES[0]
+    )
+    return {"device": aligned(pooled), "host": schedule.arena_nbytes.get("host", 0)}
 
 
 def most_in_slots(schedule: Schedule, tier: Tier, role: str) -> int:

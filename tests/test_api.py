@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from typing import Any
 
 import pytest
@@ -191,17 +190,7 @@ def test_old_gradients_are_not_overwritten() -> None:
 
 
 @pytest.mark.slow
-def test_second_training_forward_is_refused_and_nonfinite_skipped() -> None:
-    _, compiled = pair()
-    loss = compiled(X).sum()
-    with pytest.raises(mtcompile.StepError, match="second training forward"):
-        compiled(X)
-    del loss
-    loss = compiled(X * float("nan")).sum()
-    del loss
-    gc.collect()
-    compiled(X).sum().backward()
-
+def test_a_loss_that_is_not_finite_is_skipped() -> None:
     class Loss(Small):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x).sum()
@@ -212,18 +201,6 @@ def test_second_training_forward_is_refused_and_nonfinite_skipped() -> None:
         if not loss.isfinite():
             continue
         loss.backward()
-
-
-def test_backward_runs_once() -> None:
-    _, compiled = pair()
-    loss = compiled(X).sum()
-    with pytest.raises(mtcompile.StepError, match="retain_graph"):
-        loss.backward(retain_graph=True)
-    loss.backward()
-    with pytest.raises((mtcompile.StepError, RuntimeError)):
-        loss.backward()
-    with pytest.raises(mtcompile.StepError, match="retain_graph"):
-        torch.autograd.grad(compiled(X).sum(), compiled.layers[0].weight, create_graph=True)
 
 
 def test_weights_changed_before_backward_are_refused() -> None:
@@ -301,7 +278,7 @@ def test_what_cannot_be_captured_names_the_line() -> None:
                 return h
             return x
 
-    with pytest.raises(mtcompile.CaptureError, match=r"test_api.py:\d+.*\n?.*h.sum\(\) > 0"):
+    with pytest.warns(UserWarning, match=r"in parts(.|\n)*test_api.py:\d+.*\n?.*h.sum\(\) > 0"):
         mtcompile.compile(Branch(8, 8))(X)
 
 

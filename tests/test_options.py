@@ -17,6 +17,12 @@ def test_sizes_are_read_as_bytes(size: Any) -> None:
     assert parse_bytes(size) == expected[size]
 
 
+def test_text_without_a_unit_that_must_mean_gib_is_refused() -> None:
+    with pytest.raises(ValueError, match='did you mean "24GiB"'):
+        parse_bytes("24")
+    assert (parse_bytes("24B"), parse_bytes(24), parse_bytes("1048576")) == (24, 24, 1 << 20)
+
+
 @pytest.mark.parametrize("bad", ["16 potatoes", "-1GiB", "", 0, -5, "GiB"])
 def test_a_bad_size_is_refused_with_what_is_expected(bad: Any) -> None:
     with pytest.raises(ValueError, match="expected a size"):

@@ -13,7 +13,7 @@ from torch import fx
 
 from mtcompile.capture.effects import check_checkpoints
 from mtcompile.capture.outputs import Output, fake_of, only_values, outputs_of
-from mtcompile.capture.refusals import place_of
+from mtcompile.capture.refusals import NotOneGraph, place_of
 from mtcompile.errors import CaptureError
 from mtcompile.passes.step_graph import InputSpec
 from mtcompile.torch_private import pytree
@@ -154,7 +154,7 @@ def _check_values(graph: fx.GraphModule) -> None:
             values = pytree.tree_leaves(node.meta.get("example_value"))
             used = node.users and any(map(depends_on_values, values))
             if node.op != "placeholder" and (used or _writes_where_a_mask_is(node)):
-                raise CaptureError(
+                raise NotOneGraph(
                     f"a shape or Python value depends on what tensors hold{place_of([node, *node.users])}\n"
                     "  expected static shapes; try torch.where or a tensor operation at that line in place of .item(), a "
                     "boolean mask as an index, nonzero or unique, or compute the value outside forward and pass it"

@@ -11,7 +11,7 @@ import contextlib
 import types
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,17 @@ from torch import fx
 
 from mtcompile import torch_private
 from mtcompile.capture import known_shapes
-from mtcompile.capture.refusals import not_captured, not_compiled, place_in, place_of, refuse, with_place
+from mtcompile.capture.refusals import (
+    NotOneGraph,
+    may_part,
+    not_captured,
+    not_compiled,
+    place_in,
+    place_of,
+    refuse,
+    why_and_where,
+    with_place,
+)
 from mtcompile.errors import CaptureError, MtcompileError
 from mtcompile.torch_private import plain_torch, refusing_random_numbers
 
@@ -36,9 +46,12 @@ _LEAF = (
 _MOST_SIGNATURES = 512  # of one model; Dynamo's own default of 8 is for functions, not for training runs
 
 
-def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch.device = _CPU) -> Callable[..., Any]:
-    """``fn`` captured whole (no graph breaks) with static shapes, when it is called; ``backend(graph_module, inputs)`` compiles
-    a graph. Parameters may be at home on the host while inputs are on ``device``.
+def front_end(
+    fn: Callable[..., Any], backend: Callable[..., Any], device: torch.device = _CPU, in_parts: bool = False
+) -> Callable[..., Any]:
+    """``fn`` captured whole with static shapes, when it is called; ``backend(graph_module, inputs)`` compiles a graph.
+    Parameters may be at home on the host while inputs are on ``device``. ``in_parts``: where ``fn`` cannot be captured whole,
+    capture what lies between the lines that cannot be captured, as one graph each, and run these lines in Python.
 
     Raises CaptureError with the user's own source line where ``fn`` cannot be captured.
     """
@@ -51,7 +64,12 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
         graph.meta["told"] = state.answers.told()
         return expecting(backend(graph, inputs))
 
-    settings = torch_private.capture_settings(_MOST_SIGNATURES)
+    def checked_part(graph: fx.GraphModule, inputs: Any) -> Any:
+        state.note_break(*why_and_where(*torch_private.break_after(graph)))
+        graph.meta["is_part"] = True
+        return checked(graph, inputs)
+
+    settings = {in_parts: torch_private.capture_settings(_MOST_SIGNATURES, in_parts) for in_parts in (False, True)}
     devices = torch_private.mixing_devices(device)
     torch_private.leave_out_of_graphs(_logging_functions())
     torch_private.noting_arguments_of_checkpoints()
@@ -70,11 +88,11 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
     def captured(variant: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
             with (
-                settings,
+                settings[state.in_parts],
                 devices,
                 refusing_random_numbers(_RANDOM),
                 plain_torch.plain_answers(state.answers),
-                torch_private.checking_branches(),
+                torch_private.checking_branches(not state.in_parts),
                 torch_private.tracing_new_leaves(),
                 torch_private.computing_numpy(device),
                 torch_private.taking_known_values(state.takes, known_shapes.shaped),
@@ -86,9 +104,14 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
             cause = torch_private.cause_in_dynamo(error)
             if cause is None and not torch_private.raised_in_capture(error):
                 raise
-            open_to_others = cause is None or type(cause) is CaptureError or not isinstance(cause, MtcompileError)
+            open_to_others = not isinstance(cause, MtcompileError) or type(cause) in (CaptureError, NotOneGraph)
             if open_to_others and state.concede():
                 return captured(variant, args, kwargs)
+            if in_parts and not state.in_parts and _breaks(cause, error):
+                state.part(*why_and_where(cause or error, str(error)))
+                variants[:] = [torch.compile(_copied(fn), backend=checked_part, dynamic=False)]
+                with torch_private.without_break_warnings():
+                    return captured(variants[0], args, kwargs)
             if isinstance(cause, MtcompileError):
                 refuse(with_place(cause, error), error)
             if cause is None or torch_private.failed_inside(error):
@@ -98,21 +121,45 @@ def front_end(fn: Callable[..., Any], backend: Callable[..., Any], device: torch
     return call
 
 
+def _breaks(cause: BaseException | None, error: Exception) -> bool:
+    """Tells whether a capture failed at a line that Python can run between two graphs."""
+    return (isinstance(cause, NotOneGraph) or torch_private.is_graph_break(error)) and may_part(error)
+
+
 @dataclass(slots=True)
 class _State:
     """How one function is captured. ``takes``: the types of values that its captures take where the call's inputs decide them:
     truth values, of which there are two, and where there is no other way also numbers, of which each makes a capture of its
-    own."""
+    own. ``in_parts``: it is captured in parts. ``breaks``: the lines between them that the user has been told of."""
 
     answers: plain_torch.Answers
     takes: tuple[type, ...] = (bool,)
+    in_parts: bool = False
+    breaks: set[str] = field(default_factory=set)
 
     def concede(self) -> bool:
         """After a capture that failed: says whether there is another way to try."""
         if self.answers.concede():
             return True
-        before, self.takes = self.takes, (bool, int)
-        return before != self.takes
+        if self.in_parts or int in self.takes:
+            return False
+        self.takes = (bool, int)
+        return True
+
+    def part(self, why: str, place: str) -> None:
+        """Goes on in parts. They take no values: what a later part expects could be found out only after earlier ones ran."""
+        self.in_parts, self.takes = True, ()
+        self.note_break(why, place)
+
+    def note_break(self, why: str, place: str) -> None:
+        """Tells the user once of a line that parts a forward."""
+        if place and place not in self.breaks:
+            self.breaks.add(place)
+            warnings.warn(
+                f"the forward is compiled in parts: Python runs a line between two of them, because of {why}{place}\n"
+                "  results are the same; each part is planned by itself",
+                stacklevel=2,
+            )
 
 
 def _stand_ins(device: torch.device) -> dict[Callable[..., Any], Callable[..., Any]]:

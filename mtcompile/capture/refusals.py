@@ -51,6 +51,10 @@ _ELSEWHERE = (
 )
 
 
+class NotOneGraph(CaptureError):
+    """Raised for what cannot be part of a graph, but may stand between two."""
+
+
 def place_in(text: str) -> str:
     """The last line of the user's own code that a report or a traceback in ``text`` names, as a sentence's end; "" for none."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(\S[^\n]*)', text)
@@ -85,9 +89,31 @@ def not_compiled(error: BaseException, doing: str, place: str = "") -> CaptureEr
     return CaptureError(f"{doing}: {reason}{where}\n  {tip}; MT_DEBUG=1 shows where this was raised")
 
 
+_ONLY_WHOLE = r"(?i)backwards hooks|nested.?tensor"  # what plain PyTorch does there reaches beyond the line
+
+
+def may_part(error: BaseException) -> bool:
+    """Tells whether Python may run the line that ``error`` reports, between two graphs."""
+    return not re.search(_ONLY_WHOLE, str(error).partition("from user code")[0])
+
+
+_BREAKS = (  # torch's reasons for another graph, in plain words
+    (r"generic_jump|[Dd]ata.dependent branching", "a branch on what a tensor holds"),
+    (r"\.item\(\)|depends on what tensors hold|data-dependent", "a shape or Python value that depends on what a tensor holds"),
+)
+
+
+def why_and_where(reason: BaseException | str, report: str) -> tuple[str, str]:
+    """Returns why a line cannot be part of a graph, and the user's line that ``report`` names, as a sentence's end."""
+    first = first_line(reason) if isinstance(reason, BaseException) else reason
+    words = next((plain for expression, plain in _BREAKS if re.search(expression, first)), first)
+    named = re.search(r"\n  at [^\n]*", str(reason))
+    return words, place_in(report) or (named[0] if named else "")
+
+
 def with_place(error: MtcompileError, report: BaseException) -> MtcompileError:
     """``error``, with the user's line that ``report``, in which Dynamo passes it on, names, and without Dynamo's own words."""
-    if type(error) is not CaptureError:
+    if type(error) not in (CaptureError, NotOneGraph):
         return error
     text = str(error).partition("\n\nfrom user code")[0]
     if "\n  at " not in text:

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 
 Precision = Literal["model", "fp32", "bf16-master32", "bf16"]
-Optimizer = Literal["adamw", "adam", "sgd-momentum", "sgd"]
 Update = Literal["step", "backward"]
 Kernels = Literal["eager", "inductor"]
 
@@ -44,7 +43,11 @@ class StepOptions:
     disk: Annotated[str, typer.Option(help="bytes of disk for what the host has no room for (default: no disk)")] = ""
     machine: Annotated[str, typer.Option(help="a preset such as rtx4090, a .json file, or this (this machine)")] = "h200-sxm"
     precision: PrecisionOption = "model"
-    optimizer: Annotated[Optimizer, typer.Option(help="the optimizer whose state is planned for")] = "adamw"
+    optimizer: Annotated[
+        str,
+        typer.Option(help="whose state is planned for: adamw, adam, sgd-momentum, sgd, or a class of torch.optim such as muon"),
+    ] = "adamw"
+    lora: Annotated[int, typer.Option(min=0, help="freeze the model and train LoRA adapters of this rank (0: no adapters)")] = 0
     update: UpdateOption = "step"
     max_grad_norm: Annotated[
         float | None,

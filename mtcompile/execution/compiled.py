@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -113,13 +113,14 @@ def _read_by_place(step: fx.GraphModule) -> frozenset[int]:
     return frozenset(indices - {-1})
 
 
-@dataclass
+@dataclass(eq=False)
 class Frame:
     """The state of one training forward, for its backward; owned by the autograd context.
 
     ``snapshots``: by input index, the buffers that the forward changes, as they were before. ``versions``: version counters of
-    the inputs. ``spent``: its backward has begun. ``evicted``: its saved values are gone, so its backward runs the forward
-    again.
+    the inputs. ``sent_nbytes``: device bytes of the arguments that were sent there for it. ``spent``: its backward has begun.
+    ``evicted``: its saved values are gone, so its backward runs the forward again. ``repeated``: an earlier backward of the
+    same forward has run.
     """
 
     compiled: CompiledStep
@@ -131,42 +132,93 @@ class Frame:
     outputs: tuple[weakref.ref[torch.Tensor], ...] = ()
     output_versions: Mapping[int, int] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
+    sent_nbytes: int = 0
     spent: bool = False
     evicted: bool = False
     measured: bool = False
+    repeated: bool = False
 
     def hand_out(self, outputs: tuple[torch.Tensor, ...]) -> None:
         """Keeps weak references to the outputs that the caller receives: their ``grad_fn`` holds this frame."""
         self.outputs = tuple(weakref.ref(output) for output in outputs)
         self.output_versions = {i: outputs[i]._version for i in self.compiled.outputs_read_in_backward}
 
+    @property
+    def outputs_nbytes(self) -> int:
+        """The device bytes of its outputs, which are the caller's."""
+        buffers = self.compiled.schedule.buffers.values()
+        return sum(b.nbytes for b in buffers if b.returned and b.role == "output")
+
     def evict(self) -> None:
         """Frees what the forward saved; the backward will run the forward again."""
         self.memory.tensors.clear()
-        buffers = self.compiled.schedule.buffers.values()
-        self.memory.live = sum(b.nbytes for b in buffers if b.returned and b.role == "output")  # still the caller's
+        self.memory.live = self.outputs_nbytes
+        self.memory.leave()
         self.evicted = True
 
-    def abandon(self) -> None:
-        """Frees what the forward saved; there will be no backward."""
-        self.spent = True
-        self.memory.tensors.clear()
+    def repeat(self) -> Frame:
+        """Returns the frame for another backward of the same forward, which will run the forward again."""
+        nothing = CpuMemory(self.compiled.schedule, self.compiled.layouts, self.memory.arenas)
+        nothing.leave()
+        return replace(self, memory=nothing, records=[], spent=False, evicted=True, measured=False, repeated=True)
+
+
+class PlainGraph:
+    """A graph of autograd's own beside planned steps. ``nbytes``: the device bytes that it and its backward take at most."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = aligned(nbytes)
 
 
 class LiveFrames:
-    """The training forwards that still wait for their backward. If the loss is dropped, its frame leaves by itself."""
+    """The training forwards that still wait for their backward. If the loss is dropped, its frame leaves by itself.
+
+    ``repeated``: the frames for a further backward of the same forward, which hold the call's arguments only. ``plain``:
+    graphs of autograd's own, which are alive until nothing can run their backward; ``plain_nbytes`` is left free for them at
+    all times, as is ``glue_nbytes`` for parameters that lines between captured parts compute with. ``expected``: how many
+    forwards wait at the same time, as far as is known. ``leaving``: True while a plan is made for the case that all of them
+    are evicted.
+    """
 
     def __init__(self) -> None:
         self._frames: list[weakref.ref[Frame]] = []
+        self.repeated: weakref.WeakSet[Frame] = weakref.WeakSet()
+        self.plain: weakref.WeakSet[PlainGraph] = weakref.WeakSet()
+        self.plain_nbytes = self.glue_nbytes = 0
         self.in_backward = False  # True while a backward runs its forward again
+        self.expected = self._together = 1  # together: the most that waited since none did
+        self.leaving = False
 
     def add(self, frame: Frame) -> None:
-        self._frames = [weakref.ref(frame) for frame in (*self.waiting(), frame)]
+        waiting = (*self.waiting(), frame)
+        self._frames = [weakref.ref(frame) for frame in waiting]
+        self._together = max(self._together, len(waiting)) if len(waiting) > 1 else 1
 
     def waiting(self) -> list[Frame]:
         """Returns the waiting frames, oldest first."""
         return [frame for ref in self._frames if (frame := ref()) is not None and not frame.spent]
 
+    @property
+    def hold(self) -> bool:
+        """True if a waiting forward holds saved values."""
+        return not self.leaving and any(not frame.evicted for frame in self.waiting())
+
+    def evict(self) -> None:
+        """Evicts all frames that wait, to make room for another one."""
+        for frame in self.waiting():
+            if not frame.evicted:
+                frame.evict()
+
+    def learn(self) -> None:
+        """Notes that an evicted forward was needed after all."""
+        self.expected = max(self.expected, self._together)
+
     def nbytes(self) -> int:
-        """Returns the device bytes that waiting forwards hold."""
-        return sum(aligned(frame.memory.live) for frame in self.waiting())
+        """Returns the device bytes that waiting forwards hold, and those that graphs of autograd's own hold or need."""
+        held = ((f.outputs_nbytes if self.leaving else f.memory.live, f.sent_nbytes) for f in self.waiting())
+        plain = self.glue_nbytes + max(self.plain_nbytes, sum(graph.nbytes for graph in self.plain))
+        return sum(aligned(live) + sent for live, sent in held) + sum(frame.sent_nbytes for frame in self.repeated) + plain
+
+    def host_nbytes(self) -> int:
+        """Returns the bytes of the host arenas in which waiting forwards keep saved values."""
+        return 0 if self.leaving else sum(frame.memory.arenas.host.numel() for frame in self.waiting())

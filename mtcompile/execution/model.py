@@ -51,7 +51,9 @@ class CompiledModel:
         self._surroundings = Surroundings()
         # The programs that Dynamo may call, by the functions that it has for them.
         self._programs: MutableMapping[Callable[..., Any], Program] = weakref.WeakKeyDictionary()
-        self._captured = front_end(call, _weak(self._backend), device.where)
+        in_parts = options.updates is None and options.accumulate == 1
+        self._captured = front_end(call, _weak(self._backend), device.where, in_parts)
+        self._has_new_parts = False
 
     @torch_private.one_at_a_time
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +78,11 @@ class CompiledModel:
         if (model := self.door.model()) is not None:
             self._surroundings.check_call(model.parameters(), torch.is_grad_enabled())
         if self.options.accumulate == 1 or not torch.is_grad_enabled():
-            return self._captured(*args, **kwargs)
+            output = self._captured(*args, **kwargs)
+            if self._has_new_parts and torch.is_grad_enabled():
+                self._has_new_parts = False
+                self.door.count_glue(torch_private.leaves_outside(output, "_StepBackward"))
+            return output
         if self.door.masters is not None:
             self.door.masters.take_any()
         try:
@@ -95,6 +101,9 @@ class CompiledModel:
 
     def _backend(self, graph: Any, inputs: Any) -> Callable[..., Any]:
         """Makes a program from a graph that Dynamo has captured."""
+        if graph.meta.get("is_part"):
+            self._has_new_parts = True
+            self.door.count_glue()
         names, device, whole = self.door.names(), self.device.where, self._collector.batch is None
         description = describe(graph, inputs, lambda t: names.get(id(t)), device, views=whole)
         program = Program(self.session, description, self._collector)
@@ -119,7 +128,7 @@ class CompiledModel:
         return {
             "budget_device_bytes": self.options.memory,
             "peak_device_bytes": session.peak_device_bytes,
-            "planned_peak_device_bytes": planned.get("device", 0),
+            "planned_peak_device_bytes": session.planned_device_bytes,
             "budget_host_bytes": self.options.host,
             "peak_host_bytes": session.peak_host_bytes,
             "planned_peak_host_bytes": planned.get("host", 0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,20 +15,22 @@ from torch import fx, nn
 from mtcompile import knobs, torch_private
 from mtcompile.errors import BudgetError, CaptureError, StepError
 from mtcompile.execution.compiled import Frame, LiveFrames
-from mtcompile.execution.parameters import ParameterStore
+from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, random_reserve_nbytes
 from mtcompile.execution.session import Door
 from mtcompile.optim.backward_update import UpdatesInBackward
 from mtcompile.optim.disk_state import PIECE, DiskState, OnDisk
 from mtcompile.optim.master_weights import Masters, cast
-from mtcompile.optim.state_sizes import STATES, state_copies_of
+from mtcompile.optim.state_sizes import average_copies, is_elementwise, master_state_nbytes, state_nbytes
 from mtcompile.options import Options
-from mtcompile.passes.analysis.state import Budgets, update_staging_nbytes
+from mtcompile.passes.analysis.state import Budgets, is_trained, update_staging_nbytes
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
+from mtcompile.passes.step_graph import inputs_of
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.disk.store import DEPTH, DiskStore, piece_nbytes
+from mtcompile.runtime.schedule import placed
 from mtcompile.torch_private import shares_storage
 
 
@@ -52,6 +54,7 @@ class ModelDoor(Door):
         if options.updates is not None:
             self.updates = UpdatesInBackward(model, options.updates, self.masters, drain)
         self.disk: DiskState | None = None
+        self._beside = 0  # device bytes beside the step that was planned last
         self.sent_nbytes = 0  # bytes of the arguments, which are on the device during the call
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
@@ -70,36 +73,44 @@ class ModelDoor(Door):
         return InputHomes(self.parameters.blocks(), updated=updated, frozen_apart=self.options.disk is not None)
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
-        copies, updates = state_copies_of(self.options.precision, self.optimizer), None
+        parameters, updates = self._parameters(), None
+        state = self._optimizer_state(parameters)
+        copies = average_copies(state, parameters)
         if self.updates is not None and _trains(step):
             updates = self.updates.plan_updates(copies)
-        reserve = random_reserve_nbytes(step) + self.sent_nbytes
-        budgets = Budgets(self._available_nbytes(step), self.options.host, copies, reserve=reserve, updates=updates)
-        if self.options.disk is not None:
-            staging = DEPTH * piece_nbytes(self.parameters_nbytes())
-            budgets = replace(
-                budgets,
-                disk=self.options.disk.nbytes,
-                disk_staging=staging,
-                disk_updates=self.updates is not None and type(self.optimizer).__name__ in STATES,
-                frozen_copies=2.0 if self.options.precision.split else 1.0,
-                update_piece=2 * PIECE if self.options.precision.split else 0,
-            )
+        reserve, available = random_reserve_nbytes(step) + self.sent_nbytes, self._available_nbytes(step, state)
+        host = None if self.options.host is None else self.options.host - self.frames.host_nbytes()
+        budgets = Budgets(available, host, copies, reserve=reserve, updates=updates, state=state)
         fixed = self._fixed_homes(step)
-        self._check_disk(step, fixed)
-        return budgets, fixed
+        return budgets if self.options.disk is None else self._with_disk(budgets, step, fixed), fixed
 
-    def _check_disk(self, step: fx.GraphModule, fixed: Mapping[str, str]) -> None:
-        """Raises CaptureError for a parameter that went to disk while it was frozen and is to train now."""
-        frozen: Collection[str] = step.meta.get("frozen", ())
-        if self.updates is not None:
-            return
-        for name, home in step.meta["homes"].items():
-            if fixed.get(home) == "disk" and home not in frozen and _trains(step):
+    def _with_disk(self, budgets: Budgets, step: fx.GraphModule, fixed: Mapping[str, str]) -> Budgets:
+        """Adds the limits of the disk. Raises CaptureError for a parameter that went there while it was frozen and is to train
+        now."""
+        assert self.options.disk is not None
+        for spec, _ in inputs_of(step) if self.updates is None and _trains(step) else ():
+            if is_trained(spec) and fixed.get(step.meta["homes"].get(spec.name, "")) == "disk":
                 raise CaptureError(
-                    f'{name} is on disk, where only frozen weights can be without update="backward", and its home ({home}) has '
-                    "weights that train now. Freeze them again, or compile a new model with what trains set from the start"
+                    f'{spec.name} is on disk, where only frozen weights can be without update="backward", and trains now. '
+                    "Freeze it again, or compile a new model with what trains set from the start"
                 )
+        return replace(
+            budgets,
+            disk=self.options.disk.nbytes,
+            disk_staging=DEPTH * piece_nbytes(self.parameters_nbytes()),
+            disk_updates=self.updates is not None and is_elementwise(self.optimizer),
+            update_piece=2 * PIECE if self.options.precision.split else 0,
+        )
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """Returns the parameters by name. The model's own method waits for updates."""
+        return {name: p for name, p in nn.Module.named_parameters(self._model()) if not nn.parameter.is_lazy(p)}
+
+    def _optimizer_state(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
+        """Returns the bytes that the optimizer keeps for each parameter, masters included."""
+        if self.masters is None:
+            return state_nbytes(self.optimizer, parameters)
+        return master_state_nbytes(self.optimizer, parameters, self.masters.by_parameter)
 
     def _fixed_homes(self, step: fx.GraphModule) -> Mapping[str, str]:
         blocks, tiers = step.meta["homes"], self.parameters.tiers
@@ -109,22 +120,28 @@ class ModelDoor(Door):
         if self.masters is not None and not self.masters.may_be_on(self.device.where, self.optimizer):
             return dict.fromkeys(blocks.values(), "host")
         # Memory that other tensors share stays where they see it.
-        parameters = dict(nn.Module.named_parameters(self._model()))
+        parameters = self._parameters()
         return {blocks[name]: "host" for name in blocks if name in parameters and shares_storage(parameters[name])}
 
-    def _available_nbytes(self, step: fx.GraphModule) -> int | None:
+    def _available_nbytes(self, step: fx.GraphModule, state: Mapping[str, int]) -> int | None:
         """Returns the device budget, less waiting forwards and resident parameters that this program does not read."""
         if self.options.memory is None:
             return None
-        read, copies = set(step.meta["homes"].values()), state_copies_of(self.options.precision, self.optimizer)
-        unread = [s for block, s in self.parameters.slabs.items() if s.tier == "device" and block not in read]
-        return self.options.memory - self.frames.nbytes() - sum(int(s.memory.numel() * (2 + copies)) for s in unread)
+        read = set(step.meta["homes"].values())
+        unread = {block: s for block, s in self.parameters.slabs.items() if s.tier == "device" and block not in read}
+        self._beside = self.frames.nbytes() + sum(slab.memory.numel() for slab in unread.values())
+        for name, place in self.parameters.places.items():
+            if place.block in unread:
+                self._beside += state.get(name, 0) + (placed(place.parameter.nbytes) if place.parameter.requires_grad else 0)
+        return self.options.memory - self._beside
 
     def needs_loss_head(self, joint: fx.GraphModule) -> bool:
         return True
 
     def give_up_residents(self, error: DoesNotFit) -> bool:
-        if error.tier != "device" or "device" not in self.parameters.tiers.values() or self.frames.waiting():
+        if error.tier != "device" or not self.parameters.has_residents:
+            return False
+        if self.frames.waiting() and (self.device.where.type != "cpu" or self.frames.hold):
             return False
         if self.device.where.type != "cpu" and self.frames.in_backward:  # autograd expects gradients where parameters were
             return False
@@ -133,12 +150,17 @@ class ModelDoor(Door):
         self.parameters.send_home()
         return True
 
+    def send_residents_home(self) -> None:
+        if self.device.where.type == "cpu" and self.parameters.has_residents:  # autograd expects gradients where they were
+            self.parameters.send_home()
+            self.parameters.adopt({}, {}, {})
+
     def refusal(self, error: DoesNotFit) -> BudgetError:
-        disk = self.options.disk
-        if error.tier == "disk" and disk is not None:
-            return budget_error(error, "disk", disk.nbytes, 0)
-        name, budget = ("memory", self.options.memory) if error.tier == "device" else ("host", self.options.host)
-        return budget_error(error, name, budget or 0, self.frames.nbytes())
+        if error.tier == "disk" and self.options.disk is not None:
+            return budget_error(error, "disk", self.options.disk.nbytes, 0)
+        if error.tier == "device":
+            return budget_error(error, "memory", self.options.memory or 0, self._beside)
+        return budget_error(error, "host", self.options.host or 0, self.frames.host_nbytes())
 
     def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
         blocks = step.meta["homes"]
@@ -169,7 +191,7 @@ class ModelDoor(Door):
         return conversions(step) | ({} if self.updates is None else self.updates.kernels(step))
 
     def parameters_nbytes(self) -> int:
-        return sum(p.nbytes for _, p in nn.Module.named_parameters(self._model()) if not nn.parameter.is_lazy(p))
+        return sum(parameter.nbytes for parameter in self._parameters().values())
 
     # ---------------------------------------------------------------------------------------------- around a step that runs
 
@@ -177,22 +199,32 @@ class ModelDoor(Door):
         return None if self.updates is None else self.updates.parameter_ids()
 
     def before_forward(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Raises StepError if an earlier training forward still waits for its backward, or if an error left the model half
-        updated."""
-        if self.updates is not None:
-            self.updates.before_forward(inputs)
+        """Raises StepError if an error left the model half updated, or if an earlier forward waits for its backward, and
+        backwards update parameters: the first one would use its gradients alone."""
+        if self.updates is None:
+            return
+        self.updates.before_forward(inputs)
         if self.frames.waiting():
             gc.collect()  # frees a loss that only a reference cycle holds
-        if not (waiting := self.frames.waiting()):
-            return
-        if _skipped(waiting[-1]):
-            waiting[-1].abandon()
-            return
-        raise StepError(
-            "a second training forward was started while an earlier one still waits for its backward; one step's saved "
-            "values are kept at a time. Call backward first, drop the earlier loss (del loss), or use torch.no_grad() "
-            "for evaluation"
-        )
+        waiting = self.frames.waiting()
+        if waiting and _skipped(waiting[-1]):
+            waiting[-1].spent = True
+        elif waiting:
+            raise StepError(
+                "a second training forward was started while an earlier one still waits for its backward; with "
+                'update="backward" each backward updates the parameters. Call backward first, drop the earlier loss '
+                '(del loss), use torch.no_grad() for evaluation, or use update="step"'
+            )
+
+    def before_backward(self, keeps: bool) -> None:
+        if self.updates is not None and keeps:
+            raise StepError(
+                'backward was called with retain_graph=True; with update="backward" the first backward updates the parameters, '
+                'and a second one would be of other values. Call loss.backward() without it, or use update="step"'
+            )
+
+    def waits_together(self) -> bool:
+        return True
 
     @contextlib.contextmanager
     def backward(self, node: Any, frame: Frame, tangents: Sequence[torch.Tensor | None]) -> Iterator[None]:
@@ -219,8 +251,7 @@ class ModelDoor(Door):
 
     def state_nbytes(self) -> dict[str, int]:
         """Returns the current bytes of weights, masters, gradients and optimizer state."""
-        named = nn.Module.named_parameters(self._model())  # the model's own method waits for updates
-        parameters = [p for _, p in named if not nn.parameter.is_lazy(p)]
+        parameters = self._parameters().values()
         weights = sum(p.nbytes for p in parameters)
         widths = ((p, p if p.grad is None else p.grad) for p in parameters if p.requires_grad)  # accumulated ones are wider
         gradients = sum(p.numel() * like.element_size() for p, like in widths) if self.updates is None else 0
@@ -241,6 +272,19 @@ class ModelDoor(Door):
         model = self._model()
         names: dict[int, tuple[str, str]] = {id(b): ("buffer", n) for n, b in model.named_buffers()}
         return names | {id(p): ("param", n) for n, p in model.named_parameters()}
+
+    def count_glue(self, leaves: Sequence[torch.Tensor] = ()) -> None:
+        """Counts the state of those parameters among ``leaves``, and of all that are scripted, on the device from now on: lines
+        that Python runs between two captured parts compute with them."""
+        model = self._model()
+        used = {id(leaf) for leaf in leaves}
+        used |= {id(p) for m in model.modules() if isinstance(m, torch.jit.ScriptModule) for p in m.parameters()}
+        parameters = self._parameters()
+        state, counted = self._optimizer_state(parameters), [(name, p) for name, p in parameters.items() if id(p) in used]
+        nbytes = sum(p.nbytes * (2 if p.requires_grad else 1) + state.get(name, 0) for name, p in counted)
+        if nbytes > self.frames.glue_nbytes:
+            self.frames.glue_nbytes = nbytes
+            self.frames.evict()  # they were planned without it
 
     def lazy_modules(self) -> Mapping[nn.Module, str]:
         """Returns the lazy modules, which the next forward initializes, and their names. Raises CaptureError for those that

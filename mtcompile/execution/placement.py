@@ -60,9 +60,9 @@ def conversions(step: fx.GraphModule) -> dict[str, Any]:
 
 
 def budget_error(error: DoesNotFit, name: str, budget: int, reserved_nbytes: int) -> BudgetError:
-    """Makes the error. ``name``: what the user calls the budget. ``reserved_nbytes``: held by training steps in progress."""
+    """Makes the error. ``name``: what the user calls the budget. ``reserved_nbytes``: held by others."""
     largest = "\n".join(f"  {gib(nbytes):>12}  {what}" for what, nbytes in error.causes)
-    beside = f" beside {gib(reserved_nbytes)} held by a training step in progress" if reserved_nbytes else ""
+    beside = f" beside {gib(reserved_nbytes)} of waiting forwards, and of parameters for others" if reserved_nbytes else ""
     minimum = error.minimum + reserved_nbytes
     return BudgetError(
         f"no plan fits {name}={gib(budget)}{beside}: the smallest {name} that works is {minimum} bytes "

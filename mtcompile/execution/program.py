@@ -14,6 +14,7 @@ from mtcompile.capture.outputs import Constant, Passed, rebuilt
 from mtcompile.compiler import CapturedStep
 from mtcompile.errors import CaptureError, StepError
 from mtcompile.execution.compiled import CompiledStep, Frame
+from mtcompile.execution.second_order import differentiable_gradients
 from mtcompile.execution.session import CompiledSteps, Session
 from mtcompile.passes.joint.accumulate import Micro
 
@@ -88,7 +89,7 @@ class Program:
 
     def compile(self) -> CompiledStep:
         """Compiles the step that a call would run now. Raises CaptureError and BudgetError."""
-        return self._compile(self.captured(self.pattern if self.trains else None))
+        return self.compile_once(self.captured(self.pattern if self.trains else None))
 
     def captured(self, tangents: Tangents) -> CapturedStep:
         return CapturedStep(self.description, tangents, self.micro)
@@ -96,13 +97,19 @@ class Program:
     def compile_again(self, captured: CapturedStep) -> CompiledStep:
         """Compiles the step for another pattern of gradients than was traced; later forwards expect this pattern."""
         self.description = captured.description
-        compiled = self._compile(captured)
+        compiled = self.compile_once(captured)
         assert captured.tangents is not None
         self.pattern = captured.tangents
         return compiled
 
-    def _compile(self, captured: CapturedStep) -> CompiledStep:
+    def compile_once(self, captured: CapturedStep) -> CompiledStep:
+        """Compiles a step; later forwards expect what they did before."""
         return self.session.compile(captured, self.compiled)
+
+    @property
+    def losses(self) -> set[int]:
+        """The outputs that may be a loss."""
+        return {i for i, (_, differentiable, scalar) in enumerate(self.description.computed) if differentiable and scalar}
 
     def _collect(self, batch: MicroBatchCalls, inputs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
         """Collects one micro-batch's call. The last call runs them all and returns their joint results."""
@@ -128,11 +135,12 @@ class Program:
 
 
 class _Step(torch.autograd.Function):
-    """Forward and backward of one training step, as autograd sees them."""
+    """Forward and backward of one training step, as autograd sees them. ``ctx.frame``: what the next backward starts from; the
+    first has what the forward saved, further ones run the forward again. ``ctx.used``: the outputs whose backward has run."""
 
     @staticmethod
     def forward(ctx: Any, program: Program, compiled: CompiledStep, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.program = program
+        ctx.program, ctx.used = program, frozenset()
         ctx.frame, outputs = program.session.forward(compiled, inputs)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
@@ -143,21 +151,32 @@ class _Step(torch.autograd.Function):
     @staticmethod
     @torch_private.one_at_a_time
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled() or torch_private.keeps_graph():
-            raise StepError(
-                "backward was called with retain_graph=True or create_graph=True; a compiled step runs backward once "
-                "and frees what it saved. Call loss.backward() without them, or run the plain model for double backward"
-            )
         frame: Frame | None = ctx.frame
-        if frame is None or frame.spent:
-            raise StepError("backward was already run for this forward; run the forward again")
-        ctx.frame = None
-        if all(t is None for t in tangents):
-            return (None,) * (2 + len(frame.inputs))
+        arriving = frozenset(i for i, tangent in enumerate(tangents) if tangent is not None)
+        if frame is None or frame.spent or arriving & ctx.used:
+            raise StepError(
+                "backward was already run for this forward; run the forward again, or call the first backward with "
+                "retain_graph=True"
+            )
         program: Program = ctx.program
-        session = program.session
+        session, keeps = program.session, torch_private.keeps_graph()
+        session.door.before_backward(keeps)
+        if torch.is_grad_enabled():  # create_graph=True
+            wanted = ctx.needs_input_grad[2:]
+            ctx.used = ctx.used if keeps else ctx.used | arriving
+            return None, None, *differentiable_gradients(session, program.description, frame, tangents, wanted)
+        ctx.frame = None
+        if not arriving:
+            return (None,) * (2 + len(frame.inputs))
+        first = not frame.repeated
+        used = ctx.used if keeps else ctx.used | arriving
+        repeated = frame.repeat() if keeps or program.losses - used else None
         with session.door.backward(ctx, frame, tangents):
             captured = program.captured(frame.compiled.tangents)
-            gradients = session.backward(frame, captured, tangents, program.compile_again)
+            compile_again = program.compile_again if first else program.compile_once
+            gradients = session.backward(frame, captured, tangents, compile_again)
         session.door.before_accumulation(frame.inputs, gradients)
+        if repeated is not None:
+            session.frames.repeated.add(repeated)
+            ctx.frame, ctx.used = repeated, used
         return (None, None, *gradients)

@@ -11,9 +11,9 @@ import torch
 
 from mtcompile import knobs
 from mtcompile.errors import CaptureError, shows_part
-from mtcompile.execution.arenas import ArenaPool
 from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames
-from mtcompile.execution.parameters import ParameterStore
+from mtcompile.execution.memory.arenas import ArenaPool
+from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.kernels.measure import copied
 from mtcompile.machine.device import allocator_peak
 from mtcompile.passes.generators import generator_state, set_generator_state

@@ -3,6 +3,8 @@ them with its ``Runner``, and tells listeners what ran."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import warnings
 from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,16 +14,16 @@ from typing import Any, Protocol
 import torch
 
 from mtcompile import knobs, torch_private
-from mtcompile.capture.description import enabled_autocast
+from mtcompile.capture.description import Description, enabled_autocast
 from mtcompile.capture.refusals import not_compiled, place_of, refuse
 from mtcompile.capture.tracing import collecting_later
-from mtcompile.compiler import CapturedStep, Target, compile_step
+from mtcompile.compiler import CapturedStep, Target, compile_step, leaves_room
 from mtcompile.errors import BudgetError, MtcompileError, StepError
-from mtcompile.execution.arenas import ArenaPool
 from mtcompile.execution.calibration import Calibrator, known_machine, speeds
-from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames
+from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames, PlainGraph
 from mtcompile.execution.dump import dump
-from mtcompile.execution.parameters import ParameterStore
+from mtcompile.execution.memory.arenas import ArenaPool
+from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.execution.placement import RunnablePlacement
 from mtcompile.execution.runner import PhaseRun, Runner, version_of, without_autocast
 from mtcompile.kernels.toolchain import toolchain_for
@@ -29,7 +31,7 @@ from mtcompile.options import Options
 from mtcompile.passes.generators import rng_preserved, set_generator_state
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.disk.errors import DiskError
-from mtcompile.runtime.schedule import Schedule
+from mtcompile.runtime.schedule import Schedule, gib
 from mtcompile.runtime.trace import Trace
 
 Refusal = tuple[str, int]  # why nothing fits, and the smallest budget that does
@@ -55,12 +57,19 @@ class Door(RunnablePlacement, Protocol):
         """Returns a key of whatever else a plan depends on and may change between calls."""
         return None
 
-    def make_room(self) -> bool:
-        """Evicts waiting forwards if that may make compiling succeed. Tells whether it evicted any."""
+    def waits_together(self) -> bool:
+        """Tells whether forwards that wait at the same time need a plan under which all of them fit. Otherwise a forward that
+        finds no room evicts the others, which run again before their backward."""
         return False
+
+    sent_nbytes: int = 0  # device bytes of the arguments that the current call has sent there
 
     def before_forward(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Raises StepError if a training forward with these inputs, by name, cannot start now."""
+        return
+
+    def before_backward(self, keeps: bool) -> None:
+        """Raises StepError if a backward that ``keeps`` the graph for another one cannot run."""
         return
 
     def backward(self, node: Any, frame: Frame, tangents: Sequence[torch.Tensor | None]) -> AbstractContextManager[None]:
@@ -69,6 +78,10 @@ class Door(RunnablePlacement, Protocol):
 
     def before_accumulation(self, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         """Called before autograd adds gradients to existing ones."""
+        return
+
+    def send_residents_home(self) -> None:
+        """Sends parameters on the device to the host, where that may be done now."""
         return
 
     def updates_failed(self) -> None:
@@ -94,8 +107,9 @@ class Door(RunnablePlacement, Protocol):
 
 class Session:
     """The session of one compiled callable. ``door``: says where inputs live, and sets the limits on plans. ``last``: the
-    program that last trained (or ran, before any training). ``last_step``: the schedule of the last whole step, and when its
-    instructions ran by the device's clock."""
+    program that last trained (or ran, before any training). ``planned_device_bytes``: the largest peak of a program that has
+    run, with what others held beside it. ``last_step``: the schedule of the last whole step, and when its instructions ran by
+    the device's clock."""
 
     def __init__(
         self, device: Device, options: Options, door: Door, parameters: ParameterStore, frames: LiveFrames, title: str = ""
@@ -111,7 +125,7 @@ class Session:
         self.last: CompiledStep | None = None
         self.last_trace: Trace | None = None
         self.last_step: tuple[Schedule, Trace] | None = None
-        self.peak_device_bytes = self.peak_host_bytes = 0
+        self.peak_device_bytes = self.peak_host_bytes = self.planned_device_bytes = 0
 
     @torch_private.one_at_a_time
     def drain(self) -> None:
@@ -121,37 +135,87 @@ class Session:
     # ------------------------------------------------------------------------------------------------------- compiling
 
     def compile(self, captured: CapturedStep, known: CompiledSteps) -> CompiledStep:
-        """Returns the step compiled for this thread count and free memory, from ``known`` if it was compiled before. Raises
-        CaptureError and BudgetError."""
+        """Returns the step compiled for this thread count and free memory, from ``known`` if it was compiled before. Evicts
+        waiting forwards if there is no other way. Raises CaptureError and BudgetError."""
+        waits = captured.tangents is not None and not self.frames.in_backward
+        beside = self.frames.expected - 1 - len(self.frames.waiting()) if waits else 0
+        if beside > 0:
+            with contextlib.suppress(BudgetError):  # this one may be alone
+                return self._known_or_compiled(captured, known, beside)
         try:
             return self._known_or_compiled(captured, known)
         except BudgetError:
-            if not self.door.make_room():
-                raise
+            before = len(self.frames.waiting())
+            gc.collect()  # frees a loss that only a reference cycle holds
+            if len(self.frames.waiting()) == before:
+                if not before:
+                    raise
+                self._evict(captured, known, waits)
             return self._known_or_compiled(captured, known)
 
-    def _known_or_compiled(self, captured: CapturedStep, known: CompiledSteps) -> CompiledStep:
-        reserved = self.frames.nbytes()
-        autocast = captured.description.backward_autocast
-        key = (captured.tangents, autocast, torch.get_num_threads(), reserved, self.door.plan_key())
-        version, compiled = known.get(key, (-1, None))
-        if compiled is None or (isinstance(compiled, CompiledStep) and version != self.parameters.version):
-            self.drain()
+    def _evict(self, captured: CapturedStep, known: CompiledSteps, waits: bool) -> None:
+        """Evicts all waiting forwards. They run again before their backward, once: from then on, the first plan leaves room
+        for the others. Raises BudgetError, and evicts none, if there is no such plan."""
+        waiting, of_this = self.frames.waiting(), {id(compiled) for _, compiled in known.values()}
+        if waits and self.door.waits_together() and all(id(frame.compiled) in of_this for frame in waiting):
+            self.frames.leaving = True
             try:
-                compiled = self._compile(captured)
+                self._known_or_compiled(captured, known, len(waiting))
             except BudgetError as error:
-                if not reserved:
-                    raise
-                # Keep the refusal, or every step would plan again. Not the error: its traceback holds the call's tensors.
-                compiled = str(error), error.minimum_bytes
+                raise BudgetError(
+                    f"{len(waiting) + 1} training forwards are to wait for their backward at the same time, and "
+                    f"{len(waiting)} fit: {error}\n  or call backward after {len(waiting)}, drop losses that you no longer "
+                    "need (del loss), or use torch.no_grad() for evaluation",
+                    error.minimum_bytes,
+                ) from None
+            finally:
+                self.frames.leaving = False
+        self.frames.evict()
+
+    def _known_or_compiled(self, captured: CapturedStep, known: CompiledSteps, beside: int = 0) -> CompiledStep:
+        """``beside``: the number of further forwards like this one that the memory has to hold, as saved for a backward."""
+        reserved = self.frames.nbytes(), self.frames.host_nbytes(), self.frames.hold
+        autocast = captured.description.backward_autocast
+        base = (captured.tangents, autocast, torch.get_num_threads(), self.door.plan_key())
+        key = (*base, reserved, beside)
+        version, compiled = known.get(key, (-1, None))
+        if compiled is None or version != self.parameters.version:
+            compiled = self._roomy(known, base, beside)
+            if compiled is None:
+                self.drain()
+                try:
+                    compiled = self._compile(captured, beside)
+                except BudgetError as error:
+                    if not self.frames.waiting() and not beside:
+                        raise
+                    # Keep the refusal, or every step would plan again. Not the error: its traceback holds the call's tensors.
+                    compiled = str(error), error.minimum_bytes
             known[key] = self.parameters.version, compiled
         if isinstance(compiled, tuple):
             raise BudgetError(*compiled)
         return compiled
 
-    def _compile(self, captured: CapturedStep) -> CompiledStep:
+    def _roomy(self, known: CompiledSteps, base: tuple[Hashable, ...], beside: int) -> CompiledStep | None:
+        """Returns the fastest step compiled so far that finds room now, and leaves enough of it."""
+        version = self.parameters.version
+        steps = [
+            compiled
+            for key, (made_for, compiled) in known.items()
+            if isinstance(compiled, CompiledStep)
+            and made_for == version
+            and isinstance(key, tuple)
+            and key[: len(base)] == base
+        ]
+        roomy = [step for step in steps if self._fits(step, beside)]
+        return min(roomy, key=lambda step: step.plan.total_us, default=None)
+
+    def _fits(self, compiled: CompiledStep, beside: int = 0) -> bool:
+        budgets, _ = self.door.constraints(compiled.problem.step)
+        return leaves_room(budgets, compiled.schedule, beside)
+
+    def _compile(self, captured: CapturedStep, beside: int) -> CompiledStep:
         self.machine = known_machine(self.device, self.options)
-        target = Target(self.options, self.device, self.toolchain, self.machine)
+        target = Target(self.options, self.device, self.toolchain, self.machine, beside)
         with collecting_later(), torch_private.lasting(), without_autocast(self.device.where.type):
             try:
                 compiled = compile_step(captured, target, self.door)
@@ -176,6 +240,7 @@ class Session:
         """Runs a training forward. Its frame waits for the backward."""
         self.last = compiled
         frame, outputs = self.runner.forward(compiled, inputs)
+        frame.sent_nbytes = self.door.sent_nbytes
         self.frames.add(frame)
         frame.hand_out(outputs)
         return frame, outputs
@@ -191,12 +256,13 @@ class Session:
         returns, if gradients arrive at other outputs, with other strides or under another autocast than was traced, or if its
         saved values have been evicted."""
         frame.spent = True
+        self._make_room_beside(frame)
         tangents = [None if t is None else t.resolve_conj().resolve_neg() for t in tangents]  # kernels see memory
         pattern = frame.compiled.tangents_of(tangents)
         autocast = enabled_autocast(self.device.where)
         expected = captured.description.backward_autocast
         again = frame.evicted or pattern != frame.compiled.tangents or autocast != expected
-        _check_versions(frame, captured, again)
+        check_versions(frame, captured.description, again)
         if again:
             self.frames.in_backward = True
             description = replace(captured.description, backward_autocast=autocast)
@@ -205,6 +271,43 @@ class Session:
             finally:
                 self.frames.in_backward = False
         return self.runner.backward(frame, tangents)
+
+    def _make_room_beside(self, frame: Frame) -> None:
+        """Evicts the other forwards if a backward would not fit beside them, since it runs in another order than the plans
+        expected. Notes how many forwards were alive when one was evicted that is needed after all."""
+        if frame.evicted and self.door.waits_together():
+            self.frames.learn()
+        if not frame.evicted and self.frames.waiting() and not self._fits(frame.compiled):
+            self.frames.evict()
+
+    def make_room_for(self, plain: PlainGraph) -> None:
+        """Counts a graph of autograd's own from now on. If it needs the room, evicts waiting forwards, frees the arena and
+        sends parameters home; later plans leave the room free. Raises BudgetError."""
+        memory = self.options.memory
+        self.frames.plain.add(plain)
+        if memory is not None and self._device_nbytes() > memory:
+            self.frames.evict()
+            self.arenas.release_device()
+            self.door.send_residents_home()
+            if (needed := self._device_nbytes()) > memory:
+                self.frames.plain.discard(plain)
+                raise BudgetError(
+                    f"backward was called with create_graph=True, which runs in plain PyTorch and takes {gib(plain.nbytes)}: "
+                    f"the smallest memory that works is {needed} bytes ({gib(needed)}), found {gib(memory)}. Pass "
+                    f"memory={needed} or more, or a smaller batch",
+                    needed,
+                )
+            self.frames.plain_nbytes = max(self.frames.plain_nbytes, plain.nbytes)
+        self._note_planned(self._device_nbytes())
+        self.peak_device_bytes = max(self.peak_device_bytes, self._device_nbytes())
+
+    def _note_planned(self, nbytes: int) -> None:
+        self.planned_device_bytes = max(self.planned_device_bytes, nbytes)
+
+    def _device_nbytes(self) -> int:
+        """Returns the device bytes that are held between phases."""
+        resident = self.last.schedule.resident_nbytes.get("device", 0) if self.last and self.parameters.has_residents else 0
+        return self.arenas.nbytes("device") + resident + self.frames.nbytes()
 
     def _run_again(self, frame: Frame, compiled: CompiledStep) -> Frame:
         self.last = compiled
@@ -222,6 +325,7 @@ class Session:
 
     def phase_ran(self, run: PhaseRun) -> None:
         compiled, frame = run.frame.compiled, run.frame
+        self._note_planned(compiled.schedule.peak_nbytes["device"] + self.frames.nbytes())
         # Optimizer state counts as resident from the start, so a backward that allocates it is not measured.
         if not (frame.measured and run.phase == "backward" and self.door.optimizer_state_was_made()):
             compiled.completed_phases.add(run.phase)
@@ -259,23 +363,23 @@ class Session:
         arena, and what requests to the disk go through."""
         resident = compiled.schedule.resident_nbytes.get("device", 0) if compiled else 0
         state = max(0, sum(self.door.state_nbytes().values()) - resident - self.door.on_disk_nbytes())
-        beside = self.arenas.nbytes("host") + self.door.disk_staging_nbytes()
+        beside = self.arenas.all_host_nbytes() + self.door.disk_staging_nbytes()
         self.peak_host_bytes = max(self.peak_host_bytes, state + beside)
 
 
-def _check_versions(frame: Frame, captured: CapturedStep, again: bool) -> None:
+def check_versions(frame: Frame, description: Description, again: bool) -> None:
     """Raises StepError if a tensor has changed since the forward, and the backward (or the forward, ``again``) reads it."""
     compiled = frame.compiled
     for index in range(len(frame.inputs)) if again else compiled.read_in_backward:
         if index not in compiled.mutated and version_of(frame.inputs[index]) != frame.versions[index]:
             raise StepError(
-                f"{captured.description.inputs[index].name} was changed in place between this forward and its backward; the "
+                f"{description.inputs[index].name} was changed in place between this forward and its backward; the "
                 "gradients would be of other values. Step the optimizer after backward, or clone what you change"
             )
     for index, version in frame.output_versions.items():
         output = frame.outputs[index]()
         if output is not None and output._version != version:
             raise StepError(
-                f"output {captured.description.computed[index][0]} was changed in place before backward, which needs it; "
+                f"output {description.computed[index][0]} was changed in place before backward, which needs it; "
                 "clone it before changing it"
             )

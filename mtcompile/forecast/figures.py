@@ -14,7 +14,17 @@ from mtcompile.forecast.result import Forecast, Row, time_of
 from mtcompile.optim.precision import PRECISIONS
 from mtcompile.options import FASTEST
 from mtcompile.passes.analysis.cost import kernel_cost
-from mtcompile.passes.analysis.state import Budgets, copies_of, on_disk_nbytes, resident_nbytes
+from mtcompile.passes.analysis.state import (
+    Budgets,
+    held_nbytes,
+    on_disk_nbytes,
+    param_nbytes,
+    resident_nbytes,
+    state_nbytes,
+    state_on_disk_nbytes,
+    trained_nbytes,
+    weights_on_disk_nbytes,
+)
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem
@@ -28,14 +38,16 @@ from mtcompile.runtime.verify import verify
 
 def figures(request: ForecastRequest, sized: SizedStep) -> Forecast:
     """Plans a step within the request's budgets, and returns the plan's bytes and time; if nothing fits, what would help."""
-    candidates, budgets, model = sized.candidates, request.budgets, request.model
+    candidates, model = sized.candidates, request.model
+    measured = candidates.problem.budgets  # with the optimizer's state
+    budgets = replace(measured, device=request.budgets.device, host=request.budgets.host)
     unplanned = Forecast(
         model=model if isinstance(model, str) else getattr(model, "__name__", type(model).__name__),
         machine=request.machine.name,
         feasible=False,
         parameters=sum(p.numel() for p in _parameters(sized.candidates.problem.step)),
         tokens=sized.tokens,
-        state_bytes=sum(resident_nbytes(candidates.problem.step, candidates.base, budgets).values()),
+        state_bytes=sum(held_nbytes(candidates.problem.step, budgets).values()),
         budget_bytes=budgets.nbytes,
         peak_bytes={},
         minimum_device_bytes=0,
@@ -65,11 +77,11 @@ def _fastest(candidates: Candidates, device: int | None, host: int | None) -> Pl
     budgets = replace(candidates.problem.budgets, device=device, host=host)
     problem = replace(candidates.problem, budgets=budgets)
 
-    def find(fixed: PlanningProblem) -> Planned:
+    def find(fixed: PlanningProblem) -> tuple[PlanningProblem, Planned]:
         searched = candidates
         if fixed.fixed_homes != problem.fixed_homes:
             searched = Candidates(fixed, candidates.progress, search_store(fixed))
-        return recalled(fixed, FASTEST, lambda known: searched.best(device, host, known))
+        return fixed, recalled(fixed, FASTEST, lambda known: searched.best(device, host, known))
 
     return within_disk(problem, find)[1]
 
@@ -119,22 +131,19 @@ def _with_plan(unplanned: Forecast, candidates: Candidates, planned: Planned) ->
 def _ledger(unplanned: Forecast, candidates: Candidates, planned: Planned) -> dict[str, dict[str, int]]:
     """Returns tier -> part -> bytes at the moment when the tier is fullest. The parts of a tier add up to its peak.
     ``other``: what is held at all times beside training state: a generator's state, the step counters of optimizers."""
-    schedule, copies = planned.schedule, candidates.problem.budgets.state_copies
-    master = 1.0 if PRECISIONS[unplanned.precision].split else 0.0
-    step, budgets = candidates.problem.step, candidates.problem.budgets
-    weights, trained = dict.fromkeys(budgets.nbytes, 0), dict.fromkeys(budgets.nbytes, 0)
-    on_disk = on_disk_nbytes(step) if "disk" in weights else {}
-    for block, nbytes in candidates.sizes.items():
-        choice = planned.plan.params(block)
-        tier = str(choice) if choice in ("device", "disk") else "host"
-        taken = on_disk[block] if tier == "disk" else nbytes
-        weights[tier] += taken
-        trained[tier] += taken if copies_of(step, block, budgets) == budgets.copies else 0
-    held = resident_nbytes(step, planned.plan, budgets)
+    schedule, step, budgets = planned.schedule, candidates.problem.step, candidates.problem.budgets
+    by_block = param_nbytes(step), trained_nbytes(step), state_nbytes(step, budgets), held_nbytes(step, budgets)
+    on_disk: tuple[dict[str, int] | None, ...] = (None,) * len(by_block)
+    if budgets.disk is not None:
+        weights_there, trained_there = weights_on_disk_nbytes(step), weights_on_disk_nbytes(step, trained=True)
+        on_disk = weights_there, trained_there, state_on_disk_nbytes(step, budgets), on_disk_nbytes(step, budgets)
+    weights, trained, state, held = (resident_nbytes(b, planned.plan, d) for b, d in zip(by_block, on_disk, strict=True))
+    split = PRECISIONS[unplanned.precision].split
     fullest = max(walk(schedule), key=lambda usage: usage.pooled + usage.tangents + usage.workspace)
     ledger: dict[str, dict[str, int]] = {}
     for tier, nbytes in weights.items():
-        parts = {"weights": nbytes, "master": int(nbytes * master), "optimizer": int(trained[tier] * (copies - master))}
+        masters = trained[tier] if split else 0
+        parts = {"weights": nbytes, "master": masters, "optimizer": state[tier] - masters}
         parts["gradients"] = held[tier] - sum(parts.values())
         arena = schedule.arena_nbytes.get(tier, 0)
         if tier == "host":
@@ -166,7 +175,8 @@ def _refused(unplanned: Forecast, candidates: Candidates, budgets: Budgets, erro
             ways.append('update="backward": weights that train may then go to disk, with their state')
         return replace(unplanned, short_bytes=short, ways_out=(*ways, f"less in one of the largest parts: {parts}"))
     ways = []
-    unheld = sum(candidates.sizes.values()) - 2 * max(candidates.sizes.values(), default=0)
+    trained = trained_nbytes(candidates.problem.step).values()
+    unheld = sum(trained) - 2 * max(trained, default=0)
     if budgets.updates is None and tier == "host" and unheld >= short:
         ways.append(f'update="backward": no gradients are kept for a step of their own, {gib(unheld)} less')
     more = candidates.needs(other, {tier: limit})

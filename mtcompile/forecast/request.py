@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log2
 from typing import Any
 
@@ -17,16 +18,19 @@ from mtcompile.capture.stamping.blocks import TRACED
 from mtcompile.capture.tracing import trace_joint
 from mtcompile.compiler import JointStep, planning_problem, rewrite_joint, search_store
 from mtcompile.models.decoders import SHAPES, fake
+from mtcompile.models.lora import add_lora
 from mtcompile.optim.precision import Precision
+from mtcompile.optim.state_sizes import average_copies, state_nbytes
 from mtcompile.passes.analysis.cost import Machine
-from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.analysis.state import Budgets, is_trained
 from mtcompile.passes.joint.accumulate import Micro
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.problem import Progress
 from mtcompile.passes.step_graph import inputs_of, storage_nbytes
-from mtcompile.torch_private import without_memory
+from mtcompile.torch_private import building_without_memory, without_memory
 
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 _LARGE_HEAD, MOST_CHUNKS = 0.02, 64  # a loss head is cut if its logits take more than this share of the device
 
 
@@ -44,6 +48,8 @@ class ForecastRequest:
     force: bool
     progress: Progress
     accumulate: int
+    lora: int = 0
+    make_optimizer: MakeOptimizer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +64,26 @@ class SizedStep:
 
 @dataclass(frozen=True, slots=True)
 class AssumedPlacement:
-    """The placement of a step that will not run: inputs are at home on the host, and the plan chooses every block's home."""
+    """The placement of a step that will not run: inputs are at home on the host, and the plan chooses every block's home.
+    ``make_optimizer``: makes the optimizer whose state is measured; None: the budgets say how much there is."""
 
     budgets: Budgets
+    make_optimizer: MakeOptimizer | None = None
 
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
         return InputHomes(frozen_apart=self.budgets.disk is not None)
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
-        return self.budgets, {}
+        if self.make_optimizer is None:
+            return self.budgets, {}
+        with without_memory():
+            trained = [(spec.name, node.meta["val"]) for spec, node in inputs_of(step) if is_trained(spec)]
+            parameters = {name: nn.Parameter(torch.empty_like(value, device="cpu")) for name, value in trained}
+            optimizer = self.make_optimizer(list(parameters.values()))
+        state = state_nbytes(optimizer, parameters)
+        copies, updates = average_copies(state, parameters), self.budgets.updates
+        updates = None if updates is None else replace(updates, state_copies=copies)
+        return replace(self.budgets, state=state, state_copies=copies, updates=updates), {}
 
 
 def sized_step(request: ForecastRequest, batch: int, seq: int, like: SizedStep | None = None) -> SizedStep:
@@ -83,7 +100,7 @@ def in_chunks(
     """Returns a captured step with its loss head in ``chunks``, or uncut if there is no head that can be cut."""
     micro = _micro(captured, request) if request.accumulate > 1 else None
     joint = rewrite_joint(captured, request.precision, fuses=False, chunks=chunks, micro=micro)
-    placement = AssumedPlacement(request.budgets)
+    placement = AssumedPlacement(request.budgets, request.make_optimizer)
     problem = planning_problem(joint, placement, request.machine, like=like.joint.graph if like else None)
     return SizedStep(Candidates(problem, request.progress, search_store(problem)), captured, joint, tokens)
 
@@ -98,15 +115,18 @@ def _micro(joint: fx.GraphModule, request: ForecastRequest) -> Micro:
 
 def _captured(request: ForecastRequest, batch: int, seq: int) -> tuple[fx.GraphModule, Mapping[str, Any]]:
     model, data = request.model, request.data
-    with without_memory():
+    with building_without_memory():
         if isinstance(model, str):
             tokens = torch.zeros((batch, seq), dtype=torch.int64)
-            return _captured_shape(model, request.precision, tokens)
+            return _captured_shape(model, request.precision, tokens, request.lora)
         module = model if isinstance(model, nn.Module) else model(batch, seq) if takes_sizes(model) else model()
         if isinstance(module, tuple):
             module, data = module
         if data is None:
             raise ValueError("expected data=, the module's keyword arguments, for a model that is not a built-in shape")
+        module, data = _off_meta(module, data)
+        if request.lora:
+            add_lora(module, request.lora)
         return _traced(module, data, request.precision), data
 
 
@@ -119,20 +139,39 @@ def _traced(
     return trace_joint(module.train(), data, repeated=repeated)[0]
 
 
-def _captured_shape(name: str, precision: Precision, tokens: torch.Tensor) -> tuple[fx.GraphModule, Mapping[str, Any]]:
+def _captured_shape(
+    name: str, precision: Precision, tokens: torch.Tensor, lora: int
+) -> tuple[fx.GraphModule, Mapping[str, Any]]:
     """Captures the step of a built-in shape. Its sources are ours, so its trace is cached between runs, and that of a few of
     its blocks says what the others are."""
     data = {"tokens": tokens, "targets": tokens}
-    key = repr((SHAPES[name], precision, tuple(tokens.shape), trace_settings(tokens.device)))
+    key = repr((SHAPES[name], precision, tuple(tokens.shape), lora, trace_settings(tokens.device)))
     joint = cache.read_joint(key)
     if joint is None:
         shape = SHAPES[name]
-        if shape.layers > TRACED:
-            joint = _traced(fake(shape.shortened(TRACED)), data, precision, ("blocks", shape.layers))
-        else:
-            joint = _traced(fake(shape), data, precision)
+        stamped = shape.layers > TRACED
+        module = fake(shape.shortened(TRACED) if stamped else shape)
+        if lora:
+            add_lora(module, lora)
+        joint = _traced(module, data, precision, ("blocks", shape.layers) if stamped else None)
         cache.write_joint(key, joint)
     return joint, data
+
+
+def _off_meta(module: nn.Module, data: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, Any]]:
+    """Returns a module and its arguments on the CPU, without memory still, if they are on the device "meta", for which torch
+    traces other operations."""
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.device.type != "meta":
+            return value
+        on_cpu = torch.empty_like(value, device="cpu")
+        return nn.Parameter(on_cpu, value.requires_grad) if isinstance(value, nn.Parameter) else on_cpu
+
+    tensors = *module.parameters(), *module.buffers()
+    if any(tensor.device.type == "meta" for tensor in tensors):
+        module = copy.deepcopy(module, {id(tensor): moved(tensor) for tensor in tensors})
+    return module, {name: moved(value) for name, value in data.items()}
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:

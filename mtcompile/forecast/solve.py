@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from mtcompile.capture.tracing import collecting_later
@@ -13,10 +14,10 @@ from mtcompile.forecast.figures import figures
 from mtcompile.forecast.request import MOST_CHUNKS, ForecastRequest, SizedStep, in_chunks, sized_step, takes_sizes
 from mtcompile.forecast.result import Forecast
 from mtcompile.machine.presets import named
-from mtcompile.models.decoders import SHAPES
+from mtcompile.models.loading import check_shape
 from mtcompile.optim.disk_state import PIECE
 from mtcompile.optim.precision import Precision, precision_named
-from mtcompile.optim.state_sizes import FORECAST_STATES, state_copies
+from mtcompile.optim.state_sizes import FORECAST_STATES, optimizer_named, state_copies
 from mtcompile.optim.update_options import update_options
 from mtcompile.options import parse_bytes, parse_disk
 from mtcompile.passes.analysis.cost import Machine
@@ -43,7 +44,8 @@ def plan(
     disk: str | int | None = None,
     machine: str | Machine = "h200-sxm",
     precision: str = "model",
-    optimizer: str = "adamw",
+    optimizer: str | Callable[[list[nn.Parameter]], torch.optim.Optimizer] = "adamw",
+    lora: int = 0,
     update: str = "step",
     max_grad_norm: float | None = None,
     run_ahead: bool = False,
@@ -64,7 +66,9 @@ def plan(
     machine    a preset, a JSON file, ``"this"`` for this machine as measured, or a ``Machine``
     precision  ``model`` (the module's dtypes), ``fp32``, ``bf16``, or ``bf16-master32`` (bf16 weights; 12 bytes each with
                fp32 masters and AdamW's state)
-    optimizer  ``adamw``, ``adam``, ``sgd-momentum`` or ``sgd``
+    optimizer  ``adamw``, ``adam``, ``sgd-momentum``, ``sgd``, the name of another class of torch.optim, or a function that
+               makes an optimizer of a list of parameters: its state is measured in a step without memory
+    lora       freezes the model and adds LoRA adapters of this rank to its linear layers, except the head; 0: none
     update     ``step``: updates in optimizer.step(), after the backward; ``backward``: as gradients arrive, so that none are
                kept; with ``max_grad_norm``: once all gradients are there; with ``run_ahead``: also during the next forward
     accumulate  micro-batches per batch, run region by region
@@ -76,8 +80,11 @@ def plan(
 
     Raises ValueError for an argument that it does not know, and CaptureError if the model cannot be captured.
     """
-    if optimizer not in FORECAST_STATES:
-        raise ValueError(f"expected optimizer to be one of {', '.join(FORECAST_STATES)}, found {optimizer!r}")
+    make_optimizer = optimizer_named(optimizer) if isinstance(optimizer, str) and optimizer not in FORECAST_STATES else None
+    if not isinstance(optimizer, str):
+        make_optimizer, optimizer = optimizer, getattr(optimizer, "__name__", "optimizer")
+    if lora < 0:
+        raise ValueError(f"expected lora to be a rank of 1 or more, or 0 for none, found {lora}")
     options = update_options(update, max_grad_norm, run_ahead, "stop")
     if accumulate < 1 or (isinstance(model, str) and batch % accumulate):
         raise ValueError(f"expected accumulate to divide the batch of {batch}, found {accumulate}")
@@ -87,20 +94,24 @@ def plan(
         raise ValueError(f"expected solve to be batch, seq or memory, found {solve!r}")
     if unknown := [policy for policy in policies if policy not in POLICIES]:
         raise ValueError(f"expected policies among {', '.join(POLICIES)}, found {', '.join(unknown)}")
-    if isinstance(model, str) and model not in SHAPES:
-        raise ValueError(f"expected a model among {', '.join(SHAPES)}, or a module, found {model!r}")
+    if isinstance(model, str):
+        check_shape(model)
     if solve in ("batch", "seq") and not (isinstance(model, str) or takes_sizes(model)):
         raise ValueError(f"solve={solve!r} expects a built-in shape or a factory of (batch, seq), found {type(model).__name__}")
     kind, described = precision_named(precision), named(machine)
     device = parse_bytes(memory)
     if device is None and described.device_nbytes:
         device = int(described.device_nbytes * (1 - _LEFT_FREE))
-    copies = state_copies(kind, optimizer)
+    if make_optimizer is not None and kind.split:
+        raise ValueError(f'expected {", ".join(FORECAST_STATES)} with precision="bf16-master32", found {optimizer!r}')
+    copies = state_copies(kind, optimizer) if make_optimizer is None else 2.0
     updates = None if options is None else Updates(copies, held=options.needs_all_gradients, run_ahead=run_ahead)
     budgets = _with_disk(Budgets(device, parse_bytes(host), copies, updates=updates), disk, kind)
     if budgets.disk is not None and solve is not None:
         raise ValueError(f"solve={solve!r} expects no disk=, found {disk!r}: plan single sizes with a disk")
-    request = ForecastRequest(model, data, kind, optimizer, described, budgets, policies, force, progress, accumulate)
+    request = ForecastRequest(
+        model, data, kind, optimizer, described, budgets, policies, force, progress, accumulate, lora, make_optimizer
+    )
     with collecting_later():
         if solve in ("batch", "seq"):
             return _largest(request, solve, batch, seq)
@@ -121,7 +132,6 @@ def _with_disk(budgets: Budgets, disk: str | int | None, precision: Precision) -
         disk=taken.nbytes if taken is not None else parse_bytes(disk),
         disk_staging=DEPTH * piece_nbytes(1 << 40),
         disk_updates=budgets.updates is not None,
-        frozen_copies=2.0 if precision.split else 1.0,
         update_piece=2 * PIECE if precision.split else 0,
     )
 

@@ -67,9 +67,18 @@ class LanguageModel(nn.Module):
 
 
 def _shape(name: str) -> Any:
-    if name not in SHAPES:
-        raise ValueError(f"expected a model among {', '.join(SHAPES)}, or a config.json, or file.py:factory, found {name!r}")
+    check_shape(name)
     return SHAPES[name]
+
+
+def check_shape(name: str) -> None:
+    """Raises ValueError, with the most similar name, unless this is a built-in shape."""
+    from difflib import get_close_matches
+
+    if name not in SHAPES:
+        close = "".join(f"; did you mean {each}?" for each in get_close_matches(name, SHAPES, 1))
+        others = "a config.json, or file.py:factory"
+        raise ValueError(f"expected a model among {', '.join(SHAPES)}, or {others}, found {name!r}{close}")
 
 
 def _from_factory(path: str, name: str, batch: int, seq: int) -> ModelAndData:

@@ -44,10 +44,12 @@ class Master:
 
 
 class Masters:
-    """The masters of one model's floating-point parameters."""
+    """The masters of one model's floating-point parameters that are trained. Frozen ones become bf16 and have none, until they
+    are trained; ``_frozen``: their names by id, and whether their bf16 values are exact."""
 
     def __init__(self, model: nn.Module) -> None:
         self.by_parameter: dict[int, Master] = {}
+        self._frozen: dict[int, tuple[str, nn.Parameter, bool]] = {}
         self._loaded_values: Mapping[str, Any] = {}
         self._bound: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._hidden_gradients: list[tuple[nn.Parameter, Tensor]] = []
@@ -64,9 +66,15 @@ class Masters:
 
     def _adopt(self, name: str, parameter: nn.Parameter) -> None:
         _check_dense(name, parameter)
+        if not parameter.requires_grad and parameter.dtype == torch.bfloat16:
+            self._frozen[id(parameter)] = name, parameter, True
+            return
         high, remainder = split(parameter.detach().float())
         parameter.grad = None
         parameter.data = high
+        if not parameter.requires_grad:
+            self._frozen[id(parameter)] = name, parameter, not remainder.any()
+            return
         self.by_parameter[id(parameter)] = Master(name, parameter, remainder, parameter._version, _checksum(parameter))
 
     def __iter__(self) -> Iterator[Master]:
@@ -190,7 +198,8 @@ class Masters:
             self._hidden_gradients = []  # of a step that failed, before another backward
         self._show_gradients()
         pairs = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
-        rows = [(p, p.grad, group) for p, group in pairs if p.grad is not None and id(p) in self.by_parameter]
+        own = self.by_parameter.keys() | self._frozen.keys()
+        rows = [(p, p.grad, group) for p, group in pairs if p.grad is not None and id(p) in own]
         self.check(optimizer, (parameter for parameter, _, _ in rows))
         scale, skip = grad_scaling(optimizer)
         for parameter, grad, group in rows:
@@ -206,8 +215,23 @@ class Masters:
                 expected = f"expected {class_name(optimizer)} without {', '.join(refused)}"
                 raise StepError(f"{expected} where parameters have fp32 masters; leave it out")
         for parameter in parameters:
+            if parameter.requires_grad:
+                self._unfreeze(parameter)
             if (master := self.by_parameter.get(id(parameter))) is not None:
                 self._notice_writes(master)
+
+    def _unfreeze(self, parameter: nn.Parameter) -> None:
+        """Makes a master of a parameter that was frozen when the model was compiled. Raises StepError if it would not be
+        exact."""
+        name, _, exact = self._frozen.get(id(parameter), ("", parameter, True))
+        if not exact:
+            raise StepError(
+                f"{name} was frozen when the model was compiled, and is bf16 without an fp32 master since then; expected "
+                "requires_grad_(True) before mtcompile.compile for what will be trained"
+            )
+        if self._frozen.pop(id(parameter), None) is not None:
+            remainder = torch.zeros_like(parameter, dtype=torch.int16)
+            self.by_parameter[id(parameter)] = Master(name, parameter, remainder, parameter._version, _checksum(parameter))
 
     def _show_gradients(self) -> None:
         """Give parameters the gradients back that the optimizer's own step was not to see."""

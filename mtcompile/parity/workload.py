@@ -25,7 +25,7 @@ from mtcompile.options import parse_bytes
 from mtcompile.passes.planning.problem import Progress
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import gib
-from mtcompile.torch_private import without_memory
+from mtcompile.torch_private import building_without_memory
 
 _UNLIMITED = 2**60
 
@@ -92,7 +92,10 @@ def prepare_workload(
 
 def _refuse_giants(setup: TrainingSetup, model: str | Callable[..., Any]) -> None:
     state = 0
-    with without_memory(), contextlib.suppress(ValueError):  # some factories fail there; real mistakes are reported later
+    with (
+        building_without_memory(),
+        contextlib.suppress(ValueError),
+    ):  # some factories fail there; real mistakes are reported later
         module, _ = build_model(model, setup.batch, setup.seq)
         state = 4 * sum(p.nbytes for p in module.parameters())
     needed, free = 2 * state, int(psutil.virtual_memory().available)

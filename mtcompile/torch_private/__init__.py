@@ -14,6 +14,7 @@ from mtcompile.torch_private.autograd import (
     dispatch_mode,
     in_capture,
     keeps_graph,
+    leaves_outside,
     refuse_clipping,
     saving_hook,
     shares_storage,
@@ -21,10 +22,12 @@ from mtcompile.torch_private.autograd import (
     storage_id,
 )
 from mtcompile.torch_private.dynamo import (
+    break_after,
     capture_settings,
     cause_in_dynamo,
     failed_inside,
     gives_no_gradients,
+    is_graph_break,
     leave_out_of_graphs,
     mixing_devices,
     noting_arguments_of_checkpoints,
@@ -33,6 +36,7 @@ from mtcompile.torch_private.dynamo import (
     returned_leaf,
     set_grad_enabled,
     tracing_new_leaves,
+    without_break_warnings,
 )
 from mtcompile.torch_private.kernels import (
     AllocatorPeak,
@@ -59,6 +63,8 @@ from mtcompile.torch_private.raising_branches import (
 )
 from mtcompile.torch_private.thread_setting import one_at_a_time, process_lock
 from mtcompile.torch_private.tracing import (
+    LiveBytes,
+    building_without_memory,
     changes_within,
     export_joint,
     fake_mode_of,
@@ -72,10 +78,13 @@ pytree = _pytree  # as a public name
 
 __all__ = [
     "AllocatorPeak",
+    "LiveBytes",
     "OtherValues",
     "accumulating",
     "accumulation_hooks",
     "after_initialization",
+    "break_after",
+    "building_without_memory",
     "caches_casts",
     "capture_settings",
     "cast_of",
@@ -95,11 +104,13 @@ __all__ = [
     "inductor_cache",
     "initialize_root",
     "initializing",
+    "is_graph_break",
     "joint_trace_key",
     "keeps_graph",
     "lasting",
     "lazy_modules",
     "leave_out_of_graphs",
+    "leaves_outside",
     "mixing_devices",
     "noting_arguments_of_checkpoints",
     "one_at_a_time",
@@ -118,5 +129,6 @@ __all__ = [
     "taking_known_values",
     "tracing_joint",
     "tracing_new_leaves",
+    "without_break_warnings",
     "without_memory",
 ]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from mtcompile.errors import StepError
 
@@ -25,6 +26,24 @@ def accumulating(function: Any) -> list[bool]:
         return [torch._C._will_engine_execute_node(node) for node in accumulators]
     except RuntimeError:  # raised for a leaf within torch.autograd.grad
         return [False]
+
+
+def leaves_outside(output: Any, node_name: str) -> list[torch.Tensor]:
+    """The leaves that autograd's graph of the tensors in ``output`` reaches by another way than through a node of this name."""
+    leaves, seen = [], set[Any]()
+    todo = [t.grad_fn for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        through = type(node).__name__ == node_name
+        for following, _ in node.next_functions:
+            if following is not None and not hasattr(following, "variable"):
+                todo.append(following)
+            elif following is not None and not through:
+                leaves.append(following.variable)
+    return leaves
 
 
 def saving_hook() -> str | None:

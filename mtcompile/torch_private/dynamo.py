@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -17,9 +19,10 @@ set_grad_enabled = torch._C._set_grad_enabled  # what torch.no_grad() is in Dyna
 _refused = ThreadSetting[str | None](None)  # why random numbers are refused while this thread captures
 
 
-def capture_settings(signatures: int) -> contextlib.AbstractContextManager[Any]:
+def capture_settings(signatures: int, in_parts: bool = False) -> contextlib.AbstractContextManager[Any]:
     """Dynamo's settings while a model is called that is captured at most ``signatures`` times: floats and ints of the call
-    become constants of the graph (guarded), so that nothing in it is symbolic."""
+    become constants of the graph (guarded), so that nothing in it is symbolic. ``in_parts``: assertions are left to Python,
+    because a part of a forward does not see who catches its errors."""
     from torch._dynamo import config as dynamo_config
 
     return dynamo_config.patch(  # type: ignore[no-any-return]
@@ -31,6 +34,7 @@ def capture_settings(signatures: int) -> contextlib.AbstractContextManager[Any]:
         accumulated_recompile_limit=8 * signatures,
         allow_rnn=True,  # what their operations are shows in the trace
         use_numpy_random_stream=True,  # numpy's random numbers are refused, not drawn from torch's generator
+        rewrite_assert_with_torch_assert=not in_parts,
     )
 
 
@@ -112,6 +116,35 @@ def raised_in_capture(error: BaseException) -> bool:
             return True
         trace = trace.tb_next
     return False
+
+
+def is_graph_break(error: BaseException) -> bool:
+    """Tells whether Dynamo met something that it leaves to Python where it may make several graphs."""
+    from torch._dynamo.exc import Unsupported, UserError
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return isinstance(error, (Unsupported, UserError, GuardOnDataDependentSymNode))
+
+
+def break_after(graph: fx.GraphModule) -> tuple[str, str]:
+    """Returns why a graph of Dynamo's ends before its function does, and a report of the line; empty texts if it does not."""
+    reason = getattr(graph, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return "", ""
+    why = next((line.strip() for line in reason.reason.splitlines() if line.strip()), "")
+    return why, "".join(traceback.format_list(reason.user_stack))
+
+
+@contextlib.contextmanager
+def without_break_warnings() -> Iterator[None]:
+    """Silences torch's own advice on the first lines that part a graph."""
+    logger = logging.getLogger("torch._dynamo.variables.tensor")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def failed_inside(error: BaseException) -> bool:

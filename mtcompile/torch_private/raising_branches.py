@@ -39,10 +39,10 @@ _checking = ThreadSetting(False)
 
 
 @contextlib.contextmanager
-def checking_branches() -> Iterator[None]:
-    """Captures inside, in this thread, make checks of branches on a tensor of which one side only raises."""
+def checking_branches(enabled: bool) -> Iterator[None]:
+    """If ``enabled``, captures inside, in this thread, make checks of branches on a tensor of which one side only raises."""
     _replace_jumps()
-    with _checking.during(True):
+    with _checking.during(enabled):
         yield
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtcompile.torch_private.autograd import storage_id
 from mtcompile.torch_private.thread_setting import ThreadSetting
@@ -24,6 +27,33 @@ def fake_mode_of(fakes: Iterable[torch.Tensor]) -> Any:
     from torch._guards import detect_fake_mode
 
     return next((fake.fake_mode for fake in fakes if hasattr(fake, "fake_mode")), None) or detect_fake_mode()
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages that operations make, while they live, as on fake tensors. ``peak``: the most so far."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {storage_id(value) for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)}
+        results = func(*args, **(kwargs or {}))
+        for value in pytree.tree_leaves(results):
+            if isinstance(value, torch.Tensor) and storage_id(value) not in given:
+                self._note(value.untyped_storage())
+        return results
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        if storage not in self._seen:
+            nbytes = self._seen[storage] = storage.nbytes()
+            self.live += nbytes
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._gone, nbytes)
+
+    def _gone(self, nbytes: int) -> None:
+        self.live -= nbytes
 
 
 @contextlib.contextmanager
@@ -90,6 +120,74 @@ def without_memory() -> contextlib.AbstractContextManager[Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def building_without_memory() -> Iterator[None]:
+    """``without_memory`` for code that builds a model: ``module.to`` converts, random initial values are left out, and
+    ``torch.linspace``, which says how often to drop which layer, gives numbers that can be looked at."""
+    import torch.nn.init as init
+    from torch.overrides import TorchFunctionMode
+
+    class NumbersOfLinspace(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            values = [value for value in pytree.tree_leaves(args) if isinstance(value, torch.Tensor)]
+            if func is torch.linspace or (values and all(isinstance(value, _Numbers) for value in values)):
+                with _with_memory():
+                    computed = func(*args, **(kwargs or {}))
+                return pytree.tree_map_only(torch.Tensor, lambda t: t.as_subclass(_Numbers), computed)
+            return func(*args, **(kwargs or {}))
+
+    before = torch.nn.Module._apply, init._no_grad_trunc_normal_
+    torch.nn.Module._apply = _converting(before[0])  # type: ignore[method-assign]
+    init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: tensor  # it looks at what it has drawn
+    try:
+        with without_memory(), NumbersOfLinspace():
+            yield
+    finally:
+        torch.nn.Module._apply, init._no_grad_trunc_normal_ = before  # type: ignore[method-assign]
+
+
+class _Numbers(torch.Tensor):
+    """A tensor with content among tensors without."""
+
+
+@contextlib.contextmanager
+def _with_memory() -> Iterator[None]:
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily(), torch._C.DisableTorchFunctionSubclass():
+        yield
+
+
+def _converting(plain: Any) -> Any:
+    """Returns ``nn.Module._apply`` for tensors without memory: torch would swap them with their conversions, which fails. Tied
+    parameters stay tied."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    converted: dict[tuple[int, int], tuple[Any, Any, Any]] = {}  # with what the ids are of, so that they stay theirs
+
+    def convert(fn: Any, tensor: torch.Tensor) -> torch.Tensor:
+        key = id(fn), id(tensor)
+        if key not in converted:
+            with torch.no_grad():
+                result = fn(tensor)
+            if isinstance(tensor, torch.nn.Parameter):
+                result = torch.nn.Parameter(result, tensor.requires_grad)
+            converted[key] = fn, tensor, result
+        return converted[key][2]  # type: ignore[no-any-return]
+
+    def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
+        own = [value for value in (*self._parameters.values(), *self._buffers.values()) if value is not None]
+        if own and not all(isinstance(value, FakeTensor) or value.is_meta for value in own):
+            return plain(self, fn, recurse)
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        for tensors in (self._parameters, self._buffers):
+            tensors.update({name: convert(fn, value) for name, value in tensors.items() if value is not None})
+        return self
+
+    return _apply
 
 
 def lasting() -> contextlib.AbstractContextManager[Any]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.plan import Plan, Updates
-from mtcompile.passes.step_graph import inputs_of
+from mtcompile.passes.step_graph import InputSpec, inputs_of
 from mtcompile.runtime.deps import Waits
 from mtcompile.runtime.disk.requests import whole_blocks
 from mtcompile.runtime.schedule import ALIGNMENT, Instruction, Schedule, placed
@@ -22,12 +23,12 @@ SCALAR_STATE_NBYTES = ALIGNMENT  # step counters of a parameter's optimizer stat
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """The limits of a plan: bytes per tier, None for unlimited. ``state_copies``: optimizer state in parameter sizes.
+    """The limits of a plan: bytes per tier, None for unlimited. ``state_copies``: optimizer state in sizes of the trained
+    parameters. ``state``: its bytes by parameter, where they were measured; then ``state_copies`` is their average.
     ``host_activations``: whether activations may wait on the host. ``reserve``: device bytes that are held beside the
     schedule at all times, such as a generator's state. ``updates``: how parameters are updated in the backward; None: after
     it, with all gradients kept until then. ``disk``: None without a disk. ``disk_staging``: bytes of the host that requests to
     the disk go through. ``disk_updates``: whether weights that train may be on disk, with their state.
-    ``frozen_copies``: as ``copies``, of frozen parameters that are counted as such.
     ``update_piece``: the bytes of a parameter on disk that are updated at a time; 0: all."""
 
     device: int | None = None
@@ -39,13 +40,14 @@ class Budgets:
     disk: int | None = None
     disk_staging: int = 0
     disk_updates: bool = False
-    frozen_copies: float = 1.0
     update_piece: int = 0
+    state: Mapping[str, int] | None = None
 
     @property
-    def copies(self) -> float:
-        """Training state in parameter sizes: weights, optimizer state, and gradients where they wait for optimizer.step()."""
-        return (2 if self.updates is None else 1) + self.state_copies
+    def grad_copies(self) -> int:
+        """Gradients that are held between steps, in sizes of the parameters that are trained: those that wait for
+        optimizer.step()."""
+        return 1 if self.updates is None else 0
 
     @property
     def nbytes(self) -> dict[str, int | None]:
@@ -68,63 +70,115 @@ def param_nbytes(step: fx.GraphModule) -> dict[str, int]:
     return known
 
 
-def on_disk_nbytes(step: fx.GraphModule) -> dict[str, int]:
-    """The bytes that the parameters of each home block take on disk, in whole blocks of the disk, worked out once per step."""
-    if "on_disk_nbytes" not in step.meta:
-        step.meta["on_disk_nbytes"] = sizes = dict[str, int]()
+def trained_nbytes(step: fx.GraphModule) -> dict[str, int]:
+    """The bytes of the parameters that require gradients, by home block, worked out once per step. Frozen ones have no
+    gradients and no optimizer state."""
+    if "trained_nbytes" not in step.meta:
+        step.meta["trained_nbytes"] = sizes = dict.fromkeys(param_nbytes(step), 0)
         for spec, node in inputs_of(step):
-            if spec.role == "param" and (home := step.meta["homes"].get(spec.name)) is not None:
-                sizes[home] = sizes.get(home, 0) + whole_blocks(node.meta["nbytes"])
-    known: dict[str, int] = step.meta["on_disk_nbytes"]
+            if is_trained(spec) and spec.name in step.meta["homes"]:
+                sizes[step.meta["homes"][spec.name]] += placed(node.meta["nbytes"])
+    known: dict[str, int] = step.meta["trained_nbytes"]
     return known
 
 
-def copies_of(step: fx.GraphModule, home: str, budgets: Budgets) -> float:
-    """Training state of a home block in parameter sizes."""
-    return budgets.frozen_copies if home in step.meta.get("frozen", ()) else budgets.copies
+def is_trained(spec: InputSpec) -> bool:
+    """Tells whether an input is a parameter that requires a gradient."""
+    return spec.role == "param" and spec.differentiable
 
 
-def trained_nbytes(step: fx.GraphModule) -> dict[str, int]:
-    """``param_nbytes`` without the homes that are known to be frozen."""
-    frozen: Collection[str] = step.meta.get("frozen", ())
-    return {home: nbytes for home, nbytes in param_nbytes(step).items() if home not in frozen}
+def state_nbytes(step: fx.GraphModule, budgets: Budgets) -> dict[str, int]:
+    """The bytes of optimizer state by home block."""
+    if budgets.state is None:
+        return {block: int(nbytes * budgets.state_copies) for block, nbytes in trained_nbytes(step).items()}
+    sizes = dict.fromkeys(param_nbytes(step), 0)
+    for name, block in step.meta["homes"].items():
+        sizes[block] += budgets.state.get(name, 0)
+    return sizes
 
 
-def resident_nbytes(step: fx.GraphModule, plan: Plan, budgets: Budgets) -> dict[str, int]:
-    """Persistent bytes per tier, at the home of their block: weights, optimizer state, and gradients where they wait for
-    optimizer.step() (an older one may be held while a new one is made)."""
-    totals = dict.fromkeys(budgets.nbytes, 0)
-    on_disk = on_disk_nbytes(step) if "disk" in totals else {}
-    for home, nbytes in param_nbytes(step).items():
-        tier, copies = plan.params(home), copies_of(step, home, budgets)
-        if tier == "disk":
-            totals["disk"] += int(on_disk[home] * copies)
+def held_nbytes(step: fx.GraphModule, budgets: Budgets) -> dict[str, int]:
+    """The bytes held at all times by home block: weights, optimizer state, and gradients where they wait for optimizer.step()
+    (an older one may be held while a new one is made)."""
+    trained, state = trained_nbytes(step), state_nbytes(step, budgets)
+    return {b: nbytes + budgets.grad_copies * trained[b] + state[b] for b, nbytes in param_nbytes(step).items()}
+
+
+def on_disk_nbytes(step: fx.GraphModule, budgets: Budgets) -> dict[str, int]:
+    """The bytes that each home block takes when it is on disk: weights and optimizer state. Gradients are not there."""
+    weights, state = weights_on_disk_nbytes(step), state_on_disk_nbytes(step, budgets)
+    return {home: nbytes + state[home] for home, nbytes in weights.items()}
+
+
+def weights_on_disk_nbytes(step: fx.GraphModule, trained: bool = False) -> dict[str, int]:
+    """The bytes that the parameters of each home block take on disk, each in whole blocks of the disk. ``trained``: of those
+    alone that require gradients."""
+    sizes = dict.fromkeys(param_nbytes(step), 0)
+    for spec, node in inputs_of(step):
+        if spec.role == "param" and spec.name in step.meta["homes"] and (is_trained(spec) or not trained):
+            sizes[step.meta["homes"][spec.name]] += whole_blocks(node.meta["nbytes"])
+    return sizes
+
+
+def state_on_disk_nbytes(step: fx.GraphModule, budgets: Budgets) -> dict[str, int]:
+    """The bytes that the optimizer state of each home block takes on disk."""
+    sizes = dict.fromkeys(param_nbytes(step), 0)
+    for spec, node in inputs_of(step):
+        if spec.role == "param" and (home := step.meta["homes"].get(spec.name)) is not None:
+            nbytes = node.meta["nbytes"]
+            sizes[home] += int(whole_blocks(nbytes) * _state_copies(spec, nbytes, budgets))
+    return sizes
+
+
+def _state_copies(spec: InputSpec, nbytes: int, budgets: Budgets) -> float:
+    """A parameter's optimizer state in sizes of the parameter, rounded up where it was measured: on disk, each tensor of it is
+    in whole blocks."""
+    if budgets.state is None:
+        return budgets.state_copies if is_trained(spec) else 0.0
+    return math.ceil(budgets.state.get(spec.name, 0) / max(1, placed(nbytes)))
+
+
+def resident_nbytes(held: Mapping[str, int], plan: Plan, on_disk: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Persistent bytes per tier. ``held``: by home block, as ``held_nbytes`` returns them; ``on_disk``: the same if a block
+    is on disk; None without a disk."""
+    totals = {"device": 0, "host": 0} if on_disk is None else {"device": 0, "host": 0, "disk": 0}
+    for block, nbytes in held.items():
+        tier = plan.params(block)
+        if tier == "disk" and on_disk is not None:
+            totals["disk"] += on_disk[block]
         else:
-            totals["device" if tier == "device" else "host"] += int(nbytes * copies)
+            totals["device" if tier == "device" else "host"] += nbytes
     return totals
 
 
 def persistent_nbytes(step: fx.GraphModule, plan: Plan, budgets: Budgets) -> dict[str, int]:
-    """All that is held per tier at all times: ``resident_nbytes``, the reserve, the step counters of optimizers, and what
+    """All that is held per tier at all times: ``state_by_tier``, the reserve, the step counters of optimizers, and what
     requests to a disk go through."""
-    totals = resident_nbytes(step, plan, budgets)
+    totals = state_by_tier(step, plan, budgets)
     totals["device"] += budgets.reserve
-    totals["host"] += len(step.meta["homes"]) * SCALAR_STATE_NBYTES
+    counters = sum(is_trained(spec) and spec.name in step.meta["homes"] for spec, _ in inputs_of(step))
+    totals["host"] += counters * SCALAR_STATE_NBYTES
     if budgets.disk is not None and uses_disk(plan):
         totals["host"] += budgets.disk_staging + update_staging_nbytes(step, plan, budgets)
     return totals
 
 
+def state_by_tier(step: fx.GraphModule, plan: Plan, budgets: Budgets) -> dict[str, int]:
+    """The training state that a plan keeps on each tier."""
+    on_disk = None if budgets.disk is None else on_disk_nbytes(step, budgets)
+    return resident_nbytes(held_nbytes(step, budgets), plan, on_disk)
+
+
 def update_staging_nbytes(step: fx.GraphModule, plan: Plan, budgets: Budgets) -> int:
     """The bytes of the host that updates of parameters on disk go through: of the largest such parameter and its state, as many
     sets as are read, updated and written at a time."""
-    homes, frozen = step.meta["homes"], step.meta.get("frozen", ())
-    largest = 0
+    homes, largest = step.meta["homes"], 0
     for spec, node in inputs_of(step):
-        home = homes.get(spec.name) if spec.role == "param" else None
-        if home is not None and home not in frozen and plan.params(home) == "disk":
-            largest = max(largest, whole_blocks(min(node.meta["nbytes"], budgets.update_piece or node.meta["nbytes"])))
-    return UPDATE_SETS * int(largest * (1 + budgets.state_copies))
+        if is_trained(spec) and spec.name in homes and plan.params(homes[spec.name]) == "disk":
+            nbytes = node.meta["nbytes"]
+            piece = whole_blocks(min(nbytes, budgets.update_piece or nbytes))
+            largest = max(largest, int(piece * (1 + _state_copies(spec, nbytes, budgets))))
+    return UPDATE_SETS * largest
 
 
 def uses_disk(plan: Plan) -> bool:
@@ -133,15 +187,15 @@ def uses_disk(plan: Plan) -> bool:
 
 
 def times_us(
-    schedule: Schedule, waits: Waits | None, machine: Machine, sizes: Mapping[str, int], plan: Plan, budgets: Budgets
+    schedule: Schedule, waits: Waits | None, machine: Machine, trained: Mapping[str, int], plan: Plan, budgets: Budgets
 ) -> tuple[float, float]:
-    """Microseconds of forward and backward, and the microseconds that the optimizer's update adds to them. ``sizes``: bytes of
-    the parameters that it updates, by home. ``waits``: what instructions wait for; None: the deps in the schedule. Where
-    updates run in the backward, the host works on gradients while others are made, through the memory that copies use too."""
+    """Microseconds of forward and backward, and the microseconds that the optimizer's update adds to them. ``waits``: what
+    instructions wait for; None: the deps in the schedule. ``trained``: bytes that updates change, by home block. Where updates
+    run in the backward, the host works on gradients while others are made, through the memory that copies use too."""
     copied = sum(i.nbytes for i in schedule.instructions if i.queue in _LINK)
     contention = machine.contention_us(copied)
-    device_nbytes = sum(nbytes for block, nbytes in sizes.items() if plan.params(block) == "device")
-    host_nbytes = sum(sizes.values()) - device_nbytes
+    device_nbytes = sum(nbytes for block, nbytes in trained.items() if plan.params(block) == "device")
+    host_nbytes = sum(trained.values()) - device_nbytes
     if budgets.updates is None:
         update_us = machine.update_us(host_nbytes, device_nbytes, budgets.state_copies)
         return _span_us(*clock(schedule, waits=waits)) + contention, update_us

@@ -112,9 +112,6 @@ def build(
         inputs=joint.meta["inputs"], outputs=joint.meta["outputs"], constants=joint.meta["constants"], blocks=blocks
     )
     step.meta.update(kernels=kernels, device=device, homes=homes, memo={})
-    if input_homes.frozen_apart:
-        trained = {homes[spec.name] for spec in joint.meta["inputs"] if spec.name in homes and spec.differentiable}
-        step.meta["frozen"] = frozenset(homes.values()) - trained
     if input_homes.updated is not None:
         step.meta["updated"] = input_homes.updated
     step.graph.lint()

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from itertools import product
 from typing import Protocol
 
 from mtcompile.passes.analysis.state import Budgets, param_nbytes
@@ -25,6 +26,7 @@ from mtcompile.passes.planning.frontier import (
     frontier_within,
     missing_nbytes,
     most_promising,
+    most_promising_gap,
     points_from_json,
     points_to_json,
     undominated,
@@ -33,7 +35,7 @@ from mtcompile.passes.planning.ladders import Block, Ladder, blocks_of, decided,
 from mtcompile.passes.planning.linear.homes import HomeCost, home_costs
 from mtcompile.passes.planning.linear.program import Infeasible
 from mtcompile.passes.planning.linear.relaxation import Solve, relaxation
-from mtcompile.passes.planning.linear.seeds import SOLUTIONS, Seeds
+from mtcompile.passes.planning.linear.seeds import Seeds
 from mtcompile.passes.planning.pace import impatient, paced
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Progress, no_progress
@@ -46,6 +48,7 @@ _REGIONS_PER_LADDER = 150  # regions to evaluate per ladder, but ...
 _FEWEST_POINTS, MOST_POINTS = 6, 12  # ... at least and at most this many plans
 _FRONTIERS = 3  # whose gaps are looked into: of all points, and of those within two limits on the host
 _GIB = 1 << 30
+_REFINED = 100  # plans evaluated between two of a ladder
 _AHEAD = (1, 2, 3)  # blocks ahead that plans of the linear program fetch
 _SEARCHED, MOST_SEARCHED = 4_000_000, 300  # plans of local search: the first over the square of a step's operations; at most
 
@@ -109,8 +112,15 @@ class Candidates:
     def ladders(self) -> tuple[Ladder, ...]:
         """Lists of candidates from the floor up: by density, and by linear programs."""
         least, device = self._by_density[0][0], (self._floor, self._everything.plan.peak_bytes["device"])
-        bases = (replace(least, lookahead=ahead) for ahead in _AHEAD)
-        return (*self._by_density, *(Seeds(self._relaxed, base, self.blocks, self.sizes, device) for base in bases))
+        bases = [replace(least, lookahead=ahead) for ahead in _AHEAD]
+        homes = list(self.open_params)
+        # The first and the last home are updated last and read first: what they would keep waiting says little of the others.
+        ends = [{homes[0]: True}, {homes[0]: True, homes[-1]: True}] if len(homes) > 1 else []
+        rules = [{}, *ends, dict.fromkeys(homes, False)]
+        by_programs = (
+            Seeds(self._relaxed, base, self.blocks, self.sizes, device, rule) for rule, base in product(rules, bases)
+        )
+        return (*self._by_density, *by_programs)
 
     @cached_property
     def _by_density(self) -> tuple[Ladder, ...]:
@@ -302,18 +312,28 @@ class Candidates:
         sampled = []
         operations = sum(len(kernel_of(self.problem.step, region).graph.nodes) for region in step_regions)
         remaining = min(MOST_SEARCHED, _SEARCHED // operations**2)
-        by_programs = SOLUTIONS if remaining < per_ladder else per_ladder  # more where local search can do little
         for ladder in self.ladders:
-            last, count = len(ladder) - 1, min(len(ladder), by_programs if isinstance(ladder, Seeds) else per_ladder)
+            last, count = len(ladder) - 1, min(len(ladder), per_ladder)
             positions = sorted({round(i * last / max(1, count - 1)) for i in range(count)})
             sampled += [(ladder, position) for position in positions]
         for done, (ladder, position) in enumerate(sampled):
             self.progress("planning", done, len(sampled) + remaining)
             points.append(Point(self._paced(ladder[position]).plan, ladder, position))
+        self._refine(points, min(MOST_SEARCHED, _REFINED))
         self._explore(points, remaining)
         if self.store:
             self.store.write(points_to_json(points, self.ladders))
         return points
+
+    def _refine(self, points: list[Point], remaining: int) -> None:
+        """Adds ``remaining`` plans between two evaluated ones of a ladder, each where most seems to be gained."""
+        for done in range(remaining):
+            if (between := most_promising_gap(points)) is None:
+                return
+            self.progress("planning", done, remaining)
+            low, high = between
+            position = (low.position + high.position) // 2
+            points.append(Point(self._paced(low.ladder[position]).plan, low.ladder, position))
 
     def _explore(self, points: list[Point], remaining: int) -> None:
         """Adds plans that local search evaluates to ``points``, at most ``remaining`` of them."""

@@ -9,7 +9,7 @@ from torch import fx
 
 from mtcompile.passes import rewrite, rewritten_draft
 from mtcompile.passes.analysis.cost import Machine
-from mtcompile.passes.analysis.state import persistent_nbytes, resident_nbytes, times_us, trained_nbytes
+from mtcompile.passes.analysis.state import persistent_nbytes, state_by_tier, times_us, trained_nbytes
 from mtcompile.passes.draft import bundle
 from mtcompile.passes.lower import lower_without_deps
 from mtcompile.passes.plan import Certificate, Plan
@@ -49,7 +49,7 @@ def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, cert
         _with_traffic(candidate.plan, schedule, problem.machine),
         budget_bytes=limits,
         minimum_device_bytes=minimum,
-        state_bytes=sum(resident_nbytes(problem.step, candidate.plan, problem.budgets).values()),
+        state_bytes=sum(state_by_tier(problem.step, candidate.plan, problem.budgets).values()),
         certificate=certificate,
         limiting_resource=max(busy, key=lambda resource: busy[resource]),
     )

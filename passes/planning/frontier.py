@@ -7,7 +7,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, log
 
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Plan, Updates, plan_from_json
@@ -97,6 +97,36 @@ def most_promising(points: list[Point], unvaried: list[Point]) -> Point:
     return min(unvaried, key=lambda point: point.time_us / frontier[bisect_right(peaks, point.peak) - 1].time_us)
 
 
+def most_promising_gap(points: Sequence[Point]) -> tuple[Point, Point] | None:
+    """Returns the two neighbours on a ladder between which a plan promises most; None if no ladder has plans in between. A plan
+    in the middle is expected to have the mean of their peaks and of their times; what it promises is how much faster that is
+    than the frontier, as a share, times the width of the gap, as a ratio: budgets of any size count alike."""
+    frontier = pareto(points)
+    peaks = [point.peak for point in frontier]
+    best, most = None, 0.0
+    for low, high in _neighbours_on_ladders(points):
+        fewer, more = sorted((low.peak, high.peak))
+        reached = bisect_right(peaks, (fewer + more) // 2)
+        if reached and fewer:
+            time_us = frontier[reached - 1].time_us
+            promise = (1 - (low.time_us + high.time_us) / 2 / time_us) * log(more / fewer)
+            if promise > most:
+                best, most = (low, high), promise
+    return best
+
+
+def _neighbours_on_ladders(points: Iterable[Point]) -> list[tuple[Point, Point]]:
+    """Returns the pairs of evaluated points on one ladder that have plans, but no evaluated ones, between them."""
+    by_ladder: dict[int, list[Point]] = {}
+    for point in points:
+        by_ladder.setdefault(id(point.ladder), []).append(point)
+    pairs = []
+    for on_ladder in by_ladder.values():
+        on_ladder.sort(key=lambda point: point.position)
+        pairs += [(low, high) for low, high in itertools.pairwise(on_ladder) if high.position - low.position > 1]
+    return pairs
+
+
 def choose(points: list[Point], within: Frontier, evaluate: Callable[[Plan], Plan], budgets: Budgets) -> Point:
     """Returns the point that these budgets take: the fastest of ``points`` that fits, or a better one on the way from the last
     of a frontier that fits the device to the next one.
@@ -131,15 +161,11 @@ def choose(points: list[Point], within: Frontier, evaluate: Callable[[Plan], Pla
 def _crossing(points: list[Point], fitting: Point, following: Point) -> list[tuple[Point, Point]]:
     """Returns the fastest few pairs of evaluated points on one ladder, such that plans between them may lie between ``fitting``
     and ``following``."""
-    by_ladder: dict[int, list[Point]] = {}
-    for point in points:
-        by_ladder.setdefault(id(point.ladder), []).append(point)
-    pairs = []
-    for on_ladder in by_ladder.values():
-        for low, high in itertools.pairwise(sorted(on_ladder, key=lambda point: point.position)):
-            crosses = low.peak < following.peak and high.peak > fitting.peak and high.time_us < fitting.time_us
-            if crosses and high.position - low.position > 1:
-                pairs.append((low, high))
+    pairs = [
+        (low, high)
+        for low, high in _neighbours_on_ladders(points)
+        if low.peak < following.peak and high.peak > fitting.peak and high.time_us < fitting.time_us
+    ]
     return sorted(pairs, key=lambda pair: pair[0].time_us + pair[1].time_us)[:_MOST_CROSSING]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mtcompile.passes.analysis.cost import Machine
-from mtcompile.passes.analysis.state import param_nbytes
+from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.lower import Workspace, lower
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates, Store
@@ -45,7 +45,7 @@ def resident_plan(problem: PlanningProblem) -> Planned | None:
 def may_be_resident(problem: PlanningProblem) -> bool:
     """Says whether the training state alone fits on the device."""
     budgets = problem.budgets
-    return budgets.device is None or sum(param_nbytes(problem.step).values()) * budgets.copies <= budgets.device
+    return budgets.device is None or sum(held_nbytes(problem.step, budgets).values()) <= budgets.device
 
 
 def relowered(planned: Planned, machine: Machine, workspace: Workspace, held: int = 0) -> Planned:

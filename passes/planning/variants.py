@@ -29,12 +29,15 @@ class Variant:
     time_us: float
 
 
-def trade_off(step: fx.GraphModule, region: fx.Node, machine: Machine) -> tuple[Variant, ...]:
-    """Returns the lower convex hull of (bytes kept, time to recompute) over the choices of a block's saved values, by rising
-    bytes. Each point is a minimum cut: with a byte priced at the slope between two points, the cheapest choice lies between
-    them, or there is none. What is recomputed runs in one kernel with a backward, whose time is that of its FLOPs or of its
-    traffic, whichever is more: so cuts are made for both, and for a mixture. The first point does not always recompute all:
-    replaying a random operation may keep a generator's state that is larger than its result."""
+def trade_off(
+    step: fx.GraphModule, region: fx.Node, machine: Machine, always: frozenset[int] = frozenset()
+) -> tuple[Variant, ...]:
+    """Returns the lower convex hull of (bytes kept, time to recompute) over the choices of a block's saved values that keep
+    those in the positions of ``always``, by rising bytes. Each point is a minimum cut: with a byte priced at the slope between
+    two points, the cheapest choice lies between them, or there is none. What is recomputed runs in one kernel with a backward,
+    whose time is that of its FLOPs or of its traffic, whichever is more: so cuts are made for both, and for a mixture. The
+    first point does not always recompute all: replaying a random operation may keep a generator's state that is larger than
+    its result."""
     body, items = kernel_of(step, region), saved_values(region)
     outputs = body_outputs(body)
     saved = [outputs[int(item.args[1])] for item in items]
@@ -52,8 +55,9 @@ def trade_off(step: fx.GraphModule, region: fx.Node, machine: Machine) -> tuple[
         return Variant(positions, nbytes, together.time_us(machine) - alone.time_us(machine))
 
     everything = variant(range(len(saved)))
-    points = [variant(()), everything]
-    again = recomputed(saved, set(), True)
+    points = [variant(always), everything]
+    again = recomputed([n for i, n in enumerate(saved) if i not in always], {saved[i] for i in always}, True)
+    open_sizes = [(node, size) for i, (node, size) in enumerate(zip(saved, sizes, strict=True)) if i not in always]
     for flops in (1.0, 0.5, 0.0):
         costs = {}
         for node in again:
@@ -62,7 +66,7 @@ def trade_off(step: fx.GraphModule, region: fx.Node, machine: Machine) -> tuple[
 
         def cheapest(ns: int, nbytes: int, costs: Mapping[fx.Node, int] = costs) -> tuple[Variant, int]:
             """The choice that costs least if keeping ``nbytes`` costs ``ns``, and the ns of what it recomputes."""
-            chosen = _cheapest(costs, list(zip(saved, sizes, strict=True)), states, ns, nbytes)
+            chosen = _cheapest(costs, open_sizes, states, ns, nbytes)
             return variant(i for i, node in enumerate(saved) if node not in chosen), sum(costs[node] for node in chosen)
 
         todo = [(cheapest(sum(costs.values()) + 1, 1), (everything, 0))]

@@ -61,6 +61,10 @@ class CpuMemory:
         """Let go of the device's arena, in which nothing is live between phases."""
         self.take_device(self.arenas.device.new_empty(0))
 
+    def leave(self) -> None:
+        """Let go of both arenas, for good."""
+        self.arenas, self.views = Arenas(self.arenas.device.new_empty(0), self.arenas.host.new_empty(0)), {}
+
     def take_device(self, memory: torch.Tensor) -> None:
         """Place the device's slots in ``memory`` from now on."""
         self.arenas = Arenas(memory, self.arenas.host)

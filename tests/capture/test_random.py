@@ -95,10 +95,35 @@ def states(model: Any) -> list[Any]:
 def test_any_other_source_is_refused_before_it_is_read(source: str) -> None:
     model = Model(REFUSED[source])
     before = states(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = mtcompile.compile(model, memory="1GiB", optimizer=optimizer, update="backward")  # not in parts
     with pytest.raises(mtcompile.CaptureError, match=r"\n  at .*test_random.py:\d+ in ") as refusal:
-        mtcompile.compile(model, memory="1GiB")(torch.ones(4, 8))
+        compiled(torch.ones(4, 8))
     assert "expected random numbers from torch's default generator" in str(refusal.value)
     assert states(model) == before
+
+
+@pytest.mark.parametrize("source", REFUSED)
+@pytest.mark.filterwarnings("ignore:the forward is compiled in parts")
+def test_in_parts_any_other_source_is_read_as_in_a_plain_run_or_refused(source: str) -> None:
+    def run(model: Any) -> list[Any]:
+        torch.manual_seed(0)
+        random.seed(0)
+        numpy.random.seed(0)
+        GENERATOR.manual_seed(0)
+        losses = [float(model(torch.ones(4, 8) * count)) for count in range(1, 4)]
+        return [*losses, *states(model)]
+
+    torch.manual_seed(1)
+    plain = Model(REFUSED[source])
+    torch.manual_seed(1)
+    compiled = mtcompile.compile(Model(REFUSED[source]), memory="1GiB")
+    try:
+        actual = run(compiled)
+    except mtcompile.CaptureError as refusal:
+        assert "expected random numbers from torch's default generator" in str(refusal)
+    else:
+        assert actual == run(plain)
 
 
 @pytest.mark.parametrize("policy", ["fastest", "checkpoint-all"])

@@ -13,7 +13,7 @@ from torch import nn
 
 import mtcompile
 from mtcompile.capture.refusals import not_captured, place_in
-from tests.helpers.training import equal_to_plain
+from tests.helpers.training import compiled_whole, equal_to_plain
 
 
 class Hard(torch.autograd.Function):
@@ -79,7 +79,7 @@ def test_a_refusal_names_the_line_and_what_to_do(reason: str) -> None:
     function, words = REFUSED[reason]
     with pytest.raises(mtcompile.CaptureError, match=words) as refusal:
         others = {"y": torch.rand(2)} if "y" in function.__code__.co_varnames else {}
-        mtcompile.compile(Model(function), memory="1GiB")(torch.ones(4, 8), **others)
+        compiled_whole(Model(function))(torch.ones(4, 8), **others)
     line = function.__code__.co_firstlineno
     places = [f"test_refusals.py:{number} in " for number in range(line, line + 5)]
     assert any(place in str(refusal.value) for place in places)
@@ -89,7 +89,7 @@ def test_a_refusal_names_the_line_and_what_to_do(reason: str) -> None:
 def test_the_original_error_is_chained_for_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MT_DEBUG", "1")
     with pytest.raises(mtcompile.CaptureError) as refusal:
-        mtcompile.compile(Model(REFUSED["branch"][0]), memory="1GiB")(torch.ones(4, 8))
+        compiled_whole(Model(REFUSED["branch"][0]))(torch.ones(4, 8))
     assert refusal.value.__cause__ is not None
 
 

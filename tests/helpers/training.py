@@ -94,6 +94,12 @@ def assert_plain(model: nn.Module, *inputs: torch.Tensor, **options: Any) -> Any
     return compiled
 
 
+def compiled_whole(model: nn.Module) -> nn.Module:
+    """Returns the model, compiled as one graph: it is refused what it could do in parts."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return mtcompile.compile(model, memory="1GiB", optimizer=optimizer, update="backward")  # type: ignore[no-any-return]
+
+
 def one_backward(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
     """The loss and gradients by name, the generator's state, and the buffers."""
     leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]

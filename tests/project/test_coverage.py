@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -32,16 +33,16 @@ def test_what_is_right_is_equal_at_every_budget() -> None:
 
 
 def test_a_model_that_cannot_be_captured_is_refused() -> None:
-    class Branches(nn.Linear):
+    class Draws(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * (1 if x.sum().item() > 1e9 else 2)
+            return super().forward(x) * random.Random(0).random()
 
-    verdict = judge(lambda: Subject(Branches(4, 4), (torch.ones(2, 4),)))
+    verdict = judge(lambda: Subject(Draws(4, 4), (torch.ones(2, 4),)))
     assert verdict.verdict == EXCLUDED and "differs from itself" in verdict.reason  # its weights are drawn anew
 
     def same() -> Subject:
         torch.manual_seed(0)
-        return Subject(Branches(4, 4), (torch.ones(2, 4),))
+        return Subject(Draws(4, 4), (torch.ones(2, 4),))
 
     verdict = judge(same)
     assert (verdict.verdict, verdict.where) == (REFUSED, "roomy, forward") and "CaptureError" in verdict.reason

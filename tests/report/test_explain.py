@@ -230,5 +230,5 @@ def test_the_command_line_says_what_is_wrong(tmp_path: Path) -> None:
         "    def forward(self, input):\n        return super().forward(input).square().mean()\n"
         "def make(batch, seq):\n    return Loss(seq, 8), {'input': torch.zeros(batch, seq)}\n"
     )
-    code, text = run("explain", f"{tmp_path}/own.py:make", "--batch", "4", "--seq", "16", "--memory", "100")
+    code, text = run("explain", f"{tmp_path}/own.py:make", "--batch", "4", "--seq", "16", "--memory", "100B")
     assert code == 3 and "does not fit" in text

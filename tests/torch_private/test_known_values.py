@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import mtcompile
+from tests.helpers.training import assert_plain, compiled_whole
 
 pytestmark = pytest.mark.slow  # it compiles many models
 
@@ -82,11 +83,18 @@ class Looking(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["parameter", "random", "statistics", "large"])
-def test_values_that_more_than_the_inputs_decide_are_refused(way: str) -> None:
-    model, state = mtcompile.compile(Looking(way), memory="1GiB"), torch.get_rng_state()
+def test_values_that_more_than_the_inputs_decide_are_refused_in_one_graph(way: str) -> None:
+    model, state = compiled_whole(Looking(way)), torch.get_rng_state()
     with pytest.raises(mtcompile.CaptureError, match=r"(?s)test_known_values.py.*in forward: return -self.linear"):
         model(X)
     assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.filterwarnings("ignore:the forward is compiled in parts")
+@pytest.mark.parametrize("way", ["parameter", "random", "statistics", pytest.param("large", marks=pytest.mark.long)])
+def test_values_that_more_than_the_inputs_decide_part_a_forward(way: str) -> None:
+    torch.manual_seed(0)
+    assert_plain(Looking(way), X)
 
 
 class Changing(nn.Module):
@@ -156,7 +164,7 @@ def test_shapes_that_a_mask_of_the_weights_decides_are_refused() -> None:
             return self.linear(x)[:, self.linear.bias > 0].sum()
 
     with pytest.raises(mtcompile.CaptureError, match=r"(?s)test_known_values.py.*bias > 0"):
-        mtcompile.compile(Pruned(""), memory="1GiB")(X, X)
+        compiled_whole(Pruned(""))(X, X)
 
 
 def _experts(experts: nn.ModuleList, h: Tensor, mask: Tensor) -> Tensor:

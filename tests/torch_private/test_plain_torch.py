@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import mtcompile
 from mtcompile.torch_private import plain_torch
-from tests.helpers.training import assert_plain
+from tests.helpers.training import assert_plain, compiled_whole
 
 pytestmark = pytest.mark.slow  # it compiles many models
 
@@ -206,7 +206,7 @@ class Unsupported(nn.Module):
 
 def test_what_cannot_be_captured_either_way_is_refused() -> None:
     with pytest.raises(mtcompile.CaptureError, match="isnan"):
-        mtcompile.compile(Unsupported())(torch.randn(4, 8))
+        compiled_whole(Unsupported())(torch.randn(4, 8))
 
 
 def fused(x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mtcompile
-from tests.helpers.training import assert_plain
+from tests.helpers.training import assert_plain, compiled_whole
 
 pytestmark = pytest.mark.slow  # it compiles many models
 
@@ -87,6 +87,11 @@ class Caught(nn.Module):
                 self.raise_for(h)
             except ValueError:
                 h = h * 2
+        elif self.way == "asserted":
+            try:
+                self.assert_for(h)
+            except AssertionError:
+                h = h * 3
         elif self.way == "caught":
             try:
                 if h.max() > 0:
@@ -104,11 +109,31 @@ class Caught(nn.Module):
         if h.max() > 0:
             raise ValueError("positive")
 
+    def assert_for(self, h: Tensor) -> None:
+        print(end="", flush=False)  # what parts the forward
+        assert h.max() > 0, "positive"
+
 
 @pytest.mark.parametrize("way", ["caught", "caught below", "returned", "noted"])
-def test_other_branches_on_tensors_are_refused(way: str) -> None:
+def test_other_branches_on_tensors_are_refused_in_one_graph(way: str) -> None:
     with pytest.raises(mtcompile.CaptureError, match=r"(?s)at .*test_raising_branches.py.*h.max\(\) > 0"):
-        mtcompile.compile(Caught(way), memory="1GiB")(X)
+        compiled_whole(Caught(way))(X)
+
+
+@pytest.mark.filterwarnings("ignore:the forward is compiled in parts")
+@pytest.mark.parametrize("way", ["caught", "caught below", "asserted", "returned"])
+def test_other_branches_on_tensors_part_a_forward(way: str) -> None:
+    torch.manual_seed(0)
+    for x in (X, -X):
+        assert_plain(Caught(way), x)
+
+
+@pytest.mark.filterwarnings("ignore:the forward is compiled in parts")
+def test_errors_between_parts_are_those_of_a_plain_run() -> None:
+    model = mtcompile.compile(Caught("noted"), memory="1GiB")
+    with pytest.raises(ValueError, match="positive"):
+        model(X)
+    assert model.failed
 
 
 class Gaussian(nn.Module):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from mtcompile.passes.analysis.state import (
-    copies_of,
+    held_nbytes,
     on_disk_nbytes,
     param_nbytes,
     persistent_nbytes,
@@ -25,18 +25,21 @@ from mtcompile.passes.planning.evaluate import completed, evaluate
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.ladders import decided
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
-from mtcompile.runtime.schedule import gib
+from mtcompile.runtime.schedule import Schedule, gib
 
 _AHEAD = (0, 1, 2, 4, 8)  # regions that a read may be ahead of its prefetch
-Find = Callable[[PlanningProblem], Planned]
+Find = Callable[[PlanningProblem], tuple[PlanningProblem, Planned]]
 
 
-def within_disk(problem: PlanningProblem, find: Find) -> tuple[PlanningProblem, Planned]:
-    """Returns the problem, with the homes on disk that its plan needs there, and its plan. ``find``: plans a problem, or raises
-    DoesNotFit, as this does."""
+def within_disk(
+    problem: PlanningProblem, find: Find, roomy: Callable[[Schedule], bool] = lambda schedule: True
+) -> tuple[PlanningProblem, Planned]:
+    """Returns the problem, with the homes on disk that its plan needs there, and its plan. ``find``: plans a problem, whose
+    device budget it may lower, or raises DoesNotFit, as this does. ``roomy``: tells whether a schedule leaves enough room for
+    others beside it."""
     budgets = problem.budgets
     if budgets.disk is None:
-        return problem, find(problem)
+        return find(problem)
     sent: tuple[str, ...] = ()
     frozen, trained = _may_move(problem)
     missing, order = 0, [*_evenly(frozen), *_evenly(trained)]
@@ -47,7 +50,8 @@ def within_disk(problem: PlanningProblem, find: Find) -> tuple[PlanningProblem, 
             sent = _more(problem, order, sent, missing)
             continue
         try:
-            return _fastest(fixed, find(fixed), problem, sent)
+            part, planned = find(fixed)
+            return _fastest(part, planned, replace(problem, budgets=part.budgets), sent, roomy)
         except DoesNotFit as error:
             if error.tier != "host" or budgets.host is None:
                 raise
@@ -76,9 +80,9 @@ def _surely_short(problem: PlanningProblem) -> int:
 def _may_move(problem: PlanningProblem) -> tuple[list[str], list[str]]:
     """The homes that may go to disk, in the order of the step: the frozen ones, and those that train."""
     free = [h for h in dict.fromkeys(problem.step.meta["homes"].values()) if h not in problem.fixed_homes]
-    frozen = problem.step.meta.get("frozen", ())
-    trained = [home for home in free if home not in frozen] if problem.budgets.disk_updates else []
-    return [home for home in free if home in frozen], trained
+    nbytes = trained_nbytes(problem.step)
+    trained = [home for home in free if nbytes.get(home)] if problem.budgets.disk_updates else []
+    return [home for home in free if not nbytes.get(home)], trained
 
 
 def _evenly(homes: Sequence[str]) -> list[str]:
@@ -96,12 +100,12 @@ def _evenly(homes: Sequence[str]) -> list[str]:
 
 def _fewest(problem: PlanningProblem, order: Sequence[str], nbytes: int) -> list[str]:
     """The first homes in ``order`` that free so many bytes together, or all."""
-    sizes, freed, chosen = param_nbytes(problem.step), 0, list[str]()
+    held, freed, chosen = held_nbytes(problem.step, problem.budgets), 0, list[str]()
     for home in order:
         if freed >= nbytes:
             break
         chosen.append(home)
-        freed += int(sizes[home] * copies_of(problem.step, home, problem.budgets))
+        freed += held[home]
     return chosen
 
 
@@ -120,14 +124,14 @@ def _check_room(problem: PlanningProblem) -> None:
 
 def _taken(problem: PlanningProblem) -> dict[str, int]:
     """The bytes that each home on disk takes there."""
-    sizes, step = on_disk_nbytes(problem.step), problem.step
-    there = [home for home, tier in problem.fixed_homes.items() if tier == "disk" and home in sizes]
-    return {home: int(sizes[home] * copies_of(step, home, problem.budgets)) for home in there}
+    sizes = on_disk_nbytes(problem.step, problem.budgets)
+    return {home: sizes[home] for home, tier in problem.fixed_homes.items() if tier == "disk" and home in sizes}
 
 
 def _causes(problem: PlanningProblem, sent: Sequence[str], error: DoesNotFit) -> tuple[tuple[str, int], ...]:
     """What the host holds although everything that may go to disk is there."""
-    trained = int(sum(n * problem.budgets.copies for home, n in trained_nbytes(problem.step).items() if home not in sent))
+    held, trains = held_nbytes(problem.step, problem.budgets), trained_nbytes(problem.step)
+    trained = sum(nbytes for home, nbytes in held.items() if trains[home] and home not in sent)
     slots = next((part for part in error.causes if "slots" in part[0]), ("placed slots", 0))
     plan = Plan(tuple(Decision("params", home, "disk", 0, "") for home in sent))
     updates = update_staging_nbytes(problem.step, plan, problem.budgets)
@@ -142,7 +146,7 @@ def _causes(problem: PlanningProblem, sent: Sequence[str], error: DoesNotFit) ->
 
 
 def _fastest(
-    fixed: PlanningProblem, planned: Planned, problem: PlanningProblem, sent: Sequence[str]
+    fixed: PlanningProblem, planned: Planned, problem: PlanningProblem, sent: Sequence[str], roomy: Callable[[Schedule], bool]
 ) -> tuple[PlanningProblem, Planned]:
     """Returns the fastest of the plan and its variants: other homes of the same bytes on disk, and reads further ahead."""
     _check_room(fixed)
@@ -156,9 +160,10 @@ def _fastest(
         for ahead in _AHEAD:
             plan = _moved(replace(planned.plan, disk_lookahead=ahead), varied, set(sent) - set(homes))
             candidate = evaluate(varied, draft, plan)
-            if fits(candidate.plan, problem.budgets) and candidate.plan.total_us < best[1].plan.total_us:
+            better = fits(candidate.plan, problem.budgets) and candidate.plan.total_us < best[1].plan.total_us
+            if better and roomy(candidate.schedule):
                 best = varied, candidate
-    varied, candidate = _on_device(*best, problem, sent)
+    varied, candidate = _on_device(*best, problem, roomy)
     reasons = _with_reasons(candidate.plan)
     final = Candidate(reasons, candidate.lowered)
     minimum = min(planned.plan.minimum_device_bytes, candidate.plan.peak_bytes["device"])
@@ -170,8 +175,8 @@ def _fastest(
 def _other_choices(problem: PlanningProblem, sent: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """The last, and the first, homes of the step that take as many bytes as those ``sent``."""
     frozen, trained = _may_move(problem)
-    sizes, limit = param_nbytes(problem.step), problem.budgets.disk or 0
-    nbytes = sum(int(sizes[home] * copies_of(problem.step, home, problem.budgets)) for home in sent)
+    held, limit = held_nbytes(problem.step, problem.budgets), problem.budgets.disk or 0
+    nbytes = sum(held[home] for home in sent)
     for order in ((*reversed(frozen), *reversed(trained)), (*frozen, *trained)):
         homes = tuple(_fewest(problem, order, nbytes))
         if sent and sum(_taken(_with_homes(problem, homes)).values()) <= limit:
@@ -179,7 +184,7 @@ def _other_choices(problem: PlanningProblem, sent: Sequence[str]) -> Iterator[tu
 
 
 def _on_device(
-    fixed: PlanningProblem, candidate: Candidate, problem: PlanningProblem, sent: Sequence[str]
+    fixed: PlanningProblem, candidate: Candidate, problem: PlanningProblem, roomy: Callable[[Schedule], bool]
 ) -> tuple[PlanningProblem, Candidate]:
     """Takes to the device as many of the homes on disk as still fit there, if that is faster."""
     trained_first = [home for homes in reversed(_may_move(problem)) for home in _evenly(homes)]
@@ -194,7 +199,7 @@ def _on_device(
             nbytes = param_nbytes(problem.step)[home]
             plan = plan.with_decision(Decision("params", home, "device", nbytes, "the device has room for it"))
         tried = evaluate(varied, draft, plan)
-        if fits(tried.plan, problem.budgets):
+        if fits(tried.plan, problem.budgets) and roomy(tried.schedule):
             low = count
             best = (varied, tried) if tried.plan.total_us < best[1].plan.total_us else best
         else:

@@ -16,7 +16,7 @@ from mtcompile.passes.planning.linear.needs import narrowing_casts, param_homes
 from mtcompile.passes.planning.linear.program import added
 from mtcompile.passes.planning.linear.terms import Load, Terms
 from mtcompile.passes.planning.problem import PlanningProblem
-from mtcompile.passes.planning.variants import Variant, recomputed, save_all
+from mtcompile.passes.planning.variants import Variant, recomputed, save_all, trade_off
 from mtcompile.passes.step_graph import body_outputs, kernel_of, placeholders, results
 
 _FEWEST_BYTES = 0.01  # of a home: parameters with fewer are fetched again for nothing
@@ -47,19 +47,22 @@ class Choices:
 class _Operands:
     """The saved values that are made from each operand of a block. ``body``: operand -> placeholder. ``of``: placeholder -> the
     positions of the saved values that are made from it and not from one another: nothing that is made again needs the operand
-    exactly if all of these are kept. ``single``: the variables for the shares in which saved values are, by position."""
+    exactly if all of these are kept. ``single``: the variables for the shares in which saved values are, by position.
+    ``sparing``: the variables for the options that keep all of these for a value of another block."""
 
     body: Mapping[fx.Node, fx.Node]
     of: Mapping[fx.Node, frozenset[int]]
     single: dict[int, int]
+    sparing: list[int] = field(default_factory=list)
 
 
 def place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms) -> Choices:
     """Adds the share of each option for what a block saves, and of each place for each value that leaves it."""
     choices = Choices()
     operands = {block.index: _operands(problem.step, block) for block in blocks}
+    hulls: dict[tuple[object, ...], tuple[Variant, ...]] = {}
     for block in blocks:
-        _place_saved(problem, block, terms, choices)
+        _place_saved(problem, block, terms, choices, operands[block.index], hulls)
         _fetch_again(problem, block, terms, operands[block.index])
         _cast_again(problem, block, terms, operands[block.index])
     for block in blocks:
@@ -69,15 +72,32 @@ def place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms
     return choices
 
 
-def _place_saved(problem: PlanningProblem, block: Block, terms: Terms, choices: Choices) -> None:
+def _place_saved(
+    problem: PlanningProblem,
+    block: Block,
+    terms: Terms,
+    choices: Choices,
+    operands: _Operands,
+    hulls: dict[tuple[object, ...], tuple[Variant, ...]],
+) -> None:
+    """Adds the options: the best choices of what to keep, and the best of those that spare an operand that another block made.
+    ``hulls``: those that were worked out before."""
     program, index, whole = terms.program, block.index, save_all(block.region)
     read_in = _read_in(block.saved, index)
     shares = choices.options[index] = list[tuple[Option, int]]()
     # Keeping all may spare a fetch, even where keeping less makes nothing again that takes time.
-    for variant in (*block.hull, *((whole,) if whole.nbytes > block.hull[-1].nbytes else ())):
+    variants = [(v, False) for v in (*block.hull, *((whole,) if whole.nbytes > block.hull[-1].nbytes else ()))]
+    for operand, inner in operands.body.items():
+        if operand.meta.get("role") == "activation" and (positions := operands.of[inner]) and not _readers(operand):
+            key = id(block.variants), positions
+            if key not in hulls:
+                hulls[key] = trade_off(problem.step, block.region, problem.machine, positions)
+            variants += [(variant, True) for variant in hulls[key]]
+    for variant, spares in variants:
         for tier in ("device", "host") if problem.budgets.host_activations and variant.positions else ("device",):
             variable = program.variable()
             shares.append((Option(variant, tier), variable))
+            operands.sparing.extend([variable] if spares else ())
             terms.loads["compute", "backward"].append(Load(*read_in, {variable: variant.time_us}))
             (choices.saved if tier == "device" else choices.back)[index][variable] = float(variant.nbytes)
             if tier == "host":
@@ -155,7 +175,8 @@ def _place_crossing(
         elif (reader := next((other for other in blocks if other.region in value.users), None)) is not None:
             read_in, of = (reader.index, reader.index), operands[reader.index]
             if positions := of.of[of.body[value]]:
-                somewhere[_spared(terms, of, positions)] = 1.0
+                somewhere[spared := _spared(terms, of, positions)] = 1.0
+                program.at_most({spared: 1.0} | dict.fromkeys(of.sparing, -1.0))
                 program.at_most({variable: -1.0 for variable in somewhere}, -1.0)
         _goes_home(problem.machine, terms, away, nbytes, (index, index), read_in)
 

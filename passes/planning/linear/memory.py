@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from mtcompile.passes.analysis.state import copies_of, param_nbytes
+from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.planning.ladders import Block
 from mtcompile.passes.planning.linear.blocks import Choices
 from mtcompile.passes.planning.linear.program import added
@@ -16,9 +16,25 @@ from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import kernel_of, regions, results
 
 
-def hold_memory(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms, choices: Choices, ahead: int) -> None:
-    """The rows that say what memory holds at each block's forward and backward: what it and all blocks before it keep, what it
-    reads and makes, and what is on its way: weights, saved values and gradients of the blocks near by."""
+def live_at(blocks: Sequence[Block], terms: Terms, choices: Choices) -> list[dict[int, float]]:
+    """Returns the bytes that wait on the device at each block: of homes, and what it and all blocks before it keep."""
+    live, lives = dict(terms.held["device"]), []
+    for block in blocks:
+        lives.append(terms.program.summed(added(live, choices.saved[block.index]), 1 << 30))
+        live = added(lives[-1], choices.leaving[block.index])
+    return lives
+
+
+def hold_memory(
+    problem: PlanningProblem,
+    blocks: Sequence[Block],
+    terms: Terms,
+    choices: Choices,
+    lives: Sequence[dict[int, float]],
+    ahead: int,
+) -> None:
+    """The rows that say what memory holds at each block's forward and backward: what is live then (``lives``), what it reads
+    and makes, and what is on its way: weights, saved values and gradients of the blocks near by."""
     weights = {block.index: terms.by_share(terms.needs[block.region].read) for block in blocks}
     stored: dict[int, dict[int, float]] = defaultdict(dict)
     needed: dict[int, dict[int, float]] = defaultdict(dict)  # weights that a backward in one region reads, less casts' room
@@ -27,12 +43,9 @@ def hold_memory(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms,
         stored[index] = added(stored[index], terms.by_share(needs.stored))
         fewer = ({home: -nbytes for home, nbytes in each.items()} for each in (needs.grads, needs.cast_nbytes))
         needed[index] = added(*map(terms.by_share, (needs.read, needs.stored, *fewer)))
-    step, budgets = problem.step, problem.budgets
-    always = budgets.reserve + sum(n * copies_of(step, home, budgets) for home, n in param_nbytes(step).items())
-    live = dict(terms.held["device"])
-    for place, block in enumerate(blocks):
+    always = problem.budgets.reserve + sum(held_nbytes(problem.step, problem.budgets).values())
+    for place, (block, live) in enumerate(zip(blocks, lives, strict=True)):
         index, back = block.index, choices.back
-        live = added(live, choices.saved[index])
         before, after = blocks[max(0, place - ahead) : place], blocks[place + 1 : place + 1 + ahead]
         beside, whole = _beside(problem, block)
         near = [needed[index], back[index]] if whole else []
@@ -44,7 +57,6 @@ def hold_memory(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms,
             near = [weights[index], back[index], *(back[other.index] for other in before)]
             near += [weights[other.index] for other in after]
             terms.program.holds(ahead, "device", added(live, choices.leaving[index], *near), always)
-        live = added(live, choices.leaving[index])
     terms.program.holds(ahead, "host", terms.held["host"], 0.0)
 
 

@@ -41,10 +41,12 @@ class _Matrices:
 
 @dataclass(slots=True)
 class Program:
-    """Minimize the first variable, so that every row's sum is at most its limit. ``held``: rows of memory, by the number of
-    blocks that are fetched ahead; all other rows are the same for all of these."""
+    """Minimize the first variable, so that every row's sum is at most its limit. Variables are at least zero but for those
+    that are ``signed``. ``held``: rows of memory, by the number of blocks that are fetched ahead; all other rows are the same
+    for all of these."""
 
     upper: list[float | None] = field(default_factory=lambda: [None])
+    signed: list[int] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     equal: list[tuple[dict[int, float], float]] = field(default_factory=list)
     held: dict[int, list[Row]] = field(default_factory=lambda: defaultdict(list))
@@ -53,6 +55,15 @@ class Program:
     def variable(self, upper: float | None = 1.0) -> int:
         self.upper.append(upper)
         return len(self.upper) - 1
+
+    def summed(self, terms: Mapping[int, float], unit: float = 1.0) -> dict[int, float]:
+        """Returns a sum as one new variable, in ``unit``: rows that share it stay short."""
+        if len(terms) < 2:
+            return dict(terms)
+        variable = self.variable(None)
+        self.signed.append(variable)
+        self.equal.append(({variable: -1.0} | {v: factor / unit for v, factor in terms.items()}, 0.0))
+        return {variable: unit}
 
     def takes(self, span: Mapping[int, float], work: Mapping[str, Work], *beside: Mapping[int, float]) -> None:
         """Adds a row: ``work`` by resource, and what is ``beside``, take no longer than ``span`` altogether."""
@@ -89,13 +100,17 @@ class Program:
             bounds[variable] = value
         objective = numpy.zeros(len(self.upper))
         objective[0] = 1.0
-        result = linprog(objective, matrices.at_most, limits, matrices.equal, matrices.equals, bounds, method="highs")
+        program = objective, matrices.at_most, limits, matrices.equal, matrices.equals, bounds
+        # Presolving takes several times as long as solving, and shortens no program of this kind.
+        result = linprog(*program, method="highs-ds", options={"presolve": False})
         return result, matrices.rows
 
     def _matrices(self, rows: Sequence[Row]) -> _Matrices:
         by_tier: dict[str, list[int]] = defaultdict(list)
         for number, row in enumerate(rows):
             by_tier[row.tier or ""].append(number)
+        bounds = numpy.array([(0.0, numpy.inf if upper is None else upper) for upper in self.upper])
+        bounds[self.signed, 0] = -numpy.inf
         return _Matrices(
             rows,
             self._matrix([row.terms for row in rows]),
@@ -103,7 +118,7 @@ class Program:
             by_tier,
             self._matrix([terms for terms, _ in self.equal]),
             numpy.array([limit for _, limit in self.equal], dtype=float),
-            numpy.array([(0.0, numpy.inf if upper is None else upper) for upper in self.upper]),
+            bounds,
         )
 
     def _matrix(self, rows: Sequence[Mapping[int, float]]) -> Any:

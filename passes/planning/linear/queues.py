@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
-from mtcompile.passes.analysis.state import param_nbytes, trained_nbytes
+from mtcompile.passes.analysis.state import trained_nbytes
 from mtcompile.passes.planning.linear.homes import HomeCost
 from mtcompile.passes.planning.linear.program import Work, added
 from mtcompile.passes.planning.linear.terms import Load, Terms
@@ -28,12 +29,12 @@ def take_time(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: Te
         program.takes({span[phase]: 1.0}, {"link": terms.work("d2h", phase)})
         program.takes({span[phase]: 1.0}, {"link": terms.work("h2d", phase)})
         program.takes({span[phase]: 1.0}, {"compute": terms.work("compute", phase)})
-    contention = added(*({v: machine.contention_us(1) * n for v, n in terms.copied[phase].items()} for phase in PHASES))
+    copied = {phase: program.summed(nbytes, 1 << 30) for phase, nbytes in terms.copied.items()}
+    contention = added(*({v: machine.contention_us(1) * n for v, n in copied[phase].items()} for phase in PHASES))
     both = added({span["forward"]: 1.0, span["backward"]: 1.0}, contention)
-    trained = trained_nbytes(step)
-    sizes = {home: trained.get(home, 0) for home in param_nbytes(step)}
+    sizes = trained_nbytes(step)
     updates_us = {v: machine.update_us(sizes[h], 0, budgets.state_copies) for h, v in away.items()}
-    shared = {phase: {v: n / machine.host_gbps / 1e3 for v, n in terms.copied[phase].items()} for phase in PHASES}
+    shared = {phase: {v: n / machine.host_gbps / 1e3 for v, n in copied[phase].items()} for phase in PHASES}
     if budgets.updates is None:
         on_device = {h: machine.update_us(0, n, budgets.state_copies) for h, n in sizes.items()}
         more = {v: -on_device[h] for h, v in away.items()}
@@ -49,7 +50,11 @@ def take_time(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: Te
         program.takes(until, {"host": (traffic, 0.0)}, contention)
     first = max((region.meta["block"] for region in terms.of_phase("backward")), default=0)
     turn = terms.work("h2d", "backward", first)[0]  # what compute waits for at the start of the backward
-    for place in _places(terms):
+    places = _places(terms)
+    for (queue, phase), place in itertools.product(list(terms.loads), reversed(places)):  # each sum has that of the next place
+        terms.work(queue, phase, place + 1)
+        terms.work(queue, phase, place)
+    for place in places:
         _before_and_behind(problem, terms, place, turn, contention)
 
 

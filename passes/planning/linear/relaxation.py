@@ -7,16 +7,17 @@ whole decisions, it is a plan to start from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
-from mtcompile.passes.analysis.state import copies_of, param_nbytes
+from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.planning.ladders import Block
 from mtcompile.passes.planning.linear.blocks import Option, place_blocks
 from mtcompile.passes.planning.linear.homes import HomeCost
-from mtcompile.passes.planning.linear.memory import hold_memory
+from mtcompile.passes.planning.linear.memory import hold_memory, live_at
 from mtcompile.passes.planning.linear.program import Infeasible, gains_us
 from mtcompile.passes.planning.linear.queues import take_time
 from mtcompile.passes.planning.linear.terms import Load, Terms, terms_of
@@ -41,25 +42,25 @@ class Solve(Protocol):
     """See ``relaxation``."""
 
     def __call__(
-        self, limits: Mapping[str, int | None], on_device: Collection[str] | None = None, ahead: int = 0
+        self, limits: Mapping[str, int | None], decided: Mapping[str, bool] = MappingProxyType({}), ahead: int = 0
     ) -> Relaxed: ...
 
 
 def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str, HomeCost]) -> Solve:
     """Builds the linear program of a problem. Returns a function that solves it for a limit in bytes per tier (None: no
-    limit) and raises Infeasible. If ``on_device`` is given, the homes in it are on the device and all others on the host.
-    ``ahead``: how many blocks ahead prefetches are in memory, beside what must be there; the optimum bounds all plans only if
-    it is 0."""
+    limit) and raises Infeasible. ``decided``: homes that are on the device (True) or on the host. ``ahead``: how many
+    blocks ahead prefetches are in memory, beside what must be there; the optimum bounds all plans only if it is 0."""
     terms = terms_of(problem.step)
     _place_homes(problem, costs, terms)
     choices = place_blocks(problem, blocks, terms)
     take_time(problem, costs, terms)
+    lives = live_at(blocks, terms, choices)
 
-    def solve(limits: Mapping[str, int | None], on_device: Collection[str] | None = None, ahead: int = 0) -> Relaxed:
+    def solve(limits: Mapping[str, int | None], decided: Mapping[str, bool] = MappingProxyType({}), ahead: int = 0) -> Relaxed:
         if ahead not in terms.program.held:
-            hold_memory(problem, blocks, terms, choices, ahead)
-        decided = {} if on_device is None else {v: 0.0 if home in on_device else 1.0 for home, v in terms.away.items()}
-        solution, rows = terms.program.solve(limits, decided, ahead)
+            hold_memory(problem, blocks, terms, choices, lives, ahead)
+        fixed = {terms.away[home]: 0.0 if resident else 1.0 for home, resident in decided.items()}
+        solution, rows = terms.program.solve(limits, fixed, ahead)
         if solution.status != 0:
             raise Infeasible(solution.message)
         values = solution.x
@@ -76,7 +77,7 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
 
 def _place_homes(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: Terms) -> None:
     """Adds what the share of each home that is on the host costs, and what it leaves free on the device."""
-    sizes, on_disk = param_nbytes(problem.step), {h for h, tier in problem.fixed_homes.items() if tier == "disk"}
+    held = held_nbytes(problem.step, problem.budgets)
     for home, tier in problem.fixed_homes.items():
         if home in terms.away:
             terms.program.equal.append(({terms.away[home]: 1.0}, 0.0 if tier == "device" else 1.0))
@@ -90,9 +91,8 @@ def _place_homes(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms:
         terms.loads["host", "backward"].append(Load(low, high, {variable: cost.update_us}))
         # Updates on the device run beside a block's other work, held ones last of all: only all blocks together count them.
         terms.loads["compute", "backward"].append(Load(-1, high, {variable: -cost.device_update_us}, cost.device_update_us))
-        held = sizes[home] * copies_of(problem.step, home, problem.budgets)
-        terms.held["device"][variable] -= held
-        terms.held["host"][variable] += 0 if home in on_disk else held
+        terms.held["device"][variable] -= held[home]
+        terms.held["host"][variable] += 0 if problem.fixed_homes.get(home) == "disk" else held[home]
 
 
 def _places(places: Sequence[tuple[int, int, int]], values: Any) -> tuple[float, float]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from mtcompile.passes.plan import Choice, Decision, Plan
@@ -21,7 +21,8 @@ SOLUTIONS, _BETWEEN = 23, 4  # solutions, and plans between each two of them
 
 class Seeds(Sequence[Plan]):
     """Plans from the fewest device bytes to the most, each made when it is asked for. ``solve``: of the relaxed problem, for
-    ``device`` budgets from the first to the second. They fetch as many blocks ahead as ``base`` does."""
+    ``device`` budgets from the first to the second. They fetch as many blocks ahead as ``base`` does. ``decided``: homes that
+    are on the device (True) or on the host in all of them."""
 
     def __init__(
         self,
@@ -30,8 +31,9 @@ class Seeds(Sequence[Plan]):
         blocks: Sequence[Block],
         sizes: Mapping[str, int],
         device: tuple[int, int],
+        decided: Mapping[str, bool] = MappingProxyType({}),
     ) -> None:
-        self.solve, self.base, self.blocks, self.sizes = solve, base, blocks, sizes
+        self.solve, self.base, self.blocks, self.sizes, self.decided = solve, base, blocks, sizes, decided
         self.low, self.high = device
         self._plans: dict[int, Plan] = {}
 
@@ -50,20 +52,27 @@ class Seeds(Sequence[Plan]):
 
     def _with_whole_homes(self, limits: Mapping[str, int | None]) -> Relaxed:
         """Solves again with every home wholly on one tier: homes are large, and what blocks keep must fit beside them. The
-        number of homes on the device is the sum of their shares, rounded; if that does not fit, rounded down; else zero."""
-        relaxed = self.solve(limits, ahead=self.base.lookahead)
-        tried = (_chosen(relaxed.resident, self.sizes, whole) for whole in (round, int))
-        for chosen in dict.fromkeys(map(frozenset, tried)):
-            with contextlib.suppress(Infeasible):
-                return self.solve(limits, chosen, self.base.lookahead)
-        return self.solve(limits, (), self.base.lookahead)
+        number of homes on the device is the sum of their shares, rounded; if that does not fit, 1, 3, 7, ... fewer of them:
+        those with the smallest shares go first."""
+        relaxed = self.solve(limits, self.decided, self.base.lookahead)
+        chosen = sorted(_chosen(relaxed.resident, self.sizes), key=lambda home: -relaxed.resident[home])
+        fewer = 0
+        while True:
+            on_device = set(chosen[: max(0, len(chosen) - fewer)])
+            whole = {home: home in on_device for home in relaxed.resident}
+            try:
+                return self.solve(limits, whole | dict(self.decided), self.base.lookahead)
+            except Infeasible:
+                if not on_device:
+                    raise
+            fewer = 2 * fewer + 1
 
 
-def _chosen(resident: Mapping[str, float], sizes: Mapping[str, int], whole: Callable[[float], int]) -> set[str]:
+def _chosen(resident: Mapping[str, float], sizes: Mapping[str, int]) -> set[str]:
     """The homes to keep on the device; of equal ones, those with the largest shares."""
     chosen: set[str] = set()
     for homes in _alike(resident, sizes):
-        count = whole(sum(resident[home] for home in homes) + 1e-6)
+        count = round(sum(resident[home] for home in homes) + 1e-6)
         chosen |= set(sorted(homes, key=lambda home: -resident[home])[:count])
     return chosen
 

@@ -29,7 +29,7 @@ class Terms:
     """``time``: the variable for the whole step, in µs; ``span``: phase -> the variable for its time. ``loads``: (queue, phase)
     -> what the queue does; ``copied``: phase -> bytes by variable; ``held``: tier -> bytes by variable, at the start of the
     backward. ``away``: home -> the variable for its share on the host. ``needs``: of each region. ``blocks``: home -> the
-    first and the last block of the regions that read it or make its gradients."""
+    first and the last block of the regions that read it or make its gradients. ``sums``: what ``work`` returned, by range."""
 
     program: Program
     time: int
@@ -40,14 +40,25 @@ class Terms:
     away: Mapping[str, int]
     needs: Mapping[fx.Node, Needs]
     blocks: Mapping[str, tuple[int, int]]
+    sums: dict[tuple[str, str], dict[tuple[int, int], Work]]
 
     def of_phase(self, phase: str) -> list[fx.Node]:
         return [region for region in self.needs if region.meta["phase"] == phase]
 
     def work(self, queue: str, phase: str, low: int = -1, high: int = 1 << 30) -> Work:
-        """Returns what a queue certainly does in a phase for the blocks from ``low`` to ``high``."""
-        loads = [load for load in self.loads[queue, phase] if low <= load.low and load.high <= high]
-        return added(*(load.us for load in loads)), sum(load.fixed for load in loads)
+        """Returns what a queue certainly does in a phase for the blocks from ``low`` to ``high``. It is a variable, the sum of
+        what it was asked for last within this range and of the rest: so rows are short, however many blocks there are. No load
+        may be added any more."""
+        asked = self.sums[queue, phase]
+        if (low, high) not in asked:
+            within = next(((a, b) for a, b in reversed(asked) if low <= a and b <= high), None)
+            us, fixed = ({}, 0.0) if within is None else asked[within]
+            loads = [load for load in self.loads[queue, phase] if low <= load.low and load.high <= high]
+            if within is not None:
+                loads = [load for load in loads if not (within[0] <= load.low and load.high <= within[1])]
+            total = added(us, *(load.us for load in loads))
+            asked[low, high] = self.program.summed(total), fixed + sum(load.fixed for load in loads)
+        return asked[low, high]
 
     def by_share(self, amounts: Mapping[str, float]) -> dict[int, float]:
         """Returns amounts by home, such as bytes, as amounts by variable."""
@@ -72,4 +83,5 @@ def terms_of(step: fx.GraphModule) -> Terms:
         {home: program.variable() for home in param_nbytes(step)},
         needs,
         {home: (min(indices, default=0), max(indices, default=0)) for home, indices in users.items()},
+        defaultdict(dict),
     )

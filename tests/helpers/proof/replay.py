@@ -213,11 +213,13 @@ class _Replay:
     def _count_resident(self) -> None:
         """What the model holds at all times, from its real tensors."""
         budgets, homes = self.subject.given.budgets, self.step.meta["homes"]
-        copies = budgets.state_copies + (1 if budgets.updates is not None else 2)
+        state, waiting = budgets.state or {}, 0 if budgets.updates is not None else 1
         held = {"device": float(budgets.reserve), "host": 0.0}
         for spec, node in zip(self.subject.joint.meta["inputs"], self.subject.joint.graph.nodes):
             if spec.role == "param" and spec.name in homes:
-                held[self.tiers[spec.index]] += _span(node.meta["val"]) * copies
+                nbytes = _span(node.meta["val"])
+                trained = state.get(spec.name, 0) if budgets.state is not None else nbytes * budgets.state_copies
+                held[self.tiers[spec.index]] += nbytes + (trained + waiting * nbytes if spec.differentiable else 0)
         for tier, nbytes in held.items():
             declared = self.schedule.resident_nbytes.get(tier, 0)
             self._need(declared >= int(nbytes), f"{declared} bytes are resident in {tier}, {nbytes} are")

@@ -183,7 +183,7 @@ def test_one_program_serves_all_budgets() -> None:
     least, most = candidates.least().plan.peak_bytes["device"], candidates.best(None, None).plan.peak_bytes["device"]
     limits = [{"device": least + (most - least) * i // 3, "host": host} for i in (1, 2, 3) for host in (None, 1 << 30)]
     home = next(iter(candidates.sizes))
-    asked = [(limit, on_device, ahead) for limit in limits for on_device in (None, {home}) for ahead in (0, 1)]
+    asked = [(limit, decided, ahead) for limit in limits for decided in ({}, {home: True}) for ahead in (0, 1)]
     first = [candidates._relaxed(*each).bound_us for each in asked]
     assert [candidates._relaxed(*each).bound_us for each in reversed(asked)] == first[::-1]
     for each, bound_us in zip(asked, first, strict=True):

@@ -106,6 +106,10 @@ class ParameterStore:
                     self._move_in(self.places[name])
         self._arrange()
 
+    @property
+    def has_residents(self) -> bool:
+        return any(slab.tier == "device" for slab in self.slabs.values())
+
     def send_home(self) -> None:
         """Decides that every slab on the device belongs on the host; the next ``adopt`` moves them."""
         for slab in self.slabs.values():

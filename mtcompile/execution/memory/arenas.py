@@ -16,8 +16,8 @@ from mtcompile.runtime.schedule import Tier
 class ArenaPool:
     """One arena per tier, shared by all programs of a session.
 
-    Device slots never outlive a phase. Host slots do, so while a training forward waits for its backward, other programs get
-    their own host arena. ``drain``: waits for pending updates, which use the current arenas.
+    Device slots never outlive a phase. Host slots do, so while a training forward waits for its backward with values in the
+    host arena, others get one of their own. ``drain``: waits for pending updates, which use the current arenas.
     """
 
     def __init__(self, device: Device, frames: LiveFrames, drain: Callable[[], None]) -> None:
@@ -28,10 +28,17 @@ class ArenaPool:
     def nbytes(self, tier: Tier) -> int:
         return self._arenas[tier].numel() if tier in self._arenas else 0
 
+    def all_host_nbytes(self) -> int:
+        """Returns the bytes of the host arena and of those that waiting forwards have of their own."""
+        shared = self._arenas.get("host")
+        own = (frame.memory.arenas.host for frame in self._frames.waiting())
+        return self.nbytes("host") + sum(arena.numel() for arena in own if arena is not shared)
+
     def lend(self, compiled: CompiledStep) -> tuple[Arenas, dict[str, torch.Tensor] | None]:
         """Returns arenas that are large enough for a program, and its slot views in them (None: it makes its own)."""
         needed = compiled.schedule.arena_nbytes
-        private_host = bool(self._frames.waiting())
+        shared = self._arenas.get("host")
+        private_host = any(frame.memory.arenas.host is shared for frame in self._frames.waiting())
         if self._arenas.get("device") is None or self.nbytes("device") != needed.get("device", 0):
             self._replace("device", needed.get("device", 0))
         if not private_host and ("host" not in self._arenas or self.nbytes("host") < needed.get("host", 0)):
@@ -47,6 +54,10 @@ class ArenaPool:
         if memory.arenas.device is not self._arenas.get("device"):
             arenas, _ = self.lend(compiled)
             memory.take_device(arenas.device)
+
+    def release_device(self) -> None:
+        """Frees the device's arena until a program needs it again."""
+        self._replace("device", 0)
 
     def _replace(self, tier: Tier, nbytes: int) -> None:
         self._drain()  # pending updates would create new views of the old arena

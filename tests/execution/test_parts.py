@@ -1,0 +1,148 @@
+"""A forward that cannot be captured whole is compiled in parts, between the lines that Python runs."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mtcompile
+from tests.helpers.training import adamw, same, train
+
+WIDTH = 32
+
+
+class Block(nn.Module):
+    """``breaks``: it looks at its own values."""
+
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.drop, self.breaks = nn.Dropout(0.1), breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.wide(x))
+        if self.breaks and hidden.mean().item() > 0:
+            hidden = hidden * 2
+        return x + self.drop(self.narrow(hidden))
+
+
+class Glue(nn.Module):
+    """Two breaks in the glue, and one inside a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(breaks=i == 1) for i in range(3))
+        self.means: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        if x.sum() > 0:
+            x = x * 1.5
+        x = self.blocks[1](x)
+        self.means.append(x.mean().item())
+        return self.blocks[2](x).square().mean()
+
+
+class Looping(nn.Module):
+    """A loop that may end early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if x.abs().max().item() > 1e3:
+                break
+        return x.square().mean()
+
+
+class OwnGenerator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.generator = nn.Linear(WIDTH, WIDTH), torch.Generator().manual_seed(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) + torch.randn(x.shape, generator=self.generator)).square().mean()
+
+
+class Scripted(nn.Module):
+    """A part whose parameters only Python reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scripted = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(self.scripted(x)).square().mean()
+
+
+KINDS = (Glue, Looping, OwnGenerator, Scripted)
+
+
+def batches(count: int = 2) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(16, WIDTH, generator=generator) for _ in range(count)]
+
+
+def trained(model: nn.Module, options: dict[str, Any] | None) -> list[list[torch.Tensor | None]]:
+    optimizer = adamw(model.parameters())
+    if options is not None:
+        mtcompile.compile(model, optimizer=optimizer, **options)
+    return [row for x in batches() for row in train(model, optimizer, {"x": x}, steps=1)]
+
+
+def plain(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", [Glue, pytest.param(Looping, marks=pytest.mark.long), OwnGenerator, pytest.param(Scripted, marks=pytest.mark.long)]
+)
+@pytest.mark.filterwarnings("ignore:the forward is compiled in parts")
+def test_bits_are_equal_at_three_budgets(kind: type[nn.Module]) -> None:
+    expected, least = trained(plain(kind), None), 1
+    while True:  # the errors name what is needed, part by part
+        try:
+            trained(plain(kind), {"memory": least})
+            break
+        except mtcompile.BudgetError as error:
+            assert error.minimum_bytes > least
+            least = error.minimum_bytes
+    for memory in (1 << 30, 2 * least, least):
+        model = plain(kind)
+        assert same(expected, trained(model, {"memory": memory})), f"at {memory} bytes, {least} of which are needed"
+        report = model.memory_report()  # type: ignore[operator]
+        assert 0 < report["peak_device_bytes"] <= report["planned_peak_device_bytes"] <= memory
+
+
+def test_each_break_is_named_once() -> None:
+    model = plain(Glue)
+    mtcompile.compile(model, memory="1GiB")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x in batches():
+            model(x).backward()
+    texts = [str(each.message) for each in caught if "compiled in parts" in str(each.message)]
+    lines = ("if x.sum() > 0:", "self.means.append(x.mean().item())", "if self.breaks and hidden.mean().item() > 0:")
+    assert [sum(line in text for text in texts) for line in lines] == [1, 1, 1], texts
+    assert len(model.means) == len(batches())
+
+
+@pytest.mark.parametrize("options", [{"update": "backward"}, {"accumulate": 2}], ids=str)
+def test_what_needs_the_whole_step_refuses_parts(options: dict[str, Any]) -> None:
+    model = plain(Glue)
+    weights = copy.deepcopy(list(model.parameters()))
+    mtcompile.compile(model, memory="1GiB", optimizer=adamw(model.parameters()), **options)
+    with pytest.raises(mtcompile.CaptureError, match=r"tensors hold|data-dependent"):
+        model(batches(1)[0])
+    assert all(map(torch.equal, weights, model.parameters()))
