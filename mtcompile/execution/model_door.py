@@ -29,7 +29,7 @@ from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
 from mtcompile.passes.step_graph import inputs_of
 from mtcompile.runtime.devices.protocol import Device
-from mtcompile.runtime.disk.store import DEPTH, DiskStore, piece_nbytes
+from mtcompile.runtime.disk.store import DiskStore, piece_nbytes, staging_nbytes
 from mtcompile.runtime.schedule import placed
 from mtcompile.torch_private import shares_storage
 
@@ -97,7 +97,7 @@ class ModelDoor(Door):
         return replace(
             budgets,
             disk=self.options.disk.nbytes,
-            disk_staging=DEPTH * piece_nbytes(self.parameters_nbytes()),
+            disk_staging=staging_nbytes(self.parameters_nbytes()),
             disk_updates=self.updates is not None and is_elementwise(self.optimizer),
             update_piece=2 * PIECE if self.options.precision.split else 0,
         )
@@ -110,7 +110,7 @@ class ModelDoor(Door):
         """Returns the bytes that the optimizer keeps for each parameter, masters included."""
         if self.masters is None:
             return state_nbytes(self.optimizer, parameters)
-        return master_state_nbytes(self.optimizer, parameters, self.masters.by_parameter)
+        return master_state_nbytes(self.optimizer, parameters, self.masters.trained())
 
     def _fixed_homes(self, step: fx.GraphModule) -> Mapping[str, str]:
         blocks, tiers = step.meta["homes"], self.parameters.tiers

@@ -102,7 +102,7 @@ def _lines(f: Forecast) -> list[str]:
         )
         for tier, parts in (f.ledger or {}).items():
             told = ", ".join(f"{part} {gib(nbytes)}" for part, nbytes in parts.items() if nbytes)
-            lines.append(f"  {tier}: {gib(f.peak_bytes[tier])} = {told}")
+            lines.append(f"  {tier}: {gib(f.peak_bytes[tier])}" + (f" = {told}" if told else ""))
         lines.append(f"  host at load: {gib(f.load_host_bytes)}; at save: as in the step, since files are written from views")
         waits = f.exposed_us or {}
         shown = [_busy(queue, share, waits.get(queue, 0.0)) for queue, share in (f.busy or {}).items()]

@@ -26,7 +26,6 @@ from mtcompile.passes.plan import Updates
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Progress, no_progress
 from mtcompile.passes.planning.symbolic import MONOMIALS, evaluated, peak_expressions
-from mtcompile.runtime.disk.store import DEPTH, piece_nbytes
 
 _LEFT_FREE = 0.08  # of a machine's device memory when no budget is given
 _GRAIN = 128  # tokens of a sequence that is solved for
@@ -130,7 +129,6 @@ def _with_disk(budgets: Budgets, disk: str | int | None, precision: Precision) -
     return replace(
         budgets,
         disk=taken.nbytes if taken is not None else parse_bytes(disk),
-        disk_staging=DEPTH * piece_nbytes(1 << 40),
         disk_updates=budgets.updates is not None,
         update_piece=2 * PIECE if precision.split else 0,
     )

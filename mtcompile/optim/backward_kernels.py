@@ -134,6 +134,8 @@ def _update_on_disk(backward: Backward, disk: DiskState, grads: Mapping[str, Ten
         backward.allocated_state |= not optimizer.state.get(parameter)
         if masters is not None and master is not None:
             group = backward.groups[id(parameter)][1]
+            if not disk.holds(master.remainder):  # of a parameter that was frozen when it went to disk
+                master.remainder = disk.take(OnDisk(name, parameter, optimizer.state[parameter], master.remainder))
             written[name] = masters.staged_update(optimizer, parameter, group, scale, disk)
         states.append(OnDisk(name, parameter, optimizer.state[parameter], None if master is None else master.remainder))
 

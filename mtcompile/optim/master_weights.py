@@ -77,6 +77,10 @@ class Masters:
             return
         self.by_parameter[id(parameter)] = Master(name, parameter, remainder, parameter._version, _checksum(parameter))
 
+    def trained(self) -> set[int]:
+        """Returns the parameters, by id, that have masters or get them in their next update."""
+        return self.by_parameter.keys() | {key for key, (_, parameter, _) in self._frozen.items() if parameter.requires_grad}
+
     def __iter__(self) -> Iterator[Master]:
         return iter(self.by_parameter.values())
 

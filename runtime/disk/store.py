@@ -29,6 +29,11 @@ def piece_nbytes(model_nbytes: int) -> int:
     return chunk
 
 
+def staging_nbytes(model_nbytes: int) -> int:
+    """The bytes that requests go through, for a model of that size."""
+    return DEPTH * piece_nbytes(model_nbytes)
+
+
 class DiskStore:
     """The bytes of one model in one file. ``used_nbytes``: of the file that mappings take. Closed when nothing holds it."""
 

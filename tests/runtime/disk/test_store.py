@@ -79,8 +79,9 @@ def test_a_flipped_bit_is_found_and_named(store: DiskStore) -> None:
     assert at is not None
     flipped = bytes([int(value[CHUNK + 5]) ^ 16])
     os.pwrite(store.file.cached, flipped, at + CHUNK + 5)
+    arrived = random_bytes(2 * CHUNK)  # which a move does not keep alive
     with pytest.raises(DiskCorrupt, match=r"layers\.3\.weight: its bytes .* are not those that were written"):
-        store.read([move(random_bytes(2 * CHUNK), home, "layers.3.weight")], verify=True)
+        store.read([move(arrived, home, "layers.3.weight")], verify=True)
 
 
 def test_the_file_has_no_name_and_its_space_is_reserved(store: DiskStore) -> None:
@@ -135,7 +136,8 @@ def test_a_disk_that_fails_is_an_error_that_says_what_of(store: DiskStore, name:
         with pytest.raises(DiskError, match=f"{name[1:-1]} of w, {CHUNK} bytes at .* failed: Input/output error"):
             (store.read if name == "preadv" else store.write)([move(value, home)])
     store.write([move(value, home)])
-    store.read([move(random_bytes(4 * CHUNK), home)], verify=True)
+    arrived = random_bytes(4 * CHUNK)
+    store.read([move(arrived, home)], verify=True)
 
 
 def test_a_read_that_ends_early_goes_on(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
