@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mtcompile.errors import StepError
-from mtcompile.optim.disk_state import DiskState, OnDisk, Staged
+from mtcompile.optim.disk_state import REMAINDER, DiskState, OnDisk, Staged
 from mtcompile.optim.master_weights import Masters
 from mtcompile.optim.update_options import UpdateOptions
 from mtcompile.passes.step_graph import gradient_norms, gradient_scale, update
@@ -135,7 +135,7 @@ def _update_on_disk(backward: Backward, disk: DiskState, grads: Mapping[str, Ten
         if masters is not None and master is not None:
             group = backward.groups[id(parameter)][1]
             if not disk.holds(master.remainder):  # of a parameter that was frozen when it went to disk
-                master.remainder = disk.take(OnDisk(name, parameter, optimizer.state[parameter], master.remainder))
+                master.remainder = disk.write_home(name, REMAINDER, master.remainder)
             written[name] = masters.staged_update(optimizer, parameter, group, scale, disk)
         states.append(OnDisk(name, parameter, optimizer.state[parameter], None if master is None else master.remainder))
 

@@ -97,8 +97,8 @@ class DiskState:
         """Sends the state of a parameter that is on disk now after it. Returns its remainder there."""
         for key, value in state.entry.items():
             if self._goes(value, state.parameter):
-                state.entry[key] = self._write_home(state.name, key, value)
-        return None if state.remainder is None else self._write_home(state.name, REMAINDER, state.remainder)
+                state.entry[key] = self.write_home(state.name, key, value)
+        return None if state.remainder is None else self.write_home(state.name, REMAINDER, state.remainder)
 
     def new_zeros(self, name: str, key: str, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Makes a home on disk, as ``like`` but for its dtype. A part of a file that was never written reads as zeros."""
@@ -183,7 +183,7 @@ class DiskState:
         else:
             for key, value in staged.state.items():
                 goes = self._goes(value, state.parameter)
-                state.entry[key] = self._write_home(state.name, key, value) if goes else value
+                state.entry[key] = self.write_home(state.name, key, value) if goes else value
         self._write_to(state.name, VALUES, state.parameter.detach(), staged.values, state)
         if state.stop == state.parameter.numel():
             torch.autograd.graph.increment_version(state.parameter)
@@ -193,14 +193,14 @@ class DiskState:
         """Returns the home on disk of a tensor that may be elsewhere, such as after load_state_dict; all of it is there
         then."""
         if not self.holds(value):
-            value = state.entry[key] = self._write_home(state.name, key, value)
+            value = state.entry[key] = self.write_home(state.name, key, value)
         return value
 
     def _goes(self, value: Any, parameter: Tensor) -> bool:
         """Tells whether an entry of an optimizer goes where its parameter is: what is as large, not a step counter."""
         return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == parameter.numel()
 
-    def _write_home(self, name: str, key: str, value: Tensor) -> Tensor:
+    def write_home(self, name: str, key: str, value: Tensor) -> Tensor:
         """Writes a tensor to its home on disk, which is made for it the first time. Returns it as it is there."""
         home = self._home(name, key, layout_of(value))
         if value is not home:
