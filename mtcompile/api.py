@@ -19,7 +19,7 @@ from mtcompile.machine.device import choose
 from mtcompile.machine.presets import named
 from mtcompile.optim.precision import precision_named
 from mtcompile.optim.update_options import update_options
-from mtcompile.options import FASTEST, Options, Size, parse_bytes
+from mtcompile.options import FASTEST, Options, Size, parse_bytes, parse_disk
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.plan import Plan
 from mtcompile.report.live_timeline import Viewable, timelines, view
@@ -172,6 +172,7 @@ def compile(
     *,
     memory: Size = None,
     host: Size = None,
+    disk: str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     kernels: str = "eager",
     loss_chunks: int | str = 1,
@@ -193,6 +194,9 @@ def compile(
     memory     bytes of device memory for everything mtcompile holds there: ``"16GiB"``, ``"16GB"`` or a number;
                default: nine tenths of the free memory of a GPU, half of it on the emulated device
     host       bytes of host memory; default: no limit
+    disk       a folder on a fast local disk and the bytes that may be taken there, ``"/mnt/nvme:400GiB"``: weights that
+               ``host`` has no room for live in a file without a name, and are read ahead of their use: frozen ones, and with
+               ``update="backward"`` those that train, with their state
     optimizer  the optimizer that steps the model; its state is planned for. Or call ``model.bind(optimizer)`` later
     kernels    ``"eager"``: the kernels of plain PyTorch, bit for bit; ``"inductor"``: compiled by Inductor, within
                rounding of plain PyTorch; budgets at which the same parts are recomputed give the same bits
@@ -237,6 +241,7 @@ def compile(
     options = Options(
         memory=parse_bytes(memory),
         host=parse_bytes(host),
+        disk=parse_disk(disk),
         kernels=kernels,
         loss_chunks=loss_chunks,
         policy=policy,

@@ -18,10 +18,11 @@ from mtcompile.capture.description import describe, device_of
 from mtcompile.capture.specialize import Key, is_symbolic, numbers_among, size_key, specialize, with_numbers
 from mtcompile.errors import BudgetError
 from mtcompile.execution.compiled import LiveFrames
+from mtcompile.execution.door import Door
 from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, random_reserve_nbytes
 from mtcompile.execution.program import Program
-from mtcompile.execution.session import Door, Session
+from mtcompile.execution.session import Session
 from mtcompile.machine.device import choose
 from mtcompile.options import Options, parse_bytes
 from mtcompile.passes.analysis.state import Budgets

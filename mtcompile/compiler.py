@@ -42,6 +42,7 @@ from mtcompile.passes.joint.loss_head import chunk_loss
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.lower import Workspace
 from mtcompile.passes.plan import Plan
+from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.planner import make_plan, may_be_resident, resident_plan
 from mtcompile.passes.planning.problem import BIT_EQUAL, FUSED, DoesNotFit, Planned, PlanningProblem
 from mtcompile.passes.step_graph import copy_step
@@ -229,7 +230,11 @@ def plan_for(joint: JointStep, target: Target, placement: RunnablePlacement) -> 
             if (resident := resident_plan(whole)) is not None and leaves_room(whole.budgets, resident.schedule, target.beside):
                 return whole, resident
         try:
-            return plan_beside(problem, options.policy, target.beside)
+            return within_disk(
+                problem,
+                functools.partial(plan_beside, policy=options.policy, beside=target.beside),
+                functools.partial(leaves_room, problem.budgets, beside=target.beside),
+            )
         except DoesNotFit as error:
             if not placement.give_up_residents(error):
                 raise placement.refusal(error) from None

@@ -11,6 +11,11 @@ def check() -> bool:
     return os.environ.get("MT_CHECK", "0") not in ("", "0")
 
 
+def disk_check() -> bool:
+    """MT_DISK_CHECK=1: compare what is read from disk with its checksum (MT_CHECK=1 does so too)."""
+    return os.environ.get("MT_DISK_CHECK", "0") not in ("", "0")
+
+
 def check_seed() -> int:
     """MT_CHECK_SEED: seed of the random delays of MT_CHECK (default 0)."""
     return int(os.environ.get("MT_CHECK_SEED", "0"))

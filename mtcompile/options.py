@@ -25,10 +25,19 @@ Size = str | int | float | None
 
 
 @dataclass(frozen=True, slots=True)
+class DiskBudget:
+    """A folder on a disk, and the bytes that may be taken there."""
+
+    folder: Path
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """The options of ``mtcompile.compile`` or of the torch.compile backend, checked.
 
-    ``memory``, ``host``: budgets in bytes; None: what is free on the device, no limit on the host. ``updates``: None for
+    ``memory``, ``host``: budgets in bytes; None: what is free on the device, no limit on the host. ``disk``: None for no disk;
+    it takes what ``host`` has no room for. ``updates``: None for
     ``update="step"``. ``throttle``: the speeds of the emulated device; None: its own. ``offload``: whether activations may
     wait in host memory. Raises ValueError or TypeError for values that it cannot honour.
     """
@@ -44,6 +53,7 @@ class Options:
     offload: bool = True
     throttle: Machine | None = None
     viz: str | Path | None = None
+    disk: DiskBudget | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in (FASTEST, *POLICIES):
@@ -56,6 +66,8 @@ class Options:
             raise ValueError(f"expected accumulate to be a whole number of 1 or more, found {self.accumulate!r}")
         if not isinstance(self.offload, bool):
             raise TypeError(f"expected offload to be True or False, found {self.offload!r}")
+        if self.disk is not None and self.host is None:
+            raise ValueError('disk= takes what host= has no room for; expected host= too, such as host="64GiB", found none')
         if self.viz is not None and not isinstance(self.viz, (str, Path)):
             raise TypeError(f"expected viz to be the path of an HTML file, found {self.viz!r}")
 
@@ -67,6 +79,18 @@ class Options:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def parse_disk(disk: str | None) -> DiskBudget | None:
+    """Converts ``"/path:400GiB"``, a folder and a size, to a budget; None stays None. Raises ValueError."""
+    if disk is None:
+        return None
+    folder, colon, size = str(disk).rpartition(":")
+    if not colon or not folder or not size.strip():
+        raise ValueError(f'expected disk to be a folder and a size, such as "/mnt/nvme:400GiB", found {disk!r}')
+    nbytes = parse_bytes(size)
+    assert nbytes is not None
+    return DiskBudget(Path(folder).expanduser(), nbytes)
 
 
 def parse_bytes(size: Size) -> int | None:

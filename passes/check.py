@@ -17,6 +17,7 @@ from torch import fx
 from mtcompile.passes.generators import generator_nbytes, save_rng
 from mtcompile.passes.numbering import Number, Numbering, phase_of
 from mtcompile.passes.step_graph import (
+    TIER_OF_MOVE,
     InputSpec,
     body_outputs,
     calls,
@@ -30,7 +31,6 @@ from mtcompile.passes.step_graph import (
     kernel_of,
     outputs_of,
     placeholders,
-    prefetch,
     results,
     source,
     span_nbytes,
@@ -214,6 +214,7 @@ def _same_input(spec: InputSpec, one: fx.Node, other: fx.Node) -> None:
     described = (meta["nbytes"], meta["role"], meta["name"])
     expect(described == expected, lambda: f"input {spec.name} with (bytes, role, name) {expected}, found {described}")
     tiers = ("device",) if spec.role == "tangent" else (spec.tier, "device")
+    tiers += ("disk",) if spec.role == "param" else ()
     expect(meta["tier"] in tiers, lambda: f"input {spec.name} in one of {tiers}, found {meta['tier']}")
 
 
@@ -234,7 +235,7 @@ def _expected(step: fx.GraphModule, call: fx.Node, item: fx.Node, captured: set[
         return layout, aligned(layout.nbytes), "device"
     if is_move(call):
         operand = operands[position]
-        return _layout(operand.meta["val"]), operand.meta["nbytes"], "device" if call.target is prefetch else "host"
+        return _layout(operand.meta["val"]), operand.meta["nbytes"], TIER_OF_MOVE[call.target]
     if is_convert(call):
         layout = _layout(operands[position].meta["val"])._replace(dtype=call.kwargs["casts"][position]["dtype"])
         expect(layout[:3] in {one[:3] for one in captured}, lambda: f"{item.name} as one of {captured}, found {layout[:3]}")
@@ -242,10 +243,12 @@ def _expected(step: fx.GraphModule, call: fx.Node, item: fx.Node, captured: set[
     tier = call.meta["tier"]
     count: Any = call.kwargs.get("count", len(operands))
     moved = operands[: 2 * count]
-    expect(all(operand.meta["tier"] == tier for operand in moved), lambda: f"{call.name} to take operands on the {tier}")
+    there = (tier, "disk") if call.target is update and tier == "host" else (tier,)  # the host updates what is on disk
+    right = all(operand.meta["tier"] in (there if i < count else (tier,)) for i, operand in enumerate(moved))
+    expect(right, lambda: f"{call.name} to take operands on the {tier}")
     if call.target is update:
         param = operands[position]
-        return _layout(param.meta["val"]), param.meta["nbytes"], tier
+        return _layout(param.meta["val"]), param.meta["nbytes"], param.meta["tier"]
     wide = any(operand.meta["val"].dtype == torch.float64 for operand in operands)
     dtype = torch.float64 if wide else torch.float32
     shape = (len(operands),) if call.target is gradient_norms else ()

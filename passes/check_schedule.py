@@ -17,10 +17,11 @@ from typing import Any
 from torch import fx
 
 from mtcompile.passes.analysis.memory import workspace_nbytes
-from mtcompile.passes.analysis.state import NO_LIMITS, SCALAR_STATE_NBYTES, Budgets
+from mtcompile.passes.analysis.state import NO_LIMITS, SCALAR_STATE_NBYTES, UPDATE_SETS, Budgets
 from mtcompile.passes.check import expect
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.step_graph import (
+    InputSpec,
     body_outputs,
     calls,
     gradient_norms,
@@ -35,12 +36,15 @@ from mtcompile.passes.step_graph import (
     outputs_of,
     placeholders,
     prefetch,
+    read,
     recomputes,
     results,
     source,
     step_outputs,
     update,
+    write,
 )
+from mtcompile.runtime.disk.requests import BLOCK
 from mtcompile.runtime.schedule import Buffer, Instruction, Schedule, aligned, placed
 from mtcompile.runtime.verify import peak
 
@@ -81,7 +85,7 @@ def _homes(step: fx.GraphModule, given: Given) -> None:
         if given.inputs_on_device or spec.role == "tangent":
             tier = "device"
         elif spec.role == "param" and spec.name in homes:
-            tier = "device" if given.plan.params(homes[spec.name]) == "device" else "host"
+            tier = {"device": "device", "disk": "disk"}.get(given.plan.params(homes[spec.name]), "host")
         else:
             tier = spec.tier
         expect(node.meta["tier"] == tier, lambda s=spec, t=tier, n=node: f"{s.name} on the {t}, found {n.meta['tier']}")
@@ -89,6 +93,7 @@ def _homes(step: fx.GraphModule, given: Given) -> None:
             tiers[spec.index] = tier
     for result, value in outputs_of(step):
         tier = "device" if result.kind == "output" else tiers[result.index]
+        tier = "host" if tier == "disk" and result.kind == "grad" else tier
         at = value.meta["tier"]
         expect(at == tier, lambda r=result, t=tier, a=at: f"{r.kind} {r.name} to leave on the {t}, found {a}")
 
@@ -210,7 +215,9 @@ def _instruction(step: fx.GraphModule, call: fx.Node, given: Given) -> Instructi
         return replace(row, queue="compute", kernel=str(call.target), workspace=workspace, work=work)
     if is_move(call):
         moved = sum(operand.meta["nbytes"] for operand in operands)
-        queue, work = {prefetch: ("h2d", "prefetch"), offload: ("d2h", "offload")}[call.target]
+        directions = {prefetch: ("h2d", "prefetch"), offload: ("d2h", "offload")}
+        directions |= {read: ("disk_read", "read"), write: ("disk_write", "write")}
+        queue, work = directions[call.target]
         return replace(row, queue=queue, kernel="", nbytes=moved, work=work)
     if is_convert(call):
         return replace(row, work="convert")
@@ -234,6 +241,8 @@ def _totals(step: fx.GraphModule, schedule: Schedule, given: Given) -> None:
     _same_bytes("budget", limits, schedule.budget_nbytes)
     _same_bytes("resident", _resident(step, given), schedule.resident_nbytes)
     arenas = {"device": 0, "host": 0}
+    if any(buffer.offset is not None and buffer.tier == "disk" for buffer in schedule.buffers.values()):
+        arenas["disk"] = 0
     for buffer in schedule.buffers.values():
         if buffer.offset is not None:
             arenas[buffer.tier] = max(arenas[buffer.tier], buffer.offset + placed(buffer.nbytes))
@@ -249,16 +258,34 @@ def _resident(step: fx.GraphModule, given: Given) -> dict[str, int]:
     """Returns the bytes that the model holds at all times: weights, optimizer state, gradients that wait for optimizer.step()
     (an older one may be held while a new one is made), step counters, and what the device holds beside."""
     budgets, homes = given.budgets, step.meta["homes"]
-    held = {"device": budgets.reserve + given.held_nbytes, "host": 0}
+    held = {"device": budgets.reserve + given.held_nbytes, "host": 0} | ({} if budgets.disk is None else {"disk": 0})
     estimated: dict[str, int] = {}  # trained weights by home block, whose state is rounded together where it is estimated
+    staged = [0]  # of each parameter on disk that is updated: with its state, what is in memory at a time
     for spec, node in inputs_of(step):
-        if spec.role == "param" and spec.name in homes:
-            nbytes, tier = placed(node.meta["nbytes"]), "device" if given.plan.params(homes[spec.name]) == "device" else "host"
-            held[tier] += nbytes if budgets.state is None else nbytes + budgets.state.get(spec.name, 0)
+        if spec.role != "param" or spec.name not in homes:
+            continue
+        nbytes, home = placed(node.meta["nbytes"]), homes[spec.name]
+        held["host"] += SCALAR_STATE_NBYTES if spec.differentiable else 0
+        if budgets.disk is not None and given.plan.params(home) == "disk":
+            blocks, copies = -(-node.meta["nbytes"] // BLOCK) * BLOCK, _state_copies(spec, nbytes, budgets)
+            held["disk"] += blocks + int(blocks * copies)
             if spec.differentiable:
-                held["host"] += SCALAR_STATE_NBYTES
-                held[tier] += nbytes if budgets.updates is None else 0
-                estimated[homes[spec.name]] = estimated.get(homes[spec.name], 0) + nbytes
+                staged.append(int(min(blocks, budgets.update_piece or blocks) * (1 + copies)))
+            continue
+        tier = "device" if given.plan.params(home) == "device" else "host"
+        held[tier] += nbytes if budgets.state is None else nbytes + budgets.state.get(spec.name, 0)
+        if spec.differentiable:
+            held[tier] += nbytes if budgets.updates is None else 0
+            estimated[home] = estimated.get(home, 0) + nbytes
     for block, nbytes in estimated.items() if budgets.state is None else ():
         held["device" if given.plan.params(block) == "device" else "host"] += int(nbytes * budgets.state_copies)
+    if budgets.disk is not None and any(decision.choice == "disk" for decision in given.plan.decisions):
+        held["host"] += budgets.disk_staging + UPDATE_SETS * max(staged)
     return held
+
+
+def _state_copies(spec: InputSpec, nbytes: int, budgets: Budgets) -> float:
+    """The optimizer state of a parameter on disk, in sizes of the parameter; whole ones where it was measured."""
+    if budgets.state is not None:
+        return -(-budgets.state.get(spec.name, 0) // max(1, nbytes))
+    return budgets.state_copies if spec.differentiable else 0.0

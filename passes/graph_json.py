@@ -24,11 +24,11 @@ from torch import fx
 
 from mtcompile.passes.analysis.kernels import kernel_key
 from mtcompile.passes.generators import replay, save_rng
-from mtcompile.passes.step_graph import InputSpec, OutputSpec, offload, prefetch, restride
+from mtcompile.passes.step_graph import InputSpec, OutputSpec, offload, prefetch, read, restride, write
 
 FORMAT = "mtcompile-graph-1"
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    f.__name__: f for f in (operator.getitem, save_rng, replay, restride, prefetch, offload)
+    f.__name__: f for f in (operator.getitem, save_rng, replay, restride, prefetch, offload, read, write)
 }
 _Operator: Any = type(torch.ops.aten.add.Tensor)
 _ENUMERATIONS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}

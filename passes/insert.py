@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile.passes.step_graph import prefetch, restride
+from mtcompile.passes.step_graph import TIER_OF_MOVE, restride
 from mtcompile.runtime.schedule import Phase
 
 
@@ -23,8 +23,8 @@ def add_call(graph: fx.Graph, call: fx.Node, outputs: list[tuple[str, dict[str, 
 
 
 def add_move(graph: fx.Graph, target: Any, values: list[fx.Node], phase: Phase, block: int, name: str) -> list[fx.Node]:
-    """Appends one prefetch or offload of ``values`` and returns the moved values."""
-    tier = "device" if target is prefetch else "host"
+    """Appends one move of ``values`` (a prefetch, say) and returns the moved values."""
+    tier = TIER_OF_MOVE[target]
     call = graph.create_node("call_function", target, tuple(values), name=name)
     call.meta.update(phase=phase, block=block)
     outputs = [(f"{value.name}_{tier}", dict(value.meta, tier=tier)) for value in values]

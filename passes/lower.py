@@ -17,18 +17,27 @@ from mtcompile.passes.step_graph import (
     is_region,
     is_update,
     kernel_of,
+    offload,
     placeholders,
     prefetch,
+    read,
     recomputes,
     results,
     source,
     step_outputs,
     update,
+    write,
 )
 from mtcompile.runtime import deps
 from mtcompile.runtime.schedule import Buffer, Instruction, Op, Queue, Schedule, Work, aligned
 from mtcompile.runtime.usage import peaks
 
+_MOVES: dict[object, tuple[Work, Queue]] = {
+    prefetch: ("prefetch", "h2d"),
+    offload: ("offload", "d2h"),
+    read: ("read", "disk_read"),
+    write: ("write", "disk_write"),
+}
 Workspace = Callable[[fx.GraphModule], int]
 
 
@@ -53,7 +62,7 @@ def lower_without_deps(
     """Returns the schedule of a rewritten step graph or of a draft of it, without dependencies.
 
     ``resident_nbytes``: persistent bytes per tier, counted at all times. ``workspace``: bytes a kernel needs beside its
-    operands and results (measured, or by shapes). Prefetches and offloads write placed slots, regions make pooled values.
+    operands and results (measured, or by shapes). Moves write placed slots, regions make pooled values.
     Peaks are computed here and proven by ``runtime/verify``.
     """
     buffers = _buffers(step)
@@ -74,7 +83,7 @@ def work_of(call: fx.Node) -> Work:
         return "update"
     if is_convert(call):
         return "convert"
-    return "prefetch" if call.target is prefetch else "offload"
+    return _MOVES[call.target][0]
 
 
 def _buffers(step: fx.GraphModule) -> dict[str, Buffer]:
@@ -117,14 +126,15 @@ def _instruction(step: fx.GraphModule, call: fx.Node, plan: Plan, machine: Machi
     elif work == "update":
         queue = "host" if call.meta["tier"] == "host" else "compute"
         if call.target is update:
-            scratch, time_us = _update_cost(plan, machine, queue, written_nbytes)
+            on_disk = sum([item.meta["nbytes"] for item in written if item.meta["tier"] == "disk"])
+            scratch, time_us = _update_cost(plan, machine, queue, written_nbytes, on_disk)
         else:  # what scales updates reads every gradient once
             time_us = read_nbytes / (machine.host_gbps if queue == "host" else machine.memory_gbps) / 1e3
     else:
-        queue, kernel, moved = "h2d" if work == "prefetch" else "d2h", "", read_nbytes
+        queue, kernel, moved = _MOVES[call.target][1], "", read_nbytes
         time_us = machine.copy_us(moved, queue)
     return Instruction(
-        "copy" if work in ("prefetch", "offload") else "run",
+        "run" if kernel else "copy",
         queue,
         call.meta["phase"],
         tuple([operand.name for operand in call.args]),
@@ -139,11 +149,14 @@ def _instruction(step: fx.GraphModule, call: fx.Node, plan: Plan, machine: Machi
     )
 
 
-def _update_cost(plan: Plan, machine: Machine, queue: Queue, nbytes: int) -> tuple[int, float]:
-    """Returns the workspace in bytes and the microseconds of updating ``nbytes`` of parameters where they are at home."""
+def _update_cost(plan: Plan, machine: Machine, queue: Queue, nbytes: int, on_disk: int = 0) -> tuple[int, float]:
+    """Returns the workspace in bytes and the microseconds of updating ``nbytes`` of parameters where they are at home. What is
+    ``on_disk`` is read and written with its state, beside the updates, but through one drive."""
     assert plan.updates is not None
     if queue == "host":
-        return 0, machine.update_us(nbytes, 0, plan.updates.state_copies)
+        moved = int(on_disk * (1 + plan.updates.state_copies))
+        disk_us = machine.copy_us(moved, "disk_read") + machine.copy_us(moved, "disk_write")
+        return 0, max(machine.update_us(nbytes, 0, plan.updates.state_copies), disk_us)
     return aligned(int(nbytes * plan.updates.workspace_copies)), machine.update_us(0, nbytes, plan.updates.state_copies)
 
 

@@ -10,14 +10,14 @@ from typing import Any, Literal
 from mtcompile.runtime.schedule import gib
 
 FORMAT = "mtcompile-plan-2"
-Choice = Literal["device", "host", "save", "keep", "recompute"]
+Choice = Literal["device", "host", "disk", "save", "keep", "recompute"]
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     """One decision.
 
-    ``kind``: ``params`` (where a block's parameters, their gradients and optimizer state are at home: device or host),
+    ``kind``: ``params`` (where a block's parameters, their gradients and optimizer state are at home: device, host or disk),
     ``variant`` (what of a block's saved values stays for its backward: ``save`` all, ``keep`` those in ``values``,
     ``recompute`` all) or ``activation`` (where a value waits between its uses: device, host, or nowhere, as its region
     is run again: recompute; subject ``*`` is all values without a decision of their own).
@@ -83,7 +83,8 @@ class Certificate:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Every decision about a step. Missing subjects take the floor's choice: parameters on the host, activations on the host,
-    blocks recomputed. ``lookahead``: how many regions ahead a prefetch is issued. ``span``: how many blocks
+    blocks recomputed. ``lookahead``: how many regions ahead a prefetch is issued; ``disk_lookahead``: how many
+    more a read from disk. ``span``: how many blocks
     in a row are recomputed at once (longer runs are halved, recursively); 0: all of them. ``peak_bytes``, ``budget_bytes``:
     bytes per tier. ``step_time_us``: forward and backward as the simulator predicts them; ``update_us``: what the optimizer's
     update adds to them. ``certificate``: how fast any plan within these budgets could be. ``updates``: how parameters are
@@ -105,6 +106,11 @@ class Plan:
     certificate: Certificate | None = None
     updates: Updates | None = None
     narrow: bool = True
+    disk_lookahead: int = 0
+    # Bytes of one step, and the days of such steps in a row after which the drive has been written as often as it is rated for.
+    disk_read_bytes: int = 0
+    disk_write_bytes: int = 0
+    disk_days: float | None = None
     # The decisions by kind and subject, filled in by the first ``find``.
     _index: dict[tuple[str, str], Decision] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -170,6 +176,9 @@ class Plan:
         lines.append(f"  smallest device budget that works: {gib(self.minimum_device_bytes)}")
         runs = f"; runs of recomputed blocks are halved down to {self.span}" if self.span else ""
         lines.append(f"  training state: {gib(self.state_bytes)}; prefetch {self.lookahead} region(s) ahead{runs}")
+        if self.disk_read_bytes or self.disk_write_bytes:
+            traffic = disk_traffic(self.disk_read_bytes, self.disk_write_bytes, self.disk_days)
+            lines.append(f"  {traffic}; reads are {self.disk_lookahead} region(s) before the fetch")
         if self.updates is not None:
             lines.append(f"  updates: {self.updates}")
         lines.append(f"  numerics: {self.numerics}")
@@ -183,6 +192,12 @@ class Plan:
             nbytes = gib(sum(d.nbytes for d in alike))
             lines.append(f"  {kind:10s} {shown}{more}: {choice}{values} [{nbytes}] {reason}")
         return "\n".join(lines)
+
+
+def disk_traffic(read: int, written: int, days: float | None) -> str:
+    """One line about what a step does to a disk."""
+    wear = "" if days is None else f"; {days:.3g} days of such steps to the drive's rated writes"
+    return f"disk traffic: {read / 1e9:.3g} GB read and {written / 1e9:.3g} GB written a step{wear}"
 
 
 def plan_from_json(text: str) -> Plan:

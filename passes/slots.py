@@ -19,7 +19,7 @@ def assign_offsets(
     start = {i.writes[0]: position for position, i in enumerate(instructions) if i.op == "alloc"}
     nbytes = {first: sum(placed(buffers[name].nbytes) for name in names) for first, names in slots.items()}
     ranges: dict[str, tuple[int, int]] = {}  # offset and end offset of each slot that has its place
-    arenas = {"device": 0, "host": 0}
+    arenas = {"device": 0, "host": 0, **{b.tier: 0 for b in buffers.values() if b.kind == "placed"}}
     located: dict[str, Buffer] = {}
     beside = _beside(instructions, buffers, slots)
     for slot in sorted(slots, key=lambda name: (-nbytes[name], start[name], name)):

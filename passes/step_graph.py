@@ -6,6 +6,8 @@ Nodes
   getitem                one value of a call
   prefetch(*xs)          host -> device, the identity on bits
   offload(*xs)           device -> host, the identity on bits
+  read(*xs)              disk -> host, the identity on bits
+  write(*xs)             host -> disk, the identity on bits
   convert(*xs, casts=c)  on the host, each value cast by its _to_copy keywords
   update(*xs, count=n)   n parameters, their n gradients, and a scale or nothing -> the parameters' next versions
   gradient_norms(*xs)    gradients -> (the norm of each)
@@ -69,6 +71,16 @@ def prefetch(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def offload(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Copies from device to host; dtype, strides and bytes stay the same."""
+    return values
+
+
+def read(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Copies from disk to host; dtype, strides and bytes stay the same."""
+    return values
+
+
+def write(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Copies from host to disk; dtype, strides and bytes stay the same."""
     return values
 
 
@@ -194,7 +206,7 @@ def is_region(node: fx.Node) -> bool:
 
 
 def is_move(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in (prefetch, offload)
+    return node.op == "call_function" and node.target in TIER_OF_MOVE
 
 
 def is_update(node: fx.Node) -> bool:
@@ -206,7 +218,9 @@ def is_convert(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is convert
 
 
-_CALLS = frozenset({prefetch, offload, convert, update, gradient_norms, gradient_scale})
+# Where a move puts what it moves.
+TIER_OF_MOVE: dict[Any, Tier] = {prefetch: "device", offload: "host", read: "host", write: "disk"}
+_CALLS = frozenset({*TIER_OF_MOVE, convert, update, gradient_norms, gradient_scale})
 
 
 def recomputes(node: fx.Node) -> tuple[int, ...]:
@@ -215,7 +229,7 @@ def recomputes(node: fx.Node) -> tuple[int, ...]:
 
 
 def calls(step: fx.GraphModule) -> list[fx.Node]:
-    """The regions, prefetches, offloads, conversions and updates, in order."""
+    """The regions, moves, conversions and updates, in order."""
     return [n for n in step.graph.nodes if n.op == "call_module" or (n.op == "call_function" and n.target in _CALLS)]
 
 

@@ -3,7 +3,7 @@
 Two instructions that touch the same bytes, one of them writing, must run in list order (read after write, write after
 write, write after read). ``alloc`` and ``free`` count as writes of their buffer, and two placed buffers of one tier
 with bytes in common count as one. Most of that order needs no dependency: a queue is first in, first out; a phase starts
-when the earlier ones have ended (on queue host, when those queues have that it awaits); and waiting for one instruction
+when the earlier ones have ended (on the host's queues, when those queues have that they await); and waiting for one instruction
 means waiting for everything it waited for. ``derive`` stores only what remains, at most one earlier instruction per other
 queue.
 
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mtcompile.runtime.schedule import HOST_AWAITS, PHASES, QUEUES, Instruction, Schedule, with_deps
+from mtcompile.runtime.schedule import HOST_AWAITS, HOST_QUEUES, PHASES, QUEUES, Instruction, Schedule, with_deps
 
 
 @dataclass(slots=True)
@@ -138,7 +138,7 @@ def waits(schedule: Schedule) -> Waits:
     instructions = schedule.instructions
     memory = _Memory(schedule)
     queues = [QUEUES.index(instruction.queue) for instruction in instructions]
-    host = QUEUES.index("host")
+    by_host = [QUEUES.index(queue) for queue in HOST_QUEUES]
     completed: list[tuple[int, ...]] = []  # per instruction and queue: the latest one complete when the instruction is
     latest: list[tuple[int, ...]] = []  # the same, by queue, for its latest instruction
     deps: list[tuple[int, ...]] = []
@@ -151,10 +151,12 @@ def waits(schedule: Schedule) -> Waits:
                     "list all instructions of a phase together"
                 )
             phase = instruction.phase
-            # The barrier: everything so far is complete. For queue host only what it awaits.
-            so_far = latest[host] if latest else (-1,) * len(QUEUES)
+            # The barrier: everything so far is complete. For the host's queues only what they await.
+            so_far = latest or [(-1,) * len(QUEUES)] * len(QUEUES)
             latest = [(index - 1,) * len(QUEUES)] * len(QUEUES)
-            latest[host] = tuple(index - 1 if queue in HOST_AWAITS else so_far[k] for k, queue in enumerate(QUEUES))
+            for mine in by_host:
+                awaited_too = (index - 1 if queue in HOST_AWAITS else so_far[mine][k] for k, queue in enumerate(QUEUES))
+                latest[mine] = tuple(awaited_too)
         queue = queues[index]
         needed = memory.touch(instruction, index)
         clock = latest[queue]

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mtcompile.runtime.schedule import Instruction, Phase, Queue, Schedule
+from mtcompile.runtime.schedule import HOST_QUEUES, Instruction, Phase, Queue, Schedule
 from mtcompile.runtime.trace import Record
 from mtcompile.runtime.workers import DeferredQueue, Progress, Worker
 
@@ -36,8 +36,8 @@ class Fence(Protocol):
     def begin(self, queues: Iterable[Queue]) -> None: ...
 
     def on(self, queue: Queue) -> AbstractContextManager[Any]:
-        """Return what the thread that issues ``queue`` enters for the length of the phase. That of queue host waits first until
-        earlier phases have ended on all queues of ``schedule.HOST_AWAITS``."""
+        """Return what the thread that issues ``queue`` enters for the length of the phase. Those of the host's queues wait
+        first until earlier phases have ended on all queues of ``schedule.HOST_AWAITS``."""
 
     def wait(self, queue: Queue, index: int) -> None:
         """Make all that is issued to ``queue`` from now on start after instruction ``index``, which has been signalled."""
@@ -61,6 +61,9 @@ class Memory(Protocol):
     def free(self, name: str) -> None: ...
 
     def copy(self, reads: Sequence[str], writes: Sequence[str]) -> None: ...
+
+    def transfer(self, reads: Sequence[str], writes: Sequence[str]) -> None:
+        """Copy between host and disk, and return when it is done."""
 
     def run(self, kernel: Callable[..., Any], reads: Sequence[str], writes: Sequence[str], workspace: int) -> None: ...
 
@@ -172,7 +175,7 @@ class _PhaseRun:
             raise progress.failure
         finished = self.records if host is not None else self.records + self.host_records
         if fence is not None and fence.timed:
-            return fence.records() + [record for record in finished if record.queue == "host"]
+            return fence.records() + [record for record in finished if record.queue in HOST_QUEUES]
         if workers:
             finished.sort(key=lambda record: (record.start_us, record.index))
         return finished
@@ -236,11 +239,13 @@ class _PhaseRun:
 
     def _work(self, queue: Queue, index: int, instruction: Instruction) -> None:
         """Issue a copy or run, and record it."""
-        stamp = self.fence.stamp if self.fence is not None and self.fence.timed and queue != "host" else None
+        stamp = self.fence.stamp if self.fence is not None and self.fence.timed and queue not in HOST_QUEUES else None
         if stamp is not None:
             stamp(queue, index)
         began = time.perf_counter_ns()
-        if instruction.op == "copy":
+        if instruction.op == "copy" and queue in ("disk_read", "disk_write"):
+            self.memory.transfer(instruction.reads, instruction.writes)
+        elif instruction.op == "copy":
             self.memory.copy(instruction.reads, instruction.writes)
         else:
             kernel = self.kernels[instruction.kernel]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from mtcompile.runtime.schedule import HOST_AWAITS, QUEUES, Queue, Schedule
+from mtcompile.runtime.schedule import HOST_AWAITS, HOST_QUEUES, QUEUES, Queue, Schedule
 
 
 class Order:
     """``before(a, b)``: instruction ``a`` has completed before ``b`` starts, in every execution.
 
-    Holds when both are on one queue and ``a`` is listed first, or ``b`` waits for ``a``, or ``a`` is of an earlier
-    phase, or through a chain of these. For ``b`` on queue host, an earlier phase counts of the queues in ``host_awaits``
-    alone: the device may still be busy with the others. Expects phases one after the other and waits for earlier
-    instructions only; a wait for an earlier phase's is none, since the executor leaves it out.
+    Holds when both are on one queue and ``a`` is listed first, or ``b`` waits for ``a``, or ``a`` is of an earlier phase, or
+    through a chain of these. For ``b`` on one of the host's queues, an earlier phase counts of those in ``host_awaits`` alone:
+    the device may still be busy with the others. Expects phases one after the other and waits for earlier instructions only; a
+    wait for an earlier phase's is none, since the executor leaves it out.
     """
 
     __slots__ = ("_complete", "_queue")
@@ -24,13 +24,13 @@ class Order:
         self._complete: list[list[int]] = []
         newest = [-1] * len(QUEUES)
         barrier, phase = -1, ""
-        host, at_once = QUEUES.index("host"), [queue not in host_awaits for queue in QUEUES]
+        by_host, at_once = {QUEUES.index(queue) for queue in HOST_QUEUES}, [queue not in host_awaits for queue in QUEUES]
         for index, instruction in enumerate(schedule.instructions):
             if instruction.phase != phase:
                 barrier, phase = index - 1, instruction.phase
             complete = [barrier] * len(QUEUES)
-            if self._queue[index] == host:
-                before = self._complete[newest[host]] if newest[host] >= 0 else [-1] * len(QUEUES)
+            if (mine := self._queue[index]) in by_host:
+                before = self._complete[newest[mine]] if newest[mine] >= 0 else [-1] * len(QUEUES)
                 complete = [earlier if early else barrier for earlier, early in zip(before, at_once)]
             for earlier in (newest[self._queue[index]], *instruction.deps):
                 if earlier > barrier:

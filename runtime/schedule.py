@@ -23,12 +23,14 @@ Tier = Literal["device", "host", "disk"]
 Phase = Literal["forward", "backward"]
 Kind = Literal["home", "placed", "pooled"]
 Role = Literal["param", "grad", "state", "activation", "input", "output", "buffer", "constant", "tangent", "rng"]
-Work = Literal["", "compute", "recompute", "update", "convert", "prefetch", "offload"]
+Work = Literal["", "compute", "recompute", "update", "convert", "prefetch", "offload", "read", "write"]
 
 QUEUES: tuple[Queue, ...] = ("compute", "h2d", "d2h", "disk_read", "disk_write", "host")
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 PHASES: tuple[Phase, ...] = ("forward", "backward")
-# Queue host starts a phase when the earlier phases of these queues have ended. It shares no bytes with queue compute.
+# The queues whose work the host does: what they meet of the device they wait for.
+HOST_QUEUES: tuple[Queue, ...] = ("host", "disk_read", "disk_write")
+# They start a phase when the earlier phases of these queues have ended. They share no bytes with queue compute.
 HOST_AWAITS: tuple[Queue, ...] = ("h2d", "d2h", "disk_read", "disk_write", "host")
 ALIGNMENT = 64  # bytes; what torch's CPU allocator aligns to, so that a slot gives the same vectorised bits as a tensor
 

@@ -1,7 +1,7 @@
 """The proof that a schedule is safe, from the schedule alone: it trusts neither the passes that made it nor its deps.
 
-Write ``a ≺ b`` when ``a`` has completed before ``b`` starts in every execution: both are on one queue and ``a`` is
-listed first; or ``b`` waits for ``a``; or ``a`` belongs to an earlier phase (for ``b`` on queue host: and to a queue that
+Write ``a ≺ b`` when ``a`` has completed before ``b`` starts in every execution: both are on one queue and ``a`` is listed
+first; or ``b`` waits for ``a``; or ``a`` belongs to an earlier phase (for ``b`` on a queue of the host's: and to a queue that
 it awaits before it starts a phase, since nothing else has happened for the host); or through a chain of these. ``verify``
 proves, and ``ScheduleError.invariant`` names:
 
@@ -12,7 +12,8 @@ proves, and ``ScheduleError.invariant`` names:
   For every operand read: its producer ≺ the read; for every operand: its alloc ≺ the use ≺ its free. A home that
   nothing writes is valid from the start (a tangent from the start of backward), one that is written only from then on, and
   one with a next version until that is written: no read of it comes later.
-  Copies join the tiers their queue serves, with equal value and size; kernels use the tier they run on.
+  Copies join the tiers their queue serves, with equal value and size; kernels use the tier they run on, and updates on the
+  host also write over homes on disk.
 - **I2 race-free**: two instructions that touch common bytes (one buffer, or placed buffers of one tier that overlap),
   one of them writing (``alloc`` and ``free`` write), are ≺-ordered.
 - **I3 fits**: of two placed buffers that overlap, the free of one ≺ the alloc of the other; slots are aligned and
@@ -49,8 +50,8 @@ COPIES: dict[Queue, tuple[tuple[str, str], ...]] = {
     "compute": (("device", "device"),),
     "h2d": (("host", "device"),),
     "d2h": (("device", "host"),),
-    "disk_read": (("disk", "host"), ("disk", "device")),
-    "disk_write": (("host", "disk"), ("device", "disk")),
+    "disk_read": (("disk", "host"),),
+    "disk_write": (("host", "disk"),),
     "host": (("host", "host"),),
 }
 RUNS = {"compute": "device", "host": "host"}  # the tier whose bytes kernels on a queue may touch
@@ -58,7 +59,7 @@ RUNS = {"compute": "device", "host": "host"}  # the tier whose bytes kernels on 
 
 def verify(schedule: Schedule, host_awaits: Collection[Queue] = HOST_AWAITS) -> None:
     """Proves every property in the module's docstring, or raises ScheduleError for the first that fails. ``host_awaits``: as
-    the executor does unless said otherwise, the queues whose earlier phases have ended when queue host starts a phase."""
+    the executor does unless said otherwise, the queues whose earlier phases have ended when the host's queues start a phase."""
     _well_formed(schedule)
     facts = Facts(schedule, host_awaits)
     _present(facts)
@@ -147,7 +148,10 @@ def _present(facts: Facts) -> None:
             tier = RUNS.get(instruction.queue)
             if tier is None:
                 raise facts.error("I1", index, f"expected kernels on queues {tuple(RUNS)}, found {instruction.queue}")
+            updated = {name for b in facts.buffers(instruction.writes) if b.version_of for name in (b.name, b.version_of)}
             for buffer in facts.buffers((*instruction.reads, *instruction.writes)):
+                if buffer.tier == "disk" and tier == "host" and buffer.name in updated:  # it goes there by itself
+                    continue
                 if buffer.tier != tier:
                     what = f"expected operands on tier {tier}, found {buffer.name} on tier {buffer.tier}"
                     raise facts.error("I1", index, f"{what}; copy it first")

@@ -19,6 +19,7 @@ Kernels = Literal["eager", "inductor"]
 Batch = Annotated[int, typer.Option(min=1, help="sequences per step")]
 Seq = Annotated[int, typer.Option(min=1, help="tokens per sequence")]
 Host = Annotated[str, typer.Option(help="bytes of host memory (default: no limit)")]
+Disk = Annotated[str, typer.Option(help="a folder and bytes of disk for what the host has no room for: /mnt/nvme:400GiB")]
 PrecisionOption = Annotated[
     Precision, typer.Option("--precision", help="dtypes of weights and optimizer state; model: those of the model")
 ]
@@ -39,6 +40,7 @@ class StepOptions:
     seq: Seq = 2048
     memory: Annotated[str, typer.Option(help="bytes of device memory: 16GiB, 141GB or a number (default: the machine's)")] = ""
     host: Host = ""
+    disk: Annotated[str, typer.Option(help="bytes of disk for what the host has no room for (default: no disk)")] = ""
     machine: Annotated[str, typer.Option(help="a preset such as rtx4090, a .json file, or this (this machine)")] = "h200-sxm"
     precision: PrecisionOption = "model"
     optimizer: Annotated[
@@ -91,6 +93,7 @@ class RecipeOptions(TrainingOptions):
     ] = None
     vocab: Annotated[int | None, typer.Option(min=1, help="size of the vocabulary of .bin and .npy files")] = None
     host: Host = ""
+    disk: Disk = ""
     steps: Annotated[int, typer.Option(min=1, help="steps in all, including those before --resume")] = 100
     lr: Annotated[float, typer.Option(min=0, help="highest learning rate")] = 1e-3
     warmup: Annotated[int, typer.Option(min=0, help="steps up to the highest rate, before a cosine down to a tenth")] = 20

@@ -139,8 +139,19 @@ class CompiledModel:
             "budget_host_bytes": self.options.host,
             "peak_host_bytes": session.peak_host_bytes,
             "planned_peak_host_bytes": planned.get("host", 0),
+            **self._disk_report(planned),
             "state_bytes": sum(state.values()),
             **{f"{name}_bytes": nbytes for name, nbytes in state.items()},
+        }
+
+    def _disk_report(self, planned: Mapping[str, int]) -> dict[str, Any]:
+        if self.options.disk is None:
+            return {}
+        disk = self.session.parameters.disk
+        return {
+            "budget_disk_bytes": self.options.disk.nbytes,
+            "peak_disk_bytes": 0 if disk is None else disk.used_nbytes,
+            "planned_peak_disk_bytes": planned.get("disk", 0),
         }
 
 

@@ -6,26 +6,31 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from mtcompile import torch_private
+from mtcompile import knobs, torch_private
 from mtcompile.errors import BudgetError, CaptureError, StepError
 from mtcompile.execution.compiled import Frame, LiveFrames
+from mtcompile.execution.door import Door
 from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, random_reserve_nbytes
-from mtcompile.execution.session import Door
 from mtcompile.optim.backward_update import UpdatesInBackward
+from mtcompile.optim.disk_state import PIECE, DiskState, OnDisk
 from mtcompile.optim.master_weights import Masters, cast
-from mtcompile.optim.state_sizes import average_copies, master_state_nbytes, state_nbytes
+from mtcompile.optim.state_sizes import average_copies, is_elementwise, master_state_nbytes, state_nbytes
 from mtcompile.options import Options
-from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.analysis.state import Budgets, is_trained, update_staging_nbytes
 from mtcompile.passes.joint.build import InputHomes
+from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
+from mtcompile.passes.step_graph import inputs_of
 from mtcompile.runtime.devices.arena import span_nbytes
 from mtcompile.runtime.devices.protocol import Device
+from mtcompile.runtime.disk.store import DiskStore, piece_nbytes, staging_nbytes
 from mtcompile.runtime.schedule import placed
 from mtcompile.torch_private import shares_storage
 
@@ -45,9 +50,11 @@ class ModelDoor(Door):
         self.optimizer: torch.optim.Optimizer | None = None
         self.masters: Masters | None = cast(model, options.precision)
         self.parameters = ParameterStore(device, self._moved, self._replaced)
+        self.parameters.to_disk = self._to_disk
         self.updates: UpdatesInBackward | None = None
         if options.updates is not None:
             self.updates = UpdatesInBackward(model, options.updates, self.masters, drain)
+        self.disk: DiskState | None = None
         self._beside = 0  # device bytes beside the step that was planned last
         self.sent_nbytes = 0  # bytes of the arguments, which are on the device during the call
 
@@ -82,7 +89,7 @@ class ModelDoor(Door):
 
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
         updated = None if self.updates is None or not _trains(joint) else self.updates.updated_names()
-        return InputHomes(self.parameters.blocks(), updated=updated)
+        return InputHomes(self.parameters.blocks(), updated=updated, frozen_apart=self.options.disk is not None)
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
         parameters, updates = self._parameters(), None
@@ -93,7 +100,26 @@ class ModelDoor(Door):
         reserve, available = random_reserve_nbytes(step) + self.sent_nbytes, self._available_nbytes(step, state)
         host = None if self.options.host is None else self.options.host - self.frames.host_nbytes()
         budgets = Budgets(available, host, copies, reserve=reserve, updates=updates, state=state)
-        return budgets, self._fixed_homes(step)
+        fixed = self._fixed_homes(step)
+        return budgets if self.options.disk is None else self._with_disk(budgets, step, fixed), fixed
+
+    def _with_disk(self, budgets: Budgets, step: fx.GraphModule, fixed: Mapping[str, str]) -> Budgets:
+        """Adds the limits of the disk. Raises CaptureError for a parameter that went there while it was frozen and is to train
+        now."""
+        assert self.options.disk is not None
+        for spec, _ in inputs_of(step) if self.updates is None and _trains(step) else ():
+            if is_trained(spec) and fixed.get(step.meta["homes"].get(spec.name, "")) == "disk":
+                raise CaptureError(
+                    f'{spec.name} is on disk, where only frozen weights can be without update="backward", and trains now. '
+                    "Freeze it again, or compile a new model with what trains set from the start"
+                )
+        return replace(
+            budgets,
+            disk=self.options.disk.nbytes,
+            disk_staging=staging_nbytes(self.parameters_nbytes()),
+            disk_updates=self.updates is not None and is_elementwise(self.optimizer),
+            update_piece=2 * PIECE if self.options.precision.split else 0,
+        )
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """Returns the parameters by name. The model's own method waits for updates."""
@@ -103,7 +129,7 @@ class ModelDoor(Door):
         """Returns the bytes that the optimizer keeps for each parameter, masters included."""
         if self.masters is None:
             return state_nbytes(self.optimizer, parameters)
-        return master_state_nbytes(self.optimizer, parameters, self.masters.by_parameter)
+        return master_state_nbytes(self.optimizer, parameters, self.masters.trained())
 
     def _fixed_homes(self, step: fx.GraphModule) -> Mapping[str, str]:
         blocks, tiers = step.meta["homes"], self.parameters.tiers
@@ -149,6 +175,8 @@ class ModelDoor(Door):
             self.parameters.adopt({}, {}, {})
 
     def refusal(self, error: DoesNotFit) -> BudgetError:
+        if error.tier == "disk" and self.options.disk is not None:
+            return budget_error(error, "disk", self.options.disk.nbytes, 0)
         if error.tier == "device":
             return budget_error(error, "memory", self.options.memory or 0, self._beside)
         return budget_error(error, "host", self.options.host or 0, self.frames.host_nbytes())
@@ -156,10 +184,33 @@ class ModelDoor(Door):
     def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
         blocks = step.meta["homes"]
         tiers = {block: planned.plan.params(block) for block in blocks.values()}
+        if planned.plan.peak_bytes.get("disk", 0):
+            self._open_disk(step, planned.plan)
         self.parameters.adopt(blocks, tiers, dict(self._model().named_parameters()))
+
+    def _open_disk(self, step: fx.GraphModule, plan: Plan) -> None:
+        """Makes sure that there is room on disk, and on the host for updates of what is there, before anything moves."""
+        assert self.options.disk is not None
+        parameters, budgets = self.parameters, self.constraints(step)[0]
+        if parameters.disk is None:
+            parameters.disk = DiskStore(self.options.disk.folder, piece_nbytes(self.parameters_nbytes()))
+            self.disk = DiskState(parameters.disk, self._wrote_on_disk, lambda: knobs.check() or knobs.disk_check())
+            if self.updates is not None:
+                self.updates.disk = self.disk
+        parameters.disk.reserve(plan.peak_bytes["disk"])
+        if self.disk is not None:
+            self.disk.make_room(update_staging_nbytes(step, plan, budgets))
+
+    def _wrote_on_disk(self, name: str) -> None:
+        self.parameters.wrote(name)
+        if self.masters is not None:
+            self.masters.wrote(self.parameters.places[name].parameter)
 
     def host_kernels(self, step: fx.GraphModule) -> Mapping[str, Any]:
         return conversions(step) | ({} if self.updates is None else self.updates.kernels(step))
+
+    def parameters_nbytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self._parameters().values())
 
     # ---------------------------------------------------------------------------------------------- around a step that runs
 
@@ -228,6 +279,13 @@ class ModelDoor(Door):
         masters = self.masters.nbytes() if self.masters is not None else 0
         return {"weights": weights, "masters": masters, "gradients": gradients, "optimizer": state}
 
+    def on_disk_nbytes(self) -> int:
+        return self.parameters.held_on_disk_nbytes() + (0 if self.disk is None else self.disk.nbytes)
+
+    def disk_staging_nbytes(self) -> int:
+        store = self.parameters.disk
+        return (0 if store is None else store.staging_nbytes) + (0 if self.disk is None else self.disk.staging_nbytes)
+
     def names(self) -> dict[int, tuple[str, str]]:
         """Returns id of each parameter and buffer -> its role and name."""
         model = self._model()
@@ -284,6 +342,16 @@ class ModelDoor(Door):
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and (value.dim() > 0 or counters_too):
                 state[key] = value.to(parameter.device)
+
+    def _to_disk(self, name: str, parameter: nn.Parameter) -> None:
+        """Sends what belongs to a parameter that has moved to disk after it."""
+        assert self.disk is not None
+        master = None if self.masters is None else self.masters.by_parameter.get(id(parameter))
+        entry = {} if self.optimizer is None else self.optimizer.state.get(parameter, {})
+        remainder = self.disk.take(OnDisk(name, parameter, entry, None if master is None else master.remainder))
+        if master is not None and remainder is not None:
+            master.remainder = remainder
+            self.masters.wrote(parameter)  # type: ignore[union-attr]
 
     def _replaced(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
         if self.masters is not None:

@@ -103,6 +103,9 @@ class Runner:
             snapshots = {i: copied(inputs[i].detach()) for i in compiled.mutated}
         arenas, views = self.arenas.lend(compiled)
         memory = self.device.memory(compiled.schedule, compiled.layouts, arenas, knobs.check(), compiled.settled, views)
+        if self.parameters.disk is not None:
+            memory.disk, memory.verified = self.parameters.disk, knobs.disk_check()
+            memory.home_names = {name: spec.name for spec, name in compiled.inputs}
         new_versions = {spec.index: name for spec, name in compiled.outputs if spec.kind == "mutation"}
         _bind_forward(compiled, memory, inputs, snapshots, new_versions)
         if self.pending is not None and self.pending.frame.compiled is not compiled:

@@ -6,10 +6,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -21,15 +20,16 @@ from mtcompile.compiler import CapturedStep, Target, compile_step, leaves_room
 from mtcompile.errors import BudgetError, MtcompileError, StepError
 from mtcompile.execution.calibration import Calibrator, known_machine, speeds
 from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames, PlainGraph
+from mtcompile.execution.door import Door
 from mtcompile.execution.dump import dump
 from mtcompile.execution.memory.arenas import ArenaPool
 from mtcompile.execution.memory.parameters import ParameterStore
-from mtcompile.execution.placement import RunnablePlacement
 from mtcompile.execution.runner import PhaseRun, Runner, version_of, without_autocast
 from mtcompile.kernels.toolchain import toolchain_for
 from mtcompile.options import Options
 from mtcompile.passes.generators import rng_preserved, set_generator_state
 from mtcompile.runtime.devices.protocol import Device
+from mtcompile.runtime.disk.errors import DiskError
 from mtcompile.runtime.schedule import Schedule, gib
 from mtcompile.runtime.trace import Trace
 
@@ -46,66 +46,6 @@ class StepListener(Protocol):
 
     def step_ran(self, compiled: CompiledStep, measured: Trace | None) -> None:
         """Called after a step. ``measured``: None if the records say only when work was issued."""
-
-
-class Door(RunnablePlacement, Protocol):
-    """The differences between the two ways into a session: a compiled model, and torch.compile's graphs. What is written out
-    here suits parameters and gradients that are the caller's."""
-
-    def plan_key(self) -> Hashable:
-        """Returns a key of whatever else a plan depends on and may change between calls."""
-        return None
-
-    def waits_together(self) -> bool:
-        """Tells whether forwards that wait at the same time need a plan under which all of them fit. Otherwise a forward that
-        finds no room evicts the others, which run again before their backward."""
-        return False
-
-    sent_nbytes: int = 0  # device bytes of the arguments that the current call has sent there
-
-    def before_planning(self) -> None:
-        """Called before a step is planned."""
-        return
-
-    def place_for_calls(self, tier: str) -> None:
-        """Gives parameters a place of their own on ``tier`` before any training, if they may be there."""
-        return
-
-    def weights_nbytes(self) -> int:
-        """Returns the bytes that all parameters take at home."""
-        return 0
-
-    def before_forward(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Raises StepError if a training forward with these inputs, by name, cannot start now."""
-        return
-
-    def before_backward(self, keeps: bool) -> None:
-        """Raises StepError if a backward that ``keeps`` the graph for another one cannot run."""
-        return
-
-    def backward(self, node: Any, frame: Frame, tangents: Sequence[torch.Tensor | None]) -> AbstractContextManager[None]:
-        """Surrounds a backward. ``node``: its node in autograd's graph. Raises StepError if it cannot start."""
-        return nullcontext()
-
-    def before_accumulation(self, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Called before autograd adds gradients to existing ones."""
-        return
-
-    def send_residents_home(self) -> None:
-        """Sends parameters on the device to the host, where that may be done now."""
-        return
-
-    def updates_failed(self) -> None:
-        """Called when updates that the last backward left to run have failed."""
-        return
-
-    def optimizer_state_was_made(self) -> bool:
-        """Tells whether the last backward allocated optimizer state."""
-        return False
-
-    def state_nbytes(self) -> dict[str, int]:
-        """Returns the current bytes of weights, masters, gradients and optimizer state, by name."""
-        return {}
 
 
 class Session:
@@ -224,7 +164,7 @@ class Session:
         with planning, collecting_later(), torch_private.lasting(), without_autocast(self.device.where.type):
             try:
                 compiled = compile_step(captured, target, self.door)
-            except MtcompileError:
+            except (MtcompileError, DiskError):
                 raise
             except Exception as error:
                 doing = f"{self.title or 'the model'} could not be planned"
@@ -372,10 +312,12 @@ class Session:
             )
 
     def note_host_bytes(self, compiled: CompiledStep | None) -> None:
-        """Updates the host peak with the memory held now: the training state that is not on the device, and the arena."""
+        """Updates the host peak with the memory held now: the training state that is neither on the device nor on disk, the
+        arena, and what requests to the disk go through."""
         resident = compiled.schedule.resident_nbytes.get("device", 0) if compiled else 0
-        state = max(0, sum(self.door.state_nbytes().values()) - resident)
-        self.peak_host_bytes = max(self.peak_host_bytes, state + self.arenas.all_host_nbytes())
+        state = max(0, sum(self.door.state_nbytes().values()) - resident - self.door.on_disk_nbytes())
+        beside = self.arenas.all_host_nbytes() + self.door.disk_staging_nbytes()
+        self.peak_host_bytes = max(self.peak_host_bytes, state + beside)
 
 
 def check_versions(frame: Frame, description: Description, again: bool) -> None:

@@ -8,15 +8,26 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile.compiler import recalled
+from mtcompile.compiler import recalled, search_store
 from mtcompile.forecast.request import ForecastRequest, SizedStep
 from mtcompile.forecast.result import Forecast, Row, time_of
 from mtcompile.optim.precision import PRECISIONS
 from mtcompile.options import FASTEST
 from mtcompile.passes.analysis.cost import kernel_cost
-from mtcompile.passes.analysis.state import Budgets, held_nbytes, param_nbytes, resident_nbytes, state_nbytes, trained_nbytes
+from mtcompile.passes.analysis.state import (
+    Budgets,
+    held_nbytes,
+    on_disk_nbytes,
+    param_nbytes,
+    resident_nbytes,
+    state_nbytes,
+    state_on_disk_nbytes,
+    trained_nbytes,
+    weights_on_disk_nbytes,
+)
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.problem import DoesNotFit, Planned
+from mtcompile.passes.planning.disk.spill import within_disk
+from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem
 from mtcompile.passes.step_graph import inputs_of
 from mtcompile.runtime.schedule import gib
 from mtcompile.runtime.sim import simulate
@@ -65,7 +76,14 @@ def _fastest(candidates: Candidates, device: int | None, host: int | None) -> Pl
     """Returns the fastest plan within these bytes; it is cached between runs. Raises DoesNotFit."""
     budgets = replace(candidates.problem.budgets, device=device, host=host)
     problem = replace(candidates.problem, budgets=budgets)
-    return recalled(problem, FASTEST, lambda known: candidates.best(device, host, known))
+
+    def find(fixed: PlanningProblem) -> tuple[PlanningProblem, Planned]:
+        searched = candidates
+        if fixed.fixed_homes != problem.fixed_homes:
+            searched = Candidates(fixed, candidates.progress, search_store(fixed))
+        return fixed, recalled(fixed, FASTEST, lambda known: searched.best(device, host, known))
+
+    return within_disk(problem, find)[1]
 
 
 def _parameters(step: fx.GraphModule) -> list[torch.Tensor]:
@@ -101,6 +119,9 @@ def _with_plan(unplanned: Forecast, candidates: Candidates, planned: Planned) ->
         exposed_us={queue: exposed_us(trace, queue) for queue in queues},
         ledger=_ledger(unplanned, candidates, planned),
         load_host_bytes=sum(candidates.sizes.values()) + max(candidates.sizes.values(), default=0),
+        disk_read_bytes=plan.disk_read_bytes,
+        disk_write_bytes=plan.disk_write_bytes,
+        disk_days=plan.disk_days,
         certificate=plan.certificate,
         gap=plan.gap,
         planned=planned,
@@ -112,7 +133,11 @@ def _ledger(unplanned: Forecast, candidates: Candidates, planned: Planned) -> di
     ``other``: what is held at all times beside training state: a generator's state, the step counters of optimizers."""
     schedule, step, budgets = planned.schedule, candidates.problem.step, candidates.problem.budgets
     by_block = param_nbytes(step), trained_nbytes(step), state_nbytes(step, budgets), held_nbytes(step, budgets)
-    weights, trained, state, held = (resident_nbytes(each, planned.plan) for each in by_block)
+    on_disk: tuple[dict[str, int] | None, ...] = (None,) * len(by_block)
+    if budgets.disk is not None:
+        weights_there, trained_there = weights_on_disk_nbytes(step), weights_on_disk_nbytes(step, trained=True)
+        on_disk = weights_there, trained_there, state_on_disk_nbytes(step, budgets), on_disk_nbytes(step, budgets)
+    weights, trained, state, held = (resident_nbytes(b, planned.plan, d) for b, d in zip(by_block, on_disk, strict=True))
     split = PRECISIONS[unplanned.precision].split
     fullest = max(walk(schedule), key=lambda usage: usage.pooled + usage.tangents + usage.workspace)
     ledger: dict[str, dict[str, int]] = {}
@@ -124,7 +149,11 @@ def _ledger(unplanned: Forecast, candidates: Candidates, planned: Planned) -> di
         if tier == "host":
             slots = min(arena, most_in_slots(schedule, "host", "grad"))
             parts["gradients"], arena = parts["gradients"] + slots, arena - slots
-        parts["staging" if tier == "device" else "activations"] = arena
+            if planned.plan.disk_read_bytes:
+                parts["staging"] = min(arena, most_in_slots(schedule, "host", "param"))
+                arena -= parts["staging"]
+        if tier != "disk":
+            parts["staging" if tier == "device" else "activations"] = arena
         if tier == "device":
             parts |= {"activations": fullest.pooled + fullest.tangents, "workspace": fullest.workspace}
         parts["other"] = schedule.resident_nbytes[tier] - held[tier]
@@ -139,6 +168,12 @@ def _refused(unplanned: Forecast, candidates: Candidates, budgets: Budgets, erro
     limit = budgets.nbytes[tier] or 0
     other = "host" if tier == "device" else "device"
     short = error.minimum - limit
+    parts = ", ".join(f"{what} {gib(nbytes)}" for what, nbytes in error.causes)
+    if tier != "device" and budgets.disk is not None:
+        ways = [f"{tier} memory of {gib(error.minimum)} ({error.minimum} bytes) or more"]
+        if not budgets.disk_updates:
+            ways.append('update="backward": weights that train may then go to disk, with their state')
+        return replace(unplanned, short_bytes=short, ways_out=(*ways, f"less in one of the largest parts: {parts}"))
     ways = []
     trained = trained_nbytes(candidates.problem.step).values()
     unheld = sum(trained) - 2 * max(trained, default=0)
@@ -149,7 +184,6 @@ def _refused(unplanned: Forecast, candidates: Candidates, budgets: Budgets, erro
         ways.append(f"{other} memory of {gib(more)} ({more} bytes) takes what the {tier} cannot")
     then = candidates.best(*((error.minimum, None) if tier == "device" else (None, error.minimum))).plan.total_us
     ways.append(f"{tier} memory of {gib(error.minimum)} ({error.minimum} bytes) or more: {time_of(then)} a step then")
-    parts = ", ".join(f"{what} {gib(nbytes)}" for what, nbytes in error.causes)
     ways.append('fewer tokens a step: solve="batch" or solve="seq" finds how many fit')
     ways.append(f"less in one of the largest parts: {parts}")
     minimum = error.minimum if tier == "device" else 0

@@ -20,7 +20,7 @@ from mtcompile.compiler import JointStep, planning_problem, rewrite_joint, searc
 from mtcompile.models.decoders import SHAPES, fake
 from mtcompile.models.lora import add_lora
 from mtcompile.optim.precision import Precision
-from mtcompile.optim.state_sizes import average_copies, state_nbytes
+from mtcompile.optim.state_sizes import average_copies, is_elementwise, state_nbytes
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets, is_trained
 from mtcompile.passes.joint.accumulate import Micro
@@ -28,6 +28,7 @@ from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.problem import Progress
 from mtcompile.passes.step_graph import inputs_of, storage_nbytes
+from mtcompile.runtime.disk.store import staging_nbytes
 from mtcompile.torch_private import building_without_memory, without_memory
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -71,19 +72,24 @@ class AssumedPlacement:
     make_optimizer: MakeOptimizer | None = None
 
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
-        return InputHomes()
+        return InputHomes(frozen_apart=self.budgets.disk is not None)
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
+        budgets = self.budgets
+        if budgets.disk is not None:
+            parameters_nbytes = sum(node.meta["nbytes"] for spec, node in inputs_of(step) if spec.role == "param")
+            budgets = replace(budgets, disk_staging=staging_nbytes(parameters_nbytes))
         if self.make_optimizer is None:
-            return self.budgets, {}
+            return budgets, {}
         with without_memory():
             trained = [(spec.name, node.meta["val"]) for spec, node in inputs_of(step) if is_trained(spec)]
             parameters = {name: nn.Parameter(torch.empty_like(value, device="cpu")) for name, value in trained}
             optimizer = self.make_optimizer(list(parameters.values()))
         state = state_nbytes(optimizer, parameters)
-        copies, updates = average_copies(state, parameters), self.budgets.updates
+        copies, updates = average_copies(state, parameters), budgets.updates
         updates = None if updates is None else replace(updates, state_copies=copies)
-        return replace(self.budgets, state=state, state_copies=copies, updates=updates), {}
+        elementwise = budgets.disk_updates and is_elementwise(optimizer)
+        return replace(budgets, state=state, state_copies=copies, updates=updates, disk_updates=elementwise), {}
 
 
 def sized_step(request: ForecastRequest, batch: int, seq: int, like: SizedStep | None = None) -> SizedStep:

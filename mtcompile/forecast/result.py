@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 
 from torch import fx
 
-from mtcompile.passes.plan import Certificate
+from mtcompile.passes.plan import Certificate, disk_traffic
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
 from mtcompile.runtime.schedule import gib
 
@@ -32,7 +32,8 @@ class Forecast:
     ``ledger``: tier -> part -> bytes at the step's peak. ``step_time_us``: time of forward, backward and update, of which
     ``update_us`` is what the update adds. ``certificate``: how fast any plan within the budgets could be; ``gap``: the share by
     which this one is slower. ``busy``: share of the step in which each queue works. ``exposed_us``: how long each queue works
-    while compute is idle.
+    while compute is idle. ``disk_read_bytes``, ``disk_write_bytes``: of one step; ``disk_days``: of such steps in a row, after
+    which the drive has been written as often as it is rated for.
     ``ways_out``: what would help if nothing fits. ``solved``: the size that ``solve`` found. ``peak_expressions``: with
     ``solve``, the bytes that the leanest plan needs in each tier, as sympy expressions. ``planned``: None if nothing fits,
     unless forced. ``joint`` and ``problem``: the joint graph, and the planning problem made from it.
@@ -61,6 +62,9 @@ class Forecast:
     exposed_us: Mapping[str, float] | None = None
     ledger: Mapping[str, Mapping[str, int]] | None = None
     load_host_bytes: int = 0
+    disk_read_bytes: int = 0
+    disk_write_bytes: int = 0
+    disk_days: float | None = None
     certificate: Certificate | None = None
     gap: float = 0.0
     ways_out: tuple[str, ...] = ()
@@ -98,11 +102,13 @@ def _lines(f: Forecast) -> list[str]:
         )
         for tier, parts in (f.ledger or {}).items():
             told = ", ".join(f"{part} {gib(nbytes)}" for part, nbytes in parts.items() if nbytes)
-            lines.append(f"  {tier}: {gib(f.peak_bytes[tier])} = {told}")
+            lines.append(f"  {tier}: {gib(f.peak_bytes[tier])}" + (f" = {told}" if told else ""))
         lines.append(f"  host at load: {gib(f.load_host_bytes)}; at save: as in the step, since files are written from views")
         waits = f.exposed_us or {}
         shown = [_busy(queue, share, waits.get(queue, 0.0)) for queue, share in (f.busy or {}).items()]
         lines.append(f"  busy: {', '.join(shown)}")
+        if f.disk_read_bytes or f.disk_write_bytes:
+            lines.append(f"  {disk_traffic(f.disk_read_bytes, f.disk_write_bytes, f.disk_days)}")
         if f.certificate is not None:
             lines.append(f"  {f.certificate.of(f.step_time_us)}")
         lines.append(f"  smallest device memory that works: {gib(f.minimum_device_bytes)}")

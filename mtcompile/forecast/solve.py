@@ -15,10 +15,11 @@ from mtcompile.forecast.request import MOST_CHUNKS, ForecastRequest, SizedStep, 
 from mtcompile.forecast.result import Forecast
 from mtcompile.machine.presets import named
 from mtcompile.models.loading import check_shape
-from mtcompile.optim.precision import precision_named
+from mtcompile.optim.disk_state import PIECE
+from mtcompile.optim.precision import Precision, precision_named
 from mtcompile.optim.state_sizes import FORECAST_STATES, optimizer_named, state_copies
 from mtcompile.optim.update_options import update_options
-from mtcompile.options import parse_bytes
+from mtcompile.options import parse_bytes, parse_disk
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Updates
@@ -39,6 +40,7 @@ def plan(
     seq: int = 2048,
     memory: str | int | None = None,
     host: str | int | None = None,
+    disk: str | int | None = None,
     machine: str | Machine = "h200-sxm",
     precision: str = "model",
     optimizer: str | Callable[[list[nn.Parameter]], torch.optim.Optimizer] = "adamw",
@@ -59,6 +61,7 @@ def plan(
     data       the module's keyword arguments, tensors of the intended sizes; for a shape, made from ``batch`` and ``seq``
     memory     device bytes; default: the machine's, less a reserve of 8 %
     host       host bytes; default: no limit
+    disk       disk bytes, or a folder and bytes as for ``compile``; expects ``host``; default: no disk
     machine    a preset, a JSON file, ``"this"`` for this machine as measured, or a ``Machine``
     precision  ``model`` (the module's dtypes), ``fp32``, ``bf16``, or ``bf16-master32`` (bf16 weights; 12 bytes each with
                fp32 masters and AdamW's state)
@@ -102,7 +105,9 @@ def plan(
         raise ValueError(f'expected {", ".join(FORECAST_STATES)} with precision="bf16-master32", found {optimizer!r}')
     copies = state_copies(kind, optimizer) if make_optimizer is None else 2.0
     updates = None if options is None else Updates(copies, held=options.needs_all_gradients, run_ahead=run_ahead)
-    budgets = Budgets(device, parse_bytes(host), copies, updates=updates)
+    budgets = _with_disk(Budgets(device, parse_bytes(host), copies, updates=updates), disk, kind)
+    if budgets.disk is not None and solve is not None:
+        raise ValueError(f"solve={solve!r} expects no disk=, found {disk!r}: plan single sizes with a disk")
     request = ForecastRequest(
         model, data, kind, optimizer, described, budgets, policies, force, progress, accumulate, lora, make_optimizer
     )
@@ -111,6 +116,22 @@ def plan(
             return _largest(request, solve, batch, seq)
         forecast, sized = _forecast(request, batch, seq)
         return _least_memory(request, sized) if solve == "memory" else forecast
+
+
+def _with_disk(budgets: Budgets, disk: str | int | None, precision: Precision) -> Budgets:
+    """Returns the budgets with a disk of that size, if any."""
+    if disk is None:
+        return budgets
+    if budgets.host is None:
+        raise ValueError("disk= takes what host= has no room for; expected host= too, found none")
+    named = isinstance(disk, str) and ":" in disk
+    taken = parse_disk(str(disk)) if named else None
+    return replace(
+        budgets,
+        disk=taken.nbytes if taken is not None else parse_bytes(disk),
+        disk_updates=budgets.updates is not None,
+        update_piece=2 * PIECE if precision.split else 0,
+    )
 
 
 def _forecast(request: ForecastRequest, batch: int, seq: int) -> tuple[Forecast, SizedStep]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import platform
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +55,8 @@ def measure(device: Device, effort: Effort, folder: Path) -> MeasuredMachine:
     update, adamw = bandwidth.host_adamw(effort)
     flops, product = compute.matmul(where, effort)
     issue, tiny = compute.issue(where, effort)
-    rows = [*copies, streams, adamw, disk(folder, effort), product, compute.attention(where, effort, flops), tiny]
+    drive = disk(folder, effort)
+    rows = [*copies, streams, adamw, drive, product, compute.attention(where, effort, flops), tiny]
     if where.type != "cpu":
         memory, row = bandwidth.device_memory(where, effort)
         rows.insert(len(copies), row)
@@ -70,8 +72,17 @@ def measure(device: Device, effort: Effort, folder: Path) -> MeasuredMachine:
         issue_us=_rounded(issue),
         host_gbps=_rounded(update),
         device_nbytes=total_nbytes(device) or 0,
+        disk_read_gbps=_rounded(drive.values.get("read", Machine().disk_read_gbps)),
+        disk_write_gbps=_rounded(drive.values.get("write", Machine().disk_write_gbps)),
+        disk_nbytes=_free_nbytes(folder),
     )
     return MeasuredMachine(machine, tuple(rows))
+
+
+def _free_nbytes(folder: Path) -> int:
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(folder).free
+    return 0
 
 
 def _rounded(value: float) -> float:

@@ -18,23 +18,33 @@ from mtcompile.machine.measure import MeasuredMachine, identity, measure
 from mtcompile.machine.timing import QUICK
 from mtcompile.passes.analysis.cost import Machine
 
+# A drive: GB/s of reads and writes, TB, and TB that may be written in its life, by data sheets.
+_PCIE4, _PCIE5 = (6.8, 5.0, 2, 1200), (11.0, 9.0, 2, 1200)  # consumer drives
+_SERVER = (6.5, 3.5, 8, 14_000)
 
-def _preset(name: str, flops: float, memory: float, h2d: float, d2h: float, host: float, gigabytes: int) -> Machine:
-    return Machine(name, flops, memory, h2d, d2h, host_gbps=host, device_nbytes=gigabytes * 10**9)
+
+def _preset(
+    name: str, flops: float, gbps: tuple[float, float, float], host: float, gigabytes: int, drive: tuple[float, float, int, int]
+) -> Machine:
+    memory, h2d, d2h = gbps
+    read, write, terabytes, rated = drive
+    machine = Machine(name, flops, memory, h2d, d2h, host_gbps=host, device_nbytes=gigabytes * 10**9)
+    machine = replace(machine, disk_read_gbps=read, disk_write_gbps=write)
+    return replace(machine, disk_nbytes=terabytes * 10**12, disk_rated_nbytes=rated * 10**12)
 
 
-PRESETS = {  # sustained bf16 FLOP/s, GB/s of device memory, link to and from the device, host memory; GB of device memory
+PRESETS = {  # sustained bf16 FLOP/s; GB/s of device memory, link to and from the device; of the host; GB of the device; a drive
     machine.name: machine
     for machine in (
-        _preset("h200-sxm", 6.0e14, 4300.0, 50.0, 50.0, 200.0, 141),
-        _preset("gh200", 6.0e14, 3700.0, 377.0, 297.0, 348.0, 96),
-        _preset("h100-sxm", 6.0e14, 3000.0, 50.0, 50.0, 250.0, 80),
-        _preset("b200", 1.4e15, 7000.0, 50.0, 50.0, 300.0, 192),
-        _preset("a100-pcie", 2.0e14, 1800.0, 25.0, 25.0, 150.0, 80),
-        _preset("a6000", 1.0e14, 770.0, 25.0, 25.0, 100.0, 48),
-        _preset("rtx3090", 5.5e13, 850.0, 25.0, 25.0, 40.0, 24),
-        _preset("rtx4090", 1.3e14, 920.0, 25.0, 25.0, 70.0, 24),
-        _preset("rtx5090", 1.6e14, 1600.0, 50.0, 50.0, 70.0, 32),
+        _preset("h200-sxm", 6.0e14, (4300.0, 50.0, 50.0), 200.0, 141, _SERVER),
+        _preset("gh200", 6.0e14, (3700.0, 377.0, 297.0), 348.0, 96, _SERVER),
+        _preset("h100-sxm", 6.0e14, (3000.0, 50.0, 50.0), 250.0, 80, _SERVER),
+        _preset("b200", 1.4e15, (7000.0, 50.0, 50.0), 300.0, 192, _SERVER),
+        _preset("a100-pcie", 2.0e14, (1800.0, 25.0, 25.0), 150.0, 80, _SERVER),
+        _preset("a6000", 1.0e14, (770.0, 25.0, 25.0), 100.0, 48, _PCIE4),
+        _preset("rtx3090", 5.5e13, (850.0, 25.0, 25.0), 40.0, 24, _PCIE4),
+        _preset("rtx4090", 1.3e14, (920.0, 25.0, 25.0), 70.0, 24, _PCIE4),
+        _preset("rtx5090", 1.6e14, (1600.0, 50.0, 50.0), 70.0, 32, _PCIE5),
     )
 }
 # Part of torch's name -> preset, as "RTX 4090" and "H200"; of several in a name ("GH200"), the longest counts.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mtcompile.errors import StepError
+from mtcompile.optim.disk_state import REMAINDER, DiskState, OnDisk, Staged
 from mtcompile.optim.master_weights import Masters
 from mtcompile.optim.update_options import UpdateOptions
 from mtcompile.passes.step_graph import gradient_norms, gradient_scale, update
@@ -28,7 +29,7 @@ class Backward:
 
     ``number``: of the step, from 1. ``parameters``: those that are updated, in the model's order. ``groups``: by a parameter's
     id, the index of its group in the optimizer and the group's options as they were at the start. ``threads``: of the caller,
-    whatever thread the backward runs in.
+    whatever thread the backward runs in. ``disk``: of parameters that are there.
     """
 
     number: int
@@ -43,6 +44,7 @@ class Backward:
     skips: bool = False
     warned: bool = False
     allocated_state: bool = False
+    disk: DiskState | None = None
 
 
 def _norms(backward: Backward, names: tuple[str, ...], *grads: Tensor) -> tuple[Tensor]:
@@ -105,12 +107,45 @@ def _update(backward: Backward, names: tuple[str, ...], *values: Tensor) -> Sequ
             grads[index] = grad.clone()
         addresses.add(grad.data_ptr())
     factor = factors[0] if factors and backward.options.max_grad_norm is not None else None
+    if (disk := backward.disk) is not None:
+        on_disk = {n: g for n, g in zip(names, grads, strict=True) if disk.holds(backward.parameters[n])}
+        if on_disk:
+            _update_on_disk(backward, disk, on_disk, factor)
+        at_home = {name: grad for name, grad in zip(names, grads, strict=True) if name not in on_disk}
+        names, grads = tuple(at_home), list(at_home.values())
+        if not names:
+            return parameters
     masters = backward.masters
     if masters is not None and all(id(backward.parameters[name]) in masters.by_parameter for name in names):
         _update_masters(backward, masters, dict(zip(names, grads, strict=True)), factor)
     else:
         _update_plain(backward, dict(zip(names, grads, strict=True)), factor)
     return parameters
+
+
+def _update_on_disk(backward: Backward, disk: DiskState, grads: Mapping[str, Tensor], factor: Tensor | None) -> None:
+    """Update parameters on disk, each while it is in host memory."""
+    optimizer, masters = backward.optimizer, backward.masters
+    scale = 1.0 if factor is None else float(factor)
+    states, written = [], dict[str, Callable[[Staged, Tensor], None]]()
+    for name in grads:
+        parameter = backward.parameters[name]
+        master = None if masters is None else masters.by_parameter.get(id(parameter))
+        backward.allocated_state |= not optimizer.state.get(parameter)
+        if masters is not None and master is not None:
+            group = backward.groups[id(parameter)][1]
+            if not disk.holds(master.remainder):  # of a parameter that was frozen when it went to disk
+                master.remainder = disk.write_home(name, REMAINDER, master.remainder)
+            written[name] = masters.staged_update(optimizer, parameter, group, scale, disk)
+        states.append(OnDisk(name, parameter, optimizer.state[parameter], None if master is None else master.remainder))
+
+    def change(staged: Staged) -> None:
+        if staged.name in written:
+            written[staged.name](staged, grads[staged.name])
+        else:
+            _update_plain(backward, {staged.name: grads[staged.name]}, factor, staged)
+
+    disk.update(states, change)
 
 
 def _update_masters(backward: Backward, masters: Masters, grads: Mapping[str, Tensor], factor: Tensor | None) -> None:
@@ -121,18 +156,19 @@ def _update_masters(backward: Backward, masters: Masters, grads: Mapping[str, Te
         masters.update(backward.optimizer, parameter, grad, backward.groups[id(parameter)][1], scale)
 
 
-def _update_plain(backward: Backward, grads: Mapping[str, Tensor], factor: Tensor | None) -> None:
-    """Step an optimizer of the same class over stand-ins that share the parameters' memory, version counters and state."""
+def _update_plain(backward: Backward, grads: Mapping[str, Tensor], factor: Tensor | None, staged: Staged | None = None) -> None:
+    """Step an optimizer of the same class over stand-ins that share the parameters' memory, version counters and state; or over
+    one that is ``staged``."""
     optimizer = backward.optimizer
     groups: dict[int, dict[str, Any]] = {}
     state: defaultdict[Tensor, Any] = defaultdict(dict)
     for name, grad in grads.items():
         parameter = backward.parameters[name]
         index, options = backward.groups[id(parameter)]
-        stand_in = parameter.detach()
+        stand_in = parameter.detach() if staged is None else staged.values
         stand_in.grad = grad if factor is None else grad.mul_(factor)
         groups.setdefault(index, {**options, "params": []})["params"].append(stand_in)
-        state[stand_in] = optimizer.state[parameter]
+        state[stand_in] = optimizer.state[parameter] if staged is None else staged.state
         backward.allocated_state |= not state[stand_in]
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__, param_groups=list(groups.values()), state=state)

@@ -31,6 +31,7 @@ from mtcompile.optim.backward_checks import (
     check_step,
 )
 from mtcompile.optim.backward_kernels import KERNELS, Backward
+from mtcompile.optim.disk_state import DiskState
 from mtcompile.optim.master_weights import Masters
 from mtcompile.optim.update_options import UpdateOptions
 from mtcompile.passes.plan import Updates
@@ -47,6 +48,7 @@ class UpdatesInBackward:
         self.options, self.masters, self._drain = options, masters, drain
         self.model = weakref.ref(model)
         self.optimizer: torch.optim.Optimizer | None = None
+        self.disk: DiskState | None = None
         self.steps = 0
         self.stepped = True  # optimizer.step() has been called since the last backward
         self._must_be_loaded: dict[str, str] = {}  # model, optimizer -> why it has to be loaded again
@@ -167,6 +169,7 @@ class UpdatesInBackward:
         self._backward = Backward(
             self.steps + 1, self.options, optimizer, self.masters, parameters, groups, self._threads, self.grad_norm
         )
+        self._backward.disk = self.disk
 
     def end_backward(self) -> None:
         """Note that all updates of the backward are done, or under way."""

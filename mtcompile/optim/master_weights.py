@@ -10,7 +10,7 @@ A write into ``p.data`` moves no counter: a checksum catches it under MT_CHECK=1
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mtcompile import knobs
 from mtcompile.errors import StepError
+from mtcompile.optim.disk_state import DiskState, Staged
 from mtcompile.optim.precision import Precision
 from mtcompile.optim.state_sizes import STATES
 from mtcompile.optim.written_update import class_name, grad_scaling, written_update
@@ -75,6 +76,10 @@ class Masters:
             self._frozen[id(parameter)] = name, parameter, not remainder.any()
             return
         self.by_parameter[id(parameter)] = Master(name, parameter, remainder, parameter._version, _checksum(parameter))
+
+    def trained(self) -> set[int]:
+        """Returns the parameters, by id, that have masters or get them in their next update."""
+        return self.by_parameter.keys() | {key for key, (_, parameter, _) in self._frozen.items() if parameter.requires_grad}
 
     def __iter__(self) -> Iterator[Master]:
         return iter(self.by_parameter.values())
@@ -142,6 +147,11 @@ class Masters:
                 f"{master.name}: its bf16 values were changed through .data, which its fp32 master cannot notice; write to the "
                 "parameter itself under torch.no_grad()"
             )
+
+    def wrote(self, parameter: nn.Parameter) -> None:
+        """Takes note that a parameter on disk and its remainder have been written together."""
+        if (master := self.by_parameter.get(id(parameter))) is not None:
+            self._remember_version(master)
 
     def _remember_version(self, master: Master) -> None:
         master.version, master.checksum = master.parameter._version, _checksum(master.parameter)
@@ -253,6 +263,26 @@ class Masters:
         else:
             device_kernels.apply(update, operands)
         self._remember_version(master)
+
+    def staged_update(
+        self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: Mapping[str, Any], scale: float, disk: DiskState
+    ) -> Callable[[Staged, Tensor], None]:
+        """Returns what updates pieces of one parameter on disk, given each and its gradient; counts its step up."""
+        name, state = self.by_parameter[id(parameter)].name, optimizer.state[parameter]
+        keys = STATES[class_name(optimizer)] if group.get("momentum", 1) else ()
+        update = written_update(optimizer, parameter, group, scale)
+        for key in keys:
+            if state.get(key) is None:
+                state[key] = disk.new_zeros(name, key, parameter, torch.float32)
+
+        def apply(staged: Staged, grad: Tensor) -> None:
+            assert staged.remainder is not None
+            grad = grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
+            states = tuple(staged.state[key] for key in keys) or (torch.empty(staged.values.numel()),)
+            piece = _flat(grad.detach())[staged.start : staged.stop]
+            host_kernels.apply(update, Operands(staged.values, piece, states, staged.remainder))
+
+        return apply
 
     # ------------------------------------------------------------------------------------------ the optimizer's state_dict
 

@@ -132,6 +132,11 @@ def _states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple
     return (*states, "max_exp_avg_sq") if group.get("amsgrad") else states
 
 
+def is_elementwise(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Tells whether an optimizer is of a class of ``STATES``, which treats each element of a parameter by itself."""
+    return type(optimizer) in {getattr(torch.optim, name) for name in STATES}
+
+
 def _tensor_nbytes(entry: Any) -> list[int]:
     """Returns the bytes of each tensor in a parameter's state; counters, of no dimension, are counted elsewhere."""
     if isinstance(entry, Tensor):

@@ -27,9 +27,9 @@ _FINAL_RATE = 0.1  # share of the highest learning rate at the end of the cosine
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """The settings of a training. ``model``: a built-in shape or a Hugging Face config.json; ``data``: files and folders (none:
-    the standard library's sources); ``memory``, ``host``: bytes as text; ``clip``: 0 for no clipping; ``evaluate_every`` and
-    ``save_every``: in steps, 0 for never; ``resume``, ``save``: folders; ``metrics``: a file of JSON lines. The others are
-    ``compile``'s and AdamW's."""
+    the standard library's sources); ``memory``, ``host``, ``disk``: bytes as text; ``clip``: 0 for no clipping;
+    ``evaluate_every`` and ``save_every``: in steps, 0 for never; ``resume``, ``save``: folders; ``metrics``: a file of JSON
+    lines. The others are ``compile``'s and AdamW's."""
 
     model: str
     data: tuple[Path, ...] = ()
@@ -47,6 +47,7 @@ class Recipe:
     run_ahead: bool = False
     memory: str | None = None
     host: str | None = None
+    disk: str | None = None
     device: str | None = None
     evaluate_every: int = 50
     seed: int = 0
@@ -170,6 +171,7 @@ def compiled_model(recipe: Recipe, vocabulary: int) -> tuple[Any, torch.optim.Op
         module.train(),
         memory=recipe.memory,
         host=recipe.host,
+        disk=recipe.disk,
         optimizer=optimizer,
         device=choose(recipe.device).where,
         precision=recipe.precision,

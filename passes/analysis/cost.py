@@ -44,8 +44,9 @@ class Measured:
 class Machine:
     """Speeds of one machine: GB/s of the device's memory, of the link per direction and of the host's memory, dense FLOP/s,
     and the microseconds one operation costs to issue. ``fuses``: its kernels are compiled. ``device_nbytes``: the memory of
-    its device, 0 where it has what it is given. ``measured``: times measured on it, None for none. The defaults are of the
-    emulated device on a small CPU."""
+    its device, 0 where it has what it is given. ``measured``: times measured on it, None for none. Of its disk: GB/s of reads
+    and writes, its bytes, and the bytes that may be written to it in its life, 0 where that is not known. The defaults are
+    of the emulated device on a small CPU."""
 
     name: str = "emulated"
     flops: float = 5e10
@@ -57,12 +58,23 @@ class Machine:
     host_gbps: float = 10.0
     device_nbytes: int = 0
     measured: Measured | None = None
+    disk_read_gbps: float = 1.0
+    disk_write_gbps: float = 0.7
+    disk_nbytes: int = 0
+    disk_rated_nbytes: int = 0
 
     def scale(self, queue: str) -> float:
         return 1.0 if self.measured is None else self.measured.scale.get(queue, 1.0)
 
     def copy_us(self, nbytes: int, queue: str) -> float:
-        return self.scale(queue) * (nbytes / (self.d2h_gbps if queue == "d2h" else self.h2d_gbps) / 1e3)
+        return self.scale(queue) * (nbytes / self._gbps(queue) / 1e3)
+
+    def _gbps(self, queue: str) -> float:
+        if queue == "disk_read":
+            return self.disk_read_gbps
+        if queue == "disk_write":
+            return self.disk_write_gbps
+        return self.d2h_gbps if queue == "d2h" else self.h2d_gbps
 
     def update_us(self, host_nbytes: int, device_nbytes: int, state_copies: float) -> float:
         """The microseconds of an elementwise optimizer's update, by parameter bytes at home in each tier: it reads weight,

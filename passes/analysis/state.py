@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,9 +12,12 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.plan import Plan, Updates
 from mtcompile.passes.step_graph import InputSpec, inputs_of
 from mtcompile.runtime.deps import Waits
+from mtcompile.runtime.disk.requests import whole_blocks
 from mtcompile.runtime.schedule import ALIGNMENT, Instruction, Schedule, placed
 from mtcompile.runtime.sim import clock, period_us
 
+_LINK = ("h2d", "d2h")  # queues of copies, which go through the device's memory
+UPDATE_SETS = 3  # of a parameter on disk and its state: one is read, one updated, one written
 SCALAR_STATE_NBYTES = ALIGNMENT  # step counters of a parameter's optimizer state, on the host wherever the rest is
 
 
@@ -23,7 +27,9 @@ class Budgets:
     parameters. ``state``: its bytes by parameter, where they were measured; then ``state_copies`` is their average.
     ``host_activations``: whether activations may wait on the host. ``reserve``: device bytes that are held beside the
     schedule at all times, such as a generator's state. ``updates``: how parameters are updated in the backward; None: after
-    it, with all gradients kept until then."""
+    it, with all gradients kept until then. ``disk``: None without a disk. ``disk_staging``: bytes of the host that requests to
+    the disk go through. ``disk_updates``: whether weights that train may be on disk, with their state.
+    ``update_piece``: the bytes of a parameter on disk that are updated at a time; 0: all."""
 
     device: int | None = None
     host: int | None = None
@@ -31,6 +37,10 @@ class Budgets:
     host_activations: bool = True
     reserve: int = 0
     updates: Updates | None = None
+    disk: int | None = None
+    disk_staging: int = 0
+    disk_updates: bool = False
+    update_piece: int = 0
     state: Mapping[str, int] | None = None
 
     @property
@@ -41,7 +51,8 @@ class Budgets:
 
     @property
     def nbytes(self) -> dict[str, int | None]:
-        return {"device": self.device, "host": self.host}
+        limits = {"device": self.device, "host": self.host}
+        return limits if self.disk is None else {**limits, "disk": self.disk}
 
 
 NO_LIMITS = Budgets()
@@ -93,21 +104,86 @@ def held_nbytes(step: fx.GraphModule, budgets: Budgets) -> dict[str, int]:
     return {b: nbytes + budgets.grad_copies * trained[b] + state[b] for b, nbytes in param_nbytes(step).items()}
 
 
-def resident_nbytes(held: Mapping[str, int], plan: Plan) -> dict[str, int]:
-    """Persistent bytes per tier. ``held``: by home block, as ``held_nbytes`` returns them."""
-    totals = {"device": 0, "host": 0}
+def on_disk_nbytes(step: fx.GraphModule, budgets: Budgets) -> dict[str, int]:
+    """The bytes that each home block takes when it is on disk: weights and optimizer state. Gradients are not there."""
+    weights, state = weights_on_disk_nbytes(step), state_on_disk_nbytes(step, budgets)
+    return {home: nbytes + state[home] for home, nbytes in weights.items()}
+
+
+def weights_on_disk_nbytes(step: fx.GraphModule, trained: bool = False) -> dict[str, int]:
+    """The bytes that the parameters of each home block take on disk, each in whole blocks of the disk. ``trained``: of those
+    alone that require gradients."""
+    sizes = dict.fromkeys(param_nbytes(step), 0)
+    for spec, node in inputs_of(step):
+        if spec.role == "param" and spec.name in step.meta["homes"] and (is_trained(spec) or not trained):
+            sizes[step.meta["homes"][spec.name]] += whole_blocks(node.meta["nbytes"])
+    return sizes
+
+
+def state_on_disk_nbytes(step: fx.GraphModule, budgets: Budgets) -> dict[str, int]:
+    """The bytes that the optimizer state of each home block takes on disk."""
+    sizes = dict.fromkeys(param_nbytes(step), 0)
+    for spec, node in inputs_of(step):
+        if spec.role == "param" and (home := step.meta["homes"].get(spec.name)) is not None:
+            nbytes = node.meta["nbytes"]
+            sizes[home] += int(whole_blocks(nbytes) * _state_copies(spec, nbytes, budgets))
+    return sizes
+
+
+def _state_copies(spec: InputSpec, nbytes: int, budgets: Budgets) -> float:
+    """A parameter's optimizer state in sizes of the parameter, rounded up where it was measured: on disk, each tensor of it is
+    in whole blocks."""
+    if budgets.state is None:
+        return budgets.state_copies if is_trained(spec) else 0.0
+    return math.ceil(budgets.state.get(spec.name, 0) / max(1, placed(nbytes)))
+
+
+def resident_nbytes(held: Mapping[str, int], plan: Plan, on_disk: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Persistent bytes per tier. ``held``: by home block, as ``held_nbytes`` returns them; ``on_disk``: the same if a block
+    is on disk; None without a disk."""
+    totals = {"device": 0, "host": 0} if on_disk is None else {"device": 0, "host": 0, "disk": 0}
     for block, nbytes in held.items():
-        totals["device" if plan.params(block) == "device" else "host"] += nbytes
+        tier = plan.params(block)
+        if tier == "disk" and on_disk is not None:
+            totals["disk"] += on_disk[block]
+        else:
+            totals["device" if tier == "device" else "host"] += nbytes
     return totals
 
 
 def persistent_nbytes(step: fx.GraphModule, plan: Plan, budgets: Budgets) -> dict[str, int]:
-    """All that is held per tier at all times: ``resident_nbytes``, the reserve, and the step counters of optimizers."""
-    totals = resident_nbytes(held_nbytes(step, budgets), plan)
+    """All that is held per tier at all times: ``state_by_tier``, the reserve, the step counters of optimizers, and what
+    requests to a disk go through."""
+    totals = state_by_tier(step, plan, budgets)
     totals["device"] += budgets.reserve
     counters = sum(is_trained(spec) and spec.name in step.meta["homes"] for spec, _ in inputs_of(step))
     totals["host"] += counters * SCALAR_STATE_NBYTES
+    if budgets.disk is not None and uses_disk(plan):
+        totals["host"] += budgets.disk_staging + update_staging_nbytes(step, plan, budgets)
     return totals
+
+
+def state_by_tier(step: fx.GraphModule, plan: Plan, budgets: Budgets) -> dict[str, int]:
+    """The training state that a plan keeps on each tier."""
+    on_disk = None if budgets.disk is None else on_disk_nbytes(step, budgets)
+    return resident_nbytes(held_nbytes(step, budgets), plan, on_disk)
+
+
+def update_staging_nbytes(step: fx.GraphModule, plan: Plan, budgets: Budgets) -> int:
+    """The bytes of the host that updates of parameters on disk go through: of the largest such parameter and its state, as many
+    sets as are read, updated and written at a time."""
+    homes, largest = step.meta["homes"], 0
+    for spec, node in inputs_of(step):
+        if is_trained(spec) and spec.name in homes and plan.params(homes[spec.name]) == "disk":
+            nbytes = node.meta["nbytes"]
+            piece = whole_blocks(min(nbytes, budgets.update_piece or nbytes))
+            largest = max(largest, int(piece * (1 + _state_copies(spec, nbytes, budgets))))
+    return UPDATE_SETS * largest
+
+
+def uses_disk(plan: Plan) -> bool:
+    """Says whether a plan keeps anything on disk."""
+    return any(decision.choice == "disk" for decision in plan.decisions)
 
 
 def times_us(
@@ -116,7 +192,7 @@ def times_us(
     """Microseconds of forward and backward, and the microseconds that the optimizer's update adds to them. ``waits``: what
     instructions wait for; None: the deps in the schedule. ``trained``: bytes that updates change, by home block. Where updates
     run in the backward, the host works on gradients while others are made, through the memory that copies use too."""
-    copied = sum(i.nbytes for i in schedule.instructions if i.op == "copy")
+    copied = sum(i.nbytes for i in schedule.instructions if i.queue in _LINK)
     contention = machine.contention_us(copied)
     device_nbytes = sum(nbytes for block, nbytes in trained.items() if plan.params(block) == "device")
     host_nbytes = sum(trained.values()) - device_nbytes
@@ -129,7 +205,7 @@ def times_us(
     if not budgets.updates.run_ahead:
         backward = (start for i, start in zip(schedule.instructions, starts, strict=True) if i.phase == "backward")
         overlapped -= min(backward, default=alone)
-        copied = sum(i.nbytes for i in schedule.instructions if i.op == "copy" and i.phase == "backward")
+        copied = sum(i.nbytes for i in schedule.instructions if i.queue in _LINK and i.phase == "backward")
     memory_bound = machine.update_us(host_nbytes, 0, budgets.state_copies) + copied / machine.host_gbps / 1e3 - overlapped
     return alone + contention, max(period_us(schedule, waits) - alone, 0.0, memory_bound)
 

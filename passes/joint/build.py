@@ -36,13 +36,16 @@ class InputHomes:
     """The homes of a step's inputs. ``known``: home by parameter, where earlier programs of the same model have decided it; any
     other parameter is at home in the block that reads it first, or by itself if it is large. ``all_on_device``: every input is
     on the device and no parameter has a home that a plan could move. ``updated``: the parameters that a plan with updates in
-    the backward updates; None: all that have gradients."""
+    the backward updates; None: all that have gradients. ``frozen_apart``: frozen parameters have homes of their own, which have
+    no gradients and no optimizer state."""
 
     known: Mapping[str, str] = field(default_factory=dict)
     all_on_device: bool = False
     updated: Collection[str] | None = None
+    frozen_apart: bool = False
 
 
+FROZEN = ".frozen"  # behind the name of a block: the home of its frozen parameters
 _LARGE = 1 << 28  # bytes from which a parameter has a home of its own: part of a block can stay, and its copies overlap
 ROLE_OF_RESULT = {"output": "output", "grad": "grad", "mutation": "buffer"}  # by an output's kind
 AT_HOME = InputHomes()  # nothing is known yet
@@ -65,7 +68,7 @@ def build(
         region, blocks = assign((like or joint).graph)
     if like is not None:
         region = _cut_alike(joint.graph, like.graph, region)
-    homes = {} if input_homes.all_on_device else _homes(joint, region, blocks, input_homes.known)
+    homes = {} if input_homes.all_on_device else _homes(joint, region, blocks, input_homes)
     if whole:
         region, blocks = {node: (phase, 0) for node, (phase, _) in region.items()}, ("model",)
     ordered = in_order(joint.graph, region)
@@ -116,17 +119,19 @@ def build(
 
 
 def _homes(
-    joint: fx.GraphModule, region: Mapping[fx.Node, RegionId], blocks: Sequence[str], known: Mapping[str, str]
+    joint: fx.GraphModule, region: Mapping[fx.Node, RegionId], blocks: Sequence[str], input_homes: InputHomes
 ) -> dict[str, str]:
     """The home of each parameter that a region reads: the known one, its own name if it is large, or the block of the first
     region that reads it (tied weights have one home)."""
     names = {node: spec.name for spec, node in inputs_of(joint) if spec.role == "param"}
+    frozen = {spec.name for spec in joint.meta["inputs"] if input_homes.frozen_apart and not spec.differentiable}
     homes: dict[str, str] = {}
     for rid, nodes in in_order(joint.graph, region):
         for operand in _externals(nodes, rid, region):
             if name := names.get(operand):
                 alone = span_nbytes(operand.meta["val"]) >= _LARGE and name not in blocks
-                homes.setdefault(name, known.get(name, name if alone else blocks[rid[1]]))
+                block = name if alone else blocks[rid[1]] + (FROZEN if name in frozen else "")
+                homes.setdefault(name, input_homes.known.get(name, block))
     return homes
 
 

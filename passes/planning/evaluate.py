@@ -8,7 +8,8 @@ from dataclasses import replace
 from torch import fx
 
 from mtcompile.passes import rewrite, rewritten_draft
-from mtcompile.passes.analysis.state import held_nbytes, persistent_nbytes, resident_nbytes, times_us, trained_nbytes
+from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.analysis.state import persistent_nbytes, state_by_tier, times_us, trained_nbytes
 from mtcompile.passes.draft import bundle
 from mtcompile.passes.lower import lower_without_deps
 from mtcompile.passes.plan import Certificate, Plan
@@ -30,7 +31,7 @@ def identity(plan: Plan) -> bytes:
     """Returns a key that is equal for plans with equal figures: of all that they decide, in any order, without reasons. It is a
     digest, as plans of large models make hundreds of decisions."""
     first = {(d.kind, d.subject): (d.choice, d.values) for d in reversed(plan.decisions)}  # as ``Plan.find``
-    everything = sorted(first.items()), plan.lookahead, plan.span, plan.updates, plan.narrow
+    everything = sorted(first.items()), plan.lookahead, plan.span, plan.updates, plan.narrow, plan.disk_lookahead
     return hashlib.blake2b(repr(everything).encode(), digest_size=16).digest()
 
 
@@ -45,15 +46,29 @@ def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, cert
     busy["update"] = candidate.plan.update_us
     limits = problem.budgets.nbytes
     plan = replace(
-        candidate.plan,
+        _with_traffic(candidate.plan, schedule, problem.machine),
         budget_bytes=limits,
         minimum_device_bytes=minimum,
-        state_bytes=sum(resident_nbytes(held_nbytes(problem.step, problem.budgets), candidate.plan).values()),
+        state_bytes=sum(state_by_tier(problem.step, candidate.plan, problem.budgets).values()),
         certificate=certificate,
         limiting_resource=max(busy, key=lambda resource: busy[resource]),
     )
     stated = {tier: nbytes for tier, nbytes in limits.items() if nbytes is not None}
     return Planned(plan, step, replace(schedule, budget_nbytes=stated))
+
+
+def _with_traffic(plan: Plan, schedule: Schedule, machine: Machine) -> Plan:
+    """Returns the plan with the bytes that a step moves from and to a disk, and what these writes do to it."""
+    read, written = (sum(i.nbytes for i in schedule.instructions if i.queue == q) for q in ("disk_read", "disk_write"))
+    if plan.updates is not None:
+        versions = (b.nbytes for b in schedule.buffers.values() if b.version_of and b.tier == "disk")
+        updated = int(sum(versions) * (1 + plan.updates.state_copies))
+        read, written = read + updated, written + updated
+    if not read and not written:
+        return plan
+    per_day = written * 86_400e6 / plan.total_us if plan.total_us else 0.0
+    days = machine.disk_rated_nbytes / per_day if per_day and machine.disk_rated_nbytes else None
+    return replace(plan, disk_read_bytes=read, disk_write_bytes=written, disk_days=days)
 
 
 def _with_figures(problem: PlanningProblem, plan: Plan, schedule: Schedule, waiting: Waits | None) -> Plan:

@@ -7,31 +7,35 @@ from torch import fx
 
 from mtcompile.passes.insert import add_move
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.step_graph import is_region, offload, placeholders, prefetch, regions, results
+from mtcompile.passes.step_graph import is_region, offload, placeholders, prefetch, read, regions, results
 
 
 def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-    """Puts before each region one prefetch per home block of the host values it reads (parameters, buffers, inputs).
+    """Puts before each region one prefetch per home block of the host values it reads (parameters, buffers, inputs), and one
+    read before the prefetch of what is on disk.
 
     Parameters whose home is the device are marked so and read in place.
     """
     homes = step.meta["homes"]
     for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
         home = homes.get(spec.name)  # none: nothing that counts reads it
-        if spec.role == "param" and home is not None and plan.params(home) == "device":
-            node.meta["tier"] = "device"
+        if spec.role == "param" and home is not None and (tier := plan.params(home)) in ("device", "disk"):
+            node.meta["tier"] = tier
     order = regions(step)
     for position, region in enumerate(order):
         groups: dict[str, list[fx.Node]] = {}
         for operand in region.all_input_nodes:
-            if operand.op == "placeholder" and operand.meta["tier"] == "host":
+            if operand.op == "placeholder" and operand.meta["tier"] != "device":
                 home = homes.get(operand.meta["name"], "")
                 groups.setdefault(home, []).append(operand)
         for home, values in groups.items():
-            before = _issue_point(order, position, plan.lookahead)
-            with step.graph.inserting_before(before):
-                name = f"fetch_{home.replace('.', '_') or 'inputs'}"
-                moved = add_move(step.graph, prefetch, values, region.meta["phase"], region.meta["block"], name)
+            name, about = home.replace(".", "_") or "inputs", (region.meta["phase"], region.meta["block"])
+            at_home = values
+            if values[0].meta["tier"] == "disk":
+                with step.graph.inserting_before(_issue_point(order, position, plan.lookahead + plan.disk_lookahead)):
+                    at_home = add_move(step.graph, read, values, *about, f"read_{name}")
+            with step.graph.inserting_before(_issue_point(order, position, plan.lookahead)):
+                moved = add_move(step.graph, prefetch, at_home, *about, f"fetch_{name}")
             for value, arrived in zip(values, moved, strict=True):
                 region.replace_input_with(value, arrived)
     return step
@@ -101,7 +105,7 @@ def offload_gradients(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     leaving: dict[fx.Node, dict[str, list[int]]] = {}  # region -> home -> positions of its results among the outputs
     for position, (spec, value) in enumerate(zip(specs, values, strict=True)):
         home = inputs[spec.index].meta["tier"] if spec.kind != "output" else "device"
-        if spec.kind != "output" and home == "host":
+        if spec.kind != "output" and home != "device":
             leaving.setdefault(value.args[0], {}).setdefault(homes.get(spec.name, ""), []).append(position)
     for region, by_home in leaving.items():
         behind = results(region)[-1].next

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mtcompile.runtime.devices.arena import Layout, arena, layout_of, same_strides, span_nbytes, view
+from mtcompile.runtime.disk.store import DiskStore
 from mtcompile.runtime.schedule import ALIGNMENT, Queue, Schedule, Tier, gib
 
 POISON = 0xFF  # every float type reads NaN, every index far out of range
@@ -50,6 +51,9 @@ class CpuMemory:
         self.views = {} if views is None else views
         self.tensors: dict[str, torch.Tensor] = {}
         self.live = 0  # pooled bytes that are reserved
+        self.disk: DiskStore | None = None  # of homes on disk
+        self.home_names: Mapping[str, str] = {}  # of homes, as the user knows them
+        self.verified = False  # compare what is read from disk with its checksums
         limit = schedule.peak_nbytes.get("device", 0)
         self.free_nbytes = limit - schedule.arena_nbytes.get("device", 0) - schedule.resident_nbytes.get("device", 0)
 
@@ -103,6 +107,22 @@ class CpuMemory:
                 self.tensors[write] = source  # such as data[5:10]: the bits of some kernels depend on the address
             else:
                 ctypes.memmove(target.data_ptr(), source.data_ptr(), span_nbytes(source))
+
+    def transfer(self, reads: Sequence[str], writes: Sequence[str]) -> None:
+        to_disk = self.schedule.buffers[writes[0]].tier == "disk"
+        assert self.disk is not None, "whoever binds homes on disk binds their store"
+        moves = []
+        for read, write, (target, source) in zip(reads, writes, self._pairs(reads, writes), strict=True):
+            memory, home = (source, target) if to_disk else (target, source)
+            if self.disk.place_of(home.data_ptr()) is None:  # the user has given the parameter memory of its own
+                ctypes.memmove(target.data_ptr(), source.data_ptr(), span_nbytes(source))
+            elif nbytes := span_nbytes(source):
+                name = write if to_disk else read
+                moves.append((memory.data_ptr(), home.data_ptr(), nbytes, self.home_names.get(name, name)))
+        if to_disk:
+            self.disk.write(moves)
+        else:
+            self.disk.read(moves, self.check or self.verified)
 
     def _pairs(self, reads: Sequence[str], writes: Sequence[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the (target, source) pairs of a copy. Raises RuntimeError where their layouts differ."""

@@ -21,7 +21,7 @@ from mtcompile.runtime.devices.arena import arena, span_nbytes
 from mtcompile.runtime.devices.cpu import POISON, CpuMemory
 from mtcompile.runtime.devices.cuda_driver import Api
 from mtcompile.runtime.devices.pinned import NotPinned, Staging
-from mtcompile.runtime.schedule import HOST_AWAITS, PLACEMENT, Queue, Tier
+from mtcompile.runtime.schedule import HOST_AWAITS, HOST_QUEUES, PLACEMENT, Queue, Tier
 from mtcompile.runtime.trace import Record
 
 _COPYING: tuple[Queue, ...] = ("h2d", "d2h")
@@ -68,24 +68,24 @@ class Fence:
 
     @contextlib.contextmanager
     def on(self, queue: Queue) -> Iterator[None]:
-        """Issue to the queue's stream. Queue host waits for the copies of earlier phases first: it touches the host's memory as
-        soon as it runs, and an earlier forward, dropped or not, ended without waiting for its copies home."""
-        if queue == "host":
+        """Issue to the queue's stream. The host's queues wait for the copies of earlier phases first: they touch the host's
+        memory as soon as they run, and an earlier forward, dropped or not, ended without waiting for its copies."""
+        if queue in HOST_QUEUES:
             for end in self.earlier:
                 self.api.block(end)
         with self.api.use(self.streams[queue]) if queue in _COPYING else contextlib.nullcontext():
             yield
 
     def wait(self, queue: Queue, index: int) -> None:
-        """Make ``queue`` wait for an event. Queue host is a thread and blocks; what waits for it is issued once it has run."""
+        """Make ``queue`` wait for an event. The host's queues are threads and block; what waits for them is issued after."""
         event = self.events[index]
-        if event is not None and queue == "host":
+        if event is not None and queue in HOST_QUEUES:
             self.api.block(event)
         elif event is not None:
             self.api.wait(self.streams[queue], event)
 
     def signal(self, queue: Queue, index: int) -> None:
-        self.events[index] = self._mark(self.streams[queue]) if queue != "host" else None
+        self.events[index] = self._mark(self.streams[queue]) if queue not in HOST_QUEUES else None
 
     def end(self, queues: Iterable[Queue], failed: bool) -> None:
         """Drain all queues into the compute stream. The host waits for the visible ones, or for all after an error, since a

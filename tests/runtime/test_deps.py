@@ -48,7 +48,7 @@ def any_schedule(draw: st.DrawFn) -> Schedule:
             buffers[f"b{k}"] = Buffer(f"b{k}", f"v{k}", tier, "home", 64, "param")
     names = st.lists(st.sampled_from(sorted(buffers)), max_size=2).map(tuple)
     rows = [
-        Instruction("run", draw(st.sampled_from(QUEUES[:4])), "forward", draw(names), draw(names))
+        Instruction("run", draw(st.sampled_from(QUEUES[:3])), "forward", draw(names), draw(names))
         for _ in range(draw(st.integers(1, 14)))
     ]
     cut = draw(st.integers(0, len(rows)))

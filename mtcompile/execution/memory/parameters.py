@@ -7,10 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
+from mtcompile import knobs
 from mtcompile.errors import MtcompileError, StepError
 from mtcompile.passes.step_graph import span_nbytes
 from mtcompile.runtime.devices.arena import Layout, layout_of, part, view
 from mtcompile.runtime.devices.protocol import Device
+from mtcompile.runtime.disk.requests import whole_blocks
+from mtcompile.runtime.disk.store import DiskStore
 from mtcompile.runtime.schedule import placed
 from mtcompile.torch_private import shares_storage, storage_holders, storage_id
 
@@ -19,6 +22,7 @@ from mtcompile.torch_private import shares_storage, storage_holders, storage_id
 class ParameterPlace:
     """One parameter's place. ``home``: its bytes in its block's slab, ``offset`` bytes from the start; None for a parameter
     that has stayed in the user's memory from the start. ``pointer``: the address of its data, at home or in the user's memory.
+    ``version``: of a parameter on disk, its version counter when its checksums were taken.
     """
 
     parameter: torch.nn.Parameter
@@ -26,6 +30,8 @@ class ParameterPlace:
     home: torch.Tensor | None
     offset: int
     pointer: int
+    name: str = ""
+    version: int = -1
 
 
 @dataclass(slots=True)
@@ -42,9 +48,10 @@ class ParameterStore:
     A parameter moves into its block's slab only if nothing else holds its memory. If other tensors share it (weights tied by
     storage, buffers that are views, backups of ``p.data``), it stays where it is, on the host: they go on seeing each other.
 
-    ``moved``: called with a parameter that has moved to another device, so that its state can follow. ``replaced``: called with
-    a parameter whose ``.data`` was replaced, and with its new values. ``version``: counts decisions that invalidate earlier
-    plans. ``provisional``: True while the homes are those of a model that has not been planned for training.
+    ``moved``: called with a parameter that has moved to another device, so that its state can follow. ``to_disk``: the same of
+    disk. ``replaced``: called with a parameter whose ``.data`` was replaced, and with its new values. ``version``: counts
+    decisions that invalidate earlier plans. ``provisional``: True while the homes are those of a model that no program has been
+    planned for.
     """
 
     def __init__(
@@ -58,6 +65,8 @@ class ParameterStore:
         self.slabs: dict[str, Slab] = {}  # by block
         self.version = 0
         self.provisional = False
+        self.disk: DiskStore | None = None
+        self.to_disk: Callable[[str, torch.nn.Parameter], None] = lambda name, parameter: None
         self._gradients: list[tuple[torch.Tensor, int]] = []  # slab, and its number of holders when only this list holds it
 
     @property
@@ -68,6 +77,13 @@ class ParameterStore:
     def blocks(self) -> dict[str, str]:
         """Returns parameter -> home block."""
         return {name: place.block for name, place in self.places.items()}
+
+    def held_on_disk_nbytes(self) -> int:
+        """Returns the bytes of the parameters that are on disk now."""
+        if self.disk is None:
+            return 0
+        at_home = (place.parameter for place in self.places.values() if self.disk.place_of(place.pointer) is not None)
+        return sum(parameter.nbytes for parameter in at_home)
 
     def adopt(self, blocks: Mapping[str, str], tiers: Mapping[str, str], parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Moves every named parameter without a home into its block's slab, and every slab to its tier."""
@@ -81,12 +97,12 @@ class ParameterStore:
             offsets, nbytes = {}, 0
             for name in names:
                 if not shares_storage(parameters[name]):
-                    offsets[name] = nbytes
-                    nbytes += placed(span_nbytes(parameters[name].data))
+                    offsets[name], span = nbytes, span_nbytes(parameters[name].data)
+                    nbytes += whole_blocks(span) if tier == "disk" else placed(span)
             self.slabs[block] = Slab(tier, self._memory(tier, nbytes))
             for name in names:
                 parameter = parameters[name]
-                self.places[name] = ParameterPlace(parameter, block, None, 0, parameter.data_ptr())
+                self.places[name] = ParameterPlace(parameter, block, None, 0, parameter.data_ptr(), name)
                 if name in offsets:
                     self._give_home(self.places[name], layout_of(parameter.data), offsets[name])
                     self._move_in(self.places[name])
@@ -110,7 +126,8 @@ class ParameterStore:
         for place in self.places.values():
             if _is_at(place.parameter, place.home):
                 values = place.parameter.data
-                self._replace_data(place.parameter, torch.empty_strided(values.shape, values.stride(), dtype=values.dtype))
+                own = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype)
+                self._point(place.parameter, own.copy_(values))
             place.home = None
         self.places.clear()
         self.slabs.clear()
@@ -118,9 +135,9 @@ class ParameterStore:
         self.provisional = False
 
     def send_home(self) -> None:
-        """Decides that every slab belongs on the host; the next ``adopt`` moves them."""
+        """Decides that every slab on the device belongs on the host; the next ``adopt`` moves them."""
         for slab in self.slabs.values():
-            slab.tier = "host"
+            slab.tier = "host" if slab.tier == "device" else slab.tier
         self.version += 1
 
     def _arrange(self) -> None:
@@ -139,6 +156,9 @@ class ParameterStore:
         return self.device.where if tier == "device" else torch.device("cpu")
 
     def _memory(self, tier: str, nbytes: int) -> torch.Tensor:
+        if tier == "disk":
+            assert self.disk is not None, "whoever plans for a disk opens its store"
+            return torch.frombuffer(self.disk.map(nbytes), dtype=torch.uint8)
         where = self._where(tier)
         return self.device.arena("host" if where.type == "cpu" else "device", nbytes)  # type: ignore[no-any-return]
 
@@ -149,13 +169,21 @@ class ParameterStore:
 
     def _move_in(self, place: ParameterPlace) -> None:
         """Moves a parameter's values home."""
-        assert place.home is not None
-        self._replace_data(place.parameter, place.home)
-        place.pointer = place.home.data_ptr()
+        parameter, home = place.parameter, place.home
+        assert home is not None
+        if self.slabs[place.block].tier == "disk" and self.disk is not None:
+            values = parameter.data.cpu()
+            self.disk.write([(values.data_ptr(), home.data_ptr(), span_nbytes(values), place.name)])
+            place.version = parameter._version
+        else:
+            home.copy_(parameter.data)
+        self._point(parameter, home)
+        place.pointer = home.data_ptr()
+        if self.slabs[place.block].tier == "disk":
+            self.to_disk(place.name, parameter)
 
-    def _replace_data(self, parameter: torch.nn.Parameter, memory: torch.Tensor) -> None:
-        """Moves a parameter's values to ``memory``."""
-        memory.copy_(parameter.data)
+    def _point(self, parameter: torch.nn.Parameter, memory: torch.Tensor) -> None:
+        """Lets a parameter be the values that ``memory`` has."""
         grad = parameter.grad
         if grad is not None and grad.device != memory.device:
             parameter.grad = None  # a gradient must be on its parameter's device; put back below
@@ -169,7 +197,10 @@ class ParameterStore:
         """Takes a replaced ``p.data`` or a replaced Parameter: its values move home, unless another tensor shares its memory or
         that of the home. Then the parameter stays in the memory that the user gave it."""
         place = self.places.get(name)
-        if place is None or (place.parameter is parameter and parameter.data_ptr() == place.pointer):
+        if place is None:
+            return
+        if place.parameter is parameter and parameter.data_ptr() == place.pointer:
+            self._note_writes(place)
             return
         values, earlier, place.parameter = parameter.data, place.parameter, parameter
         wanted = self._where(self.slabs[place.block].tier)
@@ -184,6 +215,18 @@ class ParameterStore:
                 "where the plan keeps it. Copy the values instead: p.data.copy_(values)"
             )
         self.replaced(parameter, values)
+
+    def wrote(self, name: str) -> None:
+        """Takes note that a parameter on disk has been written with its checksums."""
+        self.places[name].version = self.places[name].parameter._version
+
+    def _note_writes(self, place: ParameterPlace) -> None:
+        """Takes the checksum of a parameter on disk that the user has written to since the last look."""
+        version = place.parameter._version
+        verified = knobs.check() or knobs.disk_check()
+        if version != place.version and verified and self.disk is not None and self.disk.place_of(place.pointer) is not None:
+            self.disk.note(place.pointer, span_nbytes(place.parameter.data), place.name)
+            place.version = version
 
     def _may_move_in(self, place: ParameterPlace, earlier: torch.nn.Parameter) -> bool:
         if place.home is None or shares_storage(place.parameter, 2) or layout_of(place.parameter.data) != layout_of(place.home):

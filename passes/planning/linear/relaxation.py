@@ -92,7 +92,7 @@ def _place_homes(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms:
         # Updates on the device run beside a block's other work, held ones last of all: only all blocks together count them.
         terms.loads["compute", "backward"].append(Load(-1, high, {variable: -cost.device_update_us}, cost.device_update_us))
         terms.held["device"][variable] -= held[home]
-        terms.held["host"][variable] += held[home]
+        terms.held["host"][variable] += 0 if problem.fixed_homes.get(home) == "disk" else held[home]
 
 
 def _places(places: Sequence[tuple[int, int, int]], values: Any) -> tuple[float, float]:

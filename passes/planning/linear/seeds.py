@@ -83,6 +83,8 @@ def rounded(relaxed: Relaxed, base: Plan, blocks: Sequence[Block], sizes: Mappin
     values live shortest, keep most."""
     decisions = []
     for home, share in relaxed.resident.items():
+        if base.params(home) == "disk":
+            continue
         decisions.append(Decision("params", home, "device" if share > 0.5 else "host", sizes[home], _WHY))
     alike: dict[int, list[Block]] = defaultdict(list)
     for block in blocks:

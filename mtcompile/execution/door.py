@@ -1,0 +1,80 @@
+"""The door to a session: what differs between the two ways in, a compiled model and torch.compile's graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from mtcompile.execution.compiled import Frame
+from mtcompile.execution.placement import RunnablePlacement
+
+
+class Door(RunnablePlacement, Protocol):
+    """The differences between the two ways into a session: a compiled model, and torch.compile's graphs. What is written out
+    here suits parameters and gradients that are the caller's."""
+
+    def plan_key(self) -> Hashable:
+        """Returns a key of whatever else a plan depends on and may change between calls."""
+        return None
+
+    def waits_together(self) -> bool:
+        """Tells whether forwards that wait at the same time need a plan under which all of them fit. Otherwise a forward that
+        finds no room evicts the others, which run again before their backward."""
+        return False
+
+    sent_nbytes: int = 0  # device bytes of the arguments that the current call has sent there
+
+    def before_planning(self) -> None:
+        """Called before a step is planned."""
+        return
+
+    def place_for_calls(self, tier: str) -> None:
+        """Gives parameters a place of their own on ``tier`` before any training, if they may be there."""
+        return
+
+    def weights_nbytes(self) -> int:
+        """Returns the bytes that all parameters take at home."""
+        return 0
+
+    def before_forward(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Raises StepError if a training forward with these inputs, by name, cannot start now."""
+        return
+
+    def before_backward(self, keeps: bool) -> None:
+        """Raises StepError if a backward that ``keeps`` the graph for another one cannot run."""
+        return
+
+    def backward(self, node: Any, frame: Frame, tangents: Sequence[torch.Tensor | None]) -> AbstractContextManager[None]:
+        """Surrounds a backward. ``node``: its node in autograd's graph. Raises StepError if it cannot start."""
+        return nullcontext()
+
+    def before_accumulation(self, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Called before autograd adds gradients to existing ones."""
+        return
+
+    def send_residents_home(self) -> None:
+        """Sends parameters on the device to the host, where that may be done now."""
+        return
+
+    def updates_failed(self) -> None:
+        """Called when updates that the last backward left to run have failed."""
+        return
+
+    def optimizer_state_was_made(self) -> bool:
+        """Tells whether the last backward allocated optimizer state."""
+        return False
+
+    def state_nbytes(self) -> dict[str, int]:
+        """Returns the current bytes of weights, masters, gradients and optimizer state, by name."""
+        return {}
+
+    def on_disk_nbytes(self) -> int:
+        """Returns the bytes of these that are on disk."""
+        return 0
+
+    def disk_staging_nbytes(self) -> int:
+        """Returns the host bytes that go with a disk."""
+        return 0

@@ -1,0 +1,239 @@
+"""Weights that train on disk, with their optimizer state and remainders: read, updated and written back, a parameter at a time.
+
+    reads     p0 | p1 | p2 | ...
+    updates        p0 | p1 | ...
+    writes              p0 | ...
+
+A parameter and its state pass through a set of host memory, of which there are ``UPDATE_SETS``. What an update reads and writes
+is that memory, with the layout of the parameter, so its bits are those of an update at home.
+"""
+
+from __future__ import annotations
+
+import mmap
+import queue
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtcompile.passes.analysis.state import UPDATE_SETS
+from mtcompile.runtime.devices.arena import Layout, layout_of, part, span_nbytes, view
+from mtcompile.runtime.disk.errors import DiskError
+from mtcompile.runtime.disk.requests import whole_blocks
+from mtcompile.runtime.disk.store import DiskStore, Move
+
+PIECE = 1 << 23  # elements that are updated at a time, where the formula does not care
+VALUES, REMAINDER = "", "remainder"  # keys of what is on disk of a parameter beside its optimizer state
+
+
+@dataclass(slots=True)
+class Staged:
+    """A parameter in host memory during its update; with a remainder, its elements ``start`` to ``stop`` in one row. ``state``:
+    its entry in the optimizer, with the tensors there."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    values: Tensor
+    remainder: Tensor | None
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """What belongs to one parameter on disk. ``entry``: its live entry in the optimizer; ``remainder``: of a split master. With
+    a remainder, an update may see a few of its elements at a time, ``start`` to ``stop``: the written formula gives them the
+    same bits."""
+
+    name: str
+    parameter: nn.Parameter
+    entry: MutableMapping[str, Any]
+    remainder: Tensor | None
+    start: int = 0
+    stop: int = 0
+
+    def pieces(self) -> Iterator[OnDisk]:
+        """Yields the parts that are updated one after the other."""
+        count = self.parameter.numel()
+        size = PIECE if self.remainder is not None else max(1, count)
+        for start in range(0, count, size):
+            yield replace(self, start=start, stop=min(count, start + size))
+
+
+class DiskState:
+    """The state on disk of one model's parameters. ``wrote``: called with a parameter whose values have been written.
+    ``verified``: tells whether to compare what is read with its checksums."""
+
+    def __init__(self, store: DiskStore, wrote: Callable[[str], None], verified: Callable[[], bool]) -> None:
+        self.store, self._wrote, self._verified = store, wrote, verified
+        self._homes: dict[tuple[str, str], Tensor] = {}  # by the parameter's name and the key
+        self._versions: dict[tuple[str, str], int] = {}  # of the homes when their checksums were taken
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def staging_nbytes(self) -> int:
+        return self._memory.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of optimizer state and remainders that are on disk."""
+        return sum(home.nbytes for home in self._homes.values())
+
+    def make_room(self, nbytes: int) -> None:
+        """Allocates the host memory that updates go through."""
+        if nbytes > self.staging_nbytes:
+            self._memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)  # page-aligned, as disks want it
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Tells whether a tensor is on disk."""
+        return self.store.place_of(tensor.data_ptr()) is not None
+
+    def take(self, state: OnDisk) -> Tensor | None:
+        """Sends the state of a parameter that is on disk now after it. Returns its remainder there."""
+        for key, value in state.entry.items():
+            if self._goes(value, state.parameter):
+                state.entry[key] = self.write_home(state.name, key, value)
+        return None if state.remainder is None else self.write_home(state.name, REMAINDER, state.remainder)
+
+    def new_zeros(self, name: str, key: str, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Makes a home on disk, as ``like`` but for its dtype. A part of a file that was never written reads as zeros."""
+        layout = Layout(dtype, tuple(like.shape), tuple(like.stride()))
+        home = self._home(name, key, layout)
+        if self._verified():
+            self.store.note(home.data_ptr(), span_nbytes(home), _title(name, key))
+        return home
+
+    def update(self, parameters: Sequence[OnDisk], change: Callable[[Staged], None]) -> None:
+        """Calls ``change`` with each parameter, or each piece of it, in host memory, in order, and writes it back. Raises
+        DiskError."""
+        states = [piece for parameter in parameters for piece in parameter.pieces()]
+        sets: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        size = self.staging_nbytes // UPDATE_SETS
+        for index in range(UPDATE_SETS):
+            sets.put(index * size)
+
+        def read(state: OnDisk) -> tuple[int, Staged]:
+            start = sets.get()
+            if start is None:
+                raise DiskError(f"{state.name}: not read, as another one failed")
+            return start, self._read(state, start)
+
+        def write(state: OnDisk, start: int, staged: Staged) -> None:
+            self._write(state, staged)
+            sets.put(start)
+
+        futures: list[Future[Any]] = []
+        with ThreadPoolExecutor(1, "mtcompile-disk-in") as reader, ThreadPoolExecutor(1, "mtcompile-disk-out") as writer:
+            try:
+                reads = [reader.submit(read, state) for state in states]
+                futures += reads
+                for state, arriving in zip(states, reads, strict=True):
+                    while not arriving.done():  # a write that failed gives no set back
+                        wait((arriving,), timeout=0.05)
+                        _raise_failed(futures)
+                    start, staged = arriving.result()
+                    change(staged)
+                    futures.append(writer.submit(write, state, start, staged))
+                for future in futures:
+                    future.result()
+            finally:
+                for future in futures:
+                    future.cancel()
+                for _ in states:
+                    sets.put(None)
+
+    def _read(self, state: OnDisk, start: int) -> Staged:
+        moves: list[Move] = []
+        end = start + self.staging_nbytes // UPDATE_SETS
+
+        def arriving(key: str, whole: Tensor) -> Tensor:
+            nonlocal start
+            home = _part(state, whole)
+            tensor = view(self._memory, start, layout_of(home))
+            start += whole_blocks(span_nbytes(home))
+            if start > end:
+                raise DiskError(
+                    f"{state.name}: expected state of {self.staging_nbytes // UPDATE_SETS} bytes at most, found more"
+                )
+            if not self.holds(home):  # such as after load_state_dict
+                tensor.copy_(home)
+            elif nbytes := span_nbytes(home):
+                if self._verified() and whole._version != self._versions.get((state.name, key), whole._version):
+                    self.store.note(home.data_ptr(), nbytes, state.name)
+                moves.append((tensor.data_ptr(), home.data_ptr(), nbytes, _title(state.name, key)))
+            return tensor
+
+        values = arriving(VALUES, state.parameter.detach())
+        remainder = None if state.remainder is None else arriving(REMAINDER, state.remainder)
+        entry = {k: arriving(k, v) if self._goes(v, state.parameter) else v for k, v in state.entry.items()}
+        self.store.read(moves, self._verified())
+        return Staged(state.name, state.parameter, state.start, state.stop, values, remainder, entry)
+
+    def _write(self, state: OnDisk, staged: Staged) -> None:
+        if state.remainder is not None and staged.remainder is not None:
+            for key, value in staged.state.items():
+                if isinstance(home := state.entry.get(key), Tensor) and self._goes(home, state.parameter):
+                    self._write_to(state.name, key, self._there(state, key, home), value, state)
+            self._write_to(state.name, REMAINDER, state.remainder, staged.remainder, state)
+        else:
+            for key, value in staged.state.items():
+                goes = self._goes(value, state.parameter)
+                state.entry[key] = self.write_home(state.name, key, value) if goes else value
+        self._write_to(state.name, VALUES, state.parameter.detach(), staged.values, state)
+        if state.stop == state.parameter.numel():
+            torch.autograd.graph.increment_version(state.parameter)
+            self._wrote(state.name)
+
+    def _there(self, state: OnDisk, key: str, value: Tensor) -> Tensor:
+        """Returns the home on disk of a tensor that may be elsewhere, such as after load_state_dict; all of it is there
+        then."""
+        if not self.holds(value):
+            value = state.entry[key] = self.write_home(state.name, key, value)
+        return value
+
+    def _goes(self, value: Any, parameter: Tensor) -> bool:
+        """Tells whether an entry of an optimizer goes where its parameter is: what is as large, not a step counter."""
+        return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == parameter.numel()
+
+    def write_home(self, name: str, key: str, value: Tensor) -> Tensor:
+        """Writes a tensor to its home on disk, which is made for it the first time. Returns it as it is there."""
+        home = self._home(name, key, layout_of(value))
+        if value is not home:
+            self._write_to(name, key, home, value)
+        return home
+
+    def _home(self, name: str, key: str, layout: Layout) -> Tensor:
+        home = self._homes.get((name, key))
+        if home is None or layout_of(home) != layout:
+            like = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device="meta")
+            memory = torch.frombuffer(self.store.map(span_nbytes(like)), dtype=torch.uint8)
+            home = self._homes[name, key] = part(memory, 0, layout)
+        return home
+
+    def _write_to(self, name: str, key: str, home: Tensor, value: Tensor, state: OnDisk | None = None) -> None:
+        target = home if state is None else _part(state, home)
+        if nbytes := span_nbytes(value):
+            self.store.write([(value.data_ptr(), target.data_ptr(), nbytes, _title(name, key))])
+        self._versions[name, key] = home._version
+
+
+def _part(state: OnDisk, whole: Tensor) -> Tensor:
+    """Returns the elements of one piece, in one row, or all of what is updated at once."""
+    if state.remainder is None:
+        return whole
+    return whole.as_strided((state.stop - state.start,), (1,), whole.storage_offset() + state.start)
+
+
+def _title(name: str, key: str) -> str:
+    return f"{key} of {name}" if key else name
+
+
+def _raise_failed(futures: Sequence[Future[Any]]) -> None:
+    for future in futures:
+        if future.done():
+            future.result()

@@ -1,0 +1,226 @@
+"""Sends homes to disk, as few as the host's budget needs, and chooses among a few ways to by simulated time.
+
+What fits the host does not move. Of what may move, equal homes are spread evenly over the step, so that a read hides behind the
+blocks in between. Frozen weights go first: they are read every step and never written. Weights that train, with their state,
+follow only where updates run in the backward, a parameter at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from mtcompile.passes.analysis.state import (
+    held_nbytes,
+    on_disk_nbytes,
+    param_nbytes,
+    persistent_nbytes,
+    trained_nbytes,
+    update_staging_nbytes,
+)
+from mtcompile.passes.draft import draft_of
+from mtcompile.passes.plan import Decision, Plan
+from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.evaluate import completed, evaluate
+from mtcompile.passes.planning.frontier import fits
+from mtcompile.passes.planning.ladders import decided
+from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
+from mtcompile.runtime.schedule import Schedule, gib
+
+_AHEAD = (0, 1, 2, 4, 8)  # regions that a read may be ahead of its prefetch
+Find = Callable[[PlanningProblem], tuple[PlanningProblem, Planned]]
+
+
+def within_disk(
+    problem: PlanningProblem, find: Find, roomy: Callable[[Schedule], bool] = lambda schedule: True
+) -> tuple[PlanningProblem, Planned]:
+    """Returns the problem, with the homes on disk that its plan needs there, and its plan. ``find``: plans a problem, whose
+    device budget it may lower, or raises DoesNotFit, as this does. ``roomy``: tells whether a schedule leaves enough room for
+    others beside it."""
+    budgets = problem.budgets
+    if budgets.disk is None:
+        return find(problem)
+    sent: tuple[str, ...] = ()
+    frozen, trained = _may_move(problem)
+    missing, order = 0, [*_evenly(frozen), *_evenly(trained)]
+    while True:
+        fixed = _with_homes(problem, sent)
+        if (short := _surely_short(fixed)) > 0 and len(sent) < len(order):
+            missing += short
+            sent = _more(problem, order, sent, missing)
+            continue
+        try:
+            part, planned = find(fixed)
+            return _fastest(part, planned, replace(problem, budgets=part.budgets), sent, roomy)
+        except DoesNotFit as error:
+            if error.tier != "host" or budgets.host is None:
+                raise
+            missing += error.minimum - budgets.host
+            if len(sent) == len(order):
+                raise DoesNotFit("host", error.minimum, _causes(problem, sent, error)) from None
+        sent = _more(problem, order, sent, missing)
+
+
+def _more(problem: PlanningProblem, order: Sequence[str], sent: Sequence[str], missing: int) -> tuple[str, ...]:
+    """The first homes that free the ``missing`` bytes of the host, at least one more than were ``sent``. Raises DoesNotFit if
+    they do not fit the disk."""
+    homes = tuple(order[: max(len(sent) + 1, len(_fewest(problem, order, missing + problem.budgets.disk_staging)))])
+    _check_room(_with_homes(problem, homes))
+    return homes
+
+
+def _surely_short(problem: PlanningProblem) -> int:
+    """The bytes that the host lacks even if the device held nothing but training state."""
+    budgets, base = problem.budgets, decided(problem, param_nbytes(problem.step))
+    if budgets.host is None or budgets.device is None:
+        return 0
+    return persistent_nbytes(problem.step, base, budgets)["host"] - budgets.device - budgets.host
+
+
+def _may_move(problem: PlanningProblem) -> tuple[list[str], list[str]]:
+    """The homes that may go to disk, in the order of the step: the frozen ones, and those that train."""
+    free = [h for h in dict.fromkeys(problem.step.meta["homes"].values()) if h not in problem.fixed_homes]
+    nbytes = trained_nbytes(problem.step)
+    trained = [home for home in free if nbytes.get(home)] if problem.budgets.disk_updates else []
+    return [home for home in free if not nbytes.get(home)], trained
+
+
+def _evenly(homes: Sequence[str]) -> list[str]:
+    """The same homes, so that any first few of them are spread evenly over the step."""
+
+    def halves(low: int, high: int) -> Iterator[list[int]]:
+        level = [(low, high)]
+        while level:
+            middles = [(a + b) // 2 for a, b in level]
+            yield middles
+            level = [part for (a, b), m in zip(level, middles) for part in ((a, m), (m + 1, b)) if part[0] < part[1]]
+
+    return [homes[index] for level in halves(0, len(homes)) for index in level] if homes else []
+
+
+def _fewest(problem: PlanningProblem, order: Sequence[str], nbytes: int) -> list[str]:
+    """The first homes in ``order`` that free so many bytes together, or all."""
+    held, freed, chosen = held_nbytes(problem.step, problem.budgets), 0, list[str]()
+    for home in order:
+        if freed >= nbytes:
+            break
+        chosen.append(home)
+        freed += held[home]
+    return chosen
+
+
+def _with_homes(problem: PlanningProblem, homes: Sequence[str]) -> PlanningProblem:
+    return replace(problem, fixed_homes={**problem.fixed_homes, **dict.fromkeys(homes, "disk")})
+
+
+def _check_room(problem: PlanningProblem) -> None:
+    """Raises DoesNotFit if the homes on disk take more than there may be."""
+    sizes = _taken(problem)
+    needed, limit = sum(sizes.values()), problem.budgets.disk
+    if limit is not None and needed > limit:
+        largest = sorted(sizes.items(), key=lambda row: -row[1])[:3]
+        raise DoesNotFit("disk", needed, tuple((f"state of {home}", nbytes) for home, nbytes in largest))
+
+
+def _taken(problem: PlanningProblem) -> dict[str, int]:
+    """The bytes that each home on disk takes there."""
+    sizes = on_disk_nbytes(problem.step, problem.budgets)
+    return {home: sizes[home] for home, tier in problem.fixed_homes.items() if tier == "disk" and home in sizes}
+
+
+def _causes(problem: PlanningProblem, sent: Sequence[str], error: DoesNotFit) -> tuple[tuple[str, int], ...]:
+    """What the host holds although everything that may go to disk is there."""
+    held, trains = held_nbytes(problem.step, problem.budgets), trained_nbytes(problem.step)
+    trained = sum(nbytes for home, nbytes in held.items() if trains[home] and home not in sent)
+    slots = next((part for part in error.causes if "slots" in part[0]), ("placed slots", 0))
+    plan = Plan(tuple(Decision("params", home, "disk", 0, "") for home in sent))
+    updates = update_staging_nbytes(problem.step, plan, problem.budgets)
+    beside = ("buffers of the disk's requests and updates", problem.budgets.disk_staging + updates)
+    what = "weights that train, with gradients and optimizer state"
+    if not problem.budgets.disk_updates:
+        what += ' (with update="backward" and an elementwise optimizer, they may go to disk)'
+    return tuple(part for part in ((what, trained), beside, slots) if part[1])
+
+
+# ----------------------------------------------------------------------------------------------- how, by simulated time
+
+
+def _fastest(
+    fixed: PlanningProblem, planned: Planned, problem: PlanningProblem, sent: Sequence[str], roomy: Callable[[Schedule], bool]
+) -> tuple[PlanningProblem, Planned]:
+    """Returns the fastest of the plan and its variants: other homes of the same bytes on disk, and reads further ahead."""
+    _check_room(fixed)
+    if "disk" not in fixed.fixed_homes.values():
+        return fixed, planned
+    best = fixed, Candidate(planned.plan, lambda: planned.schedule)
+    draft = draft_of(problem.step)
+    choices = [tuple(sent), *_other_choices(problem, sent)]
+    for homes in choices:
+        varied = _with_homes(problem, homes)
+        for ahead in _AHEAD:
+            plan = _moved(replace(planned.plan, disk_lookahead=ahead), varied, set(sent) - set(homes))
+            candidate = evaluate(varied, draft, plan)
+            better = fits(candidate.plan, problem.budgets) and candidate.plan.total_us < best[1].plan.total_us
+            if better and roomy(candidate.schedule):
+                best = varied, candidate
+    varied, candidate = _on_device(*best, problem, roomy)
+    reasons = _with_reasons(candidate.plan)
+    final = Candidate(reasons, candidate.lowered)
+    minimum = min(planned.plan.minimum_device_bytes, candidate.plan.peak_bytes["device"])
+    # What is on disk takes at least as long as on a host that has room for all of it: so that bound holds here too.
+    bound = None if planned.plan.certificate is None else Candidates(problem).certificate(problem.budgets.device, None)
+    return varied, completed(varied, final, minimum, bound)
+
+
+def _other_choices(problem: PlanningProblem, sent: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """The last, and the first, homes of the step that take as many bytes as those ``sent``."""
+    frozen, trained = _may_move(problem)
+    held, limit = held_nbytes(problem.step, problem.budgets), problem.budgets.disk or 0
+    nbytes = sum(held[home] for home in sent)
+    for order in ((*reversed(frozen), *reversed(trained)), (*frozen, *trained)):
+        homes = tuple(_fewest(problem, order, nbytes))
+        if sent and sum(_taken(_with_homes(problem, homes)).values()) <= limit:
+            yield homes
+
+
+def _on_device(
+    fixed: PlanningProblem, candidate: Candidate, problem: PlanningProblem, roomy: Callable[[Schedule], bool]
+) -> tuple[PlanningProblem, Candidate]:
+    """Takes to the device as many of the homes on disk as still fit there, if that is faster."""
+    trained_first = [home for homes in reversed(_may_move(problem)) for home in _evenly(homes)]
+    order = [home for home in trained_first if fixed.fixed_homes.get(home) == "disk"]
+    draft, best = draft_of(problem.step), (fixed, candidate)
+    low, high = 0, len(order)
+    while low < high:  # the most homes that fit
+        count = (low + high + 1) // 2
+        varied = replace(fixed, fixed_homes={**fixed.fixed_homes, **dict.fromkeys(order[:count], "device")})
+        plan = candidate.plan
+        for home in order[:count]:
+            nbytes = param_nbytes(problem.step)[home]
+            plan = plan.with_decision(Decision("params", home, "device", nbytes, "the device has room for it"))
+        tried = evaluate(varied, draft, plan)
+        if fits(tried.plan, problem.budgets) and roomy(tried.schedule):
+            low = count
+            best = (varied, tried) if tried.plan.total_us < best[1].plan.total_us else best
+        else:
+            high = count - 1
+    return best
+
+
+def _moved(plan: Plan, problem: PlanningProblem, back: set[str]) -> Plan:
+    """Returns the plan with its homes on disk as ``problem`` says; those that come ``back`` are on the host."""
+    decisions = []
+    for decision in plan.decisions:
+        if decision.kind == "params" and problem.fixed_homes.get(decision.subject) == "disk":
+            decision = replace(decision, choice="disk")
+        elif decision.kind == "params" and decision.subject in back:
+            decision = replace(decision, choice="host", reason="the host has room for it")
+        decisions.append(decision)
+    return replace(plan, decisions=tuple(decisions))
+
+
+def _with_reasons(plan: Plan) -> Plan:
+    host = plan.peak_bytes.get("host", 0)
+    why = f"the host holds {gib(host)} without it; read {plan.disk_lookahead} region(s) before it is fetched"
+    decisions = (replace(d, reason=why) if d.kind == "params" and d.choice == "disk" else d for d in plan.decisions)
+    return replace(plan, decisions=tuple(decisions))

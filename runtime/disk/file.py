@@ -1,0 +1,107 @@
+"""The file behind a disk tier. It has a name only while it is being opened: when the process ends, however it ends, the system
+takes its space back, and no other process can come to it.
+
+What a process left that was killed in between, an empty file, goes when the next one opens a file in the same folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtcompile.runtime.disk.errors import DiskError, DiskFull
+
+_PREFIX, _SUFFIX = ".mtcompile-disk-", ".opening"
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptors:
+    """An open file. ``cached``: goes through the page cache, which mappings share. ``direct``: goes past it; the same
+    descriptor where the file system refuses that (``is_direct`` is False)."""
+
+    folder: Path
+    cached: int
+    direct: int
+
+    @property
+    def is_direct(self) -> bool:
+        return self.direct != self.cached
+
+    def close(self) -> None:
+        for number in {self.cached, self.direct}:
+            with contextlib.suppress(OSError):
+                os.close(number)
+
+
+def opened(folder: Path) -> Descriptors:
+    """Opens a new file in ``folder``, which is made if it is not there. Raises DiskError."""
+    if not hasattr(os, "posix_fallocate") or not hasattr(os, "preadv"):
+        raise DiskError(f"disk={folder}: expected a system with posix_fallocate and preadv, such as Linux, found neither")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone(folder):
+            _delete_left(folder)
+            cached, name = tempfile.mkstemp(suffix=_SUFFIX, prefix=_PREFIX, dir=folder)
+            try:
+                direct = _past_the_cache(name)
+            finally:
+                os.unlink(name)
+    except OSError as error:
+        raise DiskError(f"disk={folder}: expected a folder that can be written, found {error.strerror or error}") from error
+    return Descriptors(folder, cached, cached if direct is None else direct)
+
+
+def _past_the_cache(name: str) -> int | None:
+    if not hasattr(os, "O_DIRECT"):
+        return None
+    with contextlib.suppress(OSError):
+        return os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+    return None
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Holds a lock on the folder itself, so that nothing is left of it. Network file systems may have none; there, two
+    processes that open files at one time may hinder each other, which raises."""
+    import fcntl
+
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(number, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(number)
+
+
+def _delete_left(folder: Path) -> None:
+    for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
+        with contextlib.suppress(OSError):
+            if not path.is_symlink() and path.stat().st_uid == os.getuid():
+                path.unlink()
+
+
+def reserve(file: Descriptors, nbytes: int) -> None:
+    """Makes the file at least ``nbytes`` large, all of it with space on the disk. Raises DiskFull; the file is as it was
+    then."""
+    before = os.fstat(file.cached).st_size
+    if nbytes <= before:
+        return
+    try:
+        os.posix_fallocate(file.cached, before, nbytes - before)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.ftruncate(file.cached, before)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise DiskError(f"disk={file.folder}: {nbytes} bytes could not be reserved: {error.strerror}") from error
+        free = shutil.disk_usage(file.folder).free
+        raise DiskFull(
+            f"disk={file.folder}: expected room for {nbytes - before} more bytes, found {free} bytes free ({error.strerror}); "
+            "free space there, name another folder, or give mtcompile more host memory"
+        ) from error

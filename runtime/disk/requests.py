@@ -1,0 +1,143 @@
+"""Requests to one file: cut into pieces, several in flight, each through an aligned buffer unless memory is aligned itself.
+
+Past the page cache, a disk takes multiples of ``BLOCK`` from and to aligned memory only. A piece whose memory is not aligned
+goes through a buffer of its own; so does its last part of a block.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import NamedTuple
+
+from mtcompile.runtime.disk.checksums import Checksums
+from mtcompile.runtime.disk.errors import DiskError, DiskFull
+from mtcompile.runtime.disk.file import Descriptors
+
+BLOCK = 4096  # bytes; where values on disk start, so that no two share a block
+_MEMORY = 512  # bytes; the alignment of memory that disks read and write directly
+
+
+class Transfer(NamedTuple):
+    """``nbytes`` bytes between ``address`` in memory and ``at`` in the file, a multiple of BLOCK. ``name``: for errors."""
+
+    at: int
+    address: int
+    nbytes: int
+    name: str = ""
+
+
+def whole_blocks(nbytes: int) -> int:
+    """Rounds up to what a value takes on disk."""
+    return -(-nbytes // BLOCK) * BLOCK
+
+
+class Requests:
+    """Carries requests to a file. ``chunk``: bytes of one piece, a multiple of BLOCK. ``depth``: pieces in flight."""
+
+    def __init__(self, file: Descriptors, chunk: int, depth: int) -> None:
+        self.file, self.chunk, self.depth = file, chunk, depth
+        self.checksums = Checksums()
+        self._memory = mmap.mmap(-1, chunk * depth)  # page-aligned
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._buffers: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for index in range(depth):
+            self._buffers.put(base + index * chunk)
+        self._pool = ThreadPoolExecutor(depth, thread_name_prefix="mtcompile-disk")
+
+    @property
+    def staging_nbytes(self) -> int:
+        """The host memory of the buffers."""
+        return self.chunk * self.depth
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def read(self, transfers: Sequence[Transfer], verify: bool) -> None:
+        """Reads into memory; ``verify``: compares with the checksums of what was written. Raises DiskError and DiskCorrupt."""
+
+        def one(piece: Transfer, buffer: int) -> None:
+            self._read(piece, buffer)
+            if verify:
+                self.checksums.compare(piece.at, piece.address, piece.nbytes, piece.name)
+
+        self._all(one, transfers)
+
+    def write(self, transfers: Sequence[Transfer]) -> None:
+        """Writes memory to the file. Raises DiskError."""
+
+        def one(piece: Transfer, buffer: int) -> None:
+            self._write(piece, buffer)
+            self.checksums.note(piece.at, piece.address, piece.nbytes)
+
+        self._all(one, transfers)
+
+    def note(self, transfer: Transfer) -> None:
+        """Takes the checksums of what memory holds, for bytes that came to the file in another way."""
+        for piece in self._pieces((transfer,)):
+            self.checksums.note(piece.at, piece.address, piece.nbytes)
+
+    def _pieces(self, transfers: Sequence[Transfer]) -> Iterator[Transfer]:
+        for at, address, nbytes, name in transfers:
+            for start in range(0, nbytes, self.chunk):
+                yield Transfer(at + start, address + start, min(self.chunk, nbytes - start), name)
+
+    def _all(self, one: Callable[[Transfer, int], None], transfers: Sequence[Transfer]) -> None:
+        """Carries all pieces, and ends when all have ended. Raises the first error."""
+
+        def carried(piece: Transfer) -> None:
+            buffer = self._buffers.get()
+            try:
+                one(piece, buffer)
+            finally:
+                self._buffers.put(buffer)
+
+        futures: list[Future[None]] = [self._pool.submit(carried, piece) for piece in self._pieces(transfers)]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+            for future in futures:
+                if future.done():
+                    future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+            wait(futures)  # nothing may touch the memory when this returns
+        for future in futures:
+            future.result()
+
+    def _read(self, piece: Transfer, buffer: int) -> None:
+        direct = piece.nbytes // BLOCK * BLOCK if piece.address % _MEMORY == 0 else 0
+        if direct:
+            _whole(os.preadv, self.file, piece, piece.address, piece.at, direct, "read")
+        if rest := piece.nbytes - direct:
+            _whole(os.preadv, self.file, piece, buffer, piece.at + direct, whole_blocks(rest), "read")
+            ctypes.memmove(piece.address + direct, buffer, rest)
+
+    def _write(self, piece: Transfer, buffer: int) -> None:
+        direct = piece.nbytes // BLOCK * BLOCK if piece.address % _MEMORY == 0 else 0
+        if direct:
+            _whole(os.pwritev, self.file, piece, piece.address, piece.at, direct, "write")
+        if rest := piece.nbytes - direct:
+            ctypes.memmove(buffer, piece.address + direct, rest)
+            ctypes.memset(buffer + rest, 0, whole_blocks(rest) - rest)
+            _whole(os.pwritev, self.file, piece, buffer, piece.at + direct, whole_blocks(rest), "write")
+
+
+def _whole(call: Callable[..., int], file: Descriptors, piece: Transfer, address: int, at: int, nbytes: int, verb: str) -> None:
+    """Repeats ``call`` until all bytes are there: the system may carry fewer at a time. Raises DiskError."""
+    done = 0
+    while done < nbytes:
+        what = f"disk={file.folder}: {verb} of {piece.name or 'a value'}, {nbytes - done} bytes at {at + done}"
+        try:
+            count = call(file.direct, [(ctypes.c_char * (nbytes - done)).from_address(address + done)], at + done)
+        except OSError as error:
+            kind = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else DiskError
+            raise kind(error.errno, f"{what}, failed: {error.strerror}") from error
+        if count <= 0 or (count < nbytes - done and (count % BLOCK and file.is_direct)):
+            raise DiskError(f"{what}: expected all of them, found {count}: the file is shorter than it was made")
+        done += count

@@ -1,0 +1,144 @@
+"""A store: the bytes of one model on disk. Parts of its file are mapped into memory, so that whatever lives there has an
+address like everything else, and can be read and written by anybody; the runtime itself reads and writes past the mapping."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterable
+from pathlib import Path
+
+from mtcompile.runtime.disk import file as files
+from mtcompile.runtime.disk.errors import DiskError
+from mtcompile.runtime.disk.requests import BLOCK, Requests, Transfer, whole_blocks
+
+Move = tuple[int, int, int, str]  # address in memory, address within a mapping, bytes, name for errors
+DEPTH = 8  # pieces in flight
+_SMALLEST, _LARGEST = 16 << 10, 1 << 20  # bytes of a piece
+
+
+def piece_nbytes(model_nbytes: int) -> int:
+    """The bytes of one piece of a request, for a model of that size: a power of two, so small that buffers are a small part."""
+    chunk = _LARGEST
+    while chunk > _SMALLEST and chunk * DEPTH * 32 > model_nbytes:
+        chunk //= 2
+    return chunk
+
+
+def staging_nbytes(model_nbytes: int) -> int:
+    """The bytes that requests go through, for a model of that size."""
+    return DEPTH * piece_nbytes(model_nbytes)
+
+
+class DiskStore:
+    """The bytes of one model in one file. ``used_nbytes``: of the file that mappings take. Closed when nothing holds it."""
+
+    def __init__(self, folder: Path, chunk: int = _LARGEST, depth: int = DEPTH) -> None:
+        self.folder = folder
+        self.file = files.opened(folder)
+        try:
+            self.file = _coherent(self.file)
+            self._requests = Requests(self.file, chunk, depth)
+        except BaseException:
+            self.file.close()
+            raise
+        weakref.finalize(self, _close, self._requests, self.file)
+        self.used_nbytes = self.reserved_nbytes = 0
+        self.read_nbytes = self.written_nbytes = 0
+        self._lock = threading.Lock()
+        self._starts: list[int] = []  # addresses of the mappings, ascending
+        self._mappings: list[tuple[int, int]] = []  # of each, its place in the file and its bytes
+
+    @property
+    def staging_nbytes(self) -> int:
+        """The host memory that requests go through."""
+        return self._requests.staging_nbytes
+
+    def reserve(self, nbytes: int) -> None:
+        """Reserves space on the disk, for all mappings together. Raises DiskFull before anything is written."""
+        nbytes = max(whole_blocks(nbytes), self.reserved_nbytes)
+        files.reserve(self.file, nbytes)
+        self.reserved_nbytes = nbytes
+
+    def map(self, nbytes: int) -> mmap.mmap:
+        """Maps a new part of the file, of at least one block. Raises DiskFull."""
+        with self._lock:
+            return self._map(max(BLOCK, whole_blocks(nbytes)))
+
+    def _map(self, size: int) -> mmap.mmap:
+        at = self.used_nbytes
+        self.reserve(at + size)
+        mapping = mmap.mmap(self.file.cached, size, offset=at)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        position = bisect_right(self._starts, start)
+        while position < len(self._starts) and self._starts[position] < start + size:  # of a mapping that is gone
+            del self._starts[position], self._mappings[position]
+        self._starts.insert(position, start)
+        self._mappings.insert(position, (at, size))
+        self.used_nbytes = at + size
+        return mapping
+
+    def place_of(self, address: int) -> int | None:
+        """Returns the place in the file of an address within a mapping; None for any other address."""
+        with self._lock:
+            position = bisect_right(self._starts, address) - 1
+            if position < 0:
+                return None
+            (at, nbytes), start = self._mappings[position], self._starts[position]
+        return at + address - start if address < start + nbytes else None
+
+    def read(self, moves: Iterable[Move], verify: bool = False) -> None:
+        """Reads from the disk into memory. Raises DiskError; with ``verify``, DiskCorrupt before anything uses the bytes."""
+        transfers = [self._transfer(move) for move in moves]
+        self._requests.read(transfers, verify)
+        self.read_nbytes += sum(transfer.nbytes for transfer in transfers)
+
+    def write(self, moves: Iterable[Move]) -> None:
+        """Writes memory to the disk. Raises DiskError."""
+        transfers = [self._transfer(move) for move in moves]
+        self._requests.write(transfers)
+        self.written_nbytes += sum(transfer.nbytes for transfer in transfers)
+
+    def note(self, address: int, nbytes: int, name: str = "") -> None:
+        """Takes the checksums of bytes that were written through their mapping."""
+        self._requests.note(self._transfer((address, address, nbytes, name)))
+
+    def _transfer(self, move: Move) -> Transfer:
+        address, home, nbytes, name = move
+        at = self.place_of(home)
+        if at is None or at % BLOCK:
+            raise DiskError(f"{name}: expected a home on disk that starts at a block, found {at}")
+        return Transfer(at, address, nbytes, name)
+
+
+def _close(requests: Requests, file: files.Descriptors) -> None:
+    requests.close()
+    file.close()
+
+
+def _coherent(file: files.Descriptors) -> files.Descriptors:
+    """Tries whether requests past the page cache see what a mapping wrote, and the other way round; where they do not, or are
+    refused, returns the file with all requests through the cache."""
+    files.reserve(file, BLOCK)
+    if not file.is_direct:
+        return file
+    with mmap.mmap(file.cached, BLOCK) as mapping, mmap.mmap(-1, BLOCK) as buffer:
+        try:
+            coherent = True
+            for round in (b"\x01", b"\x02"):
+                mapping[:] = round * BLOCK
+                os.preadv(file.direct, [buffer], 0)
+                coherent = coherent and buffer[:] == mapping[:]
+                buffer[:] = round * (BLOCK - 1) + b"\x03"
+                os.pwritev(file.direct, [buffer], 0)
+                coherent = coherent and mapping[:] == buffer[:]
+        except OSError:
+            coherent = False
+    if coherent:
+        return file
+    os.close(file.direct)
+    return files.Descriptors(file.folder, file.cached, file.cached)

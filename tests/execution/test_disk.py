@@ -1,0 +1,284 @@
+"""Training with weights on disk: bits of plain PyTorch, bytes per tier, faults, and what else touches parameters."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mtcompile
+from mtcompile.checkpoint import load, save
+from mtcompile.errors import BudgetError, CaptureError
+from mtcompile.runtime.disk.errors import DiskCorrupt, DiskError, DiskFull
+from mtcompile.runtime.schedule import gib
+
+WIDTH, LAYERS = 128, 5
+
+
+class Adapted(nn.Module):
+    """Frozen weights, and a small adapter that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.requires_grad_(False)
+        self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x))) + self.adapter(x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Adapted() for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch.manual_seed(3)
+    torch.compiler.reset()
+    yield
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def compiled(folder: Path, plain: nn.Module, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    model = copy.deepcopy(plain)
+    optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
+    options = {"memory": "1MiB", "host": "2MB", "disk": f"{folder}:16MiB", "policy": "megatrain", **options}
+    return mtcompile.compile(model, optimizer=optimizer, **options), optimizer
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()  # type: ignore[no-any-return]
+
+
+def same_training(model: Any, optimizer: torch.optim.Optimizer, plain: nn.Module, steps: int = 3) -> None:
+    other = torch.optim.AdamW(trained(plain), lr=1e-2)
+    for _ in range(steps):
+        x = torch.randn(16, WIDTH)
+        assert torch.equal(step(model, optimizer, x), step(plain, other, x))
+    same_weights(model, plain)
+
+
+def same_weights(model: Any, plain: nn.Module) -> None:
+    for (name, one), (_, two) in zip(model.state_dict().items(), plain.state_dict().items(), strict=True):
+        assert torch.equal(one, two), name
+
+
+def on_disk(model: Any) -> list[str]:
+    return [d.subject for d in model.plan.decisions if d.kind == "params" and d.choice == "disk"]
+
+
+def test_frozen_weights_on_disk_train_with_the_bits_of_plain_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MT_CHECK", "1")
+    plain = Model()
+    model, optimizer = compiled(tmp_path, plain)
+    same_training(model, optimizer, plain)
+    assert len(on_disk(model)) >= 2
+    with torch.no_grad():
+        x = torch.randn(16, WIDTH)
+        assert torch.equal(model(x), plain(x))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("memory", "host"),
+    [
+        ("2MiB", "1.6MB"),
+        *(pytest.param(*split, marks=pytest.mark.long) for split in (("8MiB", "8MB"), ("1MiB", "3MB"), ("1MiB", "2MB"))),
+        *(pytest.param(*split, marks=pytest.mark.long) for split in (("600KiB", "2.4MB"), ("3MiB", "1.8MB"))),
+    ],
+)
+def test_one_ledger_at_six_splits(memory: str, host: str, tmp_path: Path) -> None:
+    plain = Model()
+    model, optimizer = compiled(tmp_path, plain, memory=memory, host=host, policy="fastest")
+    same_training(model, optimizer, plain)
+    report, budgets = model.memory_report(), model.plan.budget_bytes
+    counters = 64 * len(list(model.parameters()))  # the plan rounds step counters up
+    for tier in ("device", "host", "disk"):
+        measured, planned = report[f"peak_{tier}_bytes"], report[f"planned_peak_{tier}_bytes"]
+        assert planned - (counters if tier == "host" else 256) <= measured <= planned <= budgets[tier], tier
+    assert report["peak_disk_bytes"] == report["planned_peak_disk_bytes"]
+
+
+@pytest.mark.long
+def test_what_fits_the_host_does_not_move(tmp_path: Path) -> None:
+    plain = Model()
+    model, optimizer = compiled(tmp_path / "disk", plain, host="16MB")
+    same_training(model, optimizer, plain)
+    assert not on_disk(model) and not (tmp_path / "disk").exists()
+
+
+def test_the_plan_says_what_is_on_disk_and_what_a_step_moves(tmp_path: Path) -> None:
+    model, optimizer = compiled(tmp_path, Model())
+    step(model, optimizer, torch.randn(16, WIDTH))
+    text, schedule = str(model.plan), model.schedule
+    read = sum(i.nbytes for i in schedule.instructions if i.queue == "disk_read")
+    assert read == model.plan.disk_read_bytes > 0 == model.plan.disk_write_bytes
+    assert f"disk: peak {gib(schedule.peak_nbytes['disk'])} of 16.00 MiB" in text
+    assert "written a step; reads are" in text and "disk [" in text
+    assert "disk" in str(model.explain("layers.0")) or "disk" in str(model.explain("layers.2"))
+
+
+@pytest.mark.long
+def test_a_user_reads_and_writes_weights_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MT_DISK_CHECK", "1")
+    plain = Model()
+    model, optimizer = compiled(tmp_path, plain)
+    same_training(model, optimizer, plain, 1)
+    with torch.no_grad():
+        for one in (model, plain):
+            for layer in one.layers:
+                layer.up.weight.mul_(0.5)
+                layer.down.bias.copy_(torch.arange(float(WIDTH)))
+    x = torch.randn(16, WIDTH)
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+    state = Model().state_dict()
+    model.load_state_dict(state)
+    plain.load_state_dict(state)
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+    for one in (model, plain):
+        for layer in one.layers:
+            layer.up.weight.data = layer.up.weight.data * 2
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+
+
+def test_a_plan_for_forwards_that_wait_together_leaves_room_for_them(tmp_path: Path) -> None:
+    plain = Model()
+    model, optimizer = compiled(tmp_path, plain)
+    model._mt_model.session.frames.expected = 2  # as after a step that found two waiting
+    other = torch.optim.AdamW(trained(plain), lr=1e-2)
+    data = torch.randn(2, 16, WIDTH)
+    for _ in range(2):
+        for one, its_optimizer in ((model, optimizer), (plain, other)):
+            (one(data[0]) + one(data[1])).backward()
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+    same_weights(model, plain)
+    report, held = model.memory_report(), model.schedule.arena_nbytes["host"]
+    assert len(on_disk(model)) > LAYERS  # one more than a single forward needs
+    assert report["planned_peak_host_bytes"] + held <= report["budget_host_bytes"] and report["peak_disk_bytes"] > 0
+
+
+@pytest.mark.long
+def test_a_checkpoint_is_saved_and_loaded(tmp_path: Path) -> None:
+    plain = Model()
+    model, optimizer = compiled(tmp_path / "one", plain)
+    same_training(model, optimizer, plain)
+    save(tmp_path / "saved", model, optimizer, step=3)
+    again, its_optimizer = compiled(tmp_path / "two", Model())
+    step(again, its_optimizer, torch.randn(16, WIDTH))
+    load(tmp_path / "saved", again, its_optimizer)
+    same_weights(again, plain)
+    x = torch.randn(16, WIDTH)
+    assert torch.equal(step(model, optimizer, x), step(again, its_optimizer, x))
+    same_weights(again, model)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_disk_that_fails_leaves_the_model_before_the_step(
+    phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Model()
+    model, optimizer = compiled(tmp_path, plain)
+    other = torch.optim.AdamW(trained(plain), lr=1e-2)
+    x = torch.randn(16, WIDTH)
+    assert torch.equal(step(model, optimizer, x), step(plain, other, x))
+
+    def refused(*args: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    loss = model(x) if phase == "backward" else None
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", refused)
+        with pytest.raises(DiskError, match=r"read of .*layers.* failed: Input/output error"):
+            loss.backward() if loss is not None else model(x)
+    del loss
+    assert all(p.grad is None for p in model.parameters())
+    same_weights(model, plain)
+    for _ in range(2):
+        assert torch.equal(step(model, optimizer, x), step(plain, other, x))
+    same_weights(model, plain)
+
+
+def test_a_flipped_bit_on_disk_is_named_before_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MT_DISK_CHECK", "1")
+    plain = Model()
+    model, optimizer = compiled(tmp_path, plain)
+    same_training(model, optimizer, plain, 1)
+    parameters = model._mt_model.door.parameters
+    name, place = next((n, p) for n, p in parameters.places.items() if parameters.disk.place_of(p.pointer) is not None)
+    at, file = parameters.disk.place_of(place.pointer), parameters.disk.file.cached
+    byte = os.pread(file, 1, at + 11)[0]
+    os.pwrite(file, bytes([byte ^ 1]), at + 11)
+    with pytest.raises(DiskCorrupt):
+        model(torch.randn(16, WIDTH))
+    os.pwrite(file, bytes([byte]), at + 11)
+    same_training(model, torch.optim.AdamW(trained(model), lr=1e-2), plain, 1)
+    assert name.startswith("layers.")
+
+
+def test_a_full_disk_is_said_before_anything_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Model()
+    model, optimizer = compiled(tmp_path, plain)
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(DiskFull, match=f"disk={tmp_path}: expected room for"):
+            model(torch.randn(16, WIDTH))
+    same_weights(model, plain)
+    same_training(model, optimizer, plain, 1)
+
+
+def test_refusals_say_what_would_work(tmp_path: Path) -> None:
+    for disk, message in [
+        ("/tmp", "expected disk to be a folder and a size"),
+        (":3GiB", "expected disk to be a folder and a size"),
+        ("/tmp:much", "expected a size such as"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            mtcompile.compile(Model(), disk=disk, host="1GiB")
+    with pytest.raises(ValueError, match="expected host= too"):
+        mtcompile.compile(Model(), disk=f"{tmp_path}:1GiB")
+    model, _ = compiled(tmp_path, Model(), disk=f"{tmp_path}:100KB")
+    with pytest.raises(BudgetError, match=r"no plan fits disk=.*the smallest disk that works is"):
+        model(torch.randn(16, WIDTH))
+    model, _ = compiled(tmp_path, Model(), host="900KB")
+    with pytest.raises(BudgetError, match=r"no plan fits host=.*\n.*weights that train, with gradients and optimizer state"):
+        model(torch.randn(16, WIDTH))
+
+
+def test_a_weight_on_disk_that_is_to_train_is_refused(tmp_path: Path) -> None:
+    plain = Model()
+    model, optimizer = compiled(tmp_path, plain)
+    same_training(model, optimizer, plain, 1)
+    model.requires_grad_(True)
+    with pytest.raises(CaptureError, match="is on disk, where only frozen weights"):
+        model(torch.randn(16, WIDTH))

@@ -1,0 +1,322 @@
+"""Weights that train on disk, with their optimizer state: bits, bytes, faults, and processes that are killed."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mtcompile
+from mtcompile.checkpoint import load, save
+from mtcompile.errors import BudgetError, StepError
+from mtcompile.runtime.disk.errors import DiskError
+from mtcompile.runtime.schedule import Schedule
+from mtcompile.runtime.verify import ScheduleError, verify
+
+WIDTH = 128
+SMALL = {"memory": "1500KB", "host": "2MB", "policy": "megatrain"}  # a fixed policy plans faster
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.layers[1].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch.manual_seed(5)
+    torch.compiler.reset()
+    yield
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+
+
+def compiled(plain: nn.Module, make: Any = adamw, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    model = copy.deepcopy(plain)
+    optimizer = make(model)
+    return mtcompile.compile(model, optimizer=optimizer, update="backward", **options), optimizer
+
+
+def on_disk(folder: Path, plain: nn.Module, make: Any = adamw, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    return compiled(plain, make, **{**SMALL, "disk": f"{folder}:16MiB", **options})
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
+    loss = model(x.to(next(model.parameters()).dtype))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()  # type: ignore[no-any-return]
+
+
+def same(model: Any, optimizer: torch.optim.Optimizer, other: Any, its_optimizer: torch.optim.Optimizer) -> None:
+    for (name, one), (_, two) in zip(model.state_dict().items(), other.state_dict().items(), strict=True):
+        assert torch.equal(one, two), name
+    states = optimizer.state_dict()["state"], its_optimizer.state_dict()["state"]
+    assert states[0].keys() == states[1].keys()
+    for index, entry in states[0].items():
+        for key, value in entry.items():
+            assert value is states[1][index][key] is None or torch.equal(value, states[1][index][key]), key
+
+
+OPTIMIZERS = {
+    "AdamW": adamw,
+    "amsgrad": lambda m: torch.optim.Adam((p for p in m.parameters() if p.requires_grad), lr=1e-2, amsgrad=True),
+    "momentum": lambda m: torch.optim.SGD((p for p in m.parameters() if p.requires_grad), lr=1e-2, momentum=0.9),
+    "RMSprop": lambda m: torch.optim.RMSprop((p for p in m.parameters() if p.requires_grad), lr=1e-3),
+}
+HOSTS = {"momentum": "1.9MB", "RMSprop": "1.9MB"}  # for those that keep one state
+
+
+@pytest.mark.parametrize("name", ["AdamW", *(pytest.param(n, marks=pytest.mark.long) for n in OPTIMIZERS if n != "AdamW")])
+def test_weights_and_state_on_disk_train_with_the_bits_of_plain_pytorch(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MT_CHECK", "1")
+    plain = Model()
+    model, optimizer = on_disk(tmp_path, plain, OPTIMIZERS[name], host=HOSTS.get(name, "2.6MB"))
+    other = OPTIMIZERS[name](plain)
+    for _ in range(3):
+        assert torch.equal(step(model, optimizer), step(plain, other))
+    same(model, optimizer, plain, other)
+    disk = model._mt_model.door.disk
+    assert model.plan.disk_write_bytes > 0 and disk.nbytes > 0
+    assert all(disk.holds(home) for home in disk._homes.values())
+    report = model.memory_report()
+    for tier in ("device", "host", "disk"):
+        assert 0 < report[f"peak_{tier}_bytes"] <= report[f"planned_peak_{tier}_bytes"] <= model.plan.budget_bytes[tier], tier
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "bf16-master32"},
+        pytest.param({"run_ahead": True}, marks=pytest.mark.long),
+        pytest.param({"max_grad_norm": 0.1}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_other_ways_to_update_give_the_bits_of_a_resident_run(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mtcompile.optim.disk_state.PIECE", 8192)  # elements, so that parameters are updated in pieces
+    monkeypatch.setenv("MT_DISK_CHECK", "1")
+    plain = Model()
+    small = {"memory": "800KB", "host": "1.9MB"} if "precision" in options else {"host": "2.9MB"}
+    model, optimizer = on_disk(tmp_path, plain, **options, **small)
+    other, its_optimizer = compiled(plain, memory="64MiB", **options)
+    for _ in range(3):
+        assert torch.equal(step(model, optimizer), step(other, its_optimizer))
+    same(model, optimizer, other, its_optimizer)
+    assert model.plan.disk_write_bytes > 0 == other.plan.disk_write_bytes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("memory", "host"), [("1.5MB", "2MB"), ("1.5MB", "2.2MB"), ("2MB", "2.4MB"), ("1.5MB", "2.6MB")])
+def test_the_ledger_holds_with_state_on_disk(memory: str, host: str, tmp_path: Path) -> None:
+    model, optimizer = on_disk(tmp_path, Model(), memory=memory, host=host)
+    for _ in range(3):
+        step(model, optimizer)
+    report, plan = model.memory_report(), model.plan
+    counters = 64 * len(list(model.parameters()))
+    for tier in ("device", "host", "disk"):
+        measured, planned = report[f"peak_{tier}_bytes"], report[f"planned_peak_{tier}_bytes"]
+        assert measured <= planned <= plan.budget_bytes[tier]
+    assert report["peak_host_bytes"] >= report["planned_peak_host_bytes"] - counters
+    assert report["peak_disk_bytes"] == report["planned_peak_disk_bytes"] > 0
+    store = model._mt_model.door.parameters.disk
+    before = store.written_nbytes
+    step(model, optimizer)
+    assert store.written_nbytes - before <= plan.disk_write_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [pytest.param("model", marks=pytest.mark.long), "bf16-master32"])
+def test_a_frozen_weight_on_disk_that_is_trained_after_all_gets_its_state_there(precision: str, tmp_path: Path) -> None:
+    plain = Model()
+    plain.layers[1].to(torch.bfloat16).to(torch.float32)  # as exact in bf16
+    if precision != "model":
+        plain.layers[1].to(torch.bfloat16)
+    every = lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2)  # noqa: E731
+    host = {"model": "2.4MB", "bf16-master32": "1.7MB"}[precision]
+    model, optimizer = on_disk(tmp_path, plain, every, precision=precision, host=host)
+    other, its_optimizer = compiled(plain, every, memory="64MiB", precision=precision)
+    assert torch.equal(step(model, optimizer), step(other, its_optimizer))
+    disk, weight = model._mt_model.door.disk, model.layers[1].up.weight
+    assert disk.holds(weight) and not optimizer.state.get(weight)
+    for one in (model, other):
+        one.layers[1].requires_grad_(True)
+    for _ in range(3):
+        assert torch.equal(step(model, optimizer), step(other, its_optimizer))
+    same(model, optimizer, other, its_optimizer)
+    assert all(disk.holds(v) for v in optimizer.state[weight].values() if v.dim())
+    report = model.memory_report()
+    assert report["peak_disk_bytes"] <= report["planned_peak_disk_bytes"]
+    assert report["peak_host_bytes"] <= report["planned_peak_host_bytes"] <= model.plan.budget_bytes["host"]
+
+
+@pytest.mark.long
+def test_frozen_weights_go_first(tmp_path: Path) -> None:
+    for host in ("3MB", "2.4MB", "2MB"):
+        model, optimizer = on_disk(tmp_path, Model(), host=host)
+        step(model, optimizer)
+        homes = model._mt_model.door.parameters.tiers
+        frozen = {tier for home, tier in homes.items() if home.endswith(".frozen")}
+        trained = {tier for home, tier in homes.items() if not home.endswith(".frozen")}
+        assert frozen == {"disk"} or "disk" not in trained, homes
+    assert "disk" in trained
+
+
+def failing(name: str, nth: int) -> Any:
+    real, count = getattr(os, name), 0
+
+    def call(*args: Any) -> int:
+        nonlocal count
+        count += 1
+        if count == nth:
+            raise OSError(errno.EIO, "Input/output error")
+        return int(real(*args))
+
+    return call
+
+
+def test_a_write_that_fails_leaves_a_model_that_says_so_until_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Model()
+    model, optimizer = on_disk(tmp_path / "disk", plain)
+    other = adamw(plain)
+    assert torch.equal(step(model, optimizer), step(plain, other))
+    save(tmp_path / "saved", model, optimizer, step=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", failing("pwritev", 4))
+        with pytest.raises(DiskError, match=r"write of .* failed: Input/output error"):
+            step(model, optimizer)
+    with pytest.raises(StepError, match="failed among its updates"):
+        step(model, optimizer)
+    load(tmp_path / "saved", model, optimizer)
+    for _ in range(2):
+        assert torch.equal(step(model, optimizer), step(plain, other))
+    same(model, optimizer, plain, other)
+
+
+@pytest.mark.long
+def test_reads_that_fail_in_updates_end_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = on_disk(tmp_path, Model())
+    step(model, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for nth in (1, 9, 30):
+        loss = model(torch.randn(16, WIDTH))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", failing("preadv", nth))
+            with pytest.raises(DiskError, match=r"read of .* failed: Input/output error"):
+                loss.backward()
+        del loss
+        model.load_state_dict(Model().state_dict())
+        optimizer.load_state_dict(saved)
+    step(model, optimizer)
+
+
+def test_an_optimizer_that_is_not_elementwise_keeps_its_weights_off_the_disk(tmp_path: Path) -> None:
+    model, _ = on_disk(
+        tmp_path, Model(), lambda m: torch.optim.Adafactor([p for p in m.parameters() if p.requires_grad]), host="1.2MB"
+    )
+    with pytest.raises(BudgetError, match=r'no plan fits host=.*\n.*with update="backward" and an elementwise optimizer'):
+        model(torch.randn(16, WIDTH))
+
+
+TRAINING = """
+import sys, torch
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from tests.execution.test_disk_updates import Model, on_disk, step
+model, optimizer = on_disk(Path(sys.argv[1]), Model())
+step(model, optimizer)
+print("ready", flush=True)
+while True:
+    step(model, optimizer)
+"""
+
+
+def killed(folder: Path, times: int) -> None:
+    """Kills a training at random moments. Nothing may be left in its folder when the next one has started."""
+    wait = random.Random(7)
+    root = str(Path(__file__).parents[2])
+    for _ in range(times):
+        command = [sys.executable, "-c", TRAINING, str(folder), root]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            assert list(folder.iterdir()) == []
+            time.sleep(wait.random() * 0.2)
+            process.send_signal(signal.SIGKILL)
+        assert list(folder.iterdir()) == []
+
+
+@pytest.mark.long
+def test_trainings_that_are_killed_leave_nothing(tmp_path: Path) -> None:
+    killed(tmp_path, 20)
+
+
+@pytest.mark.slow
+def test_the_proof_rejects_schedules_that_misuse_the_disk(tmp_path: Path) -> None:
+    model, optimizer = on_disk(tmp_path, Model())
+    step(model, optimizer)
+    schedule: Schedule = model.schedule
+    verify(schedule)
+    rows = schedule.instructions
+    reads = [i for i, row in enumerate(rows) if row.queue == "disk_read" and row.op == "copy"]
+    fetches = [i for i, row in enumerate(rows) if row.queue == "h2d" and row.op == "copy" and any(d in reads for d in row.deps)]
+    slots = [i for i, row in enumerate(rows) if row.queue == "disk_read" and row.op == "alloc" and row.deps]
+    assert reads and fetches and slots
+    for index in (*fetches, *slots):  # a fetch waits for its read, a read for its slot
+        with pytest.raises(ScheduleError):
+            verify(replaced(schedule, index, deps=()))
+    with pytest.raises(ScheduleError, match="I1"):
+        verify(replaced(schedule, reads[0], queue="h2d"))
+    updates = [i for i, row in enumerate(rows) if row.work == "update" and schedule.buffers[row.reads[0]].tier == "disk"]
+    home = rows[updates[0]].reads[0]
+    other = next(i for i, row in enumerate(rows) if row.work == "update" and home not in row.reads)
+    with pytest.raises(ScheduleError, match="I1"):  # only what it updates may a kernel of the host find on disk
+        verify(replaced(schedule, other, reads=(*rows[other].reads, home)))
+    over = {**schedule.peak_nbytes, "disk": schedule.peak_nbytes["disk"] - 1}
+    with pytest.raises(ScheduleError, match="I3"):
+        verify(replace(schedule, peak_nbytes=over))
+
+
+def replaced(schedule: Schedule, index: int, **fields: Any) -> Schedule:
+    rows = list(schedule.instructions)
+    rows[index] = replace(rows[index], **fields)
+    return replace(schedule, instructions=tuple(rows))

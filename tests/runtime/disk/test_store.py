@@ -1,0 +1,228 @@
+"""The store of the disk tier: bits, space, faults of the disk, and what is left behind."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtcompile.runtime.disk.errors import DiskCorrupt, DiskError, DiskFull
+from mtcompile.runtime.disk.requests import BLOCK
+from mtcompile.runtime.disk.store import DiskStore, Move, piece_nbytes
+
+CHUNK = 16 << 10
+SIZES = (1, 511, BLOCK, BLOCK + 1, CHUNK - 7, CHUNK, 5 * CHUNK + 777)
+
+
+def on_disk(store: DiskStore, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer(store.map(nbytes), dtype=torch.uint8)[:nbytes]
+
+
+def random_bytes(nbytes: int, shift: int = 0) -> torch.Tensor:
+    """``shift`` bytes behind an aligned address."""
+    memory = torch.randint(0, 256, (nbytes + 1024,), dtype=torch.uint8)
+    start = -memory.data_ptr() % 512 + shift
+    return memory[start : start + nbytes]
+
+
+def move(memory: torch.Tensor, home: torch.Tensor, name: str = "w") -> Move:
+    return memory.data_ptr(), home.data_ptr(), memory.numel(), name
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DiskStore:
+    return DiskStore(tmp_path / "disk", CHUNK, depth=3)
+
+
+@pytest.mark.parametrize("shift", [0, 64, 1])
+def test_what_is_written_is_read_and_seen_through_the_mapping(store: DiskStore, shift: int) -> None:
+    values = [random_bytes(n, shift) for n in SIZES]
+    homes = [on_disk(store, n) for n in SIZES]
+    for _ in range(2):
+        store.write([move(value, home) for value, home in zip(values, homes, strict=True)])
+        arrived = [random_bytes(n, shift) for n in SIZES]
+        store.read([move(value, home) for value, home in zip(arrived, homes, strict=True)], verify=True)
+        for value, home, other in zip(values, homes, arrived, strict=True):
+            assert torch.equal(value, other) and torch.equal(value, home)
+        values = [value.flip(0) for value in values]
+    assert store.read_nbytes == store.written_nbytes == 2 * sum(SIZES)
+
+
+def test_a_read_sees_what_somebody_wrote_through_the_mapping(store: DiskStore) -> None:
+    home, value = on_disk(store, 3 * CHUNK), random_bytes(3 * CHUNK)
+    store.write([move(value, home)])
+    home[CHUNK : CHUNK + 9] = 7
+    value[CHUNK : CHUNK + 9] = 7
+    arrived = random_bytes(3 * CHUNK)
+    store.read([move(arrived, home)])
+    assert torch.equal(arrived, value)
+    with pytest.raises(DiskCorrupt, match="w: its bytes"):
+        store.read([move(arrived, home)], verify=True)
+    store.note(home.data_ptr(), home.numel())
+    store.read([move(arrived, home)], verify=True)
+
+
+def test_a_flipped_bit_is_found_and_named(store: DiskStore) -> None:
+    home, value = on_disk(store, 2 * CHUNK), random_bytes(2 * CHUNK)
+    store.write([move(value, home, "layers.3.weight")])
+    at = store.place_of(home.data_ptr())
+    assert at is not None
+    flipped = bytes([int(value[CHUNK + 5]) ^ 16])
+    os.pwrite(store.file.cached, flipped, at + CHUNK + 5)
+    arrived = random_bytes(2 * CHUNK)  # which a move does not keep alive
+    with pytest.raises(DiskCorrupt, match=r"layers\.3\.weight: its bytes .* are not those that were written"):
+        store.read([move(arrived, home, "layers.3.weight")], verify=True)
+
+
+def test_the_file_has_no_name_and_its_space_is_reserved(store: DiskStore) -> None:
+    assert list(store.folder.iterdir()) == []
+    store.reserve(8 << 20)
+    status = os.fstat(store.file.cached)
+    assert status.st_nlink == 0 and status.st_blocks * 512 >= 8 << 20
+
+
+def test_descriptors_are_closed_with_the_store(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, CHUNK)
+    numbers = {store.file.cached, store.file.direct}
+    home = on_disk(store, CHUNK)
+    del store
+    gc.collect()
+    for number in numbers:
+        with pytest.raises(OSError):
+            os.fstat(number)
+    home[:] = 3  # whoever holds a mapping may go on using it
+    assert int(home.sum()) == 3 * CHUNK
+
+
+def test_what_a_killed_process_left_goes_at_the_next_start(tmp_path: Path) -> None:
+    (tmp_path / ".mtcompile-disk-abc.opening").write_bytes(b"")
+    (tmp_path / "notes.txt").write_text("mine")
+    DiskStore(tmp_path, CHUNK)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def failing(call: Callable[..., int], at: int, result: Any) -> Callable[..., int]:
+    """``call``, of which the ``at``-th returns ``result`` or raises it."""
+    count = 0
+
+    def called(*args: Any) -> int:
+        nonlocal count
+        count += 1
+        if count != at:
+            return call(*args)
+        if isinstance(result, BaseException):
+            raise result
+        return int(result)
+
+    return called
+
+
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_a_disk_that_fails_is_an_error_that_says_what_of(store: DiskStore, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, value = on_disk(store, 4 * CHUNK), random_bytes(4 * CHUNK)
+    store.write([move(value, home)])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, failing(getattr(os, name), 3, OSError(errno.EIO, "Input/output error")))
+        with pytest.raises(DiskError, match=f"{name[1:-1]} of w, {CHUNK} bytes at .* failed: Input/output error"):
+            (store.read if name == "preadv" else store.write)([move(value, home)])
+    store.write([move(value, home)])
+    arrived = random_bytes(4 * CHUNK)
+    store.read([move(arrived, home)], verify=True)
+
+
+def test_a_read_that_ends_early_goes_on(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, value = on_disk(store, 4 * CHUNK), random_bytes(4 * CHUNK)
+    store.write([move(value, home)])
+    real = os.preadv
+
+    def one_block(number: int, buffers: list[Any], at: int) -> int:
+        return real(number, [memoryview(buffers[0])[:BLOCK]], at)
+
+    monkeypatch.setattr(os, "preadv", one_block)
+    arrived = random_bytes(4 * CHUNK)
+    store.read([move(arrived, home)], verify=True)
+    assert torch.equal(arrived, value)
+
+
+def test_a_file_that_is_too_short_is_an_error(store: DiskStore) -> None:
+    home, value = on_disk(store, 4 * CHUNK), random_bytes(4 * CHUNK)
+    store.write([move(value, home)])
+    os.ftruncate(store.file.cached, CHUNK)
+    with pytest.raises(DiskError, match="the file is shorter than it was made"):
+        store.read([move(value, home)])
+    os.ftruncate(store.file.cached, 4 * CHUNK)
+
+
+def test_a_full_disk_is_an_error_before_anything_is_written(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.fstat(store.file.cached).st_size
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DiskFull, match=r"expected room for \d+ more bytes, found \d+ bytes free \(No space left on device\)"):
+        store.reserve(1 << 20)
+    assert os.fstat(store.file.cached).st_size == before
+
+
+def test_without_direct_access_requests_go_through_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refusing(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", refusing)
+    store = DiskStore(tmp_path, CHUNK)
+    assert not store.file.is_direct
+    home, value = on_disk(store, 3 * CHUNK + 5), random_bytes(3 * CHUNK + 5, 3)
+    store.write([move(value, home)])
+    arrived = random_bytes(3 * CHUNK + 5)
+    store.read([move(arrived, home)], verify=True)
+    assert torch.equal(arrived, value) and torch.equal(home, value)
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DiskError, match="expected a folder that can be written"):
+        DiskStore(tmp_path / "file" / "disk", CHUNK)
+
+
+def test_pieces_are_small_beside_the_model() -> None:
+    assert piece_nbytes(1 << 40) == 1 << 20
+    for nbytes in (1, 1 << 20, 1 << 25, 1 << 30):
+        assert piece_nbytes(nbytes) == 16 << 10 or piece_nbytes(nbytes) * 8 * 32 <= nbytes
+
+
+WRITER = """
+import sys, torch
+from pathlib import Path
+from mtcompile.runtime.disk.store import DiskStore
+store = DiskStore(Path(sys.argv[1]), 16 << 10)
+home = torch.frombuffer(store.map(1 << 22), dtype=torch.uint8)
+value = torch.ones(1 << 22, dtype=torch.uint8)
+print("ready", flush=True)
+while True:
+    store.write([(value.data_ptr(), home.data_ptr(), 1 << 22, "w")])
+    store.read([(value.data_ptr(), home.data_ptr(), 1 << 22, "w")])
+"""
+
+
+def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert list(tmp_path.iterdir()) == []
