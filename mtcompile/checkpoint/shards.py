@@ -25,6 +25,7 @@ SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"
 _NAMES = ("model", "adapter_model", "diffusion_pytorch_model")  # that libraries give weights, the first wins
 _MOST_INDEX_NBYTES = 1 << 28
+_PIECE_NBYTES = 1 << 22
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
@@ -54,26 +55,41 @@ class StoredTensor:
     def as_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         return dtype if dtype is not None and self.dtype.is_floating_point else self.dtype
 
-    def read(self) -> Tensor:
-        """Reads it into new memory, aligned as torch's own. Raises CheckpointError."""
-        memory = torch.empty(self.nbytes, dtype=torch.uint8)
-        place, done = memoryview(memory.numpy().data), 0
+    def read(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Reads it into new memory, aligned as torch's own; floating-point numbers as ``dtype``, converted piece by piece.
+        Raises CheckpointError."""
+        wanted = self.as_dtype(dtype)
+        tensor = torch.empty(self.shape, dtype=wanted)
+        flat, size = tensor.view(-1), self.dtype.itemsize
         try:
             with self.path.open("rb", buffering=0) as file:
                 file.seek(self.offset)
-                while done < self.nbytes and (count := file.readinto(place[done:])):
-                    done += count
+                if wanted == self.dtype:
+                    self._fill(file, flat)
+                    return tensor
+                piece = torch.empty(min(len(flat), _PIECE_NBYTES // size), dtype=self.dtype)
+                for part in flat.split(max(len(piece), 1)):
+                    self._fill(file, piece[: len(part)])
+                    part.copy_(piece[: len(part)])
         except OSError as error:
             raise CheckpointError(f"{self.path}: {self.name} could not be read: {error.strerror}") from None
-        if done < self.nbytes:
-            raise CheckpointError(
-                f"{self.path}: expected {self.nbytes} bytes of {self.name}, found {done}: the file has changed"
-            )
-        return memory.view(self.dtype).view(self.shape)
+        return tensor
 
-    def __getitem__(self, index: Any) -> Tensor:
-        """Reads it, for libraries that take slices of files."""
-        return self.read()[index]
+    def _fill(self, file: Any, flat: Tensor) -> None:
+        place, done = memoryview(flat.view(torch.uint8).numpy().data), 0
+        while done < len(place):
+            count = file.readinto(place[done:])
+            if not count:
+                raise CheckpointError(f"{self.path}: expected {self.nbytes} bytes of {self.name}: the file has become shorter")
+            done += count
+
+    # Transformers takes a slice of a file ([...]) and converts it (.to), which here is when it is read.
+
+    def __getitem__(self, index: Any) -> StoredTensor | Tensor:
+        return self if index is ... else self.read()[index]
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
+        return self.read(dtype).to(device)
 
 
 def stored_tensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:

@@ -114,7 +114,7 @@ def _of_transformers(
     if dtype is None:
         dtype = named or next((each.dtype for each in tensors.values() if each.dtype.is_floating_point), torch.float32)
     model_class = _model_class(model, config)
-    widest = max((max(each.nbytes_as(dtype), each.nbytes) for each in tensors.values()), default=0)
+    widest = max((each.nbytes_as(dtype) for each in tensors.values()), default=0)  # layouts of older files are converted
     _check_room(folder, sum(each.nbytes_as(dtype) for each in tensors.values()), widest, dtype, host)
     try:
         with knobs.transformers_load_in_order():
@@ -167,11 +167,11 @@ def _into_module(
     wanted = {name: _wanted_dtype(tensor, dtype) for name, tensor in own.items()}
     chosen = {id(own[name]): name for name in own if name in tensors}  # one name of each tensor, tied or not
     sizes = [own[name].numel() * wanted[name].itemsize for name in chosen.values() if own[name].is_meta]
-    widest = max((tensors[name].nbytes for name in chosen.values()), default=0)
+    widest = max((tensors[name].nbytes_as(wanted[name]) for name in chosen.values()), default=0)
     _check_room(folder, sum(sizes), widest, dtype, host)
     new: dict[int, Tensor] = {}
     for identity, name in chosen.items():
-        tensor, values = own[name], tensors[name].read().to(wanted[name])
+        tensor, values = own[name], tensors[name].read(wanted[name]).to(wanted[name])
         if not tensor.is_meta and wanted[name] == tensor.dtype:
             with torch.no_grad():
                 tensor.copy_(values)

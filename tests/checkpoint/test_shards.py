@@ -39,6 +39,15 @@ def test_every_tensor_is_read_with_its_bytes(tmp_path: Path) -> None:
         assert torch.equal(tensor, expected) and tensor.dtype == expected.dtype and tensor.data_ptr() % 64 == 0
 
 
+def test_numbers_are_converted_as_torch_converts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtcompile.checkpoint.shards._PIECE_NBYTES", 16)  # several pieces, the last not full
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    for name, each in stored_tensors(tmp_path).items():
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            expected = TENSORS[name].to(dtype) if TENSORS[name].is_floating_point() else TENSORS[name]
+            assert torch.equal(each.read(dtype), expected) and each.read(dtype).dtype == expected.dtype
+
+
 def test_shards_are_found_through_their_index_and_through_links(tmp_path: Path) -> None:
     blobs, folder = tmp_path / "blobs", tmp_path / "snapshot"
     blobs.mkdir(), folder.mkdir()
@@ -115,7 +124,7 @@ def test_a_file_that_changes_after_its_header_was_read_is_noticed(tmp_path: Path
     save_file({"a": torch.ones(1000)}, tmp_path / "model.safetensors")
     stored = stored_tensors(tmp_path)
     os.truncate(tmp_path / "model.safetensors", 500)
-    with pytest.raises(CheckpointError, match="expected 4000 bytes of a, found"):
+    with pytest.raises(CheckpointError, match="expected 4000 bytes of a: the file has become shorter"):
         stored["a"].read()
 
 
