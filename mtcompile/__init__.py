@@ -21,6 +21,7 @@ if _TYPE_CHECKING:
     from mtcompile.errors import BudgetError, CaptureError, CheckpointError, MtcompileError, StepError
     from mtcompile.forecast.result import Forecast
     from mtcompile.forecast.solve import plan
+    from mtcompile.models.pretrained import from_pretrained
     from mtcompile.parity.verification import Verification, verify
 
 _LAZY = {
@@ -28,6 +29,7 @@ _LAZY = {
     "mtcompile.errors": ("BudgetError", "CaptureError", "CheckpointError", "MtcompileError", "StepError"),
     "mtcompile.forecast.result": ("Forecast",),
     "mtcompile.forecast.solve": ("plan",),
+    "mtcompile.models.pretrained": ("from_pretrained",),
     "mtcompile.parity.verification": ("Verification", "verify"),
 }
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "StepError",
     "Verification",
     "compile",
+    "from_pretrained",
     "master_parameters",
     "plan",
     "verify",

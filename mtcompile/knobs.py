@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
+from collections.abc import Iterator
 
 
 def check() -> bool:
@@ -68,6 +70,20 @@ def cache() -> str:
     if folder == "0":
         return ""
     return folder or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "mtcompile")
+
+
+@contextlib.contextmanager
+def transformers_load_in_order() -> Iterator[None]:
+    """Lets Transformers load one tensor after the other, not several at a time in threads, which takes more memory."""
+    before = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HF_DEACTIVATE_ASYNC_LOAD"]
+        else:
+            os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = before
 
 
 def listed() -> dict[str, tuple[str | None, str]]:

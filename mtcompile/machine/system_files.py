@@ -56,6 +56,19 @@ def group_memory(root: Path) -> tuple[int, int] | None:
     return min(rooms, key=lambda pair: pair[0] - pair[1], default=None)
 
 
+def memory_rooms(root: Path = Path("/")) -> dict[str, int]:
+    """Returns the host memory that this process may still take, in bytes, by what limits it."""
+    available = kilobytes(root / "proc/meminfo").get("MemAvailable")
+    rooms = {} if available is None else {"available": available}
+    if (group := group_memory(root)) is not None:
+        rooms["left in the control group"] = group[0] - group[1]
+    ulimits, used = process_limits(root), kilobytes(root / "proc/self/status")
+    for name, field, flag in (("address space", "VmSize", "-v"), ("data size", "VmData", "-d")):
+        if (limit := ulimits.get(name)) is not None:
+            rooms[f"left of ulimit {flag} ({name})"] = limit - used.get(field, 0)
+    return rooms
+
+
 def group_kills(root: Path) -> int:
     """Returns the number of processes that the kernel has killed for memory in this control group."""
     name = {1: "memory.oom_control", 2: "memory.events"}

@@ -121,21 +121,11 @@ def _from_config(path: str, batch: int, seq: int) -> ModelAndData:
 def _causal_model(path: str) -> Any:
     """Builds a causal language model of a Hugging Face configuration with random weights. Nothing is fetched or imported
     because the file asks for it. Raises ValueError."""
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError:
-        raise ValueError("a Hugging Face configuration needs the package transformers: pip install transformers") from None
-    try:
-        fields = _local(json.loads(Path(path).read_text()))
-        config = AutoConfig.for_model(**{"use_cache": False, **fields})
-    except Exception as error:  # a field of the wrong type has an exception of its own
-        text = first_line(error)
-        raise ValueError(f"expected a Hugging Face config file with a model_type, found {path}: {text}") from None
-    name = str(fields.get("dtype") or fields.get("torch_dtype") or "float32")
-    if name not in ("float64", "float32", "bfloat16", "float16"):
-        raise ValueError(f"{path}: expected a dtype of floating-point numbers, such as bfloat16, found {name!r}")
+    config, name = configuration(Path(path), use_cache=False)
+    from transformers import AutoModelForCausalLM
+
     before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, name))
+    torch.set_default_dtype(name or torch.float32)
     try:
         return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except Exception as error:
@@ -143,6 +133,25 @@ def _causal_model(path: str) -> Any:
         raise ValueError(f"expected {path} to configure a causal language model, found that it raised {text}") from error
     finally:
         torch.set_default_dtype(before)
+
+
+def configuration(path: Path, **defaults: Any) -> tuple[Any, torch.dtype | None]:
+    """Reads a Hugging Face configuration, and the dtype that it names. ``defaults``: fields that it need not have. Raises
+    ValueError."""
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        raise ValueError("a Hugging Face configuration needs the package transformers: pip install transformers") from None
+    try:
+        fields = _local(json.loads(path.read_text()))
+        config = AutoConfig.for_model(**{**defaults, **fields})
+    except Exception as error:  # a field of the wrong type has an exception of its own
+        text = first_line(error)
+        raise ValueError(f"expected a Hugging Face config file with a model_type, found {path}: {text}") from None
+    name = fields.get("dtype") or fields.get("torch_dtype")
+    if name not in (None, "float64", "float32", "bfloat16", "float16"):
+        raise ValueError(f"{path}: expected a dtype of floating-point numbers, such as bfloat16, found {name!r}")
+    return config, None if name is None else getattr(torch, name)
 
 
 def _local(fields: Any) -> Any:

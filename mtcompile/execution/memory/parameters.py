@@ -290,9 +290,15 @@ def changes_of(convert: Callable[[torch.Tensor], torch.Tensor], dtypes: Iterable
 
 
 def check_movable(model: torch.nn.Module) -> None:
-    """Raises MtcompileError for a tensor on a device whose memory another one shares: after a move they would be two."""
+    """Raises MtcompileError for a tensor without memory, and for one on a device whose memory another one shares: after a move
+    they would be two."""
     tensors = dict((*model.named_parameters(), *model.named_buffers()))
     for name, tensor in tensors.items():
+        if tensor.is_meta:
+            raise MtcompileError(
+                f"{name} is on the device meta; expected tensors with values. Load weights from a folder of safetensors with "
+                "mtcompile.from_pretrained(folder, model, memory=...), or build the model on the CPU"
+            )
         if tensor.device.type != "cpu" and shares_storage(tensor):
             sharing = (n for n, t in tensors.items() if t is not tensor and storage_id(t) == storage_id(tensor))
             raise MtcompileError(

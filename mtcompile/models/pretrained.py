@@ -1,0 +1,224 @@
+"""``mtcompile.from_pretrained``: weights of a local folder, read straight into the memory of a model's parameters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtcompile import knobs
+from mtcompile.api import compile
+from mtcompile.capture.refusals import first_line
+from mtcompile.checkpoint.shards import StoredTensor, stored_tensors
+from mtcompile.errors import BudgetError, CheckpointError
+from mtcompile.machine.system_files import memory_rooms
+from mtcompile.models.loading import configuration
+from mtcompile.optim.precision import Precision, precision_named
+from mtcompile.options import parse_bytes
+from mtcompile.runtime.schedule import gib
+
+_MOST_NAMES = 3  # that an error lists
+
+
+def from_pretrained(
+    folder: str | os.PathLike[str],
+    model: Any = None,
+    *,
+    dtype: torch.dtype | str = "auto",
+    prepare: Callable[[Any], Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Loads weights from a local folder of safetensors files, tensor by tensor, and compiles the model.
+
+    The memory that it takes is that of the weights and of one tensor more: files are read by place, never whole. Before
+    anything is read, the sizes in the files' headers are compared with the host memory that there is. No code of the folder is
+    run, nothing is unpickled, and nothing is downloaded.
+
+    folder   a folder that ``save_pretrained`` wrote or that was fetched from the Hugging Face hub; or any folder, file or index
+             of safetensors, together with ``model``
+    model    None: the class that the folder's configuration names, or AutoModelForCausalLM. A class of Transformers, such as
+             ``AutoModelForSequenceClassification``: its model of that configuration. A module, usually built under
+             ``torch.device("meta")``: its parameters and buffers get the weights of the same names
+    dtype    of floating-point weights: a ``torch.dtype``, its name, or ``"auto"``, which is that of the configuration (else of
+             the first tensor) or of the module. ``precision=`` goes before it
+    prepare  a function that takes the plain model with its weights and returns the one to compile, for example
+             ``lambda model: get_peft_model(model, LoraConfig(...))``
+    options  the options of ``compile``: ``memory``, ``host``, ``precision``, ...
+
+    A model of Transformers is what its own ``from_pretrained`` returns: in evaluation mode, with names and layouts of older
+    checkpoints converted, tied weights tied, missing weights initialized and reported. For a module, other names or shapes
+    raise CheckpointError before anything is read. Raises BudgetError, with ``.minimum_bytes``, if
+    the weights do not fit into host memory.
+    """
+    precision = precision_named(options.get("precision", "model"))
+    tensors = stored_tensors(folder)
+    host = parse_bytes(options.get("host"))
+    if isinstance(model, nn.Module):
+        loaded: Any = _into_module(Path(folder), tensors, model, _dtype(dtype) or _weights(precision), host)
+    else:
+        loaded = _of_transformers(Path(folder), tensors, model, _weights(precision) or _dtype(dtype), host)
+    return compile(loaded if prepare is None else prepare(loaded), **options)
+
+
+def _weights(precision: Precision) -> torch.dtype | None:
+    """Returns the dtype to read weights as: masters are split from fp32."""
+    return torch.float32 if precision.split else precision.weights
+
+
+def _dtype(given: torch.dtype | str) -> torch.dtype | None:
+    named = getattr(torch, given, None) if isinstance(given, str) else given
+    if given != "auto" and not (isinstance(named, torch.dtype) and named.is_floating_point):
+        raise ValueError(f'expected dtype to be "auto" or of floating-point numbers, such as torch.bfloat16, found {given!r}')
+    return None if given == "auto" else named
+
+
+def _check_room(folder: Path, nbytes: int, largest: int, dtype: torch.dtype | None, host: int | None) -> None:
+    """Raises BudgetError if weights of ``nbytes``, and one tensor of ``largest`` bytes beside them, exceed the host memory."""
+    rooms, needed = memory_rooms(), nbytes + largest
+    if host is not None:
+        rooms["in the budget host="] = host
+    limit = min(rooms, key=lambda name: rooms[name], default=None)
+    if limit is None or needed <= rooms[limit]:
+        return
+    kind = "as they are stored" if dtype is None else f"as {str(dtype).removeprefix('torch.')}"
+    found = f"expected {gib(needed)} of host memory to load {folder} ({gib(nbytes)} of weights {kind}, and the largest tensor "
+    half = nbytes // 2 + largest
+    step = f"free {gib(needed - rooms[limit])} more, or use a machine that has them"
+    if limit.startswith("in the budget"):
+        step = f'host="{-(-needed // 2**20)}MiB"'
+    elif dtype == torch.float32 and half <= rooms[limit]:
+        step = f'precision="bf16", which takes {gib(half)}'
+    raise BudgetError(f"{found}while it is read), found {gib(rooms[limit])} {limit}. Nothing was read. Try: {step}", needed)
+
+
+# ------------------------------------------------------------------------------------------------------------ Transformers
+
+
+def _of_transformers(
+    folder: Path, tensors: Mapping[str, StoredTensor], model: Any, dtype: torch.dtype | None, host: int | None
+) -> Any:
+    """Returns the model that Transformers makes of the folder's configuration, and of tensors read when it asks for them."""
+    if not folder.is_dir() or not (folder / "config.json").is_file():
+        adapter = " It holds a PEFT adapter: load its base model first." * (folder / "adapter_config.json").is_file()
+        raise ValueError(
+            f"expected a folder with a config.json, found none in {folder}.{adapter} For other weights pass a module too: "
+            "mtcompile.from_pretrained(folder, module)"
+        )
+    config, named = configuration(folder / "config.json")
+    if getattr(config, "quantization_config", None):
+        raise ValueError(f"expected weights that are not quantized, found a quantization_config in {folder}/config.json")
+    if dtype is None:
+        dtype = named or next((each.dtype for each in tensors.values() if each.dtype.is_floating_point), torch.float32)
+    model_class = _model_class(model, config)
+    widest = max((each.nbytes_as(dtype) for each in tensors.values()), default=0)  # layouts of older files are converted
+    _check_room(folder, sum(each.nbytes_as(dtype) for each in tensors.values()), widest, dtype, host)
+    try:
+        with knobs.transformers_load_in_order():
+            loaded = model_class.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
+    except Exception as error:
+        raise CheckpointError(f"{folder} could not be loaded as {model_class.__name__}: {first_line(error)}") from error
+    loaded.config.name_or_path = str(folder)
+    if loaded.can_generate() and (folder / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        loaded.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return loaded
+
+
+def _model_class(model: Any, config: Any) -> Any:
+    """Returns the class to load: the one given, else the one that wrote the folder, else a causal language model."""
+    import transformers
+
+    if model is not None and not (isinstance(model, type) and hasattr(model, "from_pretrained")):
+        raise TypeError(f"expected a module or a class of transformers, such as AutoModelForCausalLM, found {model!r}")
+    if model is not None and issubclass(model, transformers.PreTrainedModel):
+        return model
+    for name in getattr(config, "architectures", None) or () if model is None else ():
+        named = getattr(transformers, str(name), None)
+        if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel) and named.config_class is type(config):
+            return named
+    auto: Any = model or transformers.AutoModelForCausalLM
+    try:
+        with torch.device("meta"):  # an Auto class says which class it would take by making one of it
+            return type(auto.from_config(config))
+    except Exception as error:
+        raise ValueError(
+            f"expected a configuration of {auto.__name__}, found {config.model_type}: {first_line(error)}"
+        ) from None
+
+
+# ----------------------------------------------------------------------------------------------------------------- modules
+
+
+def _into_module(
+    folder: Path, tensors: Mapping[str, StoredTensor], module: nn.Module, dtype: torch.dtype | None, host: int | None
+) -> nn.Module:
+    """Gives a module's parameters and buffers the values of their names. ``dtype``: of floating-point parameters; None: their
+    own. Everything is compared before anything is read, and a module on "meta" gets its memory then."""
+    own: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    _compare(folder, tensors, own, module)
+    owners: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for table, name, tensor in _places(module):
+        owners.setdefault(id(tensor), []).append((table, name))
+    wanted = {name: _wanted_dtype(tensor, dtype) for name, tensor in own.items()}
+    chosen = {id(own[name]): name for name in own if name in tensors}  # one name of each tensor, tied or not
+    sizes = [own[name].numel() * wanted[name].itemsize for name in chosen.values() if own[name].is_meta]
+    widest = max((tensors[name].nbytes_as(wanted[name]) for name in chosen.values()), default=0)
+    _check_room(folder, sum(sizes), widest, dtype, host)
+    new: dict[int, Tensor] = {}
+    for identity, name in chosen.items():
+        tensor, values = own[name], tensors[name].read(wanted[name]).to(wanted[name])
+        if not tensor.is_meta and wanted[name] == tensor.dtype:
+            with torch.no_grad():
+                tensor.copy_(values)
+        else:
+            parameter = isinstance(tensor, nn.Parameter)
+            new[identity] = nn.Parameter(values, requires_grad=tensor.requires_grad) if parameter else values
+    for identity, tensor in new.items():
+        for table, key in owners[identity]:
+            table[key] = tensor
+    return module
+
+
+def _wanted_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    cast = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+    return dtype if cast and dtype is not None else tensor.dtype
+
+
+def _places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Yields every place of a parameter or buffer: the table that holds it, its name there, and the tensor."""
+    for part in module.modules():
+        for table in (part._parameters, part._buffers):
+            yield from ((table, name, tensor) for name, tensor in table.items() if tensor is not None)
+
+
+def _compare(folder: Path, tensors: Mapping[str, StoredTensor], own: Mapping[str, Tensor], module: nn.Module) -> None:
+    """Raises CheckpointError if names, shapes or kinds of numbers are not the module's, or if a tensor would have no values."""
+    given = {id(own[name]) for name in own if name in tensors}
+    missing = [name for name, tensor in own.items() if id(tensor) not in given]
+    unknown = [name for name in tensors if name not in own]
+    if missing or unknown:
+        raise CheckpointError(
+            f"{folder} is of another model: it lacks {_first(missing)} and has {_first(unknown)} that the module has not"
+        )
+    for name, tensor in tensors.items():
+        there, here = (tensor.shape, tuple(own[name].shape)), (tensor.dtype, own[name].dtype)
+        if there[0] != there[1]:
+            raise CheckpointError(f"{folder}: {name} has the shape {there[0]} there, {there[1]} in the module")
+        if here[0].is_floating_point != here[1].is_floating_point or here[0].is_complex != here[1].is_complex:
+            raise CheckpointError(f"{folder}: {name} is of {here[0]} there, of {here[1]} in the module")
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta and id(buffer) not in given:
+            raise CheckpointError(
+                f"{name} is a buffer on the device meta that no file holds (persistent=False); expected it with values: build "
+                f'it under torch.device("cpu"), or pass the class instead of a module: from_pretrained(folder, Class)'
+            )
+
+
+def _first(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" * (len(names) > _MOST_NAMES)
+    return ", ".join(names[:_MOST_NAMES]) + more if names else "nothing"
