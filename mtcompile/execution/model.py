@@ -17,8 +17,10 @@ from mtcompile.capture.dynamo import front_end
 from mtcompile.capture.surroundings import Surroundings
 from mtcompile.errors import told_briefly
 from mtcompile.execution.compiled import LiveFrames
-from mtcompile.execution.gradient_free.calls import GradientFreeCalls
 from mtcompile.execution.model_door import ModelDoor
+from mtcompile.execution.plain.calls import GradientFreeCalls
+from mtcompile.execution.plain.sizes import size_of_call
+from mtcompile.execution.plain.steps import PlainSteps, may_be_plain
 from mtcompile.execution.program import Collector, DifferentMicroBatches, MicroBatchCalls, Program
 from mtcompile.execution.session import Session
 from mtcompile.machine.device import free_nbytes, total_nbytes
@@ -55,6 +57,11 @@ class CompiledModel:
         self._programs: MutableMapping[Callable[..., Any], Program] = weakref.WeakKeyDictionary()
         in_parts = options.updates is None and options.accumulate == 1
         self._without_gradients = GradientFreeCalls(self.session, call)
+        self._plain = (
+            PlainSteps(self.session, self._without_gradients.plain_step)
+            if may_be_plain(self.options, self.door.masters is not None)
+            else None
+        )
         self._captured = front_end(call, _weak(self._backend), device.where, in_parts)
         self._has_new_parts = False
 
@@ -84,12 +91,22 @@ class CompiledModel:
     def _run(self, args: Any, kwargs: Any) -> Any:
         if (model := self.door.model()) is not None:
             self._surroundings.check_call(model.parameters(), torch.is_grad_enabled())
-        if self.options.accumulate == 1 or not torch.is_grad_enabled():
-            output = self._captured(*args, **kwargs)
-            if self._has_new_parts and torch.is_grad_enabled():
-                self._has_new_parts = False
-                self.door.count_glue(torch_private.leaves_outside(output, "_StepBackward"))
-            return output
+        trains = torch.is_grad_enabled()
+        if self.options.accumulate > 1 and trains:
+            return self._in_equal_micro_batches(args, kwargs)
+        size = size_of_call(model, args, kwargs) if trains and model is not None and self._plain is not None else None
+        if self._plain is not None and model is not None and size is not None:
+            if (needed := self._plain.room_for(model, size)) is not None:
+                return self._plain(model, size, needed, args, kwargs)
+        output = self._captured(*args, **kwargs)
+        if self._has_new_parts and trains:
+            self._has_new_parts = False
+            self.door.count_glue(torch_private.leaves_outside(output, "_StepBackward"))
+        if self._plain is not None and size is not None:  # the forward is one program
+            self._plain.note_planned(size)
+        return output
+
+    def _in_equal_micro_batches(self, args: Any, kwargs: Any) -> Any:
         if self.door.masters is not None:
             self.door.masters.take_any()
         try:
@@ -109,7 +126,7 @@ class CompiledModel:
     def _backend(self, graph: Any, inputs: Any) -> Callable[..., Any]:
         """Makes a program from a graph that Dynamo has captured."""
         if graph.meta.get("is_part"):
-            self._has_new_parts = True
+            self._has_new_parts, self._plain = True, None
             self.door.count_glue()
         names, device, whole = self.door.names(), self.device.where, self._collector.batch is None
         description = describe(graph, inputs, lambda t: names.get(id(t)), device, views=whole)

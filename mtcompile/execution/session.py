@@ -243,15 +243,16 @@ class Session:
                     needed,
                 )
             self.frames.plain_nbytes = max(self.frames.plain_nbytes, plain.nbytes)
-        self._note_planned(self.held_nbytes())
+        self.note_planned(self.held_nbytes())
         self.peak_device_bytes = max(self.peak_device_bytes, self.held_nbytes())
 
     def note_call(self, nbytes: int) -> None:
         """Notes the device bytes that a gradient-free call takes at most."""
-        self._note_planned(nbytes)
+        self.note_planned(nbytes)
         self.peak_device_bytes = max(self.peak_device_bytes, nbytes)
 
-    def _note_planned(self, nbytes: int) -> None:
+    def note_planned(self, nbytes: int) -> None:
+        """Notes the device bytes that something may take."""
         self.planned_device_bytes = max(self.planned_device_bytes, nbytes)
 
     def held_nbytes(self) -> int:
@@ -278,7 +279,7 @@ class Session:
 
     def phase_ran(self, run: PhaseRun) -> None:
         compiled, frame = run.frame.compiled, run.frame
-        self._note_planned(compiled.schedule.peak_nbytes["device"] + self.frames.nbytes())
+        self.note_planned(compiled.schedule.peak_nbytes["device"] + self.frames.nbytes())
         # Optimizer state counts as resident from the start, so a backward that allocates it is not measured.
         if not (frame.measured and run.phase == "backward" and self.door.optimizer_state_was_made()):
             compiled.completed_phases.add(run.phase)

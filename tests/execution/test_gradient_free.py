@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import mtcompile
-from mtcompile.execution.gradient_free.lending import Lending, lending
-from mtcompile.execution.gradient_free.sizes import CallSize, KnownCalls
+from mtcompile.execution.plain.lending import Lending, lending
+from mtcompile.execution.plain.sizes import CallSize, KnownCalls
 from mtcompile.runtime.devices.fetching import CpuFetcher
 from tests.helpers.training import adamw, same, train
 

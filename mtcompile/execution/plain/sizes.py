@@ -36,19 +36,20 @@ def size_of_call(model: torch.nn.Module, args: Any, kwargs: Any) -> CallSize:
         elif leaf is None or isinstance(leaf, (bool, int, float, str)):
             kind.append(leaf)
         else:
-            inner = list(_tensors(leaf, _DEPTH))
+            inner = list(tensors_in(leaf))
             kind.append((type(leaf), len(inner)))
             sizes.append(sum(tensor.nbytes for tensor in inner))
     return CallSize((str(spec), *kind), tuple(sizes))
 
 
-def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
+    """Yields the tensors in a value: in containers and in attributes of objects, to that ``depth``."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and not isinstance(value, (torch.nn.Module, type)):
         values = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else ()
         for each in values or getattr(value, "__dict__", {}).values():
-            yield from _tensors(each, depth - 1)
+            yield from tensors_in(each, depth - 1)
 
 
 @dataclass(slots=True)
@@ -57,11 +58,17 @@ class KnownCalls:
 
     by_kind: dict[tuple[Any, ...], list[tuple[tuple[int, ...], int]]] = field(default_factory=dict)
 
-    def nbytes(self, call: CallSize) -> int | None:
-        """Returns the most bytes that a call takes: those of a known call that is as large in each size; or of one that is
-        nearly as large, times the square of what each size has grown by. None for a call like no known one."""
+    def has(self, call: CallSize) -> bool:
+        """Tells whether a call of just that size is known."""
+        return any(sizes == call.sizes for sizes, _ in self.by_kind.get(call.kind, ()))
+
+    def nbytes(self, call: CallSize, growth: float | None = _GROWTH) -> int | None:
+        """Returns the most bytes that a call takes: those of a known call that is as large in each size; or of one whose sizes
+        it exceeds by at most ``growth`` (None: by any), times the square of what each size has grown by. None for a call like
+        no known one."""
         known = self.by_kind.get(call.kind, ())
-        return min((_scaled(nbytes, sizes, call.sizes) for sizes, nbytes in known if _near(call.sizes, sizes)), default=None)
+        near = ((sizes, nbytes) for sizes, nbytes in known if growth is None or _near(call.sizes, sizes, growth))
+        return min((_scaled(nbytes, sizes, call.sizes) for sizes, nbytes in near), default=None)
 
     def note(self, call: CallSize, nbytes: int) -> None:
         """Remembers what a call took."""
@@ -72,12 +79,12 @@ class KnownCalls:
             del self.by_kind[next(iter(self.by_kind))]
 
 
-def _near(sizes: tuple[int, ...], known: tuple[int, ...]) -> bool:
-    return all(size <= _GROWTH * before for size, before in zip(sizes, known, strict=True))
+def _near(sizes: tuple[int, ...], known: tuple[int, ...], growth: float) -> bool:
+    return all(size <= growth * before for size, before in zip(sizes, known, strict=True))
 
 
 def _scaled(nbytes: int, known: tuple[int, ...], sizes: tuple[int, ...]) -> int:
     for before, size in zip(known, sizes, strict=True):
         if size > before:
-            nbytes = -(-nbytes * size * size // (before * before))
+            nbytes = -(-nbytes * size * size // max(1, before * before))
     return nbytes

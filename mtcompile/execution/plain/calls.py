@@ -18,8 +18,8 @@ from torch import nn
 
 from mtcompile import knobs, torch_private
 from mtcompile.errors import BudgetError
-from mtcompile.execution.gradient_free.lending import Lending, keepers, lending
-from mtcompile.execution.gradient_free.sizes import KnownCalls, size_of_call
+from mtcompile.execution.plain.lending import Lending, keepers, lending
+from mtcompile.execution.plain.sizes import KnownCalls, size_of_call
 from mtcompile.execution.session import Session
 from mtcompile.machine.device import allocator_peak
 from mtcompile.runtime.devices.arena import span_nbytes
@@ -71,14 +71,23 @@ class GradientFreeCalls:
         return output
 
     def _run(self, model: nn.Module, homes: Sequence[torch.Tensor], room: _Room, args: Any, kwargs: Any) -> tuple[Any, int]:
+        with _without_cast_cache():
+            return self._lending(model, homes, room.lent, args, kwargs)
+
+    def plain_step(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Runs the forward of a training step. Its parameters are on the device."""
+        homes = self._homes(model)
+        return self._lending(model, homes, sum(map(_nbytes, homes)), args, kwargs)[0]
+
+    def _lending(self, model: nn.Module, homes: Sequence[torch.Tensor], room: int, args: Any, kwargs: Any) -> tuple[Any, int]:
+        """Returns the forward's output, and the most bytes that were lent at once."""
         if not homes:
-            with _without_cast_cache():
-                return self.call(*args, **kwargs), 0
+            return self.call(*args, **kwargs), 0
         if self._keepers is None:
             self._keepers = tuple(map(weakref.ref, keepers(model)))
         keeping = [module for reference in self._keepers if (module := reference()) is not None]
-        lent = Lending(homes, self._order or [id(home) for home in homes], self._fetcher(), room.lent)
-        with lending(model, lent, keeping), _without_cast_cache():
+        lent = Lending(homes, self._order or [id(home) for home in homes], self._fetcher(), room)
+        with lending(model, lent, keeping):
             output = self.call(*args, **kwargs)
         self._order = lent.reads or self._order
         return output, lent.most_nbytes
