@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import types
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,15 +44,21 @@ _LEAF = (
     "forward returns or stores a tensor that it has given requires_grad=True itself\n"
     "  expected one that is used in forward alone, because its grad would be missing; return tensor.detach() instead"
 )
+_MOST_PROGRAMS = 32  # of one model; in parts, for each part
 _MOST_SIGNATURES = 512  # of one model; Dynamo's own default of 8 is for functions, not for training runs
 
 
 def front_end(
-    fn: Callable[..., Any], backend: Callable[..., Any], device: torch.device = _CPU, in_parts: bool = False
+    fn: Callable[..., Any],
+    backend: Callable[..., Any],
+    device: torch.device = _CPU,
+    in_parts: bool = False,
+    drop: Callable[[], None] = lambda: None,
 ) -> Callable[..., Any]:
     """``fn`` captured whole with static shapes, when it is called; ``backend(graph_module, inputs)`` compiles a graph.
     Parameters may be at home on the host while inputs are on ``device``. ``in_parts``: where ``fn`` cannot be captured whole,
-    capture what lies between the lines that cannot be captured, as one graph each, and run these lines in Python.
+    capture what lies between the lines that cannot be captured, as one graph each, and run these lines in Python. ``drop`` is
+    called when all that ``backend`` has returned is needed no more.
 
     Raises CaptureError with the user's own source line where ``fn`` cannot be captured.
     """
@@ -60,6 +67,7 @@ def front_end(
     def checked(graph: fx.GraphModule, inputs: Any) -> Any:
         if (leaf := torch_private.returned_leaf(graph.graph)) is not None:
             raise CaptureError(_LEAF + place_of([leaf]))
+        state.count(graph)
         expecting = torch_private.expecting_values(graph)
         graph.meta["told"] = state.answers.told()
         program = expecting(backend(graph, inputs))
@@ -80,6 +88,9 @@ def front_end(
 
     @torch_private.one_at_a_time
     def call(*args: Any, **kwargs: Any) -> Any:
+        if state.is_full():
+            variants.clear()
+            drop()
         for variant in tuple(variants):
             with contextlib.suppress(torch_private.OtherValues):
                 return captured(variant, args, kwargs)
@@ -133,12 +144,34 @@ def _breaks(cause: BaseException | None, error: Exception) -> bool:
 class _State:
     """How one function is captured. ``takes``: the types of values that its captures take where the call's inputs decide them:
     truth values, of which there are two, and where there is no other way also numbers, of which each makes a capture of its
-    own. ``in_parts``: it is captured in parts. ``breaks``: the lines between them that the user has been told of."""
+    own. ``in_parts``: it is captured in parts. ``breaks``: the lines between them that the user has been told of.
+    ``programs``: how many were made, since all were dropped."""
 
     answers: plain_torch.Answers
     takes: tuple[type, ...] = (bool,)
     in_parts: bool = False
     breaks: set[str] = field(default_factory=set)
+    programs: Counter[str] = field(default_factory=Counter)  # by the line that the part ends before
+    has_been_full: bool = False
+
+    def count(self, graph: fx.GraphModule) -> None:
+        """Counts a program that is about to be made."""
+        self.programs[why_and_where(*torch_private.break_after(graph))[1]] += 1
+
+    def is_full(self) -> bool:
+        """Tells whether all programs are to be dropped, because there are as many as may be. Warns the first time."""
+        if max(self.programs.values(), default=0) < _MOST_PROGRAMS:
+            return False
+        self.programs.clear()
+        if not self.has_been_full:
+            warnings.warn(
+                f"the model was called with {_MOST_PROGRAMS} different shapes that each needed a program; these are dropped, "
+                "and made again when needed. Pad shapes to multiples (of 64, say), or pass more memory: where everything fits "
+                "on the device, one program serves all shapes",
+                stacklevel=3,
+            )
+        self.has_been_full = True
+        return True
 
     def concede(self) -> bool:
         """After a capture that failed: says whether there is another way to try."""

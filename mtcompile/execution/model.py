@@ -62,7 +62,7 @@ class CompiledModel:
             if may_be_plain(self.options, self.door.masters is not None)
             else None
         )
-        self._captured = front_end(call, _weak(self._backend), device.where, in_parts)
+        self._captured = front_end(call, _weak(self._backend), device.where, in_parts, self._programs.clear)
         self._has_new_parts = False
 
     @told_briefly

@@ -16,7 +16,7 @@ from mtcompile.execution.compiled import PlainGraph
 from mtcompile.execution.plain.sizes import CallSize, KnownCalls, tensors_in
 from mtcompile.execution.session import Session
 from mtcompile.machine.device import allocator_peak
-from mtcompile.options import Options
+from mtcompile.options import FASTEST, Options
 
 _MARGIN = 1.5  # of what a plain step may take over a planned one of the same size, before that is measured
 
@@ -74,4 +74,5 @@ class PlainSteps:
 def may_be_plain(options: Options, has_masters: bool) -> bool:
     """Tells whether plain steps compute what planned ones do, under these options."""
     planned_otherwise = options.updates is not None or has_masters or options.accumulate != 1 or options.loss_chunks != 1
-    return not planned_otherwise and not options.fuses and options.throttle is None
+    asked_for = options.policy not in (FASTEST, "resident") or options.fuses or options.throttle is not None
+    return not planned_otherwise and not asked_for

@@ -1,0 +1,144 @@
+"""Training at changing shapes: where everything fits, one program serves all of them; results and memory are as promised."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mtcompile
+from mtcompile.torch_private import AllocatorPeak
+from tests.helpers.training import adamw, train
+
+WIDTH = 32
+
+
+class Language(nn.Module):
+    """A small language model with dropout, buffers and tied weights."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, WIDTH), nn.Linear(WIDTH, 64, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, 0.1, batch_first=True) for _ in range(2))
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embed(tokens)
+        for layer in self.layers:
+            h = layer(h)
+        h = self.norm(h.flatten(0, 1))
+        return nn.functional.cross_entropy(self.head(h), tokens.flatten())
+
+
+def new(tied: bool = True) -> Language:
+    torch.manual_seed(0)
+    return Language(tied)
+
+
+def texts(count: int) -> list[Tensor]:
+    lengths = [*range(4, 4 + 3 * count, 3)]
+    random.Random(1).shuffle(lengths)
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(0, 64, (1 + length % 3, length), generator=generator) for length in lengths]
+
+
+def programs(model: nn.Module) -> int:
+    return len(model._mt_model._programs)  # type: ignore[union-attr, arg-type]
+
+
+def same_steps(memory: int | str, batches: list[Tensor]) -> nn.Module:
+    """Trains with and without mtcompile, and compares all of it. Returns the compiled model."""
+    plain, model = new(), new()
+    optimizers = adamw(plain.parameters()), adamw(model.parameters())
+    mtcompile.compile(model, memory=memory, optimizer=optimizers[1])
+    for batch in batches:
+        states = []
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            torch.manual_seed(3)
+            rows = train(each, optimizer, {"tokens": batch}, steps=1)
+            states.append([*rows[0], *(b.clone() for b in each.buffers()), torch.get_rng_state()])
+        assert all(map(torch.equal, *states))
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [8, pytest.param(30, marks=pytest.mark.long)])
+def test_one_program_serves_all_lengths_where_everything_fits(count: int) -> None:
+    model = same_steps("64MiB", texts(count))
+    assert programs(model) == 1
+    assert model.plan.all_resident  # type: ignore[union-attr]
+    report = model.memory_report()  # type: ignore[operator]
+    assert 0 < report["peak_device_bytes"] <= report["planned_peak_device_bytes"] <= 64 << 20
+
+
+def test_what_a_step_takes_is_within_what_it_was_given() -> None:
+    model = mtcompile.compile(new(), memory="64MiB")
+    longest, *shorter = sorted(texts(6), key=lambda batch: -batch.numel())
+    model(longest).backward()
+    session = model._mt_model.session
+    for batch in shorter:
+        model.zero_grad()
+        held = session.held_nbytes()
+        with AllocatorPeak() as peak:
+            loss = model(batch)
+            reserved = session.held_nbytes() - held
+            loss.backward()
+        del loss
+        assert peak.nbytes is not None
+        assert peak.nbytes <= reserved
+        assert session.held_nbytes() == held
+    assert programs(model) == 1
+
+
+@pytest.mark.long
+def test_a_tight_budget_plans_each_shape() -> None:
+    model = same_steps("64MiB", texts(1))
+    budget = model.memory_report()["peak_device_bytes"]  # type: ignore[operator]
+    model = same_steps(budget, texts(3))
+    assert programs(model) > 1
+    assert model.memory_report()["peak_device_bytes"] <= budget  # type: ignore[operator]
+
+
+def test_steps_without_a_program_may_wait_beside_others() -> None:
+    plain, model = new(tied=False).eval(), new(tied=False).eval()
+    mtcompile.compile(model, memory="64MiB")
+    batches = sorted(texts(5), key=lambda batch: -batch.numel())
+    for each in (plain, model):
+        (each(batches[0]) - each(batches[1])).backward()
+        losses = [each(batch) for batch in batches[2:]]
+        for loss in reversed(losses):
+            loss.backward(retain_graph=True)
+        losses[0].backward()
+    assert all(torch.equal(one.grad, other.grad) for one, other in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("options", [{"update": "backward"}, {"policy": "checkpoint-all"}], ids=str)
+def test_steps_that_a_plan_changes_are_planned_at_each_shape(options: dict[str, str]) -> None:
+    model = new()
+    optimizer = adamw(model.parameters())
+    mtcompile.compile(model, memory="64MiB", optimizer=optimizer, **options)
+    for batch in texts(2):
+        train(model, optimizer, {"tokens": batch}, steps=1)
+    assert programs(model) == 2
+
+
+def test_programs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtcompile.capture.dynamo._MOST_PROGRAMS", 2)
+    plain, model = (nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    mtcompile.compile(model, memory="1MiB", policy="checkpoint-all")
+    with pytest.warns(UserWarning, match="2 different shapes that each needed a program"):
+        for rows in (1, 2, 3, 4, 5, 1, 3):
+            x = torch.linspace(-1, 1, 4 * rows).view(rows, 4)
+            for each in (plain, model):
+                each.zero_grad()
+                each(x).sum().backward()
+            assert all(
+                torch.equal(one.grad, other.grad) for one, other in zip(plain.parameters(), model.parameters(), strict=True)
+            )
+            gc.collect()
+            assert programs(model) <= 2
