@@ -140,5 +140,4 @@ def test_programs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             assert all(
                 torch.equal(one.grad, other.grad) for one, other in zip(plain.parameters(), model.parameters(), strict=True)
             )
-            gc.collect()
             assert programs(model) <= 2
