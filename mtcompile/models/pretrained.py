@@ -160,7 +160,8 @@ def _into_module(
     """Gives a module's parameters and buffers the values of their names. ``dtype``: of floating-point parameters; None: their
     own. Everything is compared before anything is read, and a module on "meta" gets its memory then."""
     own: dict[str, Tensor] = module.state_dict(keep_vars=True)
-    _compare(folder, tensors, own, module)
+    values = _unsaved_buffers(module)
+    _compare(folder, tensors, own, {name: b for name, b in module.named_buffers() if b.is_meta and name not in values})
     owners: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for table, name, tensor in _places(module):
         owners.setdefault(id(tensor), []).append((table, name))
@@ -171,13 +172,14 @@ def _into_module(
     _check_room(folder, sum(sizes), widest, dtype, host)
     new: dict[int, Tensor] = {}
     for identity, name in chosen.items():
-        tensor, values = own[name], tensors[name].read(wanted[name]).to(wanted[name])
+        tensor, read = own[name], tensors[name].read(wanted[name]).to(wanted[name])
         if not tensor.is_meta and wanted[name] == tensor.dtype:
             with torch.no_grad():
-                tensor.copy_(values)
+                tensor.copy_(read)
         else:
             parameter = isinstance(tensor, nn.Parameter)
-            new[identity] = nn.Parameter(values, requires_grad=tensor.requires_grad) if parameter else values
+            new[identity] = nn.Parameter(read, requires_grad=tensor.requires_grad) if parameter else read
+    new |= {id(module.get_buffer(name)): buffer for name, buffer in values.items()}
     for identity, tensor in new.items():
         for table, key in owners[identity]:
             table[key] = tensor
@@ -196,7 +198,22 @@ def _places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
             yield from ((table, name, tensor) for name, tensor in table.items() if tensor is not None)
 
 
-def _compare(folder: Path, tensors: Mapping[str, StoredTensor], own: Mapping[str, Tensor], module: nn.Module) -> None:
+def _unsaved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the values of buffers on "meta" that no file holds (persistent=False), for a model of Transformers: those of
+    another one of its class, built without memory for parameters."""
+    missing = [name for name, buffer in module.named_buffers() if buffer.is_meta and name not in module.state_dict()]
+    if not missing or type(module).__module__.split(".")[0] != "transformers":
+        return {}
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        twin = type(module)(module.config)
+    return {name: buffer for name, buffer in twin.named_buffers() if name in missing}
+
+
+def _compare(
+    folder: Path, tensors: Mapping[str, StoredTensor], own: Mapping[str, Tensor], without_values: Mapping[str, Tensor]
+) -> None:
     """Raises CheckpointError if names, shapes or kinds of numbers are not the module's, or if a tensor would have no values."""
     given = {id(own[name]) for name in own if name in tensors}
     missing = [name for name, tensor in own.items() if id(tensor) not in given]
@@ -211,11 +228,11 @@ def _compare(folder: Path, tensors: Mapping[str, StoredTensor], own: Mapping[str
             raise CheckpointError(f"{folder}: {name} has the shape {there[0]} there, {there[1]} in the module")
         if here[0].is_floating_point != here[1].is_floating_point or here[0].is_complex != here[1].is_complex:
             raise CheckpointError(f"{folder}: {name} is of {here[0]} there, of {here[1]} in the module")
-    for name, buffer in module.named_buffers():
-        if buffer.is_meta and id(buffer) not in given:
+    for name, buffer in without_values.items():
+        if id(buffer) not in given:
             raise CheckpointError(
                 f"{name} is a buffer on the device meta that no file holds (persistent=False); expected it with values: build "
-                f'it under torch.device("cpu"), or pass the class instead of a module: from_pretrained(folder, Class)'
+                f'it under torch.device("cpu")'
             )
 
 

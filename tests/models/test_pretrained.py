@@ -88,6 +88,7 @@ def test_a_folder_becomes_what_transformers_makes_of_it(config: str, dtype: torc
     for loss in losses:
         loss.backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert all(place.home is not None for place in model._mt_model.door.parameters.places.values())  # nothing else holds them
 
 
 @pytest.mark.long
@@ -160,6 +161,8 @@ def test_a_module_on_meta_gets_its_weights_and_trains(tmp_path: Path) -> None:
     assert model.first.weight is model.second.weight and equal(weights(model), weights(plain))
     for each in (plain, model):
         each(torch.ones(3, 4)).backward()
+    homes = model._mt_model.door.parameters.places.values()
+    assert len(homes) == 5 and all(place.home is not None for place in homes)  # nothing else holds their memory
     assert torch.equal(model.first.weight.grad, plain.first.weight.grad)
     assert equal(dict(model.named_buffers()), dict(plain.named_buffers()))
 
@@ -176,6 +179,18 @@ def test_a_module_keeps_its_dtypes_and_flags_unless_told_otherwise(tmp_path: Pat
     assert torch.equal(model.weight, values["weight"].bfloat16())
     with pytest.raises(ValueError, match="expected dtype to be"):
         mtcompile.from_pretrained(tmp_path, nn.Linear(2, 3), dtype="int8")
+
+
+def test_a_model_of_transformers_on_meta_gets_its_buffers_too(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**SMALL, tie_word_embeddings=True)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(saved(tmp_path, config))
+    with torch.device("meta"):
+        module = transformers.LlamaForCausalLM(config)
+    module.model.embed_tokens.weight.requires_grad_(False)
+    model = mtcompile.from_pretrained(tmp_path, module, memory="1MiB")
+    assert model is module and equal(weights(model), weights(plain))
+    assert equal(dict(model.named_buffers()), dict(plain.named_buffers())) and len(list(model.buffers())) > 0
+    assert not model.lm_head.weight.requires_grad and model.lm_head.weight is model.model.embed_tokens.weight
 
 
 @pytest.mark.parametrize(
