@@ -50,7 +50,7 @@ def rows(compiled: Any) -> list[str]:
 
 def test_the_second_run_does_not_search(searches: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = Gpt(layers=2)
+    model = Gpt(layers=1)
     monkeypatch.setenv("MT_CACHE", "0")
     memory = int(minimum_bytes(model, {"tokens": tokens(4)}) * 1.2)
     assert not list(tmp_path.iterdir())

@@ -121,7 +121,7 @@ class Memory:
         self.text = text
 
 
-@pytest.mark.parametrize("name", [pytest.param("decoder", marks=pytest.mark.long), "experts"])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in ("decoder", "experts")])
 def test_a_cold_and_a_warm_cache_give_the_same_plan(name: str) -> None:
     """A search of its own, one that was stored for other budgets, and the plan that was found for these."""
     candidates, least, most = searched(name)

@@ -214,8 +214,15 @@ CASTING = {
 }
 
 
-@pytest.mark.parametrize("way", ["as gradients arrive", "behind the forward"])
-@pytest.mark.parametrize("wall", CASTING)
+@pytest.mark.parametrize(
+    ("wall", "way"),
+    [
+        ("the host is the wall", "as gradients arrive"),
+        ("the link is the wall", "behind the forward"),
+        pytest.param("the host is the wall", "behind the forward", marks=pytest.mark.long),
+        pytest.param("the link is the wall", "as gradients arrive", marks=pytest.mark.long),
+    ],
+)
 def test_more_memory_is_never_slower_where_the_host_casts(wall: str, way: str) -> None:
     candidates = Candidates(PlanningProblem(mixed(), CASTING[wall], Budgets(updates=WAYS[way])))
     full, least = candidates.best(None, None).plan.peak_bytes["device"], candidates.least().plan.peak_bytes["device"]
