@@ -75,7 +75,9 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n != "LSTM, both ways, batch first")) for n in LAYERS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n != "LSTM, both ways, batch first")) for n in LAYERS]
+)
 def test_language_models(name: str) -> None:
     layer, options = LAYERS[name]
     assert_plain_at_three_budgets(Language(layer, **options), tokens())
