@@ -232,13 +232,21 @@ def test_parameters_are_fetched_once_and_never_more_than_fit() -> None:
 
 
 def test_what_a_call_takes_is_known_for_smaller_ones_and_estimated_for_slightly_larger_ones() -> None:
+    def size(*shapes: tuple[int, ...], training: bool = True) -> CallSize:
+        return CallSize((training,), shapes)
+
     known = KnownCalls()
-    known.note(CallSize((), (4, 100)), 1000)
-    assert known.nbytes(CallSize((), (4, 100))) == known.nbytes(CallSize((), (1, 7))) == 1000
-    assert known.nbytes(CallSize((), (4, 110))) == 1210
-    assert known.nbytes(CallSize((), (4, 126))) is None
-    assert known.nbytes(CallSize((), (5, 60))) == 1563
-    assert known.nbytes(CallSize((True,), (1, 1))) is None
-    known.note(CallSize((), (8, 200)), 3000)
-    assert known.nbytes(CallSize((), (5, 60))) == 1563
-    assert known.nbytes(CallSize((), (8, 60))) == 3000
+    known.note(size((4, 100)), 1000)
+    assert known.nbytes(size((4, 100))) == known.nbytes(size((1, 7))) == 1000
+    assert known.nbytes(size((4, 110))) == 1210
+    assert known.nbytes(size((4, 126))) is None
+    assert known.nbytes(size((4, 200)), None) == 4000
+    assert known.nbytes(size((5, 60))) == 1563
+    assert known.nbytes(size((1, 1), training=False)) is None
+    known.note(size((8, 200)), 3000)
+    assert known.nbytes(size((5, 60))) == 1563
+    assert known.nbytes(size((8, 60))) == 3000
+    known.note(size((10, 10), (10,), (5,), training=False), 100)
+    assert known.nbytes(size((11, 10), (11,), (5,), training=False)) == 121  # one size, of two tensors
+    assert known.nbytes(size((11, 11), (10,), (5,), training=False)) == 147
+    assert known.nbytes(size((11, 10), (10,), (6,), training=False)) == 175

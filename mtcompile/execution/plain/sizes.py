@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,29 +17,32 @@ _MOST_KINDS = 256
 _DEPTH = 4  # to which arguments that are objects (caches) are looked into
 
 
+Sizes = tuple[tuple[int, ...], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class CallSize:
-    """``kind``: equal for calls that differ in sizes alone. ``sizes``: of every dimension of every tensor."""
+    """``kind``: equal for calls that differ in sizes alone. ``sizes``: the shape of every tensor."""
 
     kind: tuple[Any, ...]
-    sizes: tuple[int, ...]
+    sizes: Sizes
 
 
 def size_of_call(model: torch.nn.Module, args: Any, kwargs: Any) -> CallSize:
     """Returns the size of a call. Tensors in objects that are no containers count by their number and bytes."""
     kind: list[Any] = [model.training, torch.is_autocast_enabled(), torch.get_autocast_dtype("cpu")]
-    sizes: list[int] = []
+    sizes: list[tuple[int, ...]] = []
     leaves, spec = pytree.tree_flatten((args, kwargs))
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             kind.append((leaf.dim(), leaf.dtype))
-            sizes += leaf.shape
+            sizes.append(tuple(leaf.shape))
         elif leaf is None or isinstance(leaf, (bool, int, float, str)):
             kind.append(leaf)
         else:
             inner = list(tensors_in(leaf))
             kind.append((type(leaf), len(inner)))
-            sizes.append(sum(tensor.nbytes for tensor in inner))
+            sizes.append((sum(tensor.nbytes for tensor in inner),))
     return CallSize((str(spec), *kind), tuple(sizes))
 
 
@@ -56,7 +60,7 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
 class KnownCalls:
     """Bytes that calls took, by their sizes."""
 
-    by_kind: dict[tuple[Any, ...], list[tuple[tuple[int, ...], int]]] = field(default_factory=dict)
+    by_kind: dict[tuple[Any, ...], list[tuple[Sizes, int]]] = field(default_factory=dict)
 
     def has(self, call: CallSize) -> bool:
         """Tells whether a call of just that size is known."""
@@ -64,8 +68,8 @@ class KnownCalls:
 
     def nbytes(self, call: CallSize, growth: float | None = _GROWTH) -> int | None:
         """Returns the most bytes that a call takes: those of a known call that is as large in each size; or of one whose sizes
-        it exceeds by at most ``growth`` (None: by any), times the square of what each size has grown by. None for a call like
-        no known one."""
+        it exceeds by at most ``growth`` (None: by any), times the square of what each size has grown by. Sizes of several
+        tensors that have grown alike are taken for one. None for a call like no known one."""
         known = self.by_kind.get(call.kind, ())
         near = ((sizes, nbytes) for sizes, nbytes in known if growth is None or _near(call.sizes, sizes, growth))
         return min((_scaled(nbytes, sizes, call.sizes) for sizes, nbytes in near), default=None)
@@ -79,12 +83,15 @@ class KnownCalls:
             del self.by_kind[next(iter(self.by_kind))]
 
 
-def _near(sizes: tuple[int, ...], known: tuple[int, ...], growth: float) -> bool:
-    return all(size <= growth * before for size, before in zip(sizes, known, strict=True))
+def _near(sizes: Sizes, known: Sizes, growth: float) -> bool:
+    pairs = (pair for shapes in zip(sizes, known, strict=True) for pair in zip(*shapes, strict=True))
+    return all(size <= growth * before for size, before in pairs)
 
 
-def _scaled(nbytes: int, known: tuple[int, ...], sizes: tuple[int, ...]) -> int:
-    for before, size in zip(known, sizes, strict=True):
-        if size > before:
-            nbytes = -(-nbytes * size * size // max(1, before * before))
+def _scaled(nbytes: int, known: Sizes, sizes: Sizes) -> int:
+    growth = Counter[tuple[int, int]]()  # how often a tensor has a size that has grown so
+    for shapes in zip(known, sizes, strict=True):
+        growth |= Counter((before, size) for before, size in zip(*shapes, strict=True) if size > before)
+    for (before, size), count in growth.items():
+        nbytes = -(-nbytes * size ** (2 * count) // max(1, before) ** (2 * count))
     return nbytes
