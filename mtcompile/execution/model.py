@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
@@ -19,7 +20,7 @@ from mtcompile.errors import told_briefly
 from mtcompile.execution.compiled import LiveFrames
 from mtcompile.execution.model_door import ModelDoor
 from mtcompile.execution.plain.calls import GradientFreeCalls
-from mtcompile.execution.plain.sizes import size_of_call
+from mtcompile.execution.plain.sizes import size_of_call, tensors_in
 from mtcompile.execution.plain.steps import PlainSteps, may_be_plain
 from mtcompile.execution.program import Collector, DifferentMicroBatches, MicroBatchCalls, Program
 from mtcompile.execution.session import Session
@@ -75,7 +76,7 @@ class CompiledModel:
             self._may_be_lazy = bool(lazy := self.door.lazy_modules())
             if lazy:
                 return self._initializing(lazy, args, kwargs)
-        if not torch.is_grad_enabled() and (model := self.door.model()) is not None:
+        if (model := self.door.model()) is not None and not _needs_gradients(model, args, kwargs):
             self._surroundings.check_call(model.parameters(), False)
             return self._without_gradients(model, args, kwargs)
         return self._run(args, kwargs)
@@ -170,6 +171,14 @@ class CompiledModel:
             "peak_disk_bytes": 0 if disk is None else disk.used_nbytes,
             "planned_peak_disk_bytes": planned.get("disk", 0),
         }
+
+
+def _needs_gradients(model: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Tells whether a gradient may flow back from what a call returns."""
+    if not torch.is_grad_enabled():
+        return False
+    tensors = itertools.chain(nn.Module.parameters(model), tensors_in((args, kwargs)))
+    return any(tensor.requires_grad for tensor in tensors)
 
 
 def _weak(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,7 +28,7 @@ from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
 from mtcompile.passes.step_graph import inputs_of
-from mtcompile.runtime.devices.arena import span_nbytes
+from mtcompile.runtime.devices.arena import overlaps, span_nbytes
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.disk.store import DiskStore, piece_nbytes, staging_nbytes
 from mtcompile.runtime.schedule import placed
@@ -79,7 +79,7 @@ class ModelDoor(Door):
             tier = "host" if self.masters is not None or has_state else tier
         elif tier == "host":  # where they are
             return
-        parameters = self._parameters()
+        parameters = {name: p for name, p in self._parameters().items() if not overlaps(p)}
         blocks = {name: name.rpartition(".")[0] for name in parameters}
         self.parameters.adopt(blocks, dict.fromkeys(blocks.values(), tier), parameters)
         self.parameters.provisional = True

@@ -70,6 +70,7 @@ from mtcompile.torch_private.tracing import (
     fake_mode_of,
     joint_trace_key,
     lasting,
+    plainly,
     tracing_joint,
     without_memory,
 )
@@ -114,6 +115,7 @@ __all__ = [
     "mixing_devices",
     "noting_arguments_of_checkpoints",
     "one_at_a_time",
+    "plainly",
     "probe_inductor",
     "process_lock",
     "pytree",

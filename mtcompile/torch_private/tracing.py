@@ -200,6 +200,13 @@ def lasting() -> contextlib.AbstractContextManager[Any]:
     return stack
 
 
+@contextlib.contextmanager
+def plainly() -> Iterator[None]:
+    """Inside, tensors are made and copied as outside of every mode of torch: of devices, functions, inference, transforms."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch(), lasting(), torch.no_grad():
+        yield
+
+
 def changes_within(body: fx.GraphModule, operands: Sequence[Any]) -> Iterator[tuple[int, fx.Node]]:
     """Yields (position, node) for each change in place of an operand of a captured function: the operand's position, and the
     node that changes it. Runs the function on the operands, which are fake tensors."""

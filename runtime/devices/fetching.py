@@ -17,8 +17,7 @@ class Fetcher(Protocol):
     """Copies tensors in the order in which they are asked for."""
 
     def fetch(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Returns a tensor of the device with the strides of ``source``, and a ticket for its bytes, which are on their way.
-        Hold both tensors until they are there."""
+        """Returns a tensor of the device with the strides of ``source``, and a ticket for its bytes, which are on their way."""
 
     def await_copy(self, ticket: Any) -> None:
         """Makes everything that computes from now on start after a copy."""
@@ -33,12 +32,16 @@ class CpuFetcher:
     def __init__(self, gbps: float | None) -> None:
         self._us_per_byte = 0.0 if gbps is None else 1e-3 / gbps
         self._thread = ThreadPoolExecutor(1, "mtcompile fetches")
+        self._copying: dict[Future[None], tuple[torch.Tensor, torch.Tensor]] = {}  # holds what the thread reads and writes
+        self._about_to_copy: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def fetch(self, source: torch.Tensor) -> tuple[torch.Tensor, Future[None]]:
-        with torch.inference_mode(False):
-            target = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
-        # The thread holds no tensor: who has asked for it keeps both until it is there.
-        return target, self._thread.submit(self._copy, target.data_ptr(), source.data_ptr(), span_nbytes(source))
+        target = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="cpu")
+        self._about_to_copy = target, source  # an interrupt may come before the next line has ended
+        ticket = self._thread.submit(self._copy, target.data_ptr(), source.data_ptr(), span_nbytes(source))
+        self._copying[ticket] = target, source
+        self._about_to_copy = None
+        return target, ticket
 
     def _copy(self, target: int, source: int, nbytes: int) -> None:
         began = time.perf_counter_ns()
@@ -48,9 +51,12 @@ class CpuFetcher:
 
     def await_copy(self, ticket: Future[None]) -> None:
         ticket.result()
+        self._copying.pop(ticket, None)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
+        self._copying.clear()
+        self._about_to_copy = None
 
 
 class CudaFetcher:
@@ -61,8 +67,7 @@ class CudaFetcher:
         self._stream = device.streams.copying["h2d"]
 
     def fetch(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        with torch.inference_mode(False):
-            target = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=self._device.where)
+        target = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=self._device.where)
         allocated, arrived = self._api.new_event(), self._api.new_event()
         self._api.record(allocated, self._api.current_stream())  # what was there before may still be read
         self._api.wait(self._stream, allocated)

@@ -7,6 +7,7 @@ then on for each call that is notably larger than known ones.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from torch import nn
 
 from mtcompile import knobs, torch_private
 from mtcompile.errors import BudgetError
-from mtcompile.execution.plain.lending import Lending, keepers, lending
+from mtcompile.execution.plain.lending import Lending, call_lending, is_lendable, keepers
 from mtcompile.execution.plain.sizes import KnownCalls, size_of_call
 from mtcompile.execution.session import Session
 from mtcompile.machine.device import allocator_peak
@@ -57,7 +58,7 @@ class GradientFreeCalls:
             self._place_parameters(others)
         homes = self._homes(model)
         room = self._room(others, homes)
-        if room.others is not None and not knobs.check():
+        if room.others is not None and not self._known.is_due(size) and not knobs.check():
             output, most_lent = self._run(model, homes, room, args, kwargs)
             # What had to be there at once although it was more than the room, was so when the others were measured.
             self.session.note_call(room.held + room.others + min(most_lent, room.lent))
@@ -87,8 +88,7 @@ class GradientFreeCalls:
             self._keepers = tuple(map(weakref.ref, keepers(model)))
         keeping = [module for reference in self._keepers if (module := reference()) is not None]
         lent = Lending(homes, self._order or [id(home) for home in homes], self._fetcher(), room)
-        with lending(model, lent, keeping):
-            output = self.call(*args, **kwargs)
+        output = call_lending(functools.partial(self.call, *args, **kwargs), model, lent, keeping)
         self._order = lent.reads or self._order
         return output, lent.most_nbytes
 
@@ -106,7 +106,7 @@ class GradientFreeCalls:
         tensors: list[torch.Tensor] = [p for p in nn.Module.parameters(model) if id(p) not in resident]
         if where.type != "cpu":
             tensors += model.buffers()
-        return [t for t in tensors if t.device.type == "cpu" and t.numel() and type(t) in (nn.Parameter, torch.Tensor)]
+        return [tensor for tensor in tensors if tensor.device.type == "cpu" and is_lendable(tensor)]
 
     def _place_parameters(self, others: int | None) -> None:
         """Gives the parameters of a model that has not trained lasting places, on the device if they fit beside the call. Those

@@ -1,44 +1,48 @@
-"""Lending: while a forward runs, each parameter that it reads is a copy on the device, fetched before it is needed."""
+"""Lending: while a forward runs, each parameter that it reads has its values on the device, fetched before they are needed."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from mtcompile import torch_private
-from mtcompile.runtime.devices.arena import span_nbytes
+from mtcompile.runtime.devices.arena import overlaps, span_nbytes
 from mtcompile.runtime.devices.fetching import Fetcher
-from mtcompile.runtime.schedule import ALIGNMENT
-from mtcompile.torch_private import shares_storage
+from mtcompile.runtime.schedule import aligned
 
+V = TypeVar("V")
 _MOST_READS = 1 << 16  # of one call that are remembered
+_TRIES = 10  # to end a call, against interrupts
 
 
 class LentParameter(nn.Parameter):
-    """A copy of a parameter. ``was_opened``: its ``.data`` has been asked for, by which it may have been changed unnoticed."""
-
-    was_opened = False
+    """The class of a parameter while it is lent. Notes when its ``.data`` is asked for, by which it may be changed unseen."""
 
     @property
     def data(self) -> torch.Tensor:
-        self.was_opened = True
+        self.__dict__["_mt_opened"] = True
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        self.was_opened = True
+        self.__dict__["_mt_opened"] = True
         torch.Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = memo[id(self)] = nn.Parameter(torch.Tensor.detach(self).clone(), self.requires_grad)
+        return copied
 
 
 class _LendingDict(dict[str, Any]):
-    """The ``_parameters`` or ``_buffers`` of a module, whose values are read as their copies."""
+    """The ``_parameters`` or ``_buffers`` of a module, whose values are lent when they are read."""
 
     def __init__(self, tensors: Mapping[str, Any], lend: Callable[[Any], Any]) -> None:
         super().__init__(tensors)
@@ -56,26 +60,23 @@ class _LendingDict(dict[str, Any]):
     def values(self) -> Iterator[Any]:  # type: ignore[override]
         return (self._lend(value) for value in super().values())
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(dict.items(self)),)
+
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """A tensor that is lent. ``ticket``: None once its bytes are there. ``version``: of the copy before anything changed it."""
+    """The values of a tensor on the device. ``memory``: until they are read, when the tensor takes them. ``own``: the tensor's
+    own values from then on. ``ticket``: None once the bytes are there. ``version``: of the tensor when it took them.
+    ``pointer``: where they are."""
 
-    home: torch.Tensor
-    lent: torch.Tensor
     nbytes: int
     ticket: Any
-    version: int
+    memory: torch.Tensor | None
+    own: torch.Tensor | None = None
+    version: int = 0
+    pointer: int = 0
     was_read: bool = False
-
-    @property
-    def is_done(self) -> bool:
-        """True if it has been read, and nobody holds it or a view of it any more, who might still change it."""
-        return self.was_read and sys.getrefcount(self.lent) == 2 and not shares_storage(self.lent)
-
-    @property
-    def may_have_changed(self) -> bool:
-        return self.lent._version != self.version or getattr(self.lent, "was_opened", False)
 
 
 class Lending:
@@ -91,26 +92,43 @@ class Lending:
         self.nbytes = self.most_nbytes = self.fetched_nbytes = 0
         self._copies: OrderedDict[int, _Copy] = OrderedDict()  # by the home's id; those read last at the end
         self._next = self._ahead = 0  # places in ``expected``: from there on nothing has been read, nothing been fetched
+        self._holders: dict[int, int] = {}
+        self._lock = threading.RLock()  # a forward may have threads
+
+    def begin(self) -> None:
+        """Counts who holds the tensors while nothing is lent."""
+        self._holders = {key: sys.getrefcount(self.homes[key]) for key in self.homes}
 
     def lend(self, value: Any) -> Any:
-        """Returns the copy of a tensor that is to be lent, and any other value itself."""
+        """Returns ``value``; if it is a tensor to be lent, with its values on the device."""
         key = id(value)
         if key not in self.homes:
             return value
-        if self.reads and self.reads[-1] == key and (last := self._copies.get(key)) is not None:
-            return last.lent
-        if len(self.reads) < _MOST_READS:
-            self.reads.append(key)
-        copy = self._copies.get(key) or self._fetch(key)
+        with self._lock:
+            if self.reads and self.reads[-1] == key and (last := self._copies.get(key)) is not None and last.own is not None:
+                return value
+            if len(self.reads) < _MOST_READS:
+                self.reads.append(key)
+            with torch_private.plainly():
+                copy = self._copies.get(key) or self._fetch(key)
+                self._hand_out(key, copy)
+                self._advance(key)
+                self._fetch_ahead()
+        return value
+
+    def _hand_out(self, key: int, copy: _Copy) -> None:
         if copy.ticket is not None:
             self.fetcher.await_copy(copy.ticket)
             copy.ticket = None
         copy.was_read = True
         self._copies.move_to_end(key)
-        self._advance(key)
-        lent = copy.lent  # is not done as long as it is held here
-        self._fetch_ahead()
-        return lent
+        if copy.own is None and copy.memory is not None:
+            tensor = self.homes[key]
+            copy.version, copy.pointer = tensor._version, copy.memory.data_ptr()
+            copy.own = tensor.data
+            tensor.data, copy.memory = copy.memory, None
+            if type(tensor) is nn.Parameter:
+                tensor.__class__ = LentParameter
 
     def _advance(self, key: int) -> None:
         with contextlib.suppress(ValueError):  # it was not expected any more
@@ -132,11 +150,8 @@ class Lending:
         home = self.homes[key]
         nbytes = _nbytes(home)
         self._make_room(nbytes, unread=True)
-        lent, ticket = self.fetcher.fetch(home.detach())
-        if isinstance(home, nn.Parameter):
-            with torch_private.lasting():
-                lent = LentParameter(lent, home.requires_grad)
-        copy = self._copies[key] = _Copy(home, lent, nbytes, ticket, lent._version)
+        memory, ticket = self.fetcher.fetch(home.detach())
+        copy = self._copies[key] = _Copy(nbytes, ticket, memory)
         self.nbytes += nbytes
         self.fetched_nbytes += nbytes
         self.most_nbytes = max(self.most_nbytes, self.nbytes)
@@ -148,66 +163,114 @@ class Lending:
         for key in list(self._copies):
             if self.nbytes + nbytes <= self.room:
                 return True
-            if self._copies[key].is_done:
+            if self._copies[key].was_read and self._is_free(key):
                 self._let_go(key)
         for key in reversed(list(self._copies)) if unread else ():
             if self.nbytes + nbytes <= self.room:
                 return True
-            if not self._copies[key].was_read:
+            if not self._copies[key].was_read and self._is_free(key):
                 self._let_go(key)
         return self.nbytes + nbytes <= self.room
 
-    def _let_go(self, key: int) -> None:
-        copy = self._copies.pop(key)
-        self.nbytes -= copy.nbytes
+    def _is_free(self, key: int) -> bool:
+        """Tells whether nobody holds a tensor, or a view of it, since it was lent. Who does may still change it."""
+        if self._copies[key].own is None:
+            return True
+        return sys.getrefcount(self.homes[key]) <= self._holders[key] and not self._is_seen(key)
+
+    def _is_seen(self, key: int) -> bool:
+        """Tells whether another tensor shares the memory of a copy."""
+        return torch_private.shares_storage(self.homes[key])
+
+    def _let_go(self, key: int, for_good: bool = False) -> None:
+        """Gives a tensor its own values back, with what the forward has changed. ``for_good``: if somebody else still sees the
+        copy, and it is in host memory, the tensor keeps it: they go on sharing. May be interrupted and called again."""
+        copy, tensor = self._copies[key], self.homes[key]
         if copy.ticket is not None:  # its memory is written to
             self.fetcher.await_copy(copy.ticket)
-        if copy.may_have_changed:
-            _write_back(copy)
+        if copy.own is not None:
+            values = torch.Tensor.detach(tensor)
+            changed = tensor._version != copy.version or values.data_ptr() != copy.pointer or "_mt_opened" in tensor.__dict__
+            fits = values.shape == copy.own.shape and values.dtype == copy.own.dtype
+            if not (for_good and values.device == copy.own.device and torch_private.shares_storage(tensor, 2)):
+                if changed and fits:
+                    copy.own.copy_(values)
+                torch.Tensor.data.__set__(tensor, copy.own if fits else values.to(copy.own.device))  # type: ignore[attr-defined]
+            tensor.__dict__.pop("_mt_opened", None)
+            if type(tensor) is LentParameter:
+                tensor.__class__ = nn.Parameter  # type: ignore[assignment]
+        self.nbytes -= copy.nbytes
+        del self._copies[key]
 
     def end(self) -> None:
-        """Lets go of all copies, those included that are still to come. What the call has changed goes home."""
+        """Lets go of all copies, those included that are still to come."""
         self.fetcher.close()
-        for copy in self._copies.values():
-            copy.ticket = None
-        while self._copies:
-            self._let_go(next(iter(self._copies)))
+        with torch_private.plainly():
+            for copy in self._copies.values():
+                copy.ticket = None
+            while self._copies:
+                self._let_go(next(iter(self._copies)), for_good=True)
 
 
-def _write_back(copy: _Copy) -> None:
-    home, values = copy.home, torch.Tensor.detach(copy.lent)
-    with torch_private.lasting(), torch.no_grad():
-        if values.shape == home.shape and values.dtype == home.dtype:
-            home.copy_(values)
-        else:
-            home.data = values.to(home.device)
+def is_lendable(tensor: torch.Tensor) -> bool:
+    """Tells whether a tensor's values may be those of a copy for a while: whether no other tensor shares them."""
+    return (
+        type(tensor) in (nn.Parameter, torch.Tensor)
+        and tensor.layout == torch.strided
+        and tensor.numel() > 0
+        and not torch_private.shares_storage(tensor)
+        and not overlaps(tensor)
+    )
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    return -(-span_nbytes(tensor) // ALIGNMENT) * ALIGNMENT
+    return aligned(span_nbytes(tensor))
 
 
-@contextlib.contextmanager
-def lending(model: nn.Module, lent: Lending, keeping: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, the modules of ``model`` read the copies that ``lent`` gives. ``keeping``: modules that hold their parameters in
-    other places too, and compute with them there (recurrent layers): these parameters become their copies while they run."""
+def call_lending(function: Callable[[], V], model: nn.Module, lent: Lending, keeping: Sequence[nn.Module]) -> V:
+    """Calls a function in which what the modules of ``model`` read is lent by ``lent``. ``keeping``: modules that hold their
+    parameters in other places too, and read them there (recurrent layers): these are lent as long as they run."""
+    holding = [_Holding(lent) for _ in keeping]
+    hooks: list[Any] = []
     replaced: list[tuple[dict[str, Any], str, dict[str, Any], _LendingDict]] = []
-    with contextlib.ExitStack() as stack:
-        stack.callback(lent.end)
-        stack.callback(_give_back, replaced)
-        for module in keeping:
-            swap = _Swap(lent)
-            stack.callback(swap.leave)
-            stack.callback(module.register_forward_pre_hook(swap.enter).remove)
-            stack.callback(module.register_forward_hook(swap.leave, always_call=True).remove)
+
+    def undo() -> None:
+        _give_back(replaced)
+        for hook in hooks:
+            hook.remove()
+        for each in holding:
+            each.leave()
+        lent.end()
+
+    try:
+        for module, each in zip(keeping, holding, strict=True):
+            hooks.append(module.register_forward_pre_hook(each.enter))
+            hooks.append(module.register_forward_hook(each.leave, always_call=True))
         for module in model.modules():
             state = module.__dict__
-            for name in ("_parameters", "_buffers"):
+            for name in () if isinstance(module, torch.jit.ScriptModule) else ("_parameters", "_buffers"):
                 tensors = state.get(name)
                 if tensors and any(id(tensor) in lent.homes for tensor in tensors.values()):
-                    state[name] = reading = _LendingDict(tensors, lent.lend)
+                    reading = _LendingDict(tensors, lent.lend)
                     replaced.append((state, name, tensors, reading))
-        yield
+                    state[name] = reading
+        lent.begin()
+        return function()
+    finally:
+        _through_interrupts(undo)
+
+
+def _through_interrupts(function: Callable[[], None]) -> None:
+    """Calls a function again if it is interrupted, and then raises the interrupt: half of it would leave another model."""
+    interrupt: KeyboardInterrupt | None = None
+    for _ in range(_TRIES):
+        try:
+            function()
+            break
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 def _give_back(replaced: Sequence[tuple[dict[str, Any], str, dict[str, Any], _LendingDict]]) -> None:
@@ -236,27 +299,17 @@ def _holds(value: Any) -> bool:
     return isinstance(value, nn.Parameter)
 
 
-class _Swap:
-    """Gives the parameters of a module the values of their copies while it runs."""
+class _Holding:
+    """Holds what a module reads elsewhere, so that it stays lent while the module runs."""
 
     def __init__(self, lent: Lending) -> None:
         self._lent = lent
-        self._own: list[tuple[nn.Parameter, torch.Tensor, int]] = []
+        self._held: list[nn.Parameter] = []
 
     def enter(self, module: nn.Module, *_: Any) -> None:
-        parameters = [
-            p for p in (*dict.values(module._parameters), *_others(module)) if _holds(p) and id(p) in self._lent.homes
-        ]
-        for parameter in {id(p): p for p in parameters}.values():
-            copy, own = self._lent.lend(parameter), parameter.data
-            with torch_private.lasting():
-                parameter.data = torch.Tensor.detach(copy)
-            self._own.append((parameter, own, parameter._version))
+        for value in (*dict.values(module._parameters), *_others(module)):
+            if _holds(value):
+                self._held.append(self._lent.lend(value))
 
     def leave(self, *_: Any) -> None:
-        while self._own:
-            parameter, own, version = self._own.pop()
-            with torch_private.lasting(), torch.no_grad():
-                if parameter._version != version:
-                    own.copy_(parameter.data)
-                parameter.data = own
+        self._held.clear()

@@ -61,6 +61,14 @@ class KnownCalls:
     """Bytes that calls took, by their sizes."""
 
     by_kind: dict[tuple[Any, ...], list[tuple[Sizes, int]]] = field(default_factory=dict)
+    _calls: Counter[CallSize] = field(default_factory=Counter)
+
+    def is_due(self, call: CallSize) -> bool:
+        """Counts a call. Tells whether it is the 2nd, 4th, 8th, ... of its size: what it takes may depend on other things."""
+        self._calls[call] += 1
+        if len(self._calls) > _MOST_KINDS:
+            self._calls.clear()
+        return self._calls[call].bit_count() == 1 < self._calls[call]
 
     def has(self, call: CallSize) -> bool:
         """Tells whether a call of just that size is known."""
