@@ -83,6 +83,7 @@ def front_end(
     devices = torch_private.mixing_devices(device)
     torch_private.leave_out_of_graphs(_logging_functions())
     torch_private.noting_arguments_of_checkpoints()
+    torch_private.leaving_out_absent_gradients()
 
     variants: list[Callable[..., Any]] = []  # of ``fn``, each captured with other values; the one that ran last is the first
 

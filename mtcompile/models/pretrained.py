@@ -84,7 +84,7 @@ def _check_room(folder: Path, nbytes: int, largest: int, dtype: torch.dtype | No
     limit = min(rooms, key=lambda name: rooms[name], default=None)
     if limit is None or needed <= rooms[limit]:
         return
-    kind = "as they are stored" if dtype is None else f"as {str(dtype).removeprefix('torch.')}"
+    kind = "of several dtypes" if dtype is None else f"as {str(dtype).removeprefix('torch.')}"
     found = f"expected {gib(needed)} of host memory to load {folder} ({gib(nbytes)} of weights {kind}, and the largest tensor "
     half = nbytes // 2 + largest
     step = f"free {gib(needed - rooms[limit])} more, or use a machine that has them"
@@ -169,7 +169,8 @@ def _into_module(
     chosen = {id(own[name]): name for name in own if name in tensors}  # one name of each tensor, tied or not
     sizes = [own[name].numel() * wanted[name].itemsize for name in chosen.values() if own[name].is_meta]
     widest = max((tensors[name].nbytes_as(wanted[name]) for name in chosen.values()), default=0)
-    _check_room(folder, sum(sizes), widest, dtype, host)
+    kinds = {each for each in wanted.values() if each.is_floating_point}
+    _check_room(folder, sum(sizes), widest, kinds.pop() if len(kinds) == 1 else None, host)
     new: dict[int, Tensor] = {}
     for identity, name in chosen.items():
         tensor, read = own[name], tensors[name].read(wanted[name]).to(wanted[name])

@@ -229,6 +229,33 @@ def _replace_assignments() -> None:
             setattr(owner, name, functools.wraps(plain)(replaced(plain)))
 
 
+# ---------------------------------------------------------------------------------------------------- autograd functions
+
+
+@functools.cache
+def leaving_out_absent_gradients() -> None:
+    """Lets Python run, where a model is captured, an ``autograd.Function`` of several outputs whose backward is to get None for
+    an output without a gradient (``ctx.set_materialize_grads(False)``). Dynamo traces its backward with a gradient for each."""
+    from torch._dynamo.exc import Unsupported
+    from torch._dynamo.variables import higher_order_ops
+
+    owner: Any = higher_order_ops.AutogradFunctionApplyVariable
+    plain = getattr(owner, "trace_forward_graph", None)
+    if plain is None:
+        return
+
+    @functools.wraps(plain)
+    def trace_forward_graph(variable: Any, tx: Any, ctx: Any, *rest: Any) -> Any:
+        traced = plain(variable, tx, ctx, *rest)
+        asked = "materialize_grads" in tx.output.side_effects.store_attr_mutations.get(ctx, ())
+        outputs = [] if traced[1].is_tensor() else [item for item in traced[1].items if item.is_tensor()]
+        if _refused.value is not None and asked and len(outputs) > 1:  # this thread captures a model
+            raise Unsupported("an autograd.Function of several outputs that calls ctx.set_materialize_grads")
+        return traced
+
+    owner.trace_forward_graph = trace_forward_graph
+
+
 # ----------------------------------------------------------------------------------------------------------- checkpoints
 
 _NEEDS_GRAD = "mt_argument_needs_grad"  # in the meta of a checkpoint's node: an argument of the user's call requires grad

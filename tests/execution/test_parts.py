@@ -146,3 +146,34 @@ def test_what_needs_the_whole_step_refuses_parts(options: dict[str, Any]) -> Non
     with pytest.raises(mtcompile.CaptureError, match=r"tensors hold|data-dependent"):
         model(batches(1)[0])
     assert all(map(torch.equal, weights, model.parameters()))
+
+
+class Absent(torch.autograd.Function):
+    """Its backward tells whether its second output has a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x)
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        gradient = torch.zeros_like(x) if first is None else first * 2
+        return gradient if second is None else gradient + second * 3 + x
+
+
+@pytest.mark.parametrize("used", [1, 2])
+@pytest.mark.filterwarnings("ignore:the forward is compiled in parts")
+def test_an_output_without_a_gradient_is_none_in_the_backward_of_a_function(used: int) -> None:
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return sum(output.sum() for output in Absent.apply(super().forward(x))[:used])  # type: ignore[return-value]
+
+    torch.manual_seed(0)
+    plain, x = Model(4, 4), torch.randn(3, 4)
+    compiled = mtcompile.compile(copy.deepcopy(plain), memory="1MiB")
+    for model in (plain, compiled):
+        model(x).backward()
+    assert torch.equal(compiled.weight.grad, plain.weight.grad)

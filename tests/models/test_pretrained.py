@@ -16,6 +16,7 @@ from safetensors.torch import save_file, save_model
 from torch import nn
 
 import mtcompile
+from mtcompile.checkpoint.shards import stored_tensors
 from tests.helpers.limited_loading import MIB, meta_module, write_weights
 from tests.project.examples import equal, weights
 
@@ -89,6 +90,9 @@ def test_a_folder_becomes_what_transformers_makes_of_it(config: str, dtype: torc
         loss.backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     assert all(place.home is not None for place in model._mt_model.door.parameters.places.values())  # nothing else holds them
+    model.save_pretrained(tmp_path / "again")  # in the layout of the files it came from
+    assert stored_tensors(tmp_path / "again").keys() == stored_tensors(tmp_path).keys()
+    assert equal(weights(type(plain).from_pretrained(tmp_path / "again")), weights(plain))
 
 
 @pytest.mark.long
@@ -302,6 +306,8 @@ def test_what_does_not_fit_is_refused_before_it_is_read(tmp_path: Path, monkeypa
     monkeypatch.setattr("mtcompile.models.pretrained.memory_rooms", lambda: {"available": nbytes * 3 // 4})
     with pytest.raises(mtcompile.BudgetError, match=r'available. Nothing was read. Try: precision="bf16"'):
         mtcompile.from_pretrained(tmp_path)
+    with torch.device("meta"), pytest.raises(mtcompile.BudgetError, match=r'as float32, .* Try: precision="bf16"'):
+        mtcompile.from_pretrained(tmp_path, transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)))
     with pytest.raises(mtcompile.BudgetError, match=r"available. Nothing was read. Try: free"):
         monkeypatch.setattr("mtcompile.models.pretrained.memory_rooms", lambda: {"available": 0})
         mtcompile.from_pretrained(tmp_path)

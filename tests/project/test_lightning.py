@@ -44,6 +44,28 @@ def test_the_trainer_has_plain_losses(lightning: Any, options: dict[str, Any], t
 
 
 @pytest.mark.long
+def test_a_module_that_calls_itself_may_be_compiled_as_a_whole(lightning: Any, tmp_path: Path) -> None:
+    class Whole(lightning.Module):  # type: ignore[name-defined, misc]
+        def forward(self, tokens: torch.Tensor) -> Any:
+            return self.model(tokens)
+
+        def training_step(self, window: torch.Tensor, index: int) -> torch.Tensor:
+            loss = torch.nn.functional.cross_entropy(self(window[:, :-1]), window[:, -1])
+            self.losses.append(loss.item())
+            return loss
+
+    runs = []
+    for memory in (None, "2MiB"):
+        module = Whole(lightning.model(None))
+        module = module if memory is None else mtcompile.compile(module, memory=memory)
+        torch.manual_seed(1)
+        options = {"max_epochs": 1, "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+        lightning.lightning.Trainer(default_root_dir=tmp_path, accelerator="cpu", **options).fit(module, lightning.data())
+        runs.append((module, module.losses))
+    check(*runs)
+
+
+@pytest.mark.long
 def test_a_resumed_training_has_plain_losses(lightning: Any, tmp_path: Path) -> None:
     runs = []
     for memory in (None, "2MiB"):
