@@ -87,6 +87,12 @@ def _delete_left(folder: Path) -> None:
                 path.unlink()
 
 
+def free_nbytes(folder: Path) -> int:
+    """Returns the bytes that are free where ``folder`` is, or will be made."""
+    existing = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
+    return shutil.disk_usage(existing).free
+
+
 def reserve(file: Descriptors, nbytes: int) -> None:
     """Makes the file at least ``nbytes`` large, all of it with space on the disk. Raises DiskFull; the file is as it was
     then."""

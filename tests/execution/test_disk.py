@@ -275,6 +275,27 @@ def test_refusals_say_what_would_work(tmp_path: Path) -> None:
         model(torch.randn(16, WIDTH))
 
 
+def test_a_disk_without_room_or_sense_is_refused_before_anything_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Model()
+    model, optimizer = compiled(tmp_path / "disk", plain)
+    with monkeypatch.context() as patch:
+        patch.setattr("mtcompile.execution.model_door.free_nbytes", lambda folder: 100_000)
+        with pytest.raises(BudgetError, match=r"expected room for \d+ bytes .*, found 100000 bytes free .*, of the 16777216"):
+            model(torch.randn(16, WIDTH))
+        patch.undo()
+        patch.setenv("MT_DISK_SLOWDOWN", "1.001")
+        with pytest.raises(
+            BudgetError, match=r"makes no sense for this step: a step would take(.|\n)*try host memory of"
+        ) as told:
+            model(torch.randn(16, WIDTH))
+    assert not (tmp_path / "disk").exists()
+    same_training(model, optimizer, plain, 1)
+    assert on_disk(model)
+    roomy, optimizer = compiled(tmp_path / "disk", Model(), host=told.value.minimum_bytes)
+    step(roomy, optimizer, torch.randn(16, WIDTH))
+    assert not on_disk(roomy)
+
+
 def test_a_weight_on_disk_that_is_to_train_is_refused(tmp_path: Path) -> None:
     plain = Model()
     model, optimizer = compiled(tmp_path, plain)

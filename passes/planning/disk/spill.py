@@ -21,6 +21,7 @@ from mtcompile.passes.analysis.state import (
 from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.disk.limits import check_worthwhile
 from mtcompile.passes.planning.evaluate import completed, evaluate
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.ladders import decided
@@ -169,7 +170,9 @@ def _fastest(
     minimum = min(planned.plan.minimum_device_bytes, candidate.plan.peak_bytes["device"])
     # What is on disk takes at least as long as on a host that has room for all of it: so that bound holds here too.
     bound = None if planned.plan.certificate is None else Candidates(problem).certificate(problem.budgets.device, None)
-    return varied, completed(varied, final, minimum, bound)
+    planned = completed(varied, final, minimum, bound)
+    check_worthwhile(varied, planned.plan)
+    return varied, planned
 
 
 def _other_choices(problem: PlanningProblem, sent: Sequence[str]) -> Iterator[tuple[str, ...]]:
