@@ -103,7 +103,14 @@ class ModelDoor(Door):
             update_piece=2 * PIECE if self.options.precision.split else 0,
             disk_slowdown=knobs.disk_slowdown(),
             disk_days=knobs.disk_days(),
+            disk_takes=self._movable(fixed),
         )
+
+    def _movable(self, fixed: Mapping[str, str]) -> tuple[str, ...]:
+        """Returns the homes on the host that may go to disk now."""
+        evicted = self.frames.waiting() if self.frames.leaving else ()
+        passing = [tensor for frame in evicted for tensor in frame.memory.tensors.values()]
+        return tuple(h for h in sorted(fixed) if fixed[h] == "host" and self.parameters.may_go_to_disk(h, passing))
 
     def _disk_nbytes(self) -> int:
         """Returns the bytes that may be on disk: as many as were asked for, or fewer if there is no room for them."""

@@ -6,6 +6,7 @@ import copy
 import errno
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,34 @@ def test_a_plan_for_forwards_that_wait_together_leaves_room_for_them(tmp_path: P
     report, held = model.memory_report(), model.schedule.arena_nbytes["host"]
     assert len(on_disk(model)) > LAYERS  # one more than a single forward needs
     assert report["planned_peak_host_bytes"] + held <= report["budget_host_bytes"] and report["peak_disk_bytes"] > 0
+
+
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_forwards_that_turn_out_to_wait_together_send_more_to_disk(shared: bool, tmp_path: Path) -> None:
+    plain = Model()
+    model, optimizer = compiled(tmp_path, plain)
+    other = torch.optim.AdamW(trained(plain), lr=1e-2)
+    data = torch.randn(2, 16, WIDTH)
+    same_weights(model, plain)
+    assert torch.equal(step(model, optimizer, data[0]), step(plain, other, data[0]))
+    before = on_disk(model)
+    held = {name: p.data for name, p in model.named_parameters() if not p.requires_grad} if shared else {}
+    for _ in range(2):
+        for one, its_optimizer in ((model, optimizer), (plain, other)):
+            if shared:  # whoever sees the memory goes on seeing it
+                with pytest.raises(BudgetError, match="2 training forwards are to wait") if one is model else nullcontext():
+                    (one(data[0]) + one(data[1])).backward()
+                continue
+            (one(data[0]) + one(data[1])).backward()
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+    if shared:
+        assert on_disk(model) == before and all(torch.equal(held[n], p) for n, p in plain.named_parameters() if n in held)
+        return
+    same_weights(model, plain)
+    assert set(before) < set(on_disk(model))
+    report = model.memory_report()
+    assert report["planned_peak_host_bytes"] + model.schedule.arena_nbytes["host"] <= report["budget_host_bytes"]
 
 
 @pytest.mark.long

@@ -80,7 +80,8 @@ def _surely_short(problem: PlanningProblem) -> int:
 
 def _may_move(problem: PlanningProblem) -> tuple[list[str], list[str]]:
     """The homes that may go to disk, in the order of the step: the frozen ones, and those that train."""
-    free = [h for h in dict.fromkeys(problem.step.meta["homes"].values()) if h not in problem.fixed_homes]
+    fixed = problem.fixed_homes.keys() - set(problem.budgets.disk_takes)
+    free = [h for h in dict.fromkeys(problem.step.meta["homes"].values()) if h not in fixed]
     nbytes = trained_nbytes(problem.step)
     trained = [home for home in free if nbytes.get(home)] if problem.budgets.disk_updates else []
     return [home for home in free if not nbytes.get(home)], trained
@@ -191,7 +192,7 @@ def _on_device(
 ) -> tuple[PlanningProblem, Candidate]:
     """Takes to the device as many of the homes on disk as still fit there, if that is faster."""
     trained_first = [home for homes in reversed(_may_move(problem)) for home in _evenly(homes)]
-    order = [home for home in trained_first if fixed.fixed_homes.get(home) == "disk"]
+    order = [home for home in trained_first if fixed.fixed_homes.get(home) == "disk" and home not in problem.fixed_homes]
     draft, best = draft_of(problem.step), (fixed, candidate)
     low, high = 0, len(order)
     while low < high:  # the most homes that fit
