@@ -114,6 +114,7 @@ def test_weights_and_state_on_disk_train_with_the_bits_of_plain_pytorch(
     disk = model._mt_model.door.disk
     assert model.plan.disk_write_bytes > 0 and disk.nbytes > 0
     assert all(disk.holds(home) for home in disk._homes.values())
+    assert "GB written a step; how much the drive is rated for is not known" in str(model.plan)
     report = model.memory_report()
     for tier in ("device", "host", "disk"):
         assert 0 < report[f"peak_{tier}_bytes"] <= report[f"planned_peak_{tier}_bytes"] <= model.plan.budget_bytes[tier], tier
