@@ -214,6 +214,40 @@ def test_forwards_that_turn_out_to_wait_together_send_more_to_disk(shared: bool,
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("nth", [1, 3])
+def test_a_move_to_disk_that_fails_in_the_middle_of_a_training_leaves_the_values(
+    nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Model()
+    model, optimizer = compiled(tmp_path, plain)
+    other = torch.optim.AdamW(trained(plain), lr=1e-2)
+    data = torch.randn(2, 16, WIDTH)
+    assert torch.equal(step(model, optimizer, data[0]), step(plain, other, data[0]))
+    real, calls = os.pwritev, 0
+
+    def failing(*args: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == nth:
+            raise OSError(errno.EIO, "Input/output error")
+        return int(real(*args))
+
+    first = model(data[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", failing)
+        with pytest.raises(DiskError, match="failed: Input/output error"):
+            model(data[1])
+    del first
+    same_weights(model, plain)
+    for one, its_optimizer in ((model, optimizer), (plain, other)):
+        (one(data[0]) + one(data[1])).backward()
+        its_optimizer.step()
+        its_optimizer.zero_grad()
+    same_weights(model, plain)
+    assert model.memory_report()["peak_host_bytes"] <= model.memory_report()["budget_host_bytes"]
+
+
+@pytest.mark.long
 def test_a_checkpoint_is_saved_and_loaded(tmp_path: Path) -> None:
     plain = Model()
     model, optimizer = compiled(tmp_path / "one", plain)

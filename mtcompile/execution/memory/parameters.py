@@ -120,14 +120,20 @@ class ParameterStore:
         return not self._held_elsewhere(places[0], sum(storage_id(tensor) == storage for tensor in passing))
 
     def _send_to_disk(self, block: str, slab: Slab) -> None:
-        """Moves a block from the host to disk. Steps that are compiled already would still count it on the host."""
+        """Moves a block from the host to disk. Steps that are compiled already would still count it on the host. After a
+        DiskError, what has not moved is where it was, and all of it counts as on the host."""
         places = [(place, place.home) for place in self.places.values() if place.block == block and place.home is not None]
         offsets = [0, *itertools.accumulate(whole_blocks(span_nbytes(home)) for _, home in places)]
-        slab.tier, slab.memory = "disk", self._memory("disk", offsets[-1])
+        memory = self._memory("disk", offsets[-1])
+        slab.tier, slab.memory, self.version = "disk", memory, self.version + 1
         for (place, home), offset in zip(places, offsets, strict=False):
+            earlier = place.offset
             self._give_home(place, layout_of(home), offset)
-            self._move_in(place)
-        self.version += 1
+            try:
+                self._move_in(place)
+            except BaseException:
+                slab.tier, place.home, place.offset = "host", home, earlier
+                raise
 
     @property
     def has_residents(self) -> bool:
