@@ -18,6 +18,18 @@ def disk_check() -> bool:
     return os.environ.get("MT_DISK_CHECK", "0") not in ("", "0")
 
 
+def disk_slowdown() -> float:
+    """MT_DISK_SLOWDOWN=n: refuse plans whose step takes more than n times what it would with a disk that costs no time (default
+    10); 0: never."""
+    return float(os.environ.get("MT_DISK_SLOWDOWN", "") or 10)
+
+
+def disk_days() -> float:
+    """MT_DISK_DAYS=n: refuse plans that write a drive as often as it is rated for in fewer days than n (default 1); 0:
+    never."""
+    return float(os.environ.get("MT_DISK_DAYS", "") or 1)
+
+
 def check_seed() -> int:
     """MT_CHECK_SEED: seed of the random delays of MT_CHECK (default 0)."""
     return int(os.environ.get("MT_CHECK_SEED", "0"))

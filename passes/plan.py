@@ -196,7 +196,9 @@ class Plan:
 
 def disk_traffic(read: int, written: int, days: float | None) -> str:
     """One line about what a step does to a disk."""
-    wear = "" if days is None else f"; {days:.3g} days of such steps to the drive's rated writes"
+    wear = f"; {days:.3g} days of such steps to the drive's rated writes" if days is not None else ""
+    if written and days is None:
+        wear = "; how much the drive is rated for is not known"
     return f"disk traffic: {read / 1e9:.3g} GB read and {written / 1e9:.3g} GB written a step{wear}"
 
 

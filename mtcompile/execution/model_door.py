@@ -17,7 +17,7 @@ from mtcompile.errors import BudgetError, CaptureError, StepError
 from mtcompile.execution.compiled import Frame, LiveFrames
 from mtcompile.execution.door import Door
 from mtcompile.execution.memory.parameters import ParameterStore
-from mtcompile.execution.placement import budget_error, conversions, random_reserve_nbytes
+from mtcompile.execution.placement import budget_error, conversions, disk_error, random_reserve_nbytes
 from mtcompile.optim.backward_update import UpdatesInBackward
 from mtcompile.optim.disk_state import PIECE, DiskState, OnDisk
 from mtcompile.optim.master_weights import Masters, cast
@@ -30,6 +30,7 @@ from mtcompile.passes.planning.problem import DoesNotFit, Planned
 from mtcompile.passes.step_graph import inputs_of
 from mtcompile.runtime.devices.arena import overlaps, span_nbytes
 from mtcompile.runtime.devices.protocol import Device
+from mtcompile.runtime.disk.file import free_nbytes
 from mtcompile.runtime.disk.store import DiskStore, piece_nbytes, staging_nbytes
 from mtcompile.runtime.schedule import placed
 from mtcompile.torch_private import shares_storage
@@ -115,11 +116,26 @@ class ModelDoor(Door):
                 )
         return replace(
             budgets,
-            disk=self.options.disk.nbytes,
+            disk=self._disk_nbytes(),
             disk_staging=staging_nbytes(self.parameters_nbytes()),
             disk_updates=self.updates is not None and is_elementwise(self.optimizer),
             update_piece=2 * PIECE if self.options.precision.split else 0,
+            disk_slowdown=knobs.disk_slowdown(),
+            disk_days=knobs.disk_days(),
+            disk_takes=self._movable(fixed),
         )
+
+    def _movable(self, fixed: Mapping[str, str]) -> tuple[str, ...]:
+        """Returns the homes on the host that may go to disk now."""
+        evicted = self.frames.waiting() if self.frames.leaving else ()
+        passing = [tensor for frame in evicted for tensor in frame.memory.tensors.values()]
+        return tuple(h for h in sorted(fixed) if fixed[h] == "host" and self.parameters.may_go_to_disk(h, passing))
+
+    def _disk_nbytes(self) -> int:
+        """Returns the bytes that may be on disk: as many as were asked for, or fewer if there is no room for them."""
+        assert self.options.disk is not None
+        taken = 0 if self.parameters.disk is None else self.parameters.disk.reserved_nbytes
+        return min(self.options.disk.nbytes, taken + free_nbytes(self.options.disk.folder))
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """Returns the parameters by name. The model's own method waits for updates."""
@@ -176,7 +192,7 @@ class ModelDoor(Door):
 
     def refusal(self, error: DoesNotFit) -> BudgetError:
         if error.tier == "disk" and self.options.disk is not None:
-            return budget_error(error, "disk", self.options.disk.nbytes, 0)
+            return disk_error(error, self.options.disk.folder, self.options.disk.nbytes, self._disk_nbytes())
         if error.tier == "device":
             return budget_error(error, "memory", self.options.memory or 0, self._beside)
         return budget_error(error, "host", self.options.host or 0, self.frames.host_nbytes())

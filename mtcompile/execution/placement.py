@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import fx
@@ -11,6 +12,7 @@ from mtcompile.errors import BudgetError
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.generators import generator_nbytes
 from mtcompile.passes.joint.build import InputHomes
+from mtcompile.passes.planning.disk.limits import NotWorthwhile
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
 from mtcompile.passes.step_graph import calls, has_random, is_convert
 from mtcompile.runtime.schedule import aligned, gib
@@ -57,6 +59,22 @@ def random_reserve_nbytes(step: fx.GraphModule) -> int:
 def conversions(step: fx.GraphModule) -> dict[str, Any]:
     """Returns the kernels of a step's conversions. They change nothing: writing a result to its place casts it."""
     return {node.name: lambda *values: values for node in calls(step) if is_convert(node)}
+
+
+def disk_error(error: DoesNotFit, folder: Path, nbytes: int, free: int) -> BudgetError:
+    """Makes the error of a plan that does not fit a disk, or whose disk makes no sense. ``nbytes``: asked for; ``free``: of
+    these, how many there are."""
+    if isinstance(error, NotWorthwhile):
+        ways = "\n  try " + "\n  or ".join(error.ways)
+        return BudgetError(f"disk={folder} makes no sense for this step: {error.why}{ways}", error.minimum)
+    if error.minimum <= nbytes:
+        return BudgetError(
+            f"disk={folder}: expected room for {error.minimum} bytes ({gib(error.minimum)}), found {free} bytes free "
+            f"({gib(free)}), of the {nbytes} asked for; free space there, name another folder, or give mtcompile more host "
+            "memory",
+            error.minimum,
+        )
+    return budget_error(error, "disk", nbytes, 0)
 
 
 def budget_error(error: DoesNotFit, name: str, budget: int, reserved_nbytes: int) -> BudgetError:

@@ -26,6 +26,7 @@ from mtcompile.passes.analysis.state import (
     weights_on_disk_nbytes,
 )
 from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.disk.limits import NotWorthwhile
 from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem
 from mtcompile.passes.step_graph import inputs_of
@@ -164,6 +165,8 @@ def _ledger(unplanned: Forecast, candidates: Candidates, planned: Planned) -> di
 
 def _refused(unplanned: Forecast, candidates: Candidates, budgets: Budgets, error: DoesNotFit) -> Forecast:
     """Adds how many bytes are missing, and up to three ways out, those that cost nothing first."""
+    if isinstance(error, NotWorthwhile):
+        return replace(unplanned, refusal=error.why, ways_out=error.ways)
     tier = error.tier
     limit = budgets.nbytes[tier] or 0
     other = "host" if tier == "device" else "device"

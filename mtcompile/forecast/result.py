@@ -34,9 +34,10 @@ class Forecast:
     which this one is slower. ``busy``: share of the step in which each queue works. ``exposed_us``: how long each queue works
     while compute is idle. ``disk_read_bytes``, ``disk_write_bytes``: of one step; ``disk_days``: of such steps in a row, after
     which the drive has been written as often as it is rated for.
-    ``ways_out``: what would help if nothing fits. ``solved``: the size that ``solve`` found. ``peak_expressions``: with
-    ``solve``, the bytes that the leanest plan needs in each tier, as sympy expressions. ``planned``: None if nothing fits,
-    unless forced. ``joint`` and ``problem``: the joint graph, and the planning problem made from it.
+    ``ways_out``: what would help if nothing fits, or if the disk makes no sense; ``refusal``: why it does not. ``solved``: the
+    size that ``solve`` found. ``peak_expressions``: with ``solve``, the bytes that the leanest plan needs in each tier, as
+    sympy expressions. ``planned``: None if nothing fits, unless forced. ``joint`` and ``problem``: the joint graph, and the
+    planning problem made from it.
     """
 
     model: str
@@ -65,6 +66,7 @@ class Forecast:
     disk_read_bytes: int = 0
     disk_write_bytes: int = 0
     disk_days: float | None = None
+    refusal: str = ""
     certificate: Certificate | None = None
     gap: float = 0.0
     ways_out: tuple[str, ...] = ()
@@ -92,7 +94,8 @@ def _lines(f: Forecast) -> list[str]:
         lines += [f"  largest {what} that fits: {n}" for what, n in f.solved.items() if what != "memory"]
         lines += [f"  least device memory: {gib(n)} ({n} bytes)" for what, n in f.solved.items() if what == "memory"]
     if not f.feasible:
-        lines.append(f"does not fit: {gib(f.short_bytes)} ({f.short_bytes} bytes) short. Ways out:")
+        short = f"does not fit: {gib(f.short_bytes)} ({f.short_bytes} bytes) short"
+        lines.append(f"makes no sense: {f.refusal}. Ways out:" if f.refusal else f"{short}. Ways out:")
         lines += [f"  {way}" for way in f.ways_out]
     if f.planned is not None:
         lines.append(

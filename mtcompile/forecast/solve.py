@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mtcompile import knobs
 from mtcompile.capture.tracing import collecting_later
 from mtcompile.forecast.figures import figures
 from mtcompile.forecast.request import MOST_CHUNKS, ForecastRequest, SizedStep, in_chunks, sized_step, takes_sizes
@@ -105,7 +106,7 @@ def plan(
         raise ValueError(f'expected {", ".join(FORECAST_STATES)} with precision="bf16-master32", found {optimizer!r}')
     copies = state_copies(kind, optimizer) if make_optimizer is None else 2.0
     updates = None if options is None else Updates(copies, held=options.needs_all_gradients, run_ahead=run_ahead)
-    budgets = _with_disk(Budgets(device, parse_bytes(host), copies, updates=updates), disk, kind)
+    budgets = _with_disk(Budgets(device, parse_bytes(host), copies, updates=updates), disk, kind, force)
     if budgets.disk is not None and solve is not None:
         raise ValueError(f"solve={solve!r} expects no disk=, found {disk!r}: plan single sizes with a disk")
     request = ForecastRequest(
@@ -118,8 +119,8 @@ def plan(
         return _least_memory(request, sized) if solve == "memory" else forecast
 
 
-def _with_disk(budgets: Budgets, disk: str | int | None, precision: Precision) -> Budgets:
-    """Returns the budgets with a disk of that size, if any."""
+def _with_disk(budgets: Budgets, disk: str | int | None, precision: Precision, force: bool) -> Budgets:
+    """Returns the budgets with a disk of that size, if any. ``force``: however slow it is, and however soon it wears out."""
     if disk is None:
         return budgets
     if budgets.host is None:
@@ -131,6 +132,8 @@ def _with_disk(budgets: Budgets, disk: str | int | None, precision: Precision) -
         disk=taken.nbytes if taken is not None else parse_bytes(disk),
         disk_updates=budgets.updates is not None,
         update_piece=2 * PIECE if precision.split else 0,
+        disk_slowdown=0.0 if force else knobs.disk_slowdown(),
+        disk_days=0.0 if force else knobs.disk_days(),
     )
 
 

@@ -29,7 +29,9 @@ class Budgets:
     schedule at all times, such as a generator's state. ``updates``: how parameters are updated in the backward; None: after
     it, with all gradients kept until then. ``disk``: None without a disk. ``disk_staging``: bytes of the host that requests to
     the disk go through. ``disk_updates``: whether weights that train may be on disk, with their state.
-    ``update_piece``: the bytes of a parameter on disk that are updated at a time; 0: all."""
+    ``update_piece``: the bytes of a parameter on disk that are updated at a time; 0: all. ``disk_slowdown``: how many times as
+    long as without the disk's time a step may take; ``disk_days``: how many days of steps the drive must last; 0: any.
+    ``disk_takes``: homes that an earlier program put on the host and that may go to disk all the same."""
 
     device: int | None = None
     host: int | None = None
@@ -41,6 +43,9 @@ class Budgets:
     disk_staging: int = 0
     disk_updates: bool = False
     update_piece: int = 0
+    disk_slowdown: float = 0.0
+    disk_days: float = 0.0
+    disk_takes: tuple[str, ...] = ()
     state: Mapping[str, int] | None = None
 
     @property

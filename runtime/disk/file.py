@@ -11,12 +11,14 @@ import errno
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from mtcompile.runtime.disk.errors import DiskError, DiskFull
 
+_IN_MEMORY = ("tmpfs", "ramfs")
 _PREFIX, _SUFFIX = ".mtcompile-disk-", ".opening"
 
 
@@ -45,6 +47,7 @@ def opened(folder: Path) -> Descriptors:
         raise DiskError(f"disk={folder}: expected a system with posix_fallocate and preadv, such as Linux, found neither")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _check_drive(folder)
         with _alone(folder):
             _delete_left(folder)
             cached, name = tempfile.mkstemp(suffix=_SUFFIX, prefix=_PREFIX, dir=folder)
@@ -55,6 +58,27 @@ def opened(folder: Path) -> Descriptors:
     except OSError as error:
         raise DiskError(f"disk={folder}: expected a folder that can be written, found {error.strerror or error}") from error
     return Descriptors(folder, cached, cached if direct is None else direct)
+
+
+def _check_drive(folder: Path) -> None:
+    """Warns of a folder whose files are in memory."""
+    if (kind := file_system(folder)) in _IN_MEMORY:
+        warnings.warn(
+            f"disk={folder} is in memory ({kind}): what goes there takes memory that plans do not count; name a folder on a "
+            "drive",
+            stacklevel=2,
+        )
+
+
+def file_system(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """Returns the kind of the file system that holds a folder; "" if the system does not tell."""
+    device = os.stat(folder).st_dev
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in mounts.read_text().splitlines():
+            about, _, kind = line.partition(" - ")
+            if about.split()[2] == f"{os.major(device)}:{os.minor(device)}":
+                return kind.split()[0]
+    return ""
 
 
 def _past_the_cache(name: str) -> int | None:
@@ -85,6 +109,12 @@ def _delete_left(folder: Path) -> None:
         with contextlib.suppress(OSError):
             if not path.is_symlink() and path.stat().st_uid == os.getuid():
                 path.unlink()
+
+
+def free_nbytes(folder: Path) -> int:
+    """Returns the bytes that are free where ``folder`` is, or will be made."""
+    existing = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
+    return shutil.disk_usage(existing).free
 
 
 def reserve(file: Descriptors, nbytes: int) -> None:

@@ -6,6 +6,7 @@ import copy
 import errno
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,7 @@ def test_a_user_reads_and_writes_weights_on_disk(tmp_path: Path, monkeypatch: py
         assert torch.equal(model(x), plain(x))
 
 
+@pytest.mark.long
 def test_a_plan_for_forwards_that_wait_together_leaves_room_for_them(tmp_path: Path) -> None:
     plain = Model()
     model, optimizer = compiled(tmp_path, plain)
@@ -181,6 +183,68 @@ def test_a_plan_for_forwards_that_wait_together_leaves_room_for_them(tmp_path: P
     report, held = model.memory_report(), model.schedule.arena_nbytes["host"]
     assert len(on_disk(model)) > LAYERS  # one more than a single forward needs
     assert report["planned_peak_host_bytes"] + held <= report["budget_host_bytes"] and report["peak_disk_bytes"] > 0
+
+
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_forwards_that_turn_out_to_wait_together_send_more_to_disk(shared: bool, tmp_path: Path) -> None:
+    plain = Model()
+    model, optimizer = compiled(tmp_path, plain)
+    other = torch.optim.AdamW(trained(plain), lr=1e-2)
+    data = torch.randn(2, 16, WIDTH)
+    same_weights(model, plain)
+    assert torch.equal(step(model, optimizer, data[0]), step(plain, other, data[0]))
+    before = on_disk(model)
+    held = {name: p.data for name, p in model.named_parameters() if not p.requires_grad} if shared else {}
+    for _ in range(2):
+        for one, its_optimizer in ((model, optimizer), (plain, other)):
+            if shared:  # whoever sees the memory goes on seeing it
+                with pytest.raises(BudgetError, match="2 training forwards are to wait") if one is model else nullcontext():
+                    (one(data[0]) + one(data[1])).backward()
+                continue
+            (one(data[0]) + one(data[1])).backward()
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+    if shared:
+        assert on_disk(model) == before and all(torch.equal(held[n], p) for n, p in plain.named_parameters() if n in held)
+        return
+    same_weights(model, plain)
+    assert set(before) < set(on_disk(model))
+    report = model.memory_report()
+    assert report["planned_peak_host_bytes"] + model.schedule.arena_nbytes["host"] <= report["budget_host_bytes"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nth", [1, 3])
+def test_a_move_to_disk_that_fails_in_the_middle_of_a_training_leaves_the_values(
+    nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Model()
+    model, optimizer = compiled(tmp_path, plain)
+    other = torch.optim.AdamW(trained(plain), lr=1e-2)
+    data = torch.randn(2, 16, WIDTH)
+    assert torch.equal(step(model, optimizer, data[0]), step(plain, other, data[0]))
+    real, calls = os.pwritev, 0
+
+    def failing(*args: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == nth:
+            raise OSError(errno.EIO, "Input/output error")
+        return int(real(*args))
+
+    first = model(data[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", failing)
+        with pytest.raises(DiskError, match="failed: Input/output error"):
+            model(data[1])
+    del first
+    same_weights(model, plain)
+    for one, its_optimizer in ((model, optimizer), (plain, other)):
+        (one(data[0]) + one(data[1])).backward()
+        its_optimizer.step()
+        its_optimizer.zero_grad()
+    same_weights(model, plain)
+    assert model.memory_report()["peak_host_bytes"] <= model.memory_report()["budget_host_bytes"]
 
 
 @pytest.mark.long
@@ -273,6 +337,22 @@ def test_refusals_say_what_would_work(tmp_path: Path) -> None:
     model, _ = compiled(tmp_path, Model(), host="900KB")
     with pytest.raises(BudgetError, match=r"no plan fits host=.*\n.*weights that train, with gradients and optimizer state"):
         model(torch.randn(16, WIDTH))
+
+
+def test_a_disk_without_room_or_sense_is_refused_before_anything_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Model()
+    model, optimizer = compiled(tmp_path / "disk", plain)
+    with monkeypatch.context() as patch:
+        patch.setattr("mtcompile.execution.model_door.free_nbytes", lambda folder: 100_000)
+        with pytest.raises(BudgetError, match=r"expected room for \d+ bytes .*, found 100000 bytes free .*, of the 16777216"):
+            model(torch.randn(16, WIDTH))
+        patch.undo()
+        patch.setenv("MT_DISK_SLOWDOWN", "1.001")
+        with pytest.raises(BudgetError, match=r"makes no sense for this step: a step would take(.|\n)*try host memory of"):
+            model(torch.randn(16, WIDTH))
+    assert not (tmp_path / "disk").exists()
+    same_training(model, optimizer, plain, 1)
+    assert on_disk(model)
 
 
 def test_a_weight_on_disk_that_is_to_train_is_refused(tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def test_weights_and_state_on_disk_train_with_the_bits_of_plain_pytorch(
     disk = model._mt_model.door.disk
     assert model.plan.disk_write_bytes > 0 and disk.nbytes > 0
     assert all(disk.holds(home) for home in disk._homes.values())
+    assert "GB written a step; how much the drive is rated for is not known" in str(model.plan)
     report = model.memory_report()
     for tier in ("device", "host", "disk"):
         assert 0 < report[f"peak_{tier}_bytes"] <= report[f"planned_peak_{tier}_bytes"] <= model.plan.budget_bytes[tier], tier
@@ -198,6 +199,27 @@ def test_frozen_weights_go_first(tmp_path: Path) -> None:
         trained = {tier for home, tier in homes.items() if not home.endswith(".frozen")}
         assert frozen == {"disk"} or "disk" not in trained, homes
     assert "disk" in trained
+
+
+@pytest.mark.long
+def test_a_batch_that_needs_more_host_memory_sends_state_to_disk_in_the_middle_of_a_training(tmp_path: Path) -> None:
+    plain, sizes = Model(), (16, 280, 16)
+    model, optimizer = on_disk(tmp_path, plain, host="2.9MB", memory="1.75MB", policy="fastest")
+    other, moved = adamw(plain), []
+    for rows in sizes:
+        x, losses = torch.randn(rows, WIDTH), []
+        for one, its_optimizer in ((model, optimizer), (plain, other)):
+            losses.append(one(x))
+            losses[-1].backward()
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+        assert torch.equal(*losses)
+        moved.append([home for home, tier in model._mt_model.door.parameters.tiers.items() if tier == "disk"])
+    same(model, optimizer, plain, other)
+    assert not moved[0] and moved[1] and moved[1] == moved[2]
+    report = model.memory_report()
+    assert report["peak_host_bytes"] <= report["budget_host_bytes"]
+    assert report["peak_disk_bytes"] <= report["planned_peak_disk_bytes"] == model.plan.peak_bytes["disk"]
 
 
 def failing(name: str, nth: int) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch import nn
 
 import mtcompile
 from mtcompile.forecast.result import Forecast
+from mtcompile.machine.presets import PRESETS
 
 WIDTH = 128
 
@@ -34,8 +37,8 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def forecast(**options: Any) -> Forecast:
-    return mtcompile.plan(lambda: (Model(), {"x": torch.randn(16, WIDTH)}), machine="rtx4090", **options)
+def forecast(machine: Any = "rtx4090", **options: Any) -> Forecast:
+    return mtcompile.plan(lambda: (Model(), {"x": torch.randn(16, WIDTH)}), machine=machine, **options)
 
 
 @pytest.mark.slow
@@ -61,9 +64,10 @@ def test_frozen_weights_of_lora_are_weights_alone_on_disk(optimizer: str) -> Non
 
 @pytest.mark.long
 def test_what_is_not_updated_element_by_element_is_not_forecast_to_train_from_disk() -> None:
-    options = {"update": "backward", "memory": "1500KB", "host": "1.6MB", "disk": "1GB"}
-    assert forecast(**options, optimizer="rmsprop").feasible
-    assert not forecast(**options, optimizer="adafactor").feasible
+    options = {"update": "backward", "memory": "1500KB", "disk": "1GB"}
+    trained = forecast(**options, optimizer="rmsprop", host="1.6MB")
+    assert trained.feasible and trained.disk_write_bytes
+    assert not forecast(**options, optimizer="adafactor", host="1MB").feasible
 
 
 def test_a_disk_needs_a_host_and_single_sizes() -> None:
@@ -71,3 +75,40 @@ def test_a_disk_needs_a_host_and_single_sizes() -> None:
         forecast(disk="1GB")
     with pytest.raises(ValueError, match="expects no disk="):
         forecast(disk="1GB", host="1GB", solve="memory")
+
+
+SMALL = {"precision": "bf16-master32", "update": "backward", "memory": "800KB", "host": "2.3MB", "disk": "1GB"}
+SLOW = replace(PRESETS["rtx4090"], disk_read_gbps=0.1, disk_write_gbps=0.05)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_too_slow_is_refused_with_figures() -> None:
+    refused = forecast(SLOW, **SMALL)
+    assert not refused.feasible and refused.planned is None
+    assert re.search(r"makes no sense: a step would take .* times the .* expected at most 10 times", str(refused))
+    assert re.search(r"A step reads 0\.00\d+ GB at 0\.1 GB/s and writes 0\.00\d+ GB at 0\.05 GB/s", refused.refusal)
+
+
+@pytest.mark.long
+def test_what_a_refusal_of_a_slow_disk_advises_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, speed, _ = forecast(SLOW, **SMALL).ways_out
+    nbytes = re.search(r"host memory of .* \((\d+) bytes\), with which nothing goes to disk", host)
+    factor = re.search(r"a disk ([\d.]+) times as fast", speed)
+    assert nbytes is not None and factor is not None
+    there = forecast(SLOW, **{**SMALL, "host": int(nbytes[1])})
+    assert there.feasible and not there.disk_read_bytes
+    faster = 1.1 * float(factor[1])
+    assert forecast(replace(SLOW, disk_read_gbps=0.1 * faster, disk_write_gbps=0.05 * faster), **SMALL).feasible
+    assert forecast(SLOW, **SMALL, force=True).feasible
+    monkeypatch.setenv("MT_DISK_SLOWDOWN", "0")
+    assert forecast(SLOW, **SMALL).feasible
+
+
+@pytest.mark.long
+def test_a_drive_that_would_be_worn_out_soon_is_refused_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = replace(PRESETS["rtx4090"], disk_rated_nbytes=10**11)
+    refused = forecast(small, **SMALL)
+    assert not refused.feasible and "written as often as it is rated for, 0.1 TB; expected at least 1 days" in refused.refusal
+    monkeypatch.setenv("MT_DISK_DAYS", "0")
+    worn = forecast(small, **SMALL)
+    assert worn.disk_days == pytest.approx(1e11 / worn.disk_write_bytes * worn.step_time_us / 86_400e6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -106,7 +107,35 @@ class ParameterStore:
                 if name in offsets:
                     self._give_home(self.places[name], layout_of(parameter.data), offsets[name])
                     self._move_in(self.places[name])
+        for block, slab in self.slabs.items():
+            if slab.tier == "host" and tiers.get(block) == "disk":
+                self._send_to_disk(block, slab)
         self._arrange()
+
+    def may_go_to_disk(self, block: str, passing: Iterable[torch.Tensor]) -> bool:
+        """Tells whether a block at home on the host may move: whether all of it is there, and nobody else sees its memory.
+        ``passing``: tensors that will be gone when it moves."""
+        places = [place for place in self.places.values() if place.block == block]
+        if not places or not all(_is_at(place.parameter, place.home) for place in places):
+            return False
+        storage = storage_id(places[0].parameter)
+        return not self._held_elsewhere(places[0], sum(storage_id(tensor) == storage for tensor in passing))
+
+    def _send_to_disk(self, block: str, slab: Slab) -> None:
+        """Moves a block from the host to disk. Steps that are compiled already would still count it on the host. After a
+        DiskError, what has not moved is where it was, and all of it counts as on the host."""
+        places = [(place, place.home) for place in self.places.values() if place.block == block and place.home is not None]
+        offsets = [0, *itertools.accumulate(whole_blocks(span_nbytes(home)) for _, home in places)]
+        memory = self._memory("disk", offsets[-1])
+        slab.tier, slab.memory, self.version = "disk", memory, self.version + 1
+        for (place, home), offset in zip(places, offsets, strict=False):
+            earlier = place.offset
+            self._give_home(place, layout_of(home), offset)
+            try:
+                self._move_in(place)
+            except BaseException:
+                slab.tier, place.home, place.offset = "host", home, earlier
+                raise
 
     @property
     def has_residents(self) -> bool:

@@ -21,6 +21,7 @@ from mtcompile.passes.analysis.state import (
 from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.disk.limits import check_worthwhile
 from mtcompile.passes.planning.evaluate import completed, evaluate
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.ladders import decided
@@ -79,7 +80,8 @@ def _surely_short(problem: PlanningProblem) -> int:
 
 def _may_move(problem: PlanningProblem) -> tuple[list[str], list[str]]:
     """The homes that may go to disk, in the order of the step: the frozen ones, and those that train."""
-    free = [h for h in dict.fromkeys(problem.step.meta["homes"].values()) if h not in problem.fixed_homes]
+    fixed = problem.fixed_homes.keys() - set(problem.budgets.disk_takes)
+    free = [h for h in dict.fromkeys(problem.step.meta["homes"].values()) if h not in fixed]
     nbytes = trained_nbytes(problem.step)
     trained = [home for home in free if nbytes.get(home)] if problem.budgets.disk_updates else []
     return [home for home in free if not nbytes.get(home)], trained
@@ -169,7 +171,9 @@ def _fastest(
     minimum = min(planned.plan.minimum_device_bytes, candidate.plan.peak_bytes["device"])
     # What is on disk takes at least as long as on a host that has room for all of it: so that bound holds here too.
     bound = None if planned.plan.certificate is None else Candidates(problem).certificate(problem.budgets.device, None)
-    return varied, completed(varied, final, minimum, bound)
+    planned = completed(varied, final, minimum, bound)
+    check_worthwhile(varied, planned.plan)
+    return varied, planned
 
 
 def _other_choices(problem: PlanningProblem, sent: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -188,7 +192,7 @@ def _on_device(
 ) -> tuple[PlanningProblem, Candidate]:
     """Takes to the device as many of the homes on disk as still fit there, if that is faster."""
     trained_first = [home for homes in reversed(_may_move(problem)) for home in _evenly(homes)]
-    order = [home for home in trained_first if fixed.fixed_homes.get(home) == "disk"]
+    order = [home for home in trained_first if fixed.fixed_homes.get(home) == "disk" and home not in problem.fixed_homes]
     draft, best = draft_of(problem.step), (fixed, candidate)
     low, high = 0, len(order)
     while low < high:  # the most homes that fit

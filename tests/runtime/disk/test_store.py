@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from mtcompile.runtime.disk.errors import DiskCorrupt, DiskError, DiskFull
+from mtcompile.runtime.disk.file import file_system
 from mtcompile.runtime.disk.requests import BLOCK
 from mtcompile.runtime.disk.store import DiskStore, Move, piece_nbytes
 
@@ -226,3 +228,18 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no file system in memory here")
+def test_a_folder_in_memory_is_said() -> None:
+    said = pytest.warns(UserWarning, match=r"is in memory \(tmpfs\): what goes there takes memory that plans do not count")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, said:
+        DiskStore(Path(folder), CHUNK)
+
+
+def test_the_file_system_is_read_from_the_mounts(tmp_path: Path) -> None:
+    device, mounts = os.stat(tmp_path).st_dev, tmp_path / "mountinfo"
+    here = f"36 35 {os.major(device)}:{os.minor(device)} / /data rw,noatime shared:1 - xfs /dev/nvme0n1 rw"
+    mounts.write_text(f"22 28 0:999 / /proc rw shared:13 - proc proc rw\n{here}\n")
+    assert file_system(tmp_path, mounts) == "xfs"
+    assert file_system(tmp_path, tmp_path / "none") == ""
