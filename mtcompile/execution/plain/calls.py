@@ -1,7 +1,7 @@
 """Gradient-free calls (evaluation, generation, reference models): the plain forward runs at any shape, within the budget.
 
-Parameters that the device has no lasting place for are lent to it. What else a call takes is measured the first time, and from
-then on for each call that is notably larger than known ones.
+Parameters that the device has no lasting place for are lent to it. What else a call takes is measured the first time, for each
+call that is notably larger than known ones, and now and then.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ class GradientFreeCalls:
         with torch_private.lasting():
             self._place_parameters(others)
         homes = self._homes(model)
-        room = self._room(others, homes)
-        if room.others is not None and not self._known.is_due(size) and not knobs.check():
+        is_due = knobs.check() or self._known.is_due(size)
+        room = self._room(None if is_due else others, homes)
+        if room.others is not None:
             output, most_lent = self._run(model, homes, room, args, kwargs)
             # What had to be there at once although it was more than the room, was so when the others were measured.
             self.session.note_call(room.held + room.others + min(most_lent, room.lent))

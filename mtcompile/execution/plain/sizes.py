@@ -83,9 +83,10 @@ class KnownCalls:
         return min((_scaled(nbytes, sizes, call.sizes) for sizes, nbytes in near), default=None)
 
     def note(self, call: CallSize, nbytes: int) -> None:
-        """Remembers what a call took."""
+        """Remembers what a call took, or another one of its size, if that was more."""
         known = self.by_kind.pop(call.kind, [])
         others = [each for each in known if each[0] != call.sizes]
+        nbytes = max([nbytes, *(before for sizes, before in known if sizes == call.sizes)])
         self.by_kind[call.kind] = [*others, (call.sizes, nbytes)][-_MOST:]
         while len(self.by_kind) > _MOST_KINDS:
             del self.by_kind[next(iter(self.by_kind))]
