@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,19 @@ def compiled_run(
     compiled = mtcompile.compile(copied, memory=memory, optimizer=optimizer)
     log = train(compiled, optimizer, data, steps)
     return log, compiled.memory_report(), compiled
+
+
+def assert_plain_at_three_budgets(model: nn.Module, data: dict[str, Any]) -> None:
+    """Loss, gradients, weights and buffers are a plain run's without a limit, at 1.3 times the smallest budget, and at that."""
+    plain = copy.deepcopy(model)
+    expected = train(plain, adamw(plain.parameters()), data)
+    least = minimum_bytes(model, data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # of a peak above the plan
+        for memory in (None, int(least * 1.3), least):
+            actual, report, _ = compiled_run(model, data, memory)
+            assert same(expected, actual)
+            assert 0 < report["peak_device_bytes"] <= report["planned_peak_device_bytes"]
 
 
 def equal_to_plain(model: nn.Module, data: dict[str, Any], steps: int = 2, **options: Any) -> bool:

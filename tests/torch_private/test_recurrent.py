@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mtcompile
-from tests.helpers.training import adamw, compiled_run, minimum_bytes, same, train
+from tests.helpers.training import assert_plain_at_three_budgets
 
 pytestmark = pytest.mark.slow  # it compiles many models
 
@@ -52,18 +50,6 @@ def tokens() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     first, second = torch.randint(0, 40, (2, 7, 3), generator=generator)
     return {"tokens": first, "targets": second}
-
-
-def assert_plain_at_three_budgets(model: nn.Module, data: dict[str, Tensor]) -> None:
-    plain = copy.deepcopy(model)
-    expected = train(plain, adamw(plain.parameters()), data)
-    least = minimum_bytes(model, data)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # of a peak above the plan
-        for memory in (None, int(least * 1.3), least):
-            actual, report, _ = compiled_run(model, data, memory)
-            assert same(expected, actual)
-            assert 0 < report["peak_device_bytes"] <= report["planned_peak_device_bytes"]
 
 
 LAYERS = {
