@@ -121,8 +121,8 @@ class CompiledModule(nn.Module):
         the plan says. Raises MtcompileError for what would change dtypes, strides or values."""
         if changes := changes_of(fn, {t.dtype for t in (*self.parameters(), *self.buffers())}):
             raise MtcompileError(
-                f"expected only the device to be named after compile, found a change of {changes}; the parameters of a "
-                "compiled model stay as its plan has them. Convert the model first, then compile it"
+                f"expected only a device in .to() of a compiled model, found a change of {changes}. Convert the model first, "
+                "then compile it"
             )
         return self
 
@@ -187,10 +187,10 @@ def compile(
     nonfinite: str = "stop",
     viz: str | Path | None = None,
 ) -> Any:
-    """Trains ``model`` inside a device-memory budget, with results bit-identical to plain PyTorch.
+    """Makes ``model`` train within a device-memory budget, with results bit-identical to plain PyTorch.
 
-    model      an ``nn.Module``: compiled in place and returned; a module class: a subclass whose instances are compiled is
-               returned; without it, a decorator is returned
+    model      an ``nn.Module``: compiled in place and returned; a module class: returns a subclass whose instances are
+               compiled; without it, a decorator is returned
     memory     bytes of device memory for everything mtcompile holds there: ``"16GiB"``, ``"16GB"`` or a number;
                default: nine tenths of the free memory of a GPU, half of it on the emulated device
     host       bytes of host memory; default: no limit
@@ -235,7 +235,8 @@ def compile(
                after its second; a second program goes to ``<name>-2.html``, and so on
 
     The first training call captures and plans. It raises ``BudgetError`` (with ``.minimum_bytes``) if no plan fits, and
-    ``CaptureError`` if the model cannot be captured. Calls without gradients run the plain forward, within the same budget.
+    ``CaptureError`` if the model cannot be captured. Calls without gradients run the plain forward, and
+    are measured against the same budget.
     ``compile`` itself raises ValueError or TypeError for options that it cannot honour.
     """
     options = Options(

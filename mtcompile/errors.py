@@ -13,7 +13,7 @@ V = TypeVar("V")
 
 
 class MtcompileError(RuntimeError):
-    """The base of all errors of this package."""
+    """The base of all errors of this package, except those of a disk, which are OSErrors."""
 
 
 class CaptureError(MtcompileError):
@@ -29,9 +29,9 @@ class BudgetError(MtcompileError):
 
 
 class StepError(MtcompileError):
-    """Raised if a step is used in a way that would give wrong numbers, such as a second backward of one loss, or weights
-    changed between forward and backward. Also raised for a loss or gradient that is not finite (``nonfinite="stop"``), and for
-    questions that need a step that has not run yet."""
+    """Raised if a step is used in a way that would give wrong numbers, such as weights changed between forward and backward, or
+    a second backward before ``optimizer.step()`` with ``update="backward"``. Also raised for a loss or gradient that is not
+    finite (``nonfinite="stop"``), and for questions that need a step that has not run yet."""
 
 
 class CheckpointError(MtcompileError):
@@ -57,6 +57,6 @@ def told_briefly(function: Callable[P, V]) -> Callable[P, V]:
 def shows_part(name: str) -> str:
     """Returns why a tensor that is a view of a larger one cannot be read by place."""
     return (
-        f"forward finds elements of {name} by their place in its storage (as_strided), of which {name} shows only a part; "
-        "expected a tensor that fills its storage: pass a copy (clone)"
+        f"forward calls as_strided on {name}, which is a view of part of its storage; expected a tensor that covers its whole "
+        f"storage: pass {name}.clone()"
     )

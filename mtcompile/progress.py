@@ -26,6 +26,7 @@ class _Work:
     ended: threading.Event = field(default_factory=threading.Event)
     told: str = ""
     spoke: bool = False
+    ready_s: float | None = None
 
     def watch(self) -> None:
         """Says what is being done, until the work has ended."""
@@ -37,10 +38,11 @@ class _Work:
                 last, self.told, self.spoke = now, kind, True
                 self.write(f"mtcompile: {self.activity} ({now - self.began:.0f} s)")
 
-    def end(self) -> None:
+    def end(self, word: str) -> None:
         self.ended.set()
         if self.spoke:
-            self.write(f"mtcompile: ready after {time.monotonic() - self.began:.0f} s")
+            seconds = time.monotonic() - self.began if self.ready_s is None else self.ready_s
+            self.write(f"mtcompile: {word} after {seconds:.0f} s")
 
 
 _current: list[_Work] = []  # at most one: one model compiles at a time
@@ -62,18 +64,22 @@ def doing(activity: str) -> Iterator[None]:
         return
     work = _Work(activity, _write)
     _current.append(work)
+    word = "stopped"
     try:
         threading.Thread(target=work.watch, daemon=True, name="mtcompile progress").start()
         yield
+        word = "ready"
     finally:
         _current.clear()
-        work.end()
+        work.end(word)
 
 
 def tell(activity: str) -> None:
-    """Changes what is said to be done, from here to the end of the innermost ``doing``."""
+    """Changes what is said to be done, from here to the end of the innermost ``doing``. "": all is ready, a program runs."""
     if _current:
-        _current[0].activity = activity
+        work = _current[0]
+        work.activity = activity
+        work.ready_s = None if activity else time.monotonic() - work.began
 
 
 def _write(line: str) -> None:

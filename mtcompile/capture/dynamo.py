@@ -41,8 +41,8 @@ _RANDOM = (
     "  expected random numbers from torch's default generator only; draw others outside forward and pass them as tensors"
 )
 _LEAF = (
-    "forward returns or stores a tensor that it has given requires_grad=True itself\n"
-    "  expected one that is used in forward alone, because its grad would be missing; return tensor.detach() instead"
+    "forward returns or stores a tensor on which it set requires_grad=True; its .grad would be missing\n"
+    "  expected such a tensor to stay inside forward; return tensor.detach() instead"
 )
 _MOST_PROGRAMS = 32  # of one model; in parts, for each part
 _MOST_SIGNATURES = 512  # of one model; Dynamo's own default of 8 is for functions, not for training runs
@@ -166,9 +166,8 @@ class _State:
         self.programs.clear()
         if not self.has_been_full:
             warnings.warn(
-                f"the model was called with {_MOST_PROGRAMS} different shapes that each needed a program; these are dropped, "
-                "and made again when needed. Pad shapes to multiples (of 64, say), or pass more memory: where everything fits "
-                "on the device, one program serves all shapes",
+                f"mtcompile has made {_MOST_PROGRAMS} programs for this model, its limit; it drops them, and makes them again "
+                "when needed. Pad inputs to a few lengths, such as multiples of 64",
                 stacklevel=3,
             )
         self.has_been_full = True
@@ -193,8 +192,8 @@ class _State:
         if place and place not in self.breaks:
             self.breaks.add(place)
             warnings.warn(
-                f"the forward is compiled in parts: Python runs a line between two of them, because of {why}{place}\n"
-                "  results are the same; each part is planned by itself",
+                f"the forward is compiled in parts: Python runs this line between two of them, because of {why}{place}\n"
+                "  results stay the same, but what Python runs is not counted in the budget. Change the line to get one plan",
                 stacklevel=2,
             )
 

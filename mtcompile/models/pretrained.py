@@ -34,7 +34,7 @@ def from_pretrained(
 ) -> Any:
     """Loads weights from a local folder of safetensors files, tensor by tensor, and compiles the model.
 
-    The memory that it takes is that of the weights and of one tensor more: files are read by place, never whole. Before
+    Loading needs room for the weights plus one tensor: files are read by place, never whole. Before
     anything is read, the sizes in the files' headers are compared with the host memory that there is. No code of the folder is
     run, nothing is unpickled, and nothing is downloaded.
 
@@ -44,7 +44,7 @@ def from_pretrained(
              ``AutoModelForSequenceClassification``: its model of that configuration. A module, usually built under
              ``torch.device("meta")``: its parameters and buffers get the weights of the same names
     dtype    of floating-point weights: a ``torch.dtype``, its name, or ``"auto"``, which is that of the configuration (else of
-             the first tensor) or of the module. ``precision=`` goes before it
+             the first tensor) or of the module. ``precision=`` overrides it
     prepare  a function that takes the plain model with its weights and returns the one to compile, for example
              ``lambda model: get_peft_model(model, LoraConfig(...))``
     options  the options of ``compile``: ``memory``, ``host``, ``precision``, ...
@@ -58,7 +58,7 @@ def from_pretrained(
     tensors = stored_tensors(folder)
     host = parse_bytes(options.get("host"))
     if isinstance(model, nn.Module):
-        loaded: Any = _into_module(Path(folder), tensors, model, _dtype(dtype) or _weights(precision), host)
+        loaded: Any = _into_module(Path(folder), tensors, model, _weights(precision) or _dtype(dtype), host)
     else:
         loaded = _of_transformers(Path(folder), tensors, model, _weights(precision) or _dtype(dtype), host)
     return compile(loaded if prepare is None else prepare(loaded), **options)
@@ -120,7 +120,10 @@ def _of_transformers(
         with knobs.transformers_load_in_order():
             loaded = model_class.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
     except Exception as error:
-        raise CheckpointError(f"{folder} could not be loaded as {model_class.__name__}: {first_line(error)}") from error
+        raise CheckpointError(
+            f"{folder} could not be loaded as {model_class.__name__}: {first_line(error)}. Check that its files belong "
+            "together, or pass the class"
+        ) from error
     loaded.config.name_or_path = str(folder)
     if loaded.can_generate() and (folder / "generation_config.json").is_file():
         from transformers import GenerationConfig
@@ -221,14 +224,15 @@ def _compare(
     unknown = [name for name in tensors if name not in own]
     if missing or unknown:
         raise CheckpointError(
-            f"{folder} is of another model: it lacks {_first(missing)} and has {_first(unknown)} that the module has not"
+            f"expected the names of the module in {folder}; missing there: {_first(missing)}; not in the module: "
+            f"{_first(unknown)}. Build the module that these weights were saved from"
         )
     for name, tensor in tensors.items():
         there, here = (tensor.shape, tuple(own[name].shape)), (tensor.dtype, own[name].dtype)
         if there[0] != there[1]:
-            raise CheckpointError(f"{folder}: {name} has the shape {there[0]} there, {there[1]} in the module")
+            raise CheckpointError(f"{folder}: expected {name} with shape {there[1]}, found {there[0]}; change the module")
         if here[0].is_floating_point != here[1].is_floating_point or here[0].is_complex != here[1].is_complex:
-            raise CheckpointError(f"{folder}: {name} is of {here[0]} there, of {here[1]} in the module")
+            raise CheckpointError(f"{folder}: expected {name} of {here[1]}, found {here[0]}; change the module")
     for name, buffer in without_values.items():
         if id(buffer) not in given:
             raise CheckpointError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import queue
+import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -26,37 +28,62 @@ class Fetcher(Protocol):
         """Drops the copies that have not begun, and waits for the others."""
 
 
+@dataclass(slots=True, eq=False)
+class _Copying:
+    """A copy that was asked for. ``tensors``: what it writes and reads, held until somebody has waited for it."""
+
+    target: int
+    source: int
+    nbytes: int
+    tensors: tuple[torch.Tensor, torch.Tensor] | None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
 class CpuFetcher:
-    """Copies in a thread. ``gbps``: the GB/s that it keeps to, if given, as the link of a slower machine would."""
+    """Copies in a thread. ``gbps``: the GB/s that it keeps to, if given, as the link of a slower machine would.
+
+    An interrupt may come at any line. Nothing is copied once ``close`` has begun to hold ``_busy``, so that memory may go then.
+    """
 
     def __init__(self, gbps: float | None) -> None:
         self._us_per_byte = 0.0 if gbps is None else 1e-3 / gbps
-        self._thread = ThreadPoolExecutor(1, "mtcompile fetches")
-        self._copying: dict[Future[None], tuple[torch.Tensor, torch.Tensor]] = {}  # holds what the thread reads and writes
-        self._about_to_copy: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._queue: queue.SimpleQueue[_Copying | None] = queue.SimpleQueue()
+        self._asked: list[_Copying] = []
+        self._busy, self._closed = threading.Lock(), False
+        self._thread: threading.Thread | None = None
 
-    def fetch(self, source: torch.Tensor) -> tuple[torch.Tensor, Future[None]]:
+    def fetch(self, source: torch.Tensor) -> tuple[torch.Tensor, _Copying]:
         target = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="cpu")
-        self._about_to_copy = target, source  # an interrupt may come before the next line has ended
-        ticket = self._thread.submit(self._copy, target.data_ptr(), source.data_ptr(), span_nbytes(source))
-        self._copying[ticket] = target, source
-        self._about_to_copy = None
-        return target, ticket
+        copying = _Copying(target.data_ptr(), source.data_ptr(), span_nbytes(source), (target, source))
+        self._asked.append(copying)
+        self._queue.put(copying)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._copy_all, daemon=True, name="mtcompile fetches")
+            self._thread.start()
+        return target, copying
 
-    def _copy(self, target: int, source: int, nbytes: int) -> None:
-        began = time.perf_counter_ns()
-        ctypes.memmove(target, source, nbytes)
-        if self._us_per_byte:
-            wait_until(began + round(nbytes * self._us_per_byte * 1e3))
+    def _copy_all(self) -> None:
+        while (copying := self._queue.get()) is not None:
+            with self._busy:
+                if self._closed:
+                    return
+                began = time.perf_counter_ns()
+                ctypes.memmove(copying.target, copying.source, copying.nbytes)
+                if self._us_per_byte:
+                    wait_until(began + round(copying.nbytes * self._us_per_byte * 1e3))
+            copying.done.set()
 
-    def await_copy(self, ticket: Future[None]) -> None:
-        ticket.result()
-        self._copying.pop(ticket, None)
+    def await_copy(self, ticket: _Copying) -> None:
+        ticket.done.wait()
+        ticket.tensors = None
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
-        self._copying.clear()
-        self._about_to_copy = None
+        self._closed = True
+        with self._busy:
+            self._asked.clear()
+        self._queue.put(None)
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join()
 
 
 class CudaFetcher:

@@ -139,7 +139,12 @@ class GradientFreeCalls:
             session.arenas.release_device()
             held = session.held_nbytes() + session.door.sent_nbytes
         if held + least > budget:
-            raise _too_little(budget, held, 0, least)
+            raise BudgetError(
+                f"a call without gradients needs {held + least} bytes ({gib(held + least)}) of the device for parameters "
+                f"alone: {gib(held)} that are held there and {gib(least)} that it reads at once; found {gib(budget)}. Pass "
+                f"more than memory={held + least}: what the call computes comes on top",
+                held + least,
+            )
         if others is None or held + others + least > budget:  # what is known may be more than this call takes
             return _Room(held, None, least)
         return _Room(held, others, min(every, budget - held - others))
@@ -149,10 +154,16 @@ class GradientFreeCalls:
         if room.held + nbytes <= self._budget:
             return
         if room.held + nbytes - self.session.parameters.resident_nbytes() > self._budget:
-            raise _too_little(self._budget, room.held, nbytes, 0)
+            needed = room.held + nbytes
+            raise BudgetError(
+                f"a call without gradients took {needed} bytes ({gib(needed)}) of the device: {gib(room.held)} that are held "
+                f"there, {gib(nbytes)} for what it reads and computes; found {gib(self._budget)}. It has run: buffers may have "
+                f"changed. Pass memory={needed} or more, or a smaller batch",
+                needed,
+            )
         warnings.warn(
-            f"a call without gradients took {gib(room.held + nbytes)} of the device, expected {gib(self._budget)}: parameters "
-            "that stayed there were in its way, and leave for such calls from now on",
+            f"a call without gradients took {gib(room.held + nbytes)} of the device, more than memory={gib(self._budget)}. "
+            "From now on, parameters are moved to the host before such calls; nothing is to be done",
             stacklevel=2,
         )
 
@@ -161,16 +172,6 @@ class GradientFreeCalls:
         budget = self.session.options.memory
         assert budget is not None, "a compiled model always has one"
         return budget
-
-
-def _too_little(budget: int, held: int, others: int, lent: int) -> BudgetError:
-    needed = held + others + lent
-    return BudgetError(
-        f"a call without gradients needs {needed} bytes ({gib(needed)}) of the device: {gib(held)} that are held there, "
-        f"{gib(others)} for what it computes, {gib(lent)} for the parameters that it reads at once; found {gib(budget)}. Pass "
-        f"memory={needed} or more, or a smaller batch",
-        needed,
-    )
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
