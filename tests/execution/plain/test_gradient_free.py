@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
-import signal
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -211,6 +214,128 @@ def test_an_error_of_the_forward_leaves_the_model_as_it_was() -> None:
     assert before == [id(m._parameters) for m in model.modules()]
     with torch.no_grad():
         assert torch.equal(compiled(floats(2, 3)), copy.deepcopy(compiled)(floats(2, 3)))
+
+
+def lent_by(model: nn.Module, room: int, calls: int, x: Tensor) -> list[Lending]:
+    every, order = [], [id(p) for p in model.parameters()]
+    for _ in range(calls):
+        every.append(Lending(list(model.parameters()), order, CpuFetcher(None), room))
+        with torch.no_grad():
+            call_lending(functools.partial(model, x), model, every[-1], [])
+        order = every[-1].reads
+    return every
+
+
+class Odd(nn.Module):
+    """Forwards that do unusual things with a parameter."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.part = way, nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.wide = nn.Parameter(torch.randn(1, WIDTH).expand(WIDTH, WIDTH), requires_grad=False)
+        self.same = nn.Linear(WIDTH, WIDTH)
+        if way == "shared":
+            self.same.weight.data = self.part.weight.data
+        self.other: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Any:
+        if self.way == "returned":
+            return self.weight
+        if self.way == "a view is returned":
+            return self.weight[1:]
+        if self.way in ("held", "a view is held"):
+            self.other = self.other or [self.weight if self.way == "held" else self.weight[:]]
+            self.other[0].add_(1)
+            return (x * self.weight).sum() + (x * self.other[0]).sum()
+        if self.way == "copied":
+            return copy.deepcopy(self.part)(x)
+        if self.way == "transformed":
+            return torch.func.grad(lambda v: self.part(v).sum())(x)
+        if self.way == "on meta":
+            with torch.device("meta"):
+                return self.part(x)
+        if self.way == "shared":
+            self.part.weight.mul_(0.5)
+            return self.same(x)
+        if self.way == "in threads":
+            with ThreadPoolExecutor(4) as pool:
+                return sum(pool.map(self._alone, [self.part, self.same] * 8, [x] * 16))
+        return x @ self.wide
+
+    @staticmethod
+    def _alone(part: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return part(x)  # type: ignore[no-any-return]
+
+
+WAYS = (
+    "returned",
+    "a view is returned",
+    "held",
+    "a view is held",
+    "copied",
+    "transformed",
+    "on meta",
+    "shared",
+    "in threads",
+    "wide",
+)
+
+
+@pytest.mark.parametrize("memory", [1 << 30, 70_000])
+@pytest.mark.parametrize("way", WAYS)
+def test_unusual_forwards_are_those_of_a_plain_run(way: str, memory: int) -> None:
+    def new() -> Any:
+        torch.manual_seed(0)
+        return Odd(way)
+
+    model, compiled = new(), mtcompile.compile(new(), memory=memory)
+    for each in (model, compiled):
+        with torch.no_grad():
+            each.outputs = [each(floats(2)) for _ in range(3)]
+            if "returned" in way:
+                each.outputs[-1].add_(1)
+                each.outputs.append(each(floats(2)))
+    assert all(map(torch.equal, model.outputs, compiled.outputs))
+    assert all(map(torch.equal, model.state_dict().values(), compiled.state_dict().values()))
+    assert all(type(p) is nn.Parameter for p in compiled.parameters())
+    assert way != "returned" or compiled.outputs[0] is compiled.weight
+
+
+INTERRUPTED = """
+import copy, signal, torch, mtcompile
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(30)))
+compiled, x, interrupts = mtcompile.compile(copy.deepcopy(model), memory=3 << 20, device="cpu"), torch.randn(8, 256), 0
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, interrupt)
+with torch.no_grad():
+    expected = model(x)
+    for round_ in range(60):
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 1e-3 + round_ * 3e-4)
+            compiled(x)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except (KeyboardInterrupt, RuntimeError):  # Python's own locks may make an error of an interrupt
+            interrupts += 1
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        assert torch.equal(compiled(x), expected)
+assert interrupts
+assert all(map(torch.equal, model.state_dict().values(), compiled.state_dict().values()))
+assert all(type(module._parameters) is dict for module in compiled.modules())
+assert all(type(parameter) is nn.Parameter for parameter in compiled.parameters())
+"""
+
+
+def test_interrupts_leave_the_model_whole() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "MT_CACHE": "0"}
+    subprocess.run([sys.executable, "-c", INTERRUPTED], env=environment, check=True, timeout=300)
 
 
 def lent_by(model: nn.Module, room: int, calls: int, x: Tensor) -> list[Lending]:
