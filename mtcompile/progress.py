@@ -74,6 +74,16 @@ def doing(activity: str) -> Iterator[None]:
         work.end(word)
 
 
+@contextlib.contextmanager
+def silently() -> Iterator[None]:
+    """Inside, nothing is told: the caller shows progress in its own way."""
+    _current.append(_Work("", lambda line: None))
+    try:
+        yield
+    finally:
+        _current.clear()
+
+
 def tell(activity: str) -> None:
     """Changes what is said to be done, from here to the end of the innermost ``doing``. "": all is ready, a program runs."""
     if _current:

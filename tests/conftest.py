@@ -22,6 +22,12 @@ def rare_collections() -> None:
 
 
 @pytest.fixture(autouse=True)
+def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets nothing be told of what takes long: tests read what commands print."""
+    monkeypatch.setenv("MT_PROGRESS", "0")
+
+
+@pytest.fixture(autouse=True)
 def short_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets searches stop early, which are most of the time that a small model takes to compile."""
     if not request.node.nodeid.startswith(_SEARCHED_WHOLE):

@@ -20,8 +20,10 @@ from mtcompile import progress
 
 ROOT = Path(__file__).parents[1]
 TOY = """
-import sys, torch, mtcompile
+import signal, sys, torch, mtcompile
 from torch import nn
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 
 class Block(nn.Module):
     def __init__(self):
@@ -45,7 +47,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.slow
 def test_a_deep_model_says_soon_what_it_does_and_can_be_interrupted() -> None:
-    environment = {**os.environ, "MT_CACHE": "0", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "MT_CACHE": "0", "MT_PROGRESS": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, "-c", TOY], stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
     lines = []
@@ -62,6 +64,7 @@ def test_a_deep_model_says_soon_what_it_does_and_can_be_interrupted() -> None:
 
 def test_only_what_takes_long_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_PATIENCE_S", 0.2)
+    monkeypatch.setenv("MT_PROGRESS", "1")
     with progress.doing("sleeping"):
         time.sleep(0.01)
     assert capsys.readouterr().err == ""
@@ -73,6 +76,9 @@ def test_only_what_takes_long_is_told(capsys: pytest.CaptureFixture[str], monkey
     assert told[-1].startswith("mtcompile: ready after")
     with progress.doing("sleeping"):
         progress.tell("")
+        time.sleep(0.4)
+    assert capsys.readouterr().err == ""
+    with progress.silently(), progress.doing("sleeping"):
         time.sleep(0.4)
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("MT_PROGRESS", "0")

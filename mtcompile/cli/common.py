@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from mtcompile import knobs
+from mtcompile import knobs, progress
 from mtcompile.cli.options import StepOptions, values
 from mtcompile.errors import BudgetError, MtcompileError, StepError
 
@@ -111,7 +111,9 @@ def progress_bar(title: str) -> Iterator[Callable[[str, int, int], None]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+    shown = sys.stderr.isatty()
+    alone = progress.silently() if shown else contextlib.nullcontext()
+    with alone, Progress(console=Console(stderr=True), transient=True, disable=not shown) as bar:
         task = bar.add_task(title, total=None)
         yield lambda text, done, of: bar.update(task, description=text, completed=done, total=of or None)
 

@@ -177,8 +177,8 @@ def _needs_gradients(model: nn.Module, args: Any, kwargs: Any) -> bool:
     """Tells whether a gradient may flow back from what a call returns."""
     if not torch.is_grad_enabled():
         return False
-    tensors = itertools.chain(nn.Module.parameters(model), tensors_in((args, kwargs)))
-    return any(tensor.requires_grad for tensor in tensors)
+    parameters = (parameter for _, parameter in nn.Module.named_parameters(model))  # the model's own methods wait for updates
+    return any(tensor.requires_grad for tensor in itertools.chain(parameters, tensors_in((args, kwargs))))
 
 
 def _weak(method: Callable[..., Any]) -> Callable[..., Any]:

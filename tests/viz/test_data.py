@@ -250,7 +250,7 @@ def test_show_writes_names_the_plan_and_the_last_whole_step(tmp_path: Path, monk
 def test_viz_writes_after_the_first_step_and_again_with_the_second_one_measured(tmp_path: Path, ahead: bool) -> None:
     target, net = tmp_path / "out.html", Net()
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
-    more: dict[str, Any] = {"update": "backward", "run_ahead": True} if ahead else {}
+    more: dict[str, Any] = {"update": "backward", "run_ahead": True} if ahead else {"policy": "checkpoint-all"}
     model = mtcompile.compile(net, memory="1MiB", device="cpu", optimizer=opt, viz=target, **more)
     sources = []
     for _ in range(3):

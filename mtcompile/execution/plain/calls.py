@@ -104,7 +104,7 @@ class GradientFreeCalls:
     def _homes(self, model: nn.Module) -> list[torch.Tensor]:
         """Returns the tensors of the model that are not where it computes."""
         where, resident = self.session.device.where, self.session.parameters.residents()
-        tensors: list[torch.Tensor] = [p for p in nn.Module.parameters(model) if id(p) not in resident]
+        tensors: list[torch.Tensor] = [p for _, p in nn.Module.named_parameters(model) if id(p) not in resident]
         if where.type != "cpu":
             tensors += model.buffers()
         return [tensor for tensor in tensors if tensor.device.type == "cpu" and is_lendable(tensor)]

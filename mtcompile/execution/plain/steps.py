@@ -41,7 +41,7 @@ class PlainSteps:
         planned = self._planned.nbytes(size, None)
         if planned is None or self._planned.has(size) or budget is None:
             return None
-        if len(session.parameters.residents()) < sum(1 for _ in nn.Module.parameters(model)):
+        if len(session.parameters.residents()) < sum(1 for _ in nn.Module.named_parameters(model)):
             return None
         needed = int(_MARGIN * planned)
         resting = session.held_nbytes() - session.arenas.nbytes("device") + session.door.sent_nbytes
