@@ -108,6 +108,7 @@ def test_workers_import_nothing_from_the_working_directory(tmp_path: Path, monke
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.long
 def test_random_operations_are_those_of_the_plain_run() -> None:
     for name in ("gpt2", "t5"):
         traced = traced_case(name)

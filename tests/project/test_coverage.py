@@ -162,7 +162,7 @@ def test_every_kind_of_model_is_entered_once_in_each_of_its_families() -> None:
     assert entries.index("masked/bert") < entries.index("causal/bert")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_slice_of_the_run_is_equal(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     entries = [*(f"nn.{name}/0/bare" for name in MODULES.split()), *ARCHITECTURES]
