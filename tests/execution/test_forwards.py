@@ -162,7 +162,14 @@ LOOPS: dict[str, tuple[type[nn.Module], Loop]] = {
     "retained": (Net, retained),
     "wasserstein with a penalty": (Critic, wasserstein),
 }
-_LONG = ("wasserstein with a penalty", "triplet", "first backward first", "two losses, the second first", "two lengths", "any order")
+_LONG = (
+    "wasserstein with a penalty",
+    "triplet",
+    "first backward first",
+    "two losses, the second first",
+    "two lengths",
+    "any order",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in _LONG)) for n in LOOPS])
