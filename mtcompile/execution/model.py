@@ -57,10 +57,11 @@ class CompiledModel:
         # The programs that Dynamo may call, by the functions that it has for them.
         self._programs: MutableMapping[Callable[..., Any], Program] = weakref.WeakKeyDictionary()
         in_parts = options.updates is None and options.accumulate == 1
+        self._runs_plainly = device.where.type == "cpu"  # elsewhere, tensors that a forward reads unseen would be on the host
         self._without_gradients = GradientFreeCalls(self.session, call)
         self._plain = (
             PlainSteps(self.session, self._without_gradients.plain_step)
-            if may_be_plain(self.options, self.door.masters is not None)
+            if self._runs_plainly and may_be_plain(self.options, self.door.masters is not None)
             else None
         )
         self._captured = front_end(call, _weak(self._backend), device.where, in_parts, self._programs.clear)
@@ -76,7 +77,8 @@ class CompiledModel:
             self._may_be_lazy = bool(lazy := self.door.lazy_modules())
             if lazy:
                 return self._initializing(lazy, args, kwargs)
-        if (model := self.door.model()) is not None and not _needs_gradients(model, args, kwargs):
+        model = self.door.model() if self._runs_plainly else None
+        if model is not None and not _needs_gradients(model, args, kwargs):
             self._surroundings.check_call(model.parameters(), False)
             return self._without_gradients(model, args, kwargs)
         return self._run(args, kwargs)
