@@ -64,10 +64,10 @@ def front_end(
     """
     state = _State(plain_torch.Answers(_stand_ins(device)))
 
-    def checked(graph: fx.GraphModule, inputs: Any) -> Any:
+    def checked(graph: fx.GraphModule, inputs: Any, place: str = "") -> Any:
         if (leaf := torch_private.returned_leaf(graph.graph)) is not None:
             raise CaptureError(_LEAF + place_of([leaf]))
-        state.count(graph)
+        state.programs[place] += 1
         expecting = torch_private.expecting_values(graph)
         graph.meta["told"] = state.answers.told()
         program = expecting(backend(graph, inputs))
@@ -75,11 +75,12 @@ def front_end(
         return program
 
     def checked_part(graph: fx.GraphModule, inputs: Any) -> Any:
-        state.note_break(*why_and_where(*torch_private.break_after(graph)))
+        why, place = why_and_where(*torch_private.break_after(graph))
+        state.note_break(why, place)
         graph.meta["is_part"] = True
-        return checked(graph, inputs)
+        return checked(graph, inputs, place)
 
-    settings = {in_parts: torch_private.capture_settings(_MOST_SIGNATURES, in_parts) for in_parts in (False, True)}
+    settings = {parts: torch_private.capture_settings(_MOST_SIGNATURES, parts) for parts in (False, True)}
     devices = torch_private.mixing_devices(device)
     torch_private.leave_out_of_graphs(_logging_functions())
     torch_private.noting_arguments_of_checkpoints()
@@ -154,10 +155,6 @@ class _State:
     breaks: set[str] = field(default_factory=set)
     programs: Counter[str] = field(default_factory=Counter)  # by the line that the part ends before
     has_been_full: bool = False
-
-    def count(self, graph: fx.GraphModule) -> None:
-        """Counts a program that is about to be made."""
-        self.programs[why_and_where(*torch_private.break_after(graph))[1]] += 1
 
     def is_full(self) -> bool:
         """Tells whether all programs are to be dropped, because there are as many as may be. Warns the first time."""

@@ -243,11 +243,10 @@ class Session:
                     needed,
                 )
             self.frames.plain_nbytes = max(self.frames.plain_nbytes, plain.nbytes)
-        self.note_planned(self.held_nbytes())
-        self.peak_device_bytes = max(self.peak_device_bytes, self.held_nbytes())
+        self.note_call(self.held_nbytes())
 
     def note_call(self, nbytes: int) -> None:
-        """Notes the device bytes that a gradient-free call takes at most."""
+        """Notes the device bytes that something without a plan takes at most."""
         self.note_planned(nbytes)
         self.peak_device_bytes = max(self.peak_device_bytes, nbytes)
 
@@ -262,6 +261,10 @@ class Session:
         else:
             resident = self.last.schedule.resident_nbytes.get("device", 0) if self.last and self.parameters.has_residents else 0
         return self.arenas.nbytes("device") + resident + self.frames.nbytes()
+
+    def resting_nbytes(self) -> int:
+        """Returns the device bytes that stay held during a call, if it needs the arena's: the call's arguments included."""
+        return self.held_nbytes() - self.arenas.nbytes("device") + self.door.sent_nbytes
 
     def _run_again(self, frame: Frame, compiled: CompiledStep) -> Frame:
         self.last = compiled

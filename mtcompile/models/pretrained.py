@@ -85,14 +85,16 @@ def _check_room(folder: Path, nbytes: int, largest: int, dtype: torch.dtype | No
     if limit is None or needed <= rooms[limit]:
         return
     kind = "of several dtypes" if dtype is None else f"as {str(dtype).removeprefix('torch.')}"
-    found = f"expected {gib(needed)} of host memory to load {folder} ({gib(nbytes)} of weights {kind}, and the largest tensor "
+    shortage = (
+        f"expected {gib(needed)} of host memory to load {folder} ({gib(nbytes)} of weights {kind}, and the largest tensor "
+    )
     half = nbytes // 2 + largest
     step = f"free {gib(needed - rooms[limit])} more, or use a machine that has them"
     if limit.startswith("in the budget"):
         step = f'host="{-(-needed // 2**20)}MiB"'
     elif dtype == torch.float32 and half <= rooms[limit]:
         step = f'precision="bf16", which takes {gib(half)}'
-    raise BudgetError(f"{found}while it is read), found {gib(rooms[limit])} {limit}. Nothing was read. Try: {step}", needed)
+    raise BudgetError(f"{shortage}while it is read), found {gib(rooms[limit])} {limit}. Nothing was read. Try: {step}", needed)
 
 
 # ------------------------------------------------------------------------------------------------------------ Transformers

@@ -46,7 +46,7 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """What belongs to one parameter on disk. ``entry``: its live entry in the optimizer; ``remainder``: of a split master. With
+    """The state of one parameter on disk. ``entry``: its live entry in the optimizer; ``remainder``: of a split master. With
     a remainder, an update may see a few of its elements at a time, ``start`` to ``stop``: the written formula gives them the
     same bits."""
 

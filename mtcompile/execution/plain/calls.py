@@ -19,13 +19,12 @@ from torch import nn
 
 from mtcompile import knobs, torch_private
 from mtcompile.errors import BudgetError
-from mtcompile.execution.plain.lending import Lending, call_lending, is_lendable, keepers
+from mtcompile.execution.plain.lending import Lending, call_lending, is_lendable, keepers, lent_nbytes
 from mtcompile.execution.plain.sizes import KnownCalls, size_of_call
 from mtcompile.execution.session import Session
 from mtcompile.machine.device import allocator_peak
-from mtcompile.runtime.devices.arena import span_nbytes
 from mtcompile.runtime.devices.fetching import CpuFetcher, CudaFetcher, Fetcher
-from mtcompile.runtime.schedule import aligned, gib
+from mtcompile.runtime.schedule import gib
 
 _AT_ONCE = 2  # parameters that have to fit: one that is read, and one on its way
 
@@ -79,7 +78,7 @@ class GradientFreeCalls:
     def plain_step(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Runs the forward of a training step. Its parameters are on the device."""
         homes = self._homes(model)
-        return self._lending(model, homes, sum(map(_nbytes, homes)), args, kwargs)[0]
+        return self._lending(model, homes, sum(map(lent_nbytes, homes)), args, kwargs)[0]
 
     def _lending(self, model: nn.Module, homes: Sequence[torch.Tensor], room: int, args: Any, kwargs: Any) -> tuple[Any, int]:
         """Returns the forward's output, and the most bytes that were lent at once."""
@@ -115,25 +114,23 @@ class GradientFreeCalls:
         session, door = self.session, self.session.door
         parameters = session.parameters
         if parameters.slabs and not parameters.provisional:
-            resting = session.held_nbytes() - session.arenas.nbytes("device") + door.sent_nbytes
-            if others is not None and resting + others > self._budget:
+            if others is not None and session.resting_nbytes() + others > self._budget:
                 door.send_residents_home()
             return
         held = session.frames.nbytes() + door.sent_nbytes
         fits = others is not None and held + others + door.weights_nbytes() <= self._budget
         if not parameters.slabs:
             door.place_for_calls("device" if fits else "host")
-        elif not fits and parameters.has_residents:
-            parameters.send_home()
-            parameters.adopt({}, {}, {})
-        elif fits and not parameters.has_residents:
+        elif not fits:
+            door.send_residents_home()
+        elif not parameters.has_residents:
             parameters.forget()
 
     def _room(self, others: int | None, homes: Sequence[torch.Tensor]) -> _Room:
         """Divides the budget. Frees the arenas of training steps where the call may need their room. Raises BudgetError."""
         session, budget = self.session, self._budget
-        every = sum(map(_nbytes, homes))
-        least = min(every, _AT_ONCE * max(map(_nbytes, homes), default=0))
+        every = sum(map(lent_nbytes, homes))
+        least = min(every, _AT_ONCE * max(map(lent_nbytes, homes), default=0))
         held = session.held_nbytes() + session.door.sent_nbytes
         if session.arenas.nbytes("device") and (others is None or held + others + every > budget):
             session.arenas.release_device()
@@ -172,10 +169,6 @@ class GradientFreeCalls:
         budget = self.session.options.memory
         assert budget is not None, "a compiled model always has one"
         return budget
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return aligned(span_nbytes(tensor))
 
 
 @contextlib.contextmanager

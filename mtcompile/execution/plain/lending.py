@@ -80,7 +80,7 @@ class _Copy:
 
 
 class Lending:
-    """What is lent during one call. ``homes``: the tensors to lend. ``expected``: the order in which they will be read, as far
+    """The copies of one call. ``homes``: the tensors to lend. ``expected``: the order in which they will be read, as far
     as that is known. ``room``: the most bytes that copies may have; one more than fits is lent all the same, since who reads it
     cannot go on without it. ``reads``: the order in which they were read."""
 
@@ -140,7 +140,7 @@ class Lending:
             key = self.expected[self._ahead]
             if (copy := self._copies.get(key)) is not None:
                 copy.was_read = False  # it is needed again
-            elif self._make_room(_nbytes(self.homes[key])):
+            elif self._make_room(lent_nbytes(self.homes[key])):
                 self._fetch(key)
             else:
                 return
@@ -148,7 +148,7 @@ class Lending:
 
     def _fetch(self, key: int) -> _Copy:
         home = self.homes[key]
-        nbytes = _nbytes(home)
+        nbytes = lent_nbytes(home)
         self._make_room(nbytes, unread=True)
         memory, ticket = self.fetcher.fetch(home.detach())
         copy = self._copies[key] = _Copy(nbytes, ticket, memory)
@@ -176,11 +176,7 @@ class Lending:
         """Tells whether nobody holds a tensor, or a view of it, since it was lent. Who does may still change it."""
         if self._copies[key].own is None:
             return True
-        return sys.getrefcount(self.homes[key]) <= self._holders[key] and not self._is_seen(key)
-
-    def _is_seen(self, key: int) -> bool:
-        """Tells whether another tensor shares the memory of a copy."""
-        return torch_private.shares_storage(self.homes[key])
+        return sys.getrefcount(self.homes[key]) <= self._holders[key] and not torch_private.shares_storage(self.homes[key])
 
     def _let_go(self, key: int, for_good: bool = False) -> None:
         """Gives a tensor its own values back, with what the forward has changed. ``for_good``: if somebody else still sees the
@@ -223,7 +219,8 @@ def is_lendable(tensor: torch.Tensor) -> bool:
     )
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
+def lent_nbytes(tensor: torch.Tensor) -> int:
+    """Returns the bytes that a copy of a tensor takes."""
     return aligned(span_nbytes(tensor))
 
 

@@ -18,7 +18,7 @@ from mtcompile.execution.session import Session
 from mtcompile.machine.device import allocator_peak
 from mtcompile.options import FASTEST, Options
 
-_MARGIN = 1.5  # of what a plain step may take over a planned one of the same size, before that is measured
+_MARGIN = 1.5  # of what a plain step may take over a planned one of the same size
 
 
 class PlainSteps:
@@ -44,8 +44,7 @@ class PlainSteps:
         if len(session.parameters.residents()) < sum(1 for _ in nn.Module.named_parameters(model)):
             return None
         needed = int(_MARGIN * planned)
-        resting = session.held_nbytes() - session.arenas.nbytes("device") + session.door.sent_nbytes
-        return needed if resting + needed <= budget else None
+        return needed if session.resting_nbytes() + needed <= budget else None
 
     def __call__(self, model: nn.Module, size: CallSize, needed: int, args: Any, kwargs: Any) -> Any:
         """Returns what the forward returns. Its graph counts as ``needed`` bytes until nothing can run its backward."""

@@ -131,7 +131,7 @@ def _taken(problem: PlanningProblem) -> dict[str, int]:
 
 
 def _causes(problem: PlanningProblem, sent: Sequence[str], error: DoesNotFit) -> tuple[tuple[str, int], ...]:
-    """What the host holds although everything that may go to disk is there."""
+    """Returns the bytes that the host holds although everything that may go to disk is there, by what holds them."""
     held, trains = held_nbytes(problem.step, problem.budgets), trained_nbytes(problem.step)
     trained = sum(nbytes for home, nbytes in held.items() if trains[home] and home not in sent)
     slots = next((part for part in error.causes if "slots" in part[0]), ("placed slots", 0))
