@@ -102,7 +102,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Reads a manifest, and looks whether its files are there with their sizes. Raises CheckpointError."""
     path = folder / MANIFEST
     try:
-        data = json.loads(_regular(path, _MOST_MANIFEST_NBYTES).read_text(encoding="utf-8"))
+        data = json.loads(regular(path, _MOST_MANIFEST_NBYTES).read_text(encoding="utf-8"))
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"expected the format {FORMAT}")
         text = data["content"]
@@ -117,7 +117,7 @@ def read_manifest(folder: Path) -> Manifest:
     for name, entry in files.items():
         if not _FILE.fullmatch(name):
             raise CheckpointError(f"{path} names a file {name!r:.120}; expected one of the checkpoint's own folder")
-        nbytes = _regular(folder / name).stat().st_size
+        nbytes = regular(folder / name).stat().st_size
         if nbytes != entry.nbytes:
             raise CheckpointError(f"{folder / name}: expected {entry.nbytes} bytes, found {nbytes}")
     return manifest
@@ -130,14 +130,14 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
             raise CheckpointError(f"{folder / name} is damaged: its checksum is not the one that was saved")
 
 
-def _regular(path: Path, most_nbytes: int | None = None) -> Path:
-    """Returns the path of a regular file, which is no link. Raises CheckpointError."""
+def regular(path: Path, most_nbytes: int | None = None, linked: bool = False) -> Path:
+    """Returns the path of a regular file; ``linked``: or of a link to one, as the hub's cache has. Raises CheckpointError."""
     try:
-        about = path.lstat()
+        about = path.stat() if linked else path.lstat()
     except OSError as error:
         raise CheckpointError(f"expected a file {path}, found {error.strerror}") from None
     if not stat.S_ISREG(about.st_mode):
-        raise CheckpointError(f"expected {path} to be a file, found a link, a folder or a device")
+        raise CheckpointError(f"expected {path} to be a file, found {'' if linked else 'a link, '}a folder or a device")
     if most_nbytes is not None and about.st_size > most_nbytes:
         raise CheckpointError(f"{path}: expected at most {most_nbytes} bytes, found {about.st_size}")
     return path

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mtcompile.capture.refusals import first_line
+from mtcompile.checkpoint.files import regular
 from mtcompile.errors import CheckpointError
 
 SUFFIX = ".safetensors"
@@ -115,15 +115,15 @@ def stored_tensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
 def _files(given: Path) -> dict[Path, set[str]]:
     """Returns each file with the names that an index has for it."""
     if given.is_file():
-        return _indexed(given) if given.name.endswith(INDEX) else {_regular(given): set()}
+        return _indexed(given) if given.name.endswith(INDEX) else {regular(given, linked=True): set()}
     for stem in _NAMES:
         if (given / (stem + SUFFIX)).exists():
-            return {_regular(given / (stem + SUFFIX)): set()}
+            return {regular(given / (stem + SUFFIX), linked=True): set()}
         if (given / (stem + INDEX)).exists():
             return _indexed(given / (stem + INDEX))
     files = sorted(given.glob("*" + SUFFIX))
     if len(files) == 1:
-        return {_regular(files[0]): set()}
+        return {regular(files[0], linked=True): set()}
     pickled = next((p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in sorted(given.glob(pattern))), None)
     if files:
         raise CheckpointError(f"expected model{SUFFIX} or model{INDEX} in {given}, found {len(files)} other files: pass one")
@@ -137,7 +137,7 @@ def _files(given: Path) -> dict[Path, set[str]]:
 
 def _indexed(index: Path) -> dict[Path, set[str]]:
     try:
-        about = json.loads(_regular(index, _MOST_INDEX_NBYTES).read_text(encoding="utf-8"))
+        about = json.loads(regular(index, _MOST_INDEX_NBYTES, linked=True).read_text(encoding="utf-8"))
         rows: Mapping[str, str] = about["weight_map"]
         if not rows or not all(isinstance(file, str) for file in rows.values()):
             raise ValueError("expected names of files in its weight_map")
@@ -148,20 +148,7 @@ def _indexed(index: Path) -> dict[Path, set[str]]:
         if Path(file).name != file or not file.endswith(SUFFIX):
             raise CheckpointError(f"{index} names a file {file!r:.120}; expected a {SUFFIX} file of the index's own folder")
         files.setdefault(index.parent / file, set()).add(name)
-    return {_regular(file): files[file] for file in sorted(files)}
-
-
-def _regular(path: Path, most_nbytes: int | None = None) -> Path:
-    """Returns the path of a file, or of a link to one, as the hub's cache has. Raises CheckpointError."""
-    try:
-        about = path.stat()
-    except OSError as error:
-        raise CheckpointError(f"expected a file {path}, found {error.strerror}") from None
-    if not stat.S_ISREG(about.st_mode):
-        raise CheckpointError(f"expected {path} to be a file, found a folder or a device")
-    if most_nbytes is not None and about.st_size > most_nbytes:
-        raise CheckpointError(f"{path}: expected at most {most_nbytes} bytes, found {about.st_size}")
-    return path
+    return {regular(file, linked=True): files[file] for file in sorted(files)}
 
 
 def _header(path: Path) -> dict[str, StoredTensor]:
