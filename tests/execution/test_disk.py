@@ -19,32 +19,26 @@ from mtcompile.checkpoint import load, save
 from mtcompile.errors import BudgetError, CaptureError
 from mtcompile.runtime.disk.errors import DiskCorrupt, DiskError, DiskFull
 from mtcompile.runtime.schedule import gib
+from tests.helpers.residual import WIDTH, Block, Residual
 
-WIDTH, LAYERS = 128, 5
+LAYERS = 5
 
 
-class Adapted(nn.Module):
+class Adapted(Block):
     """Frozen weights, and a small adapter that trains."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.requires_grad_(False)
         self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x))) + self.adapter(x)
+        return super().forward(x) + self.adapter(x)
 
 
-class Model(nn.Module):
+class Model(Residual):
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Adapted() for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+        super().__init__(Adapted, LAYERS)
 
 
 @pytest.fixture(autouse=True)

@@ -25,30 +25,17 @@ from mtcompile.errors import BudgetError, StepError
 from mtcompile.runtime.disk.errors import DiskError
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.verify import ScheduleError, verify
+from tests.helpers.residual import WIDTH, Residual
 
-WIDTH = 128
 SMALL = {"memory": "1500KB", "host": "2MB", "policy": "megatrain"}  # a fixed policy plans faster
 
 
-class Block(nn.Module):
+class Model(Residual):
+    """Whose second block is frozen."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(4))
         self.layers[1].requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
 
 
 @pytest.fixture(autouse=True)

@@ -8,37 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import mtcompile
 from mtcompile.forecast.result import Forecast
 from mtcompile.machine.presets import PRESETS
-
-WIDTH = 128
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+from tests.helpers.residual import WIDTH, Residual
 
 
 def forecast(machine: Any = "rtx4090", **options: Any) -> Forecast:
-    return mtcompile.plan(lambda: (Model(), {"x": torch.randn(16, WIDTH)}), machine=machine, **options)
+    return mtcompile.plan(lambda: (Residual(), {"x": torch.randn(16, WIDTH)}), machine=machine, **options)
 
 
 @pytest.mark.slow
