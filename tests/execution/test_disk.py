@@ -19,12 +19,12 @@ from mtcompile.checkpoint import load, save
 from mtcompile.errors import BudgetError, CaptureError
 from mtcompile.runtime.disk.errors import DiskCorrupt, DiskError, DiskFull
 from mtcompile.runtime.schedule import gib
-from tests.helpers.residual import WIDTH, Block, Residual
+from tests.helpers.stacks import WIDTH, Residual, ResidualBlock
 
 LAYERS = 5
 
 
-class Adapted(Block):
+class Adapted(ResidualBlock):
     """Frozen weights, and a small adapter that trains."""
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ from mtcompile.errors import BudgetError, StepError
 from mtcompile.runtime.disk.errors import DiskError
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.verify import ScheduleError, verify
-from tests.helpers.residual import WIDTH, Residual
+from tests.helpers.stacks import WIDTH, Residual
 
 SMALL = {"memory": "1500KB", "host": "2MB", "policy": "megatrain"}  # a fixed policy plans faster
 

@@ -12,7 +12,7 @@ import torch
 import mtcompile
 from mtcompile.forecast.result import Forecast
 from mtcompile.machine.presets import PRESETS
-from tests.helpers.residual import WIDTH, Residual
+from tests.helpers.stacks import WIDTH, Residual
 
 
 def forecast(machine: Any = "rtx4090", **options: Any) -> Forecast:

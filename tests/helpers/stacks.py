@@ -1,7 +1,8 @@
-"""A stack of equal blocks: small, and with all that a plan can do. What tests of how plans are shown look at."""
+"""Stacks of equal blocks: one with all that a plan can do, for tests of how plans are shown, and one for tests of the disk."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -17,6 +18,7 @@ from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
 
 BLOCKS = 6
+WIDTH = 128
 
 
 class Block(nn.Module):
@@ -81,3 +83,25 @@ def planned(kind: str) -> Planned:
     found = forecast(**options).planned
     assert found is not None
     return found
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Residual(nn.Module):
+    """``layers`` blocks that ``make`` makes, of which tests send some to the disk, and a loss."""
+
+    def __init__(self, make: Callable[[], nn.Module] = ResidualBlock, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
