@@ -235,7 +235,7 @@ def compile(
                after its second; a second program goes to ``<name>-2.html``, and so on
 
     The first training call captures and plans. It raises ``BudgetError`` (with ``.minimum_bytes``) if no plan fits, and
-    ``CaptureError`` if the model cannot be captured. On the emulated device, calls without gradients run the plain forward,
+    ``CaptureError`` if the model cannot be captured. Calls without gradients run the plain forward,
     and are measured against the same budget. ``compile`` itself raises ValueError or TypeError for options that it cannot
     honour.
     """

@@ -57,13 +57,9 @@ class CompiledModel:
         # The programs that Dynamo may call, by the functions that it has for them.
         self._programs: MutableMapping[Callable[..., Any], Program] = weakref.WeakKeyDictionary()
         in_parts = options.updates is None and options.accumulate == 1
-        self._runs_plainly = device.where.type == "cpu"  # elsewhere, tensors that a forward reads unseen would be on the host
-        self._without_gradients = GradientFreeCalls(self.session, call)
-        self._plain = (
-            PlainSteps(self.session, self._without_gradients.plain_step)
-            if self._runs_plainly and may_be_plain(self.options, self.door.masters is not None)
-            else None
-        )
+        self._without_gradients = GradientFreeCalls(self.session, call, _weak(self._run))
+        may = may_be_plain(self.options, self.door.masters is not None)
+        self._plain = PlainSteps(self.session, self._without_gradients.plain_step) if may else None
         self._captured = front_end(call, _weak(self._backend), device.where, in_parts, self._programs.clear)
         self._has_new_parts = False
 
@@ -77,8 +73,7 @@ class CompiledModel:
             self._may_be_lazy = bool(lazy := self.door.lazy_modules())
             if lazy:
                 return self._initializing(lazy, args, kwargs)
-        model = self.door.model() if self._runs_plainly else None
-        if model is not None and not _needs_gradients(model, args, kwargs):
+        if (model := self.door.model()) is not None and not _needs_gradients(model, args, kwargs):
             self._surroundings.check_call(model.parameters(), False)
             return self._without_gradients(model, args, kwargs)
         return self._run(args, kwargs)
@@ -97,8 +92,9 @@ class CompiledModel:
         trains = torch.is_grad_enabled()
         if self.options.accumulate > 1 and trains:
             return self._in_equal_micro_batches(args, kwargs)
-        size = size_of_call(model, args, kwargs) if trains and model is not None and self._plain is not None else None
-        if self._plain is not None and model is not None and size is not None:
+        size = None
+        if self._plain is not None and model is not None and trains:
+            size = size_of_call(model, args, kwargs, self.device.where)
             if (needed := self._plain.room_for(model, size)) is not None:
                 return self._plain(model, size, needed, args, kwargs)
         output = self._captured(*args, **kwargs)

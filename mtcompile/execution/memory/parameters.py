@@ -141,10 +141,10 @@ class ParameterStore:
     def has_residents(self) -> bool:
         return any(slab.tier == "device" for slab in self.slabs.values())
 
-    def residents(self) -> set[int]:
-        """Returns the ids of the parameters that are at home on the device."""
-        places = (place for place in self.places.values() if self.slabs[place.block].tier == "device")
-        return {id(place.parameter) for place in places if _is_at(place.parameter, place.home)}
+    def tiers_at_home(self) -> dict[int, str]:
+        """Returns the ids of the parameters that are at home -> their home's tier. The store holds their memory too."""
+        at_home = (place for place in self.places.values() if _is_at(place.parameter, place.home))
+        return {id(place.parameter): self.slabs[place.block].tier for place in at_home}
 
     def resident_nbytes(self) -> int:
         """Returns the bytes of all slabs on the device."""

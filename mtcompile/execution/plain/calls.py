@@ -10,7 +10,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,13 @@ from torch import nn
 
 from mtcompile import knobs, torch_private
 from mtcompile.errors import BudgetError
-from mtcompile.execution.plain.lending import Lending, call_lending, is_lendable, keepers, lent_nbytes
-from mtcompile.execution.plain.sizes import KnownCalls, size_of_call
+from mtcompile.execution.plain.held import buffers_on, held_nbytes, held_on
+from mtcompile.execution.plain.lending import Lending, call_lending, changed_unseen, is_lendable, keepers, lent_nbytes
+from mtcompile.execution.plain.sizes import CallSize, KnownCalls, size_of_call
+from mtcompile.execution.runner import version_of
 from mtcompile.execution.session import Session
 from mtcompile.machine.device import allocator_peak
+from mtcompile.passes.generators import generator_state, set_generator_state
 from mtcompile.runtime.devices.fetching import CpuFetcher, CudaFetcher, Fetcher
 from mtcompile.runtime.schedule import gib
 
@@ -39,23 +42,90 @@ class _Room:
     lent: int
 
 
-class GradientFreeCalls:
-    """Runs the gradient-free calls of one model. ``call``: its plain forward."""
+@dataclass(frozen=True, slots=True)
+class _Homes:
+    """The tensors of a model that are on the host. ``lent``: those that are on the device while they are read. ``held``: those
+    that are there for the whole call, as they share memory or scripted code reads them. ``odd``: those that can be neither.
+    ``unseen``: ids of those that may change without a sign."""
 
-    def __init__(self, session: Session, call: Callable[..., Any]) -> None:
-        self.session, self.call = session, call
+    lent: list[torch.Tensor]
+    held: list[torch.Tensor]
+    odd: list[torch.Tensor]
+    unseen: set[int]
+
+    @property
+    def held_nbytes(self) -> int:
+        return held_nbytes((*self.held, *self.odd))
+
+
+@dataclass(frozen=True, slots=True)
+class _Modules:
+    """Modules that need care. ``keeping``: those that hold parameters in other places too. ``scripted``: those whose code reads
+    them from C++."""
+
+    references: tuple[tuple[weakref.ref[nn.Module], ...], tuple[weakref.ref[nn.Module], ...]]
+
+    @property
+    def keeping(self) -> list[nn.Module]:
+        return [module for reference in self.references[0] if (module := reference()) is not None]
+
+    @property
+    def scripted(self) -> list[nn.Module]:
+        return [module for reference in self.references[1] if (module := reference()) is not None]
+
+
+class GradientFreeCalls:
+    """Runs the gradient-free calls of one model. ``call``: its plain forward. ``planned``: its forward by a plan, for a model
+    whose tensors a plain forward would not find on the device."""
+
+    def __init__(self, session: Session, call: Callable[..., Any], planned: Callable[[Any, Any], Any]) -> None:
+        self.session, self.call, self.planned = session, call, planned
+        self._where = session.device.where
         self._known = KnownCalls()
         self._order: list[int] = []  # in which the last call read what was lent
-        self._keepers: tuple[weakref.ref[nn.Module], ...] | None = None
+        self._care: _Modules | None = None
+        self._reads_unseen = False
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Returns what the plain forward returns. Raises BudgetError where the call does not fit."""
+        if self._reads_unseen:
+            return self.planned(args, kwargs)
         self.session.drain()
-        size = size_of_call(model, args, kwargs)
+        size = size_of_call(model, args, kwargs, self._where)
         others = self._known.nbytes(size)
         with torch_private.lasting():
             self._place_parameters(others)
         homes = self._homes(model)
+        if (homes.odd and self._where.type != "cpu") or not self._fits(homes, others):
+            return self.planned(args, kwargs)
+        if self._where.type == "cpu":
+            return self._within(model, size, others, homes, args, kwargs)
+        generator, versions = generator_state(str(self._where)), _versions(model)
+        try:
+            with held_on(self._where, homes.held, homes.unseen):
+                return self._within(model, size, others, homes, args, kwargs)
+        except RuntimeError as error:
+            if "same device" not in str(error) or homes.unseen or versions != _versions(model):
+                raise
+        warnings.warn(
+            "the forward reads a tensor of the host that is not found in the model's parameters and buffers. Calls without "
+            "gradients are planned for each shape from now on; to avoid that, keep the tensor in the model",
+            stacklevel=2,
+        )
+        self._reads_unseen = True
+        set_generator_state(str(self._where), generator)
+        return self.planned(args, kwargs)
+
+    def _fits(self, homes: _Homes, others: int | None) -> bool:
+        """Tells whether what must be held fits; beside a forward that waits for its backward, also what else is taken (half of
+        the budget if that is not known). A plan can do with less: that forward may run again."""
+        needed = self.session.resting_nbytes() + homes.held_nbytes
+        if self.session.frames.waiting():
+            needed += self._budget // 2 if others is None else others + self._least_lent(homes)
+        return needed <= self._budget
+
+    def _within(self, model: nn.Module, size: CallSize, others: int | None, homes: _Homes, args: Any, kwargs: Any) -> Any:
+        """Runs the forward within the budget, and measures it if that is due."""
         is_due = knobs.check() or self._known.is_due(size)
         room = self._room(None if is_due else others, homes)
         if room.others is not None:
@@ -63,7 +133,7 @@ class GradientFreeCalls:
             # What had to be there at once although it was more than the room, was so when the others were measured.
             self.session.note_call(room.held + room.others + min(most_lent, room.lent))
             return output
-        with allocator_peak(self.session.device.where) as measured:
+        with allocator_peak(self._where) as measured:
             output, _ = self._run(model, homes, room, args, kwargs)
         if measured.nbytes is not None:  # there was no other profiler
             self._known.note(size, measured.nbytes)
@@ -71,26 +141,21 @@ class GradientFreeCalls:
             self._check(room, measured.nbytes)
         return output
 
-    def _run(self, model: nn.Module, homes: Sequence[torch.Tensor], room: _Room, args: Any, kwargs: Any) -> tuple[Any, int]:
+    def _run(self, model: nn.Module, homes: _Homes, room: _Room, args: Any, kwargs: Any) -> tuple[Any, int]:
+        """Returns the forward's output, and the most bytes that were lent at once."""
         with _without_cast_cache():
-            return self._lending(model, homes, room.lent, args, kwargs)
+            if not homes.lent:
+                return self.call(*args, **kwargs), 0
+            order = self._order or [id(home) for home in homes.lent]
+            lent = Lending(homes.lent, order, self._fetcher(), room.lent, homes.unseen)
+            output = call_lending(functools.partial(self.call, *args, **kwargs), model, lent, self._modules(model).keeping)
+            self._order = lent.reads or self._order
+            return output, lent.most_nbytes
 
     def plain_step(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Runs the forward of a training step. Its parameters are on the device."""
-        homes = self._homes(model)
-        return self._lending(model, homes, sum(map(lent_nbytes, homes)), args, kwargs)[0]
-
-    def _lending(self, model: nn.Module, homes: Sequence[torch.Tensor], room: int, args: Any, kwargs: Any) -> tuple[Any, int]:
-        """Returns the forward's output, and the most bytes that were lent at once."""
-        if not homes:
-            return self.call(*args, **kwargs), 0
-        if self._keepers is None:
-            self._keepers = tuple(map(weakref.ref, keepers(model)))
-        keeping = [module for reference in self._keepers if (module := reference()) is not None]
-        lent = Lending(homes, self._order or [id(home) for home in homes], self._fetcher(), room)
-        output = call_lending(functools.partial(self.call, *args, **kwargs), model, lent, keeping)
-        self._order = lent.reads or self._order
-        return output, lent.most_nbytes
+        with contextlib.nullcontext() if self._where.type == "cpu" else buffers_on(self._where, model):
+            return self.call(*args, **kwargs)
 
     def _fetcher(self) -> Fetcher:
         session = self.session
@@ -100,13 +165,29 @@ class GradientFreeCalls:
 
     # ---------------------------------------------------------------------------------------------------------- the room
 
-    def _homes(self, model: nn.Module) -> list[torch.Tensor]:
-        """Returns the tensors of the model that are not where it computes."""
-        where, resident = self.session.device.where, self.session.parameters.residents()
-        tensors: list[torch.Tensor] = [p for _, p in nn.Module.named_parameters(model) if id(p) not in resident]
-        if where.type != "cpu":
+    def _modules(self, model: nn.Module) -> _Modules:
+        if self._care is None:
+            scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
+            self._care = _Modules((tuple(map(weakref.ref, keepers(model))), tuple(map(weakref.ref, scripted))))
+        return self._care
+
+    def _homes(self, model: nn.Module) -> _Homes:
+        tiers = self.session.parameters.tiers_at_home()
+        tensors: list[torch.Tensor] = [p for _, p in nn.Module.named_parameters(model) if tiers.get(id(p)) != "device"]
+        if self._where.type != "cpu":
             tensors += model.buffers()
-        return [tensor for tensor in tensors if tensor.device.type == "cpu" and is_lendable(tensor)]
+        scripted = {id(t) for m in self._modules(model).scripted for t in (*m._parameters.values(), *m._buffers.values())}
+        homes = _Homes([], [], [], changed_unseen(model) if self._where.type != "cpu" else set())
+        for tensor in tensors:
+            if tensor.device.type != "cpu":
+                continue
+            if type(tensor) not in (nn.Parameter, torch.Tensor) or tensor.layout != torch.strided or tensor.is_inference():
+                homes.odd.append(tensor)
+            elif id(tensor) not in scripted and is_lendable(tensor, 2 if id(tensor) in tiers else 1):
+                homes.lent.append(tensor)
+            else:
+                homes.held.append(tensor)
+        return homes
 
     def _place_parameters(self, others: int | None) -> None:
         """Gives the parameters of a model that has not trained lasting places, on the device if they fit beside the call. Those
@@ -126,15 +207,20 @@ class GradientFreeCalls:
         elif not parameters.has_residents:
             parameters.forget()
 
-    def _room(self, others: int | None, homes: Sequence[torch.Tensor]) -> _Room:
+    @staticmethod
+    def _least_lent(homes: _Homes) -> int:
+        every = list(map(lent_nbytes, homes.lent))
+        return min(sum(every), _AT_ONCE * max(every, default=0))
+
+    def _room(self, others: int | None, homes: _Homes) -> _Room:
         """Divides the budget. Frees the arenas of training steps where the call may need their room. Raises BudgetError."""
         session, budget = self.session, self._budget
-        every = sum(map(lent_nbytes, homes))
-        least = min(every, _AT_ONCE * max(map(lent_nbytes, homes), default=0))
-        held = session.held_nbytes() + session.door.sent_nbytes
+        every = sum(map(lent_nbytes, homes.lent))
+        least = self._least_lent(homes)
+        held = session.held_nbytes() + session.door.sent_nbytes + homes.held_nbytes
         if session.arenas.nbytes("device") and (others is None or held + others + every > budget):
             session.arenas.release_device()
-            held = session.held_nbytes() + session.door.sent_nbytes
+            held = session.held_nbytes() + session.door.sent_nbytes + homes.held_nbytes
         if held + least > budget:
             raise BudgetError(
                 f"a call without gradients needs {held + least} bytes ({gib(held + least)}) of the device for parameters "
@@ -180,3 +266,8 @@ def _without_cast_cache() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+
+
+def _versions(model: nn.Module) -> list[tuple[int, int]]:
+    """Returns what tells whether a forward has changed buffers."""
+    return [(id(buffer), version_of(buffer)) for buffer in model.buffers()]

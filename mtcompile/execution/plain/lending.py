@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -82,10 +82,18 @@ class _Copy:
 class Lending:
     """The copies of one call. ``homes``: the tensors to lend. ``expected``: the order in which they will be read, as far
     as that is known. ``room``: the most bytes that copies may have; one more than fits is lent all the same, since who reads it
-    cannot go on without it. ``reads``: the order in which they were read."""
+    cannot go on without it. ``unseen``: ids of tensors that may change without a sign. ``reads``: the order in which they were
+    read."""
 
-    def __init__(self, homes: Sequence[torch.Tensor], expected: Sequence[int], fetcher: Fetcher, room: int) -> None:
-        self.homes = {id(home): home for home in homes}
+    def __init__(
+        self,
+        homes: Sequence[torch.Tensor],
+        expected: Sequence[int],
+        fetcher: Fetcher,
+        room: int,
+        unseen: Collection[int] = (),
+    ) -> None:
+        self.homes, self.unseen = {id(home): home for home in homes}, unseen
         self.expected = [each for each in expected if each in self.homes]
         self.fetcher, self.room = fetcher, room
         self.reads: list[int] = []
@@ -186,7 +194,7 @@ class Lending:
             self.fetcher.await_copy(copy.ticket)
         if copy.own is not None:
             values = torch.Tensor.detach(tensor)
-            changed = tensor._version != copy.version or values.data_ptr() != copy.pointer or "_mt_opened" in tensor.__dict__
+            changed = key in self.unseen or has_changed(tensor, copy.version, copy.pointer)
             fits = values.shape == copy.own.shape and values.dtype == copy.own.dtype
             if not (for_good and values.device == copy.own.device and torch_private.shares_storage(tensor, 2)):
                 if changed and fits:
@@ -208,15 +216,21 @@ class Lending:
                 self._let_go(next(iter(self._copies)), for_good=True)
 
 
-def is_lendable(tensor: torch.Tensor) -> bool:
-    """Tells whether a tensor's values may be those of a copy for a while: whether no other tensor shares them."""
-    return (
-        type(tensor) in (nn.Parameter, torch.Tensor)
-        and tensor.layout == torch.strided
-        and tensor.numel() > 0
-        and not torch_private.shares_storage(tensor)
-        and not overlaps(tensor)
-    )
+def is_lendable(tensor: torch.Tensor, holders: int) -> bool:
+    """Tells whether a tensor's values may be those of a copy while they are read: whether only ``holders`` tensors have its
+    memory."""
+    return tensor.numel() > 0 and not torch_private.shares_storage(tensor, holders) and not overlaps(tensor)
+
+
+def has_changed(tensor: torch.Tensor, version: int, pointer: int) -> bool:
+    """Tells whether a tensor shows that its values were changed since it had that version and that address."""
+    return tensor._version != version or tensor.data_ptr() != pointer or "_mt_opened" in tensor.__dict__
+
+
+def changed_unseen(model: nn.Module) -> set[int]:
+    """Returns the ids of the buffers that a forward may change without a sign: kernels of batch norms write running statistics
+    past their version counters."""
+    return {id(b) for m in model.modules() if m.training for b in m._buffers.values() if b is not None}
 
 
 def lent_nbytes(tensor: torch.Tensor) -> int:
@@ -254,10 +268,10 @@ def call_lending(function: Callable[[], V], model: nn.Module, lent: Lending, kee
         lent.begin()
         return function()
     finally:
-        _through_interrupts(undo)
+        through_interrupts(undo)
 
 
-def _through_interrupts(function: Callable[[], None]) -> None:
+def through_interrupts(function: Callable[[], None]) -> None:
     """Calls a function again if it is interrupted, and then raises the interrupt: half of it would leave another model."""
     interrupt: KeyboardInterrupt | None = None
     for _ in range(_TRIES):

@@ -28,9 +28,10 @@ class CallSize:
     sizes: Sizes
 
 
-def size_of_call(model: torch.nn.Module, args: Any, kwargs: Any) -> CallSize:
-    """Returns the size of a call. Tensors in objects that are no containers count by their number and bytes."""
-    kind: list[Any] = [model.training, torch.is_autocast_enabled(), torch.get_autocast_dtype("cpu")]
+def size_of_call(model: torch.nn.Module, args: Any, kwargs: Any, where: torch.device) -> CallSize:
+    """Returns the size of a call that computes on ``where``. Tensors in objects that are no containers count by their number
+    and bytes."""
+    kind: list[Any] = [model.training, torch.is_autocast_enabled(where.type), torch.get_autocast_dtype(where.type)]
     sizes: list[tuple[int, ...]] = []
     leaves, spec = pytree.tree_flatten((args, kwargs))
     for leaf in leaves:

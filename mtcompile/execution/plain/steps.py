@@ -41,7 +41,8 @@ class PlainSteps:
         planned = self._planned.nbytes(size, None)
         if planned is None or self._planned.has(size) or budget is None:
             return None
-        if len(session.parameters.residents()) < sum(1 for _ in nn.Module.named_parameters(model)):
+        tiers = session.parameters.tiers_at_home()
+        if any(tiers.get(id(parameter)) != "device" for _, parameter in nn.Module.named_parameters(model)):
             return None
         needed = int(_MARGIN * planned)
         return needed if session.resting_nbytes() + needed <= budget else None

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import mtcompile
+from mtcompile.execution.plain import calls
 from mtcompile.execution.plain.lending import Lending, call_lending
 from mtcompile.execution.plain.sizes import CallSize, KnownCalls
 from mtcompile.runtime.devices.fetching import CpuFetcher
@@ -178,6 +179,19 @@ def test_training_before_and_after_is_that_of_a_plain_run_and_is_planned_as_with
     assert same(expected, actual)
     _, unevaluated = run(new(), False, memory="1GiB")
     assert str(model.plan) == str(unevaluated.plan)
+
+
+def test_parameters_are_lent_after_training_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    every: list[Lending] = []
+    monkeypatch.setattr(calls, "Lending", lambda *args: every.append(Lending(*args)) or every[-1])
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+    optimizer = adamw(model.parameters())
+    compiled = mtcompile.compile(model, memory="88KiB", optimizer=optimizer)
+    compiled(floats(4)).square().sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        assert torch.equal(compiled(floats(2)), copy.deepcopy(compiled)(floats(2)))
+    assert every[0].fetched_nbytes >= sum(p.nbytes for p in model.parameters()) and not every[1:]
 
 
 def test_a_call_fits_beside_a_forward_that_waits() -> None:
