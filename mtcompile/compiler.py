@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch import fx
@@ -43,7 +43,7 @@ from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.lower import Workspace
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.disk.spill import within_disk
-from mtcompile.passes.planning.planner import make_plan, may_be_resident, resident_plan
+from mtcompile.passes.planning.planner import make_plan, may_be_resident, plan_like, resident_plan, structure
 from mtcompile.passes.planning.problem import BIT_EQUAL, FUSED, DoesNotFit, Planned, PlanningProblem
 from mtcompile.passes.step_graph import copy_step
 from mtcompile.runtime.devices.protocol import Device
@@ -65,16 +65,25 @@ class CapturedStep:
     micro: Micro | None = None
 
 
+class Searched(NamedTuple):
+    """The plan that a search has found for a joint graph."""
+
+    joint: fx.GraphModule
+    plan: Plan
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """The target that a step is compiled for. ``machine``: the speeds that plans assume. ``beside``: the number of further
-    forwards of the same step that may wait for their backward at the same time."""
+    forwards of the same step that may wait for their backward at the same time. ``searched``: the plans that searches have
+    found for it, by the structure of the joint graph; each search adds its own."""
 
     options: Options
     device: Device
     toolchain: Toolchain
     machine: Machine
     beside: int = 0
+    searched: dict[bytes, Searched] = field(default_factory=dict)
 
     @property
     def pinned(self) -> bool:
@@ -220,17 +229,24 @@ def fastest_loss_head(
 
 
 def plan_for(joint: JointStep, target: Target, placement: RunnablePlacement) -> tuple[PlanningProblem, Planned]:
-    """Returns the problem and its plan. With kernels that fuse, takes one region per phase if everything fits. If nothing fits
-    beside parameters that earlier programs keep on the device, sends these home and plans again. Raises BudgetError."""
+    """Returns the problem and its plan: that of the same step at other sizes, if it serves as well. With kernels that fuse,
+    takes one region per phase if everything fits. If nothing fits beside parameters that earlier programs keep on the device,
+    sends these home and plans again. Raises BudgetError."""
     options, machine, workspace = target.options, target.machine, target.toolchain.eager.workspace
+    serves_others = options.policy == FASTEST and not target.beside and options.disk is None and "cut" not in joint.graph.meta
+    key = structure(joint.graph)
     while True:
+        if serves_others and (similar := target.searched.get(key)) is not None:
+            alike = planning_problem(joint, placement, machine, workspace, like=similar.joint)
+            if (planned := plan_like(alike, similar.plan)) is not None:
+                return alike, planned
         problem = planning_problem(joint, placement, machine, workspace)
         if options.fuses and options.policy == FASTEST and may_be_resident(problem):
             whole = planning_problem(joint, placement, machine, workspace, whole=True)
             if (resident := resident_plan(whole)) is not None and leaves_room(whole.budgets, resident.schedule, target.beside):
                 return whole, resident
         try:
-            return within_disk(
+            problem, planned = within_disk(
                 problem,
                 functools.partial(plan_beside, policy=options.policy, beside=target.beside),
                 functools.partial(leaves_room, problem.budgets, beside=target.beside),
@@ -238,6 +254,10 @@ def plan_for(joint: JointStep, target: Target, placement: RunnablePlacement) -> 
         except DoesNotFit as error:
             if not placement.give_up_residents(error):
                 raise placement.refusal(error) from None
+        else:
+            if serves_others and not planned.plan.all_resident:
+                target.searched[key] = Searched(joint.graph, planned.plan)
+            return problem, planned
 
 
 def plan_beside(problem: PlanningProblem, policy: str, beside: int) -> tuple[PlanningProblem, Planned]:

@@ -16,7 +16,7 @@ from mtcompile import knobs, progress, torch_private
 from mtcompile.capture.description import Description, enabled_autocast
 from mtcompile.capture.refusals import not_compiled, place_of, refuse
 from mtcompile.capture.tracing import collecting_later
-from mtcompile.compiler import CapturedStep, Target, compile_step, leaves_room
+from mtcompile.compiler import CapturedStep, Searched, Target, compile_step, leaves_room
 from mtcompile.errors import BudgetError, MtcompileError, StepError
 from mtcompile.execution.calibration import Calibrator, known_machine, speeds
 from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames, PlainGraph
@@ -65,6 +65,7 @@ class Session:
         self.listeners: list[StepListener] = []
         self.arenas = ArenaPool(device, frames, self.drain)
         self.runner = Runner(device, frames, self.arenas, parameters, self, paced=options.throttle is not None)
+        self._searched: dict[bytes, Searched] = {}
         self.last: CompiledStep | None = None
         self.last_trace: Trace | None = None
         self.last_step: tuple[Schedule, Trace] | None = None
@@ -159,7 +160,7 @@ class Session:
     def _compile(self, captured: CapturedStep, beside: int) -> CompiledStep:
         self.door.before_planning()
         self.machine = known_machine(self.device, self.options)
-        target = Target(self.options, self.device, self.toolchain, self.machine, beside)
+        target = Target(self.options, self.device, self.toolchain, self.machine, beside, self._searched)
         planning = progress.doing(f"planning {self.title or 'a graph'}")
         with planning, collecting_later(), torch_private.lasting(), without_autocast(self.device.where.type):
             try:

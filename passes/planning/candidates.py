@@ -111,7 +111,7 @@ class Candidates:
     @cached_property
     def ladders(self) -> tuple[Ladder, ...]:
         """Lists of candidates from the floor up: by density, and by linear programs."""
-        least, device = self._by_density[0][0], (self._floor, self._everything.plan.peak_bytes["device"])
+        least, device = self._by_density[0][0], (self.floor, self._everything.plan.peak_bytes["device"])
         bases = [replace(least, lookahead=ahead) for ahead in _AHEAD]
         homes = list(self.open_params)
         # The first and the last home are updated last and read first: what they would keep waiting says little of the others.
@@ -133,7 +133,7 @@ class Candidates:
         return searched
 
     @cached_property
-    def _floor(self) -> int:
+    def floor(self) -> int:
         """The lowest peak of the plans that keep least."""
         return min(self.evaluate(ladder[0]).plan.peak_bytes["device"] for ladder in self._by_density)
 
@@ -182,7 +182,7 @@ class Candidates:
         if not self._points:
             resident = self._everything
             if fits(resident.plan, problem.budgets):  # no search is needed; the floor is reported anyway
-                minimum = min(self._floor, resident.plan.peak_bytes["device"])
+                minimum = min(self.floor, resident.plan.peak_bytes["device"])
                 return completed(problem, resident, minimum, self.certificate(device, host))
             self._points, self._varied_points = self._stored_points() or self._search(resident.plan), None
         try:
@@ -224,6 +224,10 @@ class Candidates:
 
     def _within(self, device: int | None, host: int | None) -> PlanningProblem:
         return replace(self.problem, budgets=replace(self.problem.budgets, device=device, host=host))
+
+    def resident_fits(self, budgets: Budgets) -> bool:
+        """Tells whether everything fits on the device."""
+        return fits(self._everything.plan, budgets)
 
     @cached_property
     def _everything(self) -> Candidate:

@@ -1,11 +1,16 @@
 """The planner: finds, among the candidate plans, the fastest whose lowered schedule fits.
 
-``make_plan(problem) -> Planned`` is the interface; ``Candidates`` keeps evaluated plans for the next budget.
+``make_plan(problem) -> Planned`` is the interface; ``Candidates`` keeps evaluated plans for the next budget. Instead of a
+search, ``plan_like`` takes the plan of the same step at other sizes.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+
+from torch import fx
 
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import held_nbytes
@@ -14,8 +19,12 @@ from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates, Store
 from mtcompile.passes.planning.evaluate import completed
 from mtcompile.passes.planning.frontier import fits
-from mtcompile.passes.planning.ladders import everything
+from mtcompile.passes.planning.ladders import Block, everything, variant_decision
 from mtcompile.passes.planning.problem import Planned, PlanningProblem, Progress, no_progress
+from mtcompile.passes.planning.variants import Variant
+
+_FARTHER = 1.05  # from its bound than the plan at other sizes is from its own: then a search is worth its time
+_AS_BEFORE = "as at the sizes that were planned before"
 
 
 def make_plan(
@@ -32,6 +41,51 @@ def make_plan(
     if policy != "fastest":
         return candidates.by_policy(policy, budgets)
     return candidates.best(budgets.device, budgets.host, known)
+
+
+def structure(joint: fx.GraphModule) -> bytes:
+    """Returns a key of a joint graph that is equal for graphs of the same operations at other sizes."""
+    nodes = [
+        (node.op, node.name, str(node.target), [operand.name for operand in node.all_input_nodes]) for node in joint.graph.nodes
+    ]
+    return hashlib.blake2b(repr(nodes).encode(), digest_size=16).digest()
+
+
+def plan_like(problem: PlanningProblem, similar: Plan) -> Planned | None:
+    """Returns the plan that decides what ``similar`` does, which was searched for the same step at other sizes, cut alike. None
+    where a search may give more: if the plan does not fit or is farther from its bound than there, or if everything fits."""
+    candidates, limits = Candidates(problem), problem.budgets
+    plan = resized(similar, candidates.base, candidates.blocks, candidates.sizes)
+    if plan is None or candidates.resident_fits(limits):
+        return None
+    candidate = candidates.evaluate(plan)
+    certificate = candidates.certificate(limits.device, limits.host)
+    if not fits(candidate.plan, limits) or certificate is None or similar.certificate is None:
+        return None
+    if 1 + certificate.gap(candidate.plan.total_us) > _FARTHER * (1 + similar.certificate.gap(similar.total_us)):
+        return None
+    return completed(problem, candidate, min(candidates.floor, candidate.plan.peak_bytes["device"]), certificate)
+
+
+def resized(plan: Plan, base: Plan, blocks: Sequence[Block], params: Mapping[str, int]) -> Plan | None:
+    """Returns ``base`` with what ``plan`` decides about the same step at other sizes, and the bytes of these. ``params``: bytes
+    of the home blocks. None if it decides about what is not there."""
+    by_name = {block.name: block for block in blocks}
+    nbytes = {v.name: v.meta["nbytes"] for b in blocks for v in (*b.saved, *b.crossing, *b.others)} | {"*": 0}
+    decisions = []
+    for each in plan.decisions:
+        if each.kind == "variant" and each.subject in by_name:
+            saved = by_name[each.subject].saved
+            positions = tuple(i for i, value in enumerate(saved) if plan.keeps(each.subject, value.name))
+            variant = Variant(positions, sum(saved[i].meta["nbytes"] for i in positions), 0.0)
+            decisions.append(variant_decision(each.subject, saved, variant, _AS_BEFORE))
+        elif each.subject in (sizes := params if each.kind == "params" else nbytes):
+            if base.find(each.kind, each.subject) is None:
+                decisions.append(replace(each, nbytes=sizes[each.subject], reason=_AS_BEFORE))
+        else:
+            return None
+    kept = {"lookahead": plan.lookahead, "span": plan.span, "narrow": plan.narrow, "updates": plan.updates}
+    return replace(base, decisions=(*base.decisions, *decisions), **kept)
 
 
 def resident_plan(problem: PlanningProblem) -> Planned | None:

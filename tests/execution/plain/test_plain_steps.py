@@ -95,11 +95,14 @@ def test_what_a_step_takes_is_within_what_it_was_given() -> None:
 
 
 @pytest.mark.long
-def test_a_tight_budget_plans_each_shape() -> None:
-    model = same_steps("64MiB", texts(1))
-    budget = model.memory_report()["peak_device_bytes"]  # type: ignore[operator]
-    model = same_steps(budget, texts(3))
-    assert programs(model) > 1
+def test_a_tight_budget_plans_each_shape_by_one_search() -> None:
+    batches = [torch.arange(2 * length).view(2, length) % 64 for length in (48, 40, 44, 30)]
+    with pytest.raises(mtcompile.BudgetError) as error:
+        mtcompile.compile(new(), memory=1)(batches[0])
+    budget = int(1.2 * error.value.minimum_bytes)
+    model = same_steps(budget, batches)
+    assert programs(model) == 4
+    assert len(model._mt_model.session._searched) == 1
     assert model.memory_report()["peak_device_bytes"] <= budget  # type: ignore[operator]
 
 
