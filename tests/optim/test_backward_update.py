@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,11 +18,13 @@ from torch.nn.utils import clip_grad_norm_ as imported_before
 import mtcompile
 from mtcompile.errors import StepError
 from mtcompile.models.decoders import Decoder, Shape, fake
+from mtcompile.optim.backward_kernels import is_finite
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.verify import ScheduleError, verify
 from tests.helpers.decoder import adamw, batch, same, state
 from tests.helpers.decoder import small_decoder as made
+from tests.helpers.stacks import Residual
 
 pytestmark = pytest.mark.slow  # it compiles many models
 
@@ -369,6 +372,31 @@ def test_with_a_norm_a_gradient_that_is_not_finite_stops_before_anything_changes
     model, optimizer = exploding(max_grad_norm=1.0)
     refused(model, optimizer, r"gradient of layers.1.*nothing was changed", lambda: model(X, BAD).backward())
     model(X, GOOD).backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64], ids=str)
+def test_every_value_that_is_not_finite_is_found(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    values = torch.full((7, 5), largest, dtype=dtype).t()[1:, ::2]
+    assert is_finite(values) and is_finite(values[:0]) and is_finite(values.conj())
+    for bad in (math.inf, -math.inf, math.nan):
+        changed = values.clone()
+        changed[2, 1] = complex(0, bad) if dtype.is_complex else bad
+        assert not is_finite(changed)
+
+
+def test_updates_on_the_device_take_no_more_than_was_planned() -> None:
+    """The first backward that finds optimizer state is the one with most in memory."""
+    torch.manual_seed(0)
+    model = Residual().bfloat16()
+    optimizer = adamw(model.parameters())
+    trained: Any = mtcompile.compile(model, optimizer=optimizer, update="backward", memory="64MiB", precision="bf16-master32")
+    for _ in range(3):
+        trained(torch.randn(16, 128).bfloat16()).backward()
+        optimizer.step()
+    assert trained.plan.all_resident
+    report = trained.memory_report()
+    assert 0 < report["peak_device_bytes"] <= report["planned_peak_device_bytes"]
 
 
 def test_going_on_names_the_first_region() -> None:
