@@ -11,6 +11,6 @@ before it changes anything.
 """
 
 from mtcompile.checkpoint.reading import Loaded, inspect, latest, load
-from mtcompile.checkpoint.writing import save
+from mtcompile.checkpoint.saving import BackgroundSave, save, save_in_background
 
-__all__ = ["Loaded", "inspect", "latest", "load", "save"]
+__all__ = ["BackgroundSave", "Loaded", "inspect", "latest", "load", "save", "save_in_background"]

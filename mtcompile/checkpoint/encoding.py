@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtcompile.checkpoint.shards import DTYPES
+
 _MOST_DEPTH = 64
-_NOT_STORED = (torch.complex128, torch.complex32)
 
 
 def storable(tensor: Tensor, where: str) -> Tensor:
     """Returns the tensor without its gradient. Raises TypeError for one that a file cannot hold."""
     tensor = tensor.detach()
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized or tensor.dtype in _NOT_STORED:
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized or tensor.dtype not in DTYPES.values():
         raise TypeError(
             f"expected dense tensors of a dtype that safetensors has in a checkpoint, found {tensor.dtype}, {tensor.layout}, "
             f"on {tensor.device} at {where}"

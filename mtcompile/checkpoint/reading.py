@@ -6,7 +6,7 @@ import contextlib
 import copy
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from mtcompile.checkpoint.encoding import decoded
 from mtcompile.checkpoint.files import MANIFEST, Manifest, checkpoints, read_manifest, verify_files
 from mtcompile.checkpoint.generators import set_generator_states
 from mtcompile.errors import CheckpointError, StepError
+from mtcompile.runtime.devices.arena import overlaps
 
 _INDEX = ".safetensors.index.json"
 _LIKE_PARAMETERS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum", "master")
@@ -73,14 +74,43 @@ def load(
         if name not in others_state:
             known = ", ".join(sorted(others_state)) or "none"
             raise CheckpointError(f"{path}: expected a state of {name!r} among those of others, found {known}")
-    model.load_state_dict(weights)
-    if optimizer is not None:
-        optimizer.load_state_dict(state["optimizer"])
-    for name, other in (others or {}).items():
-        other.load_state_dict(others_state[name])
+    with _all_or_none(others or {}, others_state):
+        _load_training(path, model, weights, optimizer, state["optimizer"])
     if generators:
         set_generator_states(state["generators"])
     return Loaded(path, manifest.step, dict(state["extra"]))
+
+
+@contextlib.contextmanager
+def _all_or_none(others: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[None]:
+    """Loads the states of ``others``, whose code is not ours, first. If one of them raises, or what is done inside, all of them
+    get the states that they had."""
+    before: list[tuple[Any, Any]] = []
+    try:
+        for name, other in others.items():
+            before.append((other, copy.deepcopy(other.state_dict())))
+            other.load_state_dict(saved[name])
+        yield
+    except BaseException:
+        for other, state in reversed(before):
+            with contextlib.suppress(Exception):  # the first error says what is wrong
+                other.load_state_dict(state)
+        raise
+
+
+def _load_training(
+    path: Path, model: nn.Module, weights: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, saved: Any
+) -> None:
+    """Loads model and optimizer, which have been compared with what was saved. Hooks of the user's may still raise: then says
+    what has been loaded."""
+    loaded = "nothing, or a part of the model"
+    try:
+        model.load_state_dict(weights)
+        loaded = "the model, and not the optimizer"
+        if optimizer is not None:
+            optimizer.load_state_dict(saved)
+    except Exception as error:
+        raise CheckpointError(f"{path}: {loaded} has been loaded; load again before you train. {first_line(error)}") from error
 
 
 def _opened(folder: Path) -> tuple[Path, Manifest]:
@@ -142,10 +172,17 @@ def _compare(path: Path, model: nn.Module, weights: Mapping[str, Any]) -> None:
             f"{path} is of another model: it lacks {_first(missing)} and has {_first(unknown)} that this one has not"
         )
     for name, value in own.items():
-        if isinstance(value, Tensor) and isinstance(weights[name], Tensor) and tuple(value.shape) != tuple(weights[name].shape):
+        if not isinstance(value, Tensor) or not isinstance(weights[name], Tensor):
+            continue
+        if tuple(value.shape) != tuple(weights[name].shape):
             raise CheckpointError(
                 f"{path} is of another model: {name} has the shape {tuple(weights[name].shape)} there, "
                 f"{tuple(value.shape)} here"
+            )
+        if overlaps(value):
+            raise CheckpointError(
+                f"expected a tensor whose elements have places of their own to load {name} into, found one that was expanded: "
+                "make it contiguous first"
             )
 
 

@@ -26,7 +26,7 @@ INDEX = ".safetensors.index.json"
 _NAMES = ("model", "adapter_model", "diffusion_pytorch_model")  # that libraries give weights, the first wins
 _MOST_INDEX_NBYTES = 1 << 28
 _PIECE_NBYTES = 1 << 22
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
     "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
@@ -167,10 +167,10 @@ def _header(path: Path) -> dict[str, StoredTensor]:
     with path.open("rb") as opened:
         start, end = 8 + int.from_bytes(opened.read(8), "little"), path.stat().st_size
     for name, dtype, shape in reversed(places):
-        if dtype not in _DTYPES:
-            raise CheckpointError(f"{path}: expected numbers of a dtype among {', '.join(_DTYPES)}, found {dtype} in {name}")
-        end -= math.prod(shape) * _DTYPES[dtype].itemsize
-        tensors[name] = StoredTensor(name, path, _DTYPES[dtype], shape, end)
+        if dtype not in DTYPES:
+            raise CheckpointError(f"{path}: expected numbers of a dtype among {', '.join(DTYPES)}, found {dtype} in {name}")
+        end -= math.prod(shape) * DTYPES[dtype].itemsize
+        tensors[name] = StoredTensor(name, path, DTYPES[dtype], shape, end)
     if end != start:
         raise CheckpointError(f"{path}: expected its first tensor after {start} bytes, found it after {end}")
     return dict(reversed(tensors.items()))

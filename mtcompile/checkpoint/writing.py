@@ -1,4 +1,4 @@
-"""``save``: writes a whole checkpoint, or none."""
+"""Writes the content of a checkpoint: all of it, or nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,34 +32,49 @@ from mtcompile.checkpoint.files import (
     write_manifest,
 )
 from mtcompile.checkpoint.generators import generator_states
+from mtcompile.checkpoint.shard_writer import write_shard
+from mtcompile.checkpoint.shards import INDEX
 from mtcompile.errors import CheckpointError
 
 SHARD_NBYTES = 4 << 30
 
 
-def save(
-    folder: str | os.PathLike[str],
+@dataclass(frozen=True, slots=True)
+class Content:
+    """All that a checkpoint of ``step`` is to hold. ``tied``: name -> the parameter that it shares all of its memory with.
+    ``tensors``: those of ``state``, by their numbers. ``configuration``: text of config.json, if the model has one."""
+
+    step: int
+    keep: int
+    weights: Mapping[str, Tensor]
+    tied: Mapping[str, str]
+    tensors: Mapping[str, Tensor]
+    state: Mapping[str, Any]
+    configuration: str | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.weights.values(), *self.tensors.values()))
+
+    def copied(self) -> Content:
+        """Returns the same content in host memory of its own."""
+        weights, tensors = (
+            {name: tensor.detach().to("cpu", copy=True) for name, tensor in each.items()}
+            for each in (self.weights, self.tensors)
+        )
+        return replace(self, weights=weights, tensors=tensors)
+
+
+def content_of(
+    folder: Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
+    optimizer: torch.optim.Optimizer | None,
     step: int,
-    others: Mapping[str, Any] | None = None,
-    extra: Mapping[str, Any] | None = None,
-    keep: int = 2,
-) -> Path:
-    """Saves a checkpoint of a plain or compiled model. Returns its folder, ``folder/step-00000012``.
-
-    step     how many steps the model has trained
-    others   objects with ``state_dict()`` by name, such as a scheduler, a GradScaler or a data loader
-    extra    numbers, text and tensors of your own by name, such as the position in the data
-    keep     how many checkpoints stay in ``folder``; older ones are deleted last, 0 keeps all
-
-    The states of torch's, Python's and numpy's random generators are saved too. Takes host memory for one file of at most 4 GiB
-    beside what the state dictionaries take. Raises CheckpointError if another process saves into ``folder`` or what is there is
-    no checkpoint, TypeError for state that is neither numbers, text nor tensors, and OSError if the disk refuses: then the
-    earlier checkpoints are as they were.
-    """
-    folder = Path(folder)
+    others: Mapping[str, Any] | None,
+    extra: Mapping[str, Any] | None,
+    keep: int,
+) -> Content:
+    """Returns what to save: tensors of the model and of the states, not copies. Raises as ``save`` does."""
     if type(step) is not int or type(keep) is not int or not 0 <= step < 10**12 or keep < 0:
         raise ValueError(f"expected step and keep to be whole numbers of 0 or more, found step={step!r}, keep={keep!r}")
     if os.path.lexists(folder / MANIFEST):
@@ -77,6 +93,13 @@ def save(
         "extra": dict(extra or {}),
     }
     state = {name: encoded(part, tensors, name) for name, part in parts.items()}
+    numbered = {str(number): tensor for number, tensor in enumerate(tensors)}
+    return Content(step, keep, weights, tied, numbered, state, _configuration(model))
+
+
+def write(folder: Path, content: Content) -> Path:
+    """Writes a checkpoint, and deletes old ones. Returns its folder. Raises CheckpointError and OSError as ``save`` does."""
+    step, keep = content.step, content.keep
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder):
@@ -85,11 +108,10 @@ def save(
             serial = 1 + max((manifest.serial for _, manifest in before), default=0)
             new = unfinished(folder, step_folder(step))
             try:
-                numbered = {str(number): tensor for number, tensor in enumerate(tensors)}
-                names = [*_write_shards(new, "model", weights), *_write_shards(new, "state", numbered)]
-                names += _write_configuration(new, model)
-                files = {name: _written(new / name) for name in names}
-                write_manifest(new, Manifest(serial, step, files, tied, state))
+                files = _write_shards(new, "model", content.weights) | _write_shards(new, "state", content.tensors)
+                if content.configuration is not None:
+                    files["config.json"] = _write_text(new / "config.json", content.configuration)
+                write_manifest(new, Manifest(serial, step, files, content.tied, content.state))
                 on_disk(new)
                 read_manifest(new)  # what is saved can be read, or the earlier ones stay
                 target = _renamed(new, folder, step, serial)
@@ -134,8 +156,8 @@ def _weights(model: nn.Module) -> tuple[dict[str, Tensor], OrderedDict[str, Any]
     return weights, others, tied
 
 
-def _write_shards(folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Writes tensors into one file, or into several with an index. Returns the files' names."""
+def _write_shards(folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> dict[str, FileEntry]:
+    """Writes tensors into one file, or into several with an index. Returns the files."""
     shards: list[dict[str, Tensor]] = [{}]
     nbytes = 0
     for name, tensor in tensors.items():
@@ -145,53 +167,31 @@ def _write_shards(folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> lis
         shards[-1][name] = tensor
         nbytes += tensor.nbytes
     if len(shards) == 1:
-        _write_shard(folder / f"{stem}.safetensors", shards[0])
-        return [f"{stem}.safetensors"]
+        return {f"{stem}.safetensors": write_shard(folder / f"{stem}.safetensors", shards[0])}
     names = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    for file, shard in zip(names, shards, strict=True):
-        _write_shard(folder / file, shard)
+    files = {file: write_shard(folder / file, shard) for file, shard in zip(names, shards, strict=True)}
     index = {
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
         "weight_map": {name: file for file, shard in zip(names, shards, strict=True) for name in shard},
     }
-    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
-    return [*names, f"{stem}.safetensors.index.json"]
+    files[f"{stem}{INDEX}"] = _write_text(folder / f"{stem}{INDEX}", json.dumps(index, indent=1))
+    return files
 
 
-def _write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
-    storages: set[int] = set()
-    try:
-        save_file({name: _alone(tensor, storages) for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
-    except Exception as error:  # the library has an error of its own for a disk that refuses
-        raise OSError(str(error)) from error
-
-
-def _alone(tensor: Tensor, storages: set[int]) -> Tensor:
-    """Returns a contiguous host tensor that shares its memory with no other one of the file, whose ``storages`` are noted."""
-    alone = tensor.to("cpu").resolve_conj().resolve_neg().contiguous()
-    storage = alone.untyped_storage()
-    if storage.nbytes() != alone.nbytes or storage.data_ptr() in storages:
-        alone = alone.clone()
-    storages.add(alone.untyped_storage().data_ptr())
-    return alone
-
-
-def _write_configuration(folder: Path, model: nn.Module) -> Iterable[str]:
-    """Writes config.json of a Transformers model, with the name of the plain class, so that ``from_pretrained`` builds it."""
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "to_json_string"):
-        return ()
-    fields = json.loads(config.to_json_string(use_diff=False))
-    fields["architectures"] = [plain_class(type(model)).__name__]
-    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    return ("config.json",)
-
-
-def _written(path: Path) -> FileEntry:
+def _write_text(path: Path, text: str) -> FileEntry:
+    path.write_text(text, encoding="utf-8")
     on_disk(path)
     return FileEntry(path.stat().st_size, checksum(path))
+
+
+def _configuration(model: nn.Module) -> str | None:
+    """Returns config.json of a Transformers model, with the name of the plain class, so that ``from_pretrained`` builds it."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string"):
+        return None
+    fields = json.loads(config.to_json_string(use_diff=False))
+    fields["architectures"] = [plain_class(type(model)).__name__]
+    return json.dumps(fields, indent=2) + "\n"
 
 
 def _renamed(new: Path, folder: Path, step: int, serial: int) -> Path:

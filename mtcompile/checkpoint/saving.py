@@ -1,0 +1,122 @@
+"""``save`` and ``save_in_background``: checkpoints of a training, written at once or while it goes on."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mtcompile.checkpoint.writing import Content, content_of, write
+from mtcompile.errors import BudgetError
+from mtcompile.machine.system_files import memory_rooms
+from mtcompile.runtime.schedule import gib
+
+
+def save(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    others: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int = 2,
+) -> Path:
+    """Saves a checkpoint of a plain or compiled model. Returns its folder, ``folder/step-00000012``.
+
+    step     how many steps the model has trained
+    others   objects with ``state_dict()`` by name, such as a scheduler, a GradScaler or a data loader
+    extra    numbers, text and tensors of your own by name, such as the position in the data
+    keep     how many checkpoints stay in ``folder``; older ones are deleted last, 0 keeps all
+
+    The states of torch's, Python's and numpy's random generators are saved too. Tensors are written from where they are, in
+    pieces of 8 MiB. Raises CheckpointError if another process saves into ``folder`` or what is there is
+    no checkpoint, TypeError for state that is neither numbers, text nor tensors, and OSError if the disk refuses: then the
+    earlier checkpoints are as they were.
+    """
+    finish_saving(folder)
+    return write(Path(folder), content_of(Path(folder), model, optimizer, step, others, extra, keep))
+
+
+def save_in_background(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    others: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int = 2,
+) -> BackgroundSave:
+    """Saves a checkpoint as ``save`` does, of the values as they are now, while the training goes on.
+
+    All that is saved is first copied in host memory; printing the result tells what that took. The next save into ``folder``
+    waits for this one, and so does the end of the program. Raises as ``save`` does before anything is written, and BudgetError
+    if there is no host memory for the copy; what goes wrong later is raised by ``wait`` or by the next save.
+    """
+    finish_saving(folder)
+    content = content_of(Path(folder), model, optimizer, step, others, extra, keep)
+    rooms = memory_rooms()
+    limit = min(rooms, key=lambda name: rooms[name], default=None)
+    if limit is not None and content.nbytes > rooms[limit]:
+        raise BudgetError(
+            f"expected {gib(content.nbytes)} of host memory for a copy of what is saved, found {gib(rooms[limit])} {limit}. "
+            "Nothing was saved. Use checkpoint.save, which copies nothing, or free memory",
+            content.nbytes,
+        )
+    saving = _saving[_key(folder)] = BackgroundSave(Path(folder), content)
+    return saving
+
+
+class BackgroundSave:
+    """A save that goes on in a thread. ``copy_s``: the seconds for which the training waited. ``nbytes``: of the copy, which is
+    freed when it is on the disk. ``written_s``: the seconds that this took; None until then."""
+
+    def __init__(self, folder: Path, content: Content) -> None:
+        began = time.perf_counter()
+        copied = content.copied()
+        self.step, self.nbytes, self.copy_s = content.step, content.nbytes, time.perf_counter() - began
+        self.written_s: float | None = None
+        self._folder, self._path = folder, Path()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._write, args=([copied],), name="mtcompile saves")
+        self._thread.start()
+
+    def _write(self, contents: list[Content]) -> None:
+        began = time.perf_counter()
+        try:
+            self._path = write(self._folder, contents.pop())
+        except BaseException as error:
+            self._error = error
+        self.written_s = time.perf_counter() - began
+
+    def wait(self) -> Path:
+        """Waits until the checkpoint is on the disk. Returns its folder. Raises what ``save`` would have raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        return self._path
+
+    def __repr__(self) -> str:
+        written = "being written" if self.written_s is None else f"written in {self.written_s:.2f} s"
+        how = written if self._error is None else f"failed: {self._error}"
+        return f"step {self.step} in {self._folder}: {gib(self.nbytes)} copied in {self.copy_s:.2f} s, {how}"
+
+
+_saving: dict[Path, BackgroundSave] = {}
+
+
+def finish_saving(folder: str | os.PathLike[str]) -> None:
+    """Waits for a save into ``folder`` that goes on in the background. Raises what it would have raised."""
+    if (saving := _saving.pop(_key(folder), None)) is not None:
+        saving.wait()
+
+
+def _key(folder: str | os.PathLike[str]) -> Path:
+    return Path(folder).resolve()

@@ -1,0 +1,93 @@
+"""Writes safetensors files piece by piece, with their checksum in the same pass: a tensor is never copied as a whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mtcompile.checkpoint.files import FileEntry
+from mtcompile.checkpoint.shards import DTYPES
+
+_PIECE_NBYTES = 1 << 23
+_DIGESTED_LATER = 2  # pieces that may be on the disk before their checksum
+_HEADER_ALIGNMENT = 8
+_NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
+    """Writes a new file of dense tensors to the disk. Needs host memory for three pieces of 8 MiB, if they come from another
+    device, and for a whole tensor if its elements are not in row-major order. Raises OSError."""
+    nbytes = 0
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        with _Digest() as digest:
+            for piece in _pieces(tensors):
+                digest.add(piece)
+                done = 0
+                while done < len(piece):
+                    done += os.pwrite(number, piece[done:], nbytes + done)
+                nbytes += len(piece)
+        os.fsync(number)
+    finally:
+        os.close(number)
+    return FileEntry(nbytes, digest.hexdigest)
+
+
+class _Digest:
+    """The XXH3-128 of pieces, taken in a thread while they are written."""
+
+    def __init__(self) -> None:
+        import xxhash
+
+        self._digest = xxhash.xxh3_128()
+        self._pieces: queue.Queue[memoryview | None] = queue.Queue(_DIGESTED_LATER)
+        self._thread = threading.Thread(target=self._take, name="mtcompile digests")
+
+    def _take(self) -> None:
+        while (piece := self._pieces.get()) is not None:
+            self._digest.update(piece)
+
+    def add(self, piece: memoryview) -> None:
+        """Adds a piece. Waits if too many are still to be taken."""
+        self._pieces.put(piece)
+
+    @property
+    def hexdigest(self) -> str:
+        return str(self._digest.hexdigest())
+
+    def __enter__(self) -> _Digest:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pieces.put(None)
+        self._thread.join()
+
+
+def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    """Yields the header, then the bytes of each tensor. Wider dtypes come first, so that elements are aligned in the file."""
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _NAME_OF[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for _, tensor in ordered:
+        yield from _bytes_of(tensor)
+
+
+def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    plain = torch.view_as_real(plain) if plain.is_complex() else plain
+    for piece in plain.view(-1).view(torch.uint8).split(_PIECE_NBYTES) if plain.numel() else ():
+        yield memoryview(piece.cpu().numpy())
