@@ -130,7 +130,8 @@ class CompiledModel:
         names, device, whole = self.door.names(), self.device.where, self._collector.batch is None
         description = describe(graph, inputs, lambda t: names.get(id(t)), device, views=whole)
         program = Program(self.session, description, self._collector)
-        if device.type != "cpu" and not self.door.parameters.slabs and whole:
+        undecided = not self.door.parameters.slabs or self.door.parameters.provisional
+        if device.type != "cpu" and undecided and whole:
             # Dynamo guards on the devices of parameters when this returns. Send them where they will stay, or the second
             # call is captured again.
             program.compile()

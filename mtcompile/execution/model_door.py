@@ -150,13 +150,20 @@ class ModelDoor(Door):
     def _fixed_homes(self, step: fx.GraphModule) -> Mapping[str, str]:
         blocks, tiers = step.meta["homes"], self.parameters.tiers
         if tiers:
-            new = {block: "host" for name, block in blocks.items() if name not in self.parameters.places}
-            return {**new, **tiers}
+            parameters = self._parameters()
+            new = {name: block for name, block in blocks.items() if name not in self.parameters.places}
+            # Memory that the user has shared on the device stays there, and what is at home in its block goes there too.
+            shared = {block for name, block in new.items() if name in parameters and self._is_on_device(parameters[name])}
+            return {**{block: "device" if block in shared else "host" for block in new.values()}, **tiers}
         if self.masters is not None and not self.masters.may_be_on(self.device.where, self.optimizer):
             return dict.fromkeys(blocks.values(), "host")
         # Memory that other tensors share stays where they see it.
         parameters = self._parameters()
         return {blocks[name]: "host" for name in blocks if name in parameters and shares_storage(parameters[name])}
+
+    def _is_on_device(self, parameter: nn.Parameter) -> bool:
+        where: torch.device = self.device.where
+        return where.type != "cpu" and parameter.device == where
 
     def _available_nbytes(self, step: fx.GraphModule, state: Mapping[str, int]) -> int | None:
         """Returns the device budget, less waiting forwards and resident parameters that this program does not read."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import mtcompile
-from tests.execution.plain.test_gradient_free import MODELS, WIDTH, Odd, floats, plain, results
+from tests.execution.plain.test_gradient_free import MODELS, WIDTH, Odd, floats, losses_after_sharing, plain, results
 from tests.execution.plain.test_plain_steps import Language, programs, texts
 from tests.helpers.training import adamw
 
@@ -95,6 +95,27 @@ def test_weights_that_share_memory_go_on_sharing_it(device: torch.device) -> Non
         half = (before / 2).to(device)
         assert torch.equal(value, nn.functional.linear(x, half, model.same.bias.to(device)))
     assert torch.equal(model.part.weight, before / 2) and model.same.weight.data_ptr() == model.part.weight.data_ptr()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_memory_that_is_shared_after_calls_stays_shared(tied: bool, device: torch.device) -> None:
+    expected, losses = losses_after_sharing(tied, device)
+    assert losses == expected and len(set(losses)) == 3
+
+
+def test_layers_that_go_after_calls(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    mtcompile.compile(model, memory="1MiB", device=device)
+    with torch.no_grad():
+        for _ in range(5):
+            model(floats(3))
+    del model[0]
+    plain = nn.Sequential(*(copy.deepcopy(layer) for layer in model)).to(device)
+    for each in (model, plain):
+        each(floats(3).to(device)).sum().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(p.grad.to(device), q.grad) for p, q in pairs if p.grad is not None and q.grad is not None)
 
 
 def test_steps_at_other_shapes_are_plain_where_everything_fits(device: torch.device) -> None:

@@ -151,15 +151,19 @@ class ParameterStore:
         return sum(slab.memory.numel() for slab in self.slabs.values() if slab.tier == "device")
 
     def forget(self) -> None:
-        """Gives every parameter memory of its own on the host again, for a program that decides anew."""
-        for place in self.places.values():
-            if _is_at(place.parameter, place.home):
-                values = place.parameter.data
-                own = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype)
-                self._point(place.parameter, own.copy_(values))
-            place.home = None
-        self.places.clear()
-        self.slabs.clear()
+        """Gives parameters memory of their own on the host again, for a program that decides anew. A block keeps its home if
+        somebody else sees its memory: they go on seeing each other."""
+        for block in list(self.slabs):
+            places = {name: place for name, place in self.places.items() if place.block == block}
+            if any(self._held_elsewhere(place) for place in places.values()):
+                continue
+            for name, place in places.items():
+                if _is_at(place.parameter, place.home):
+                    values = place.parameter.data
+                    own = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype)
+                    self._point(place.parameter, own.copy_(values))
+                del self.places[name]
+            del self.slabs[block]
         self.version += 1
         self.provisional = False
 

@@ -194,6 +194,39 @@ def test_parameters_are_lent_after_training_too(monkeypatch: pytest.MonkeyPatch)
     assert every[0].fetched_nbytes >= sum(p.nbytes for p in model.parameters()) and not every[1:]
 
 
+def losses_after_sharing(tied: bool, where: torch.device) -> list[list[float]]:
+    """Of a plain and of a compiled model, which are evaluated until their parameters are on the device. Then somebody takes the
+    parameters' memory: another weight, or an optimizer of the user's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    expected, x = copy.deepcopy(model).to(where), floats(4).to(where)
+    mtcompile.compile(model, memory="1MiB", device=where)
+    rows = []
+    for each in (expected, model):
+        with torch.no_grad():
+            for _ in range(5):
+                each(x)
+        if tied:
+            each[2].weight.data = each[0].weight.data
+        values = [p.data for p in each.parameters()]
+        rows.append([])
+        for _ in range(3):
+            loss = each(x).square().mean()
+            loss.backward()
+            rows[-1].append(loss.item())
+            for value, parameter in zip(values, each.parameters(), strict=True):
+                assert parameter.grad is not None
+                value.sub_(parameter.grad.to(value.device))
+                parameter.grad = None
+    return rows
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_memory_that_is_shared_after_calls_stays_shared(tied: bool) -> None:
+    expected, losses = losses_after_sharing(tied, torch.device("cpu"))
+    assert losses == expected and len(set(losses)) == 3
+
+
 def test_a_call_fits_beside_a_forward_that_waits() -> None:
     model = plain("recurrent")
     expected = copy.deepcopy(model)
