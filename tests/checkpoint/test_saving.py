@@ -17,7 +17,7 @@ from torch import nn
 from mtcompile import checkpoint
 from mtcompile.checkpoint import saving, shard_writer
 from mtcompile.errors import BudgetError, CheckpointError
-from tests.checkpoint.test_checkpoint import WAYS, Run, seeded
+from tests.checkpoint.runs import WAYS, Run, seeded
 
 pytestmark = pytest.mark.slow  # it compiles models
 

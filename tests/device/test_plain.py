@@ -12,8 +12,18 @@ import torch
 from torch import Tensor, nn
 
 import mtcompile
-from tests.execution.plain.test_gradient_free import MODELS, WIDTH, Odd, floats, losses_after_sharing, plain, results
-from tests.execution.plain.test_plain_steps import Language, programs, texts
+from tests.execution.plain.models import (
+    MODELS,
+    WIDTH,
+    Language,
+    Odd,
+    floats,
+    losses_after_sharing,
+    plain,
+    programs,
+    results,
+    texts,
+)
 from tests.helpers.training import adamw
 
 

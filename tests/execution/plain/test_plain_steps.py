@@ -2,52 +2,14 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import mtcompile
 from mtcompile.torch_private import AllocatorPeak
+from tests.execution.plain.models import new, programs, texts
 from tests.helpers.training import adamw, train
-
-WIDTH = 32
-
-
-class Language(nn.Module):
-    """A small language model with dropout, buffers and tied weights."""
-
-    def __init__(self, tied: bool = True) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(64, WIDTH), nn.Linear(WIDTH, 64, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, 0.1, batch_first=True) for _ in range(2))
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        h = self.embed(tokens)
-        for layer in self.layers:
-            h = layer(h)
-        h = self.norm(h.flatten(0, 1))
-        return nn.functional.cross_entropy(self.head(h), tokens.flatten())
-
-
-def new(tied: bool = True) -> Language:
-    torch.manual_seed(0)
-    return Language(tied)
-
-
-def texts(count: int) -> list[Tensor]:
-    lengths = [*range(4, 4 + 3 * count, 3)]
-    random.Random(1).shuffle(lengths)
-    generator = torch.Generator().manual_seed(2)
-    return [torch.randint(0, 64, (1 + length % 3, length), generator=generator) for length in lengths]
-
-
-def programs(model: nn.Module) -> int:
-    return len(model._mt_model._programs)  # type: ignore[union-attr, arg-type]
 
 
 def same_steps(memory: int | str, batches: list[Tensor]) -> nn.Module:
