@@ -154,7 +154,7 @@ class GradientFreeCalls:
 
     def plain_step(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Runs the forward of a training step. Its parameters are on the device."""
-        with contextlib.nullcontext() if self._where.type == "cpu" else buffers_on(self._where, model):
+        with buffers_on(self._where, model):
             return self.call(*args, **kwargs)
 
     def _fetcher(self) -> Fetcher:

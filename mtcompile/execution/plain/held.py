@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from mtcompile.execution.plain.lending import LentParameter, has_changed, through_interrupts
+from mtcompile.execution.runner import version_of
 from mtcompile.runtime.devices.arena import layout_of, span_nbytes, view
 from mtcompile.runtime.schedule import aligned
 from mtcompile.torch_private import storage_id
@@ -60,10 +62,11 @@ def held_on(where: torch.device, tensors: Sequence[torch.Tensor], unseen: Collec
 
 @contextlib.contextmanager
 def buffers_on(where: torch.device, model: nn.Module) -> Iterator[None]:
-    """Lets every buffer of the host be another tensor on the device ``where``, which graphs of autograd may save. Its
-    values are copied back in the end."""
+    """Lets every buffer of the host be another tensor on the device ``where``, which graphs of autograd may save: they neither
+    see where it is afterwards, nor what other steps write to it. Its values are copied back in the end."""
     tensors = [buffer for buffer in model.buffers() if buffer.device.type == "cpu"]
     copies = _copied(where, tensors)
+    versions = {key: version_of(copy) for key, copy in copies.items()}
     replaced: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
 
     def undo() -> None:
@@ -71,6 +74,8 @@ def buffers_on(where: torch.device, model: nn.Module) -> Iterator[None]:
             buffers, name, buffer = replaced[-1]
             copy = copies[id(buffer)]
             _write_back(buffer, copy)  # it may have changed without a sign
+            if version_of(copy) != versions[id(buffer)] and not buffer.is_inference():
+                increment_version(buffer)
             if buffers.get(name) is copy:
                 buffers[name] = buffer
             replaced.pop()
@@ -126,7 +131,7 @@ def _copied(where: torch.device, tensors: Sequence[torch.Tensor]) -> dict[int, t
     for key, extent in _extents(tensors).items():
         nbytes = extent.end - extent.start
         host = torch.empty(0, dtype=torch.uint8).set_(extent.storage, extent.start, (nbytes,), (1,))
-        memories[key] = host.to(where), extent.start
+        memories[key] = host.to(where, copy=True), extent.start
     for tensor in tensors:
         memory, start = memories[storage_id(tensor)]
         offset = int(tensor.storage_offset()) * tensor.element_size() - start

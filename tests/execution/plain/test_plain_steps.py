@@ -81,6 +81,21 @@ def test_steps_without_a_program_may_wait_beside_others() -> None:
     assert all(torch.equal(one.grad, other.grad) for one, other in zip(plain.parameters(), model.parameters(), strict=True))
 
 
+def test_a_plain_step_waits_while_a_planned_one_changes_statistics() -> None:
+    plain, model = new(), new()
+    mtcompile.compile(model, memory="64MiB")
+    long, short = torch.arange(20).view(2, 10), torch.arange(12).view(2, 6)
+    for each in (plain, model):
+        torch.manual_seed(0)
+        each(long).backward()
+        waiting = each(short)
+        each(long)
+        waiting.backward()
+    assert programs(model) == 1
+    assert all(torch.equal(one.grad, other.grad) for one, other in zip(plain.parameters(), model.parameters(), strict=True))
+    assert all(map(torch.equal, plain.buffers(), model.buffers()))
+
+
 @pytest.mark.parametrize("options", [{"update": "backward"}, {"policy": "checkpoint-all"}], ids=str)
 def test_steps_that_a_plan_changes_are_planned_at_each_shape(options: dict[str, str]) -> None:
     model = new()
