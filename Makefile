@@ -2,6 +2,7 @@
 # make check   lint, types, quick tests
 # make test    lint, types, all tests
 # make long    some of them with more values, budgets and machines
+# make soak    ten thousand steps and a hundred models: does anything grow? (ARGS="--steps 1000")
 # make coverage  other people's models, plainly and compiled, into docs/coverage.md (ARGS="--only 'causal/*'"): hours
 # make gpu     on a GPU: its tests, fixtures and benchmark (ARGS="tests"), by GPU_PYTHON, whose torch sees it
 # make clean   remove what was built, .venv included
@@ -25,7 +26,7 @@ READY := $(VENV)/.ready
 # Test processes share the cores, so each computes on one thread. They read no plans of earlier runs.
 PYTEST := MT_CACHE=$$(mktemp -d) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: demo check test long coverage gpu env lint types clean
+.PHONY: demo check test long soak coverage gpu env lint types clean
 .DEFAULT_GOAL := check
 
 # Its matrices are small: a second thread mostly spins, and on a busy machine it slows every step down many times.
@@ -41,6 +42,9 @@ test: lint types
 
 long: $(READY)
 	@$(PYTEST) -m long
+
+soak: $(READY)
+	@OMP_NUM_THREADS=1 MT_CACHE=$$(mktemp -d) $(BIN)/python -m benchmarks.soak $(filter-out --compare,$(ARGS))
 
 # Goes on where an earlier run of the same sources stopped.
 coverage: $(READY)

@@ -1,0 +1,161 @@
+"""Trains for a long time and looks whether anything grows: memory of the process, descriptors, threads.
+
+    python -m benchmarks.soak --json out.json          # minutes; make soak. --steps 1000 --models 10 for less
+
+Three models train in turns for 10,000 steps, with evaluation, changing lengths, updates in the backward that run ahead, and
+saves in the background. Then 100 models are compiled, trained for a step and deleted. Figures are taken after a tenth of each, and at
+its end. Exits with 1 if memory has grown by more than ``--slack`` MiB, or the number of descriptors or threads at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+import mtcompile
+from benchmarks.run import about
+from mtcompile import checkpoint
+
+WIDTH = 64
+LENGTHS = range(3, 40)
+
+
+class Language(nn.Module):
+    """Dropout, running statistics and tied weights."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(256, WIDTH), nn.Linear(WIDTH, 256, bias=False)
+        self.head.weight = self.embed.weight
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, 0.1, batch_first=True) for _ in range(layers)
+        )
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embed(tokens)
+        for layer in self.layers:
+            h = layer(h)
+        return nn.functional.cross_entropy(self.head(self.norm(h.flatten(0, 1))), tokens.flatten())
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the process holds. ``rss``: bytes of its memory that are in RAM."""
+
+    rss: int
+    descriptors: int
+    threads: int
+
+    def grown(self, before: Held, slack: int) -> list[str]:
+        """Says what is more than before."""
+        words = [f"{self.rss - before.rss} bytes of memory"] if self.rss > before.rss + slack else []
+        words += [f"{self.descriptors - before.descriptors} descriptors"] if self.descriptors > before.descriptors else []
+        return words + ([f"{self.threads - before.threads} threads"] if self.threads > before.threads else [])
+
+
+def held() -> Held:
+    gc.collect()
+    process = psutil.Process()
+    return Held(process.memory_info().rss, process.num_fds(), threading.active_count())
+
+
+def trainings(folder: Path) -> list[Callable[[int], None]]:
+    """Functions that do the step of that number: of a resident model at changing lengths, of a streamed one, and of one whose
+    updates run ahead."""
+    random.seed(0)
+    options: list[dict[str, Any]] = [
+        {"memory": "256MiB"},
+        {"memory": "700KiB"},
+        {"memory": "700KiB", "update": "backward", "run_ahead": True},
+    ]
+    return [_training(folder / str(index), each) for index, each in enumerate(options)]
+
+
+def _training(folder: Path, options: dict[str, Any]) -> Callable[[int], None]:
+    model: Any = Language()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    mtcompile.compile(model, optimizer=optimizer, device="cpu", **options)
+    changes = options["memory"] == "256MiB"
+
+    def step(number: int) -> None:
+        length = random.choice(LENGTHS) if changes else 16
+        model(torch.randint(0, 256, (2, length))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number % 10 == 0:
+            model.eval()
+            with torch.no_grad():
+                model(torch.randint(0, 256, (1 + number % 3, random.choice(LENGTHS))))
+            model.train()
+        if number % 500 == 0:
+            checkpoint.save_in_background(folder, model, optimizer, step=number, keep=1)
+
+    return step
+
+
+def short_life(number: int) -> None:
+    """Compiles a model, trains it for a step, and drops it."""
+    torch.manual_seed(number)
+    model: Any = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512))
+    optimizer = torch.optim.AdamW(model.parameters())
+    memory = "11MiB" if number % 2 else "64MiB"
+    mtcompile.compile(model, memory=memory, optimizer=optimizer, device="cpu", policy="checkpoint-all")
+    model(torch.randn(4, 512)).square().mean().backward()
+    optimizer.step()
+
+
+def in_turns(steps: list[Callable[[int], None]]) -> Callable[[int], None]:
+    return lambda number: steps[number % len(steps)](number // len(steps))
+
+
+def watched(name: str, count: int, step: Callable[[int], None]) -> dict[str, Any]:
+    """Figures after a tenth of ``count`` steps and at the end."""
+    early = max(1, count // 10)
+    for number in range(early):
+        step(number)
+    before = held()
+    for number in range(early, count):
+        step(number)
+    after = held()
+    return {"name": name, "steps": count, "before": asdict(before), "after": asdict(after)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--models", type=int, default=100)
+    parser.add_argument("--slack", type=int, default=32, help="MiB that the memory may grow by: the allocator keeps pieces")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ.setdefault("MT_PROGRESS", "0")
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [watched("training", args.steps, in_turns(trainings(Path(folder))))]
+    rows.append(watched("short-lived models", args.models, short_life))
+    grown = []
+    for row in rows:
+        grown += [f"{row['name']}: {what}" for what in Held(**row["after"]).grown(Held(**row["before"]), args.slack << 20)]
+    figures = {"about": about(), "rows": rows, "grown": grown}
+    print(json.dumps(figures, indent=1))
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return 1 if grown else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
