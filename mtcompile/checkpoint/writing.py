@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from mtcompile.checkpoint.files import (
     delete,
     delete_unfinished,
     locked,
+    may_be_added,
     on_disk,
     read_manifest,
     step_folder,
@@ -45,6 +46,7 @@ def save(
     others: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
     keep: int = 2,
+    files: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Saves a checkpoint of a plain or compiled model. Returns its folder, ``folder/step-00000012``.
 
@@ -52,6 +54,7 @@ def save(
     others   objects with ``state_dict()`` by name, such as a scheduler, a GradScaler or a data loader
     extra    numbers, text and tensors of your own by name, such as the position in the data
     keep     how many checkpoints stay in ``folder``; older ones are deleted last, 0 keeps all
+    files    bytes of further files of the checkpoint by name, such as a tokenizer's: .json, .jinja, .txt or .model
 
     The states of torch's, Python's and numpy's random generators are saved too. Takes host memory for one file of at most 4 GiB
     beside what the state dictionaries take. Raises CheckpointError if another process saves into ``folder`` or what is there is
@@ -88,8 +91,9 @@ def save(
                 numbered = {str(number): tensor for number, tensor in enumerate(tensors)}
                 names = [*_write_shards(new, "model", weights), *_write_shards(new, "state", numbered)]
                 names += _write_configuration(new, model)
-                files = {name: _written(new / name) for name in names}
-                write_manifest(new, Manifest(serial, step, files, tied, state))
+                names += _write_others(new, files or {}, taken={*names, MANIFEST})
+                entries = {name: _written(new / name) for name in names}
+                write_manifest(new, Manifest(serial, step, entries, tied, state))
                 on_disk(new)
                 read_manifest(new)  # what is saved can be read, or the earlier ones stay
                 target = _renamed(new, folder, step, serial)
@@ -185,8 +189,22 @@ def _write_configuration(folder: Path, model: nn.Module) -> Iterable[str]:
         return ()
     fields = json.loads(config.to_json_string(use_diff=False))
     fields["architectures"] = [plain_class(type(model)).__name__]
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if len(kinds) == 1:  # a precision of its own, such as masters that were split
+        fields["dtype"] = str(kinds.pop()).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     return ("config.json",)
+
+
+def _write_others(folder: Path, files: Mapping[str, bytes], taken: Collection[str]) -> Iterable[str]:
+    """Writes the caller's files beside the others of a checkpoint. Raises ValueError for a name that they cannot have."""
+    for name, data in files.items():
+        if name in taken or not may_be_added(name):
+            raise ValueError(
+                f"expected files= to have names of their own that end in .json, .jinja, .txt or .model, found {name!r}"
+            )
+        (folder / name).write_bytes(data)
+    return files
 
 
 def _written(path: Path) -> FileEntry:
