@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from mtcompile import progress
 from mtcompile.capture.refusals import first_line
 from mtcompile.data.records import Record
 
@@ -43,11 +44,12 @@ TOKENIZER_FILES = (
 @dataclass(frozen=True, slots=True)
 class Samples:
     """Tokens of all samples, one behind the other, of which the ``n``-th begins at ``starts[n]``. ``trained``: whether a token
-    is a target; the first of a sample never is."""
+    is a target; the first of a sample never is. ``too_long``: conversations that were cut or dropped."""
 
     tokens: Any
     trained: Any
     starts: Any
+    too_long: int = 0
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -83,25 +85,31 @@ def encode(records: Iterable[Record], tokenizer: Any, seq: int, too_long: TooLon
     one token, so that each token but the first is a target once. ``too_long``: what to do with a conversation that is longer.
     Samples without targets are left out. Raises ValueError with the record's place."""
     pieces: list[tuple[Any, Any]] = []
-    for record in records:
+    long: list[tuple[str, int]] = []
+    for number, record in enumerate(records, 1):
+        progress.tell(f"tokenizing, {number:,} records")
         if not record.messages:
             ids = _text(record, tokenizer)
             cut = [ids[start : start + seq] for start in range(0, len(ids) - 1, seq - 1)]
             pieces += [(piece, np.arange(len(piece)) > 0) for piece in cut]
             continue
         ids, trained = conversation(record, tokenizer)
-        if len(ids) > seq and too_long == "stop":
-            raise ValueError(
-                f"{record.place}: expected at most {seq} tokens, found {len(ids)}: give --seq {len(ids)}, "
-                "or --too-long cut or drop"
-            )
+        if len(ids) > seq:
+            long.append((record.place, len(ids)))
         if len(ids) <= seq or too_long == "cut":
             pieces.append((ids[:seq], trained[:seq]))
+    if long and too_long == "stop":
+        (place, count), most = long[0], max(count for _, count in long)
+        others = f" ({len(long) - 1} more are too long, the longest of {most})" * (len(long) > 1)
+        raise ValueError(
+            f"{place}: expected at most {seq} tokens, found {count}{others}: give --seq {most}, or --too-long cut or drop"
+        )
     pieces = [(ids, trained) for ids, trained in pieces if trained.any()]
     if not pieces:
         raise ValueError("expected tokens to train on in the data, found none: give more --data, or a longer --seq")
     starts = np.cumsum([0, *(len(ids) for ids, _ in pieces)])
-    return Samples(np.concatenate([ids for ids, _ in pieces]), np.concatenate([trained for _, trained in pieces]), starts)
+    tokens, targets = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
+    return Samples(tokens, targets, starts, len(long))
 
 
 def _text(record: Record, tokenizer: Any) -> Any:

@@ -92,9 +92,10 @@ class Rows:
     def __str__(self) -> str:
         tokens, targets = len(self.samples.tokens), int(self.samples.trained.sum())
         share = tokens / (len(self.rows) * self.seq)
+        long = f"; {self.samples.too_long:,} conversations were too long" * (self.samples.too_long > 0)
         return (
             f"{len(self.samples):,} samples of {tokens:,} tokens, {targets:,} of them targets, in {len(self.rows):,} rows of "
-            f"{self.seq:,} ({share:.0%} filled), {len(self.rows) - self.trained.count:,} of them held out"
+            f"{self.seq:,} ({share:.0%} filled), {len(self.rows) - self.trained.count:,} of them held out{long}"
         )
 
 

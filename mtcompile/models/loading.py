@@ -91,7 +91,7 @@ def check_shape(name: str) -> None:
 
     if name not in SHAPES:
         close = "".join(f"; did you mean {each}?" for each in get_close_matches(name, SHAPES, 1))
-        others = "a config.json, or file.py:factory"
+        others = "a config.json, file.py:factory, or, for train, a folder of weights"
         raise ValueError(f"expected a model among {', '.join(SHAPES)}, or {others}, found {name!r}{close}")
 
 

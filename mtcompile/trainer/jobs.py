@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mtcompile import progress
 from mtcompile.api import compile
 from mtcompile.data.batch import Source
 from mtcompile.data.boundaries import check_packing, document_mask
@@ -64,7 +65,8 @@ def _fine_tuning(recipe: Recipe) -> Job:
         raise ValueError(f"expected a folder with a config.json and weights, found no config.json in {folder}")
     config, _ = configuration(folder / "config.json")
     tokenizer = load_tokenizer(folder, recipe.chat_template)
-    samples = encode(read_records(recipe.data), tokenizer, recipe.length, recipe.too_long)
+    with progress.doing("tokenizing"):
+        samples = encode(read_records(recipe.data), tokenizer, recipe.length, recipe.too_long)
     vocabulary = int(config.get_text_config().vocab_size)
     if (largest := int(samples.tokens.max())) >= vocabulary:
         raise ValueError(
@@ -90,8 +92,13 @@ def _fine_tuning(recipe: Recipe) -> Job:
     torch.manual_seed(recipe.seed)
 
     def prepare(model: Any) -> Any:
+        if not model.can_generate():
+            raise ValueError(
+                f"expected a causal language model in {folder}, found {type(model).__name__}, which has no head for it"
+            )
         if recipe.packing:
-            check_packing(model, recipe.length)
+            with progress.doing("checking that packed samples stay apart"):
+                check_packing(model, recipe.length)
         return returning_loss(model.train())
 
     model = from_pretrained(folder, prepare=prepare, **_options(recipe))

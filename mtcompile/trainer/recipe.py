@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mtcompile import checkpoint
 from mtcompile.data.encoding import TooLong
+from mtcompile.models.loading import check_shape
 
 _FINAL_RATE = 0.1  # share of the highest learning rate at the end of the cosine
 
@@ -91,6 +92,8 @@ def check(recipe: Recipe) -> None:
 def _check_kind(recipe: Recipe) -> None:
     """Raises ValueError for settings that a model with pretrained weights needs or cannot have, or one without them."""
     if not recipe.pretrained:
+        if not recipe.model.endswith(".json"):
+            check_shape(recipe.model)
         for name, value in (("chat_template", recipe.chat_template), ("too_long", recipe.too_long != "stop")):
             if value:
                 option = f"--{name.replace('_', '-')}"

@@ -119,11 +119,13 @@ def test_long_conversations_are_refused_cut_or_dropped() -> None:
     records = [Record("line 1", messages=TALK[1:3]), Record("line 2", messages=TALK)]
     long = len(conversation(records[1], tokenizer)[0])
     short = len(conversation(records[0], tokenizer)[0])
-    with pytest.raises(
-        ValueError, match=rf"line 2: expected at most 24 tokens, found {long}: give --seq {long}, or --too-long"
-    ):
-        encode(records, tokenizer, 24)
-    assert encode(records, tokenizer, 24, "drop").lengths.tolist() == [short]
+    for more, others in ([], ""), ([records[1]], rf" \(1 more are too long, the longest of {long}\)"):
+        with pytest.raises(
+            ValueError, match=rf"line 2: expected at most 24 tokens, found {long}{others}: give --seq {long}, or"
+        ):
+            encode(records + more, tokenizer, 24)
+    dropped = encode(records, tokenizer, 24, "drop")
+    assert dropped.lengths.tolist() == [short] and dropped.too_long == 1
     assert encode(records, tokenizer, 24, "cut").lengths.tolist() in ([short, 24], [short])  # without a target it is left out
     with pytest.raises(ValueError, match="expected tokens to train on in the data, found none"):
         encode(records, tokenizer, 2, "cut")

@@ -112,7 +112,7 @@ def test_losses_weights_and_the_saved_folder_are_those_of_plain_transformers(tmp
         {"update": "backward", "clip": 0.0, "memory": "1500KiB"},
         {"dtype": torch.bfloat16, "memory": "1MiB"},
         {"config": "Qwen3Config", "memory": "1500KiB"},
-        {"config": "Gemma2Config", "memory": "2MiB"},  # a mask for each type of layer
+        {"config": "Gemma2Config", "accumulate": 2, "memory": "2MiB"},  # a mask for each type of layer
         {"config": "GPT2Config", "memory": "2MiB"},
     ],
     ids=str,
@@ -120,7 +120,7 @@ def test_losses_weights_and_the_saved_folder_are_those_of_plain_transformers(tmp
 def test_other_ways_to_train_have_the_losses_and_weights_of_a_plain_loop(tmp_path: Path, options: dict[str, Any]) -> None:
     if "config" in options:
         sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 384} if options["config"] == "GPT2Config" else SIZES
-        window = {"sliding_window": 16} if options["config"] == "Gemma2Config" else {}
+        window = {} if options["config"] == "GPT2Config" else {"sliding_window": 16, "head_dim": 8}
         options = {**options, "config": getattr(transformers, options["config"])(**sizes, **window)}
     recipe = recipe_of(tmp_path, **options, save=tmp_path / "run")
     rows: list[Row] = []
@@ -135,7 +135,7 @@ def test_other_ways_to_train_have_the_losses_and_weights_of_a_plain_loop(tmp_pat
 def test_split_masters_resume_and_are_saved_as_the_weights_that_they_are(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(**SIZES, attention_dropout=0.1)
     recipe = recipe_of(
-        tmp_path, config=config, save=tmp_path / "run", precision="bf16-master32", update="backward", memory="1500KiB"
+        tmp_path, config=config, save=tmp_path / "run", precision="bf16-master32", update="backward", memory="1700KiB"
     )
     whole = rows_of(replace(recipe, save=tmp_path / "whole"))
     seen: list[Row] = []
@@ -185,8 +185,20 @@ def test_text_is_trained_too_and_tokenizers_of_a_template_of_your_own_are_saved(
     own = tmp_path / "own.jinja"
     own.write_text(CHAT + "\n")
     train(replace(recipe, data=(*recipe.data, text), chat_template=own))
-    saved = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "step-00000001")
-    assert saved.chat_template == CHAT + "\n"
+    saved = tmp_path / "run" / "step-00000001"
+    assert transformers.AutoTokenizer.from_pretrained(saved).chat_template == CHAT + "\n"
+    again = replace(recipe, model=str(saved), save=tmp_path / "again")  # a checkpoint is a folder to start from
+    losses, stepped = plain_loop(again)
+    assert [row.loss for row in rows_of(again)] == losses
+    assert equal(weights(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again" / "step-00000001")), stepped)
+
+
+@pytest.mark.long
+def test_a_folder_without_a_language_model_is_refused(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES, pad_token_id=0)).save_pretrained(recipe.model)
+    with pytest.raises(ValueError, match=r"expected a causal language model in .*, found LlamaForSequenceClassification"):
+        train(recipe)
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
@@ -206,9 +218,8 @@ def test_what_cannot_be_trained_is_said_before_weights_are_read(tmp_path: Path) 
     assert "expected no --vocab" in refused(folder, "--data", str(data), "--vocab", "9")
     assert "line 1: expected a chat template" in refused(folder, "--data", str(data))
     tokenizer_of().save_pretrained(folder)
-    assert "line 3: expected at most 32 tokens, found 36: give --seq 36, or --too-long" in refused(
-        folder, "--data", str(data), "--seq", "32"
-    )
+    said = refused(folder, "--data", str(data), "--seq", "32")
+    assert "line 3: expected at most 32 tokens, found 36 (7 more are too long, the longest of 93): give --seq 93, or" in said
     assert "expected at least 8 rows of 1024 tokens" in refused(folder, "--data", str(data))
     assert "expected model.safetensors" in refused(folder, "--data", str(data), "--batch", "1")
     fields = json.loads((folder / "config.json").read_text())
