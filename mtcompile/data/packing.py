@@ -19,20 +19,19 @@ IGNORED = -100  # the label of a token that is no target
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of ``seq`` tokens. ``rows``: the samples of each, those that are trained on first. ``mask``: makes the attention
-    mask of rows, from a number of each token's document; None: a row has one sample, and nothing before its padding sees it."""
+    """Rows of ``seq`` tokens. ``rows``: the samples of each, those that are trained on first. ``packed``: a row has several;
+    then ``mask`` makes the attention mask, from a number of each token's sample. Otherwise padding follows the one sample."""
 
     samples: Samples
     seq: int
     rows: list[list[int]]
     trained: Order
     padding: int
+    packed: bool
     mask: Callable[[Tensor], Any] | None = None
 
     @staticmethod
-    def cut(
-        samples: Samples, seq: int, batch: int, *, padding: int, held_out: bool, mask: Callable[[Tensor], Any] | None
-    ) -> Rows:
+    def cut(samples: Samples, seq: int, batch: int, *, packed: bool, padding: int = 0, held_out: bool = False) -> Rows:
         """Puts samples into rows. ``held_out``: the last 5 % of the samples are not trained on. Raises ValueError if there are
         too few rows."""
         last = max(1, int(len(samples) * HELD_OUT)) if held_out else 0
@@ -40,7 +39,7 @@ class Rows:
         first = len(samples) - last
         parts = [range(first), range(first, len(samples))]
         trained, evaluated = (
-            [[part[n] for n in row] for row in pack([lengths[n] for n in part], seq)] if mask else [[n] for n in part]
+            [[part[n] for n in row] for row in pack([lengths[n] for n in part], seq)] if packed else [[n] for n in part]
             for part in parts
         )
         if len(trained) < batch:
@@ -49,7 +48,7 @@ class Rows:
                 f"expected at least {batch} rows of {seq} tokens for a batch of {batch}{aside}, found {len(trained)}: give "
                 "more --data, or a smaller --batch or --seq"
             )
-        return Rows(samples, seq, trained + evaluated, Order(len(trained)), padding, mask)
+        return Rows(samples, seq, trained + evaluated, Order(len(trained)), padding, packed)
 
     def batch(self, step: int, batch: int, seed: int) -> Batch:
         """Returns the arguments of a model of Transformers: ``input_ids`` and ``labels`` of shape (batch, seq), and for packed
@@ -75,7 +74,8 @@ class Rows:
                 end += len(ids)
             positions[line, end:] = np.arange(self.seq - end)
         arguments = {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels), "use_cache": False}
-        if self.mask is not None:
+        if self.packed:
+            assert self.mask is not None, "packed rows need a mask"  # without it, samples would see one another
             arguments["position_ids"] = torch.from_numpy(positions)
             arguments["attention_mask"] = self.mask(torch.from_numpy(documents))
         return Batch(arguments, int((documents > 0).sum()), int((labels != IGNORED).sum()))
@@ -84,7 +84,7 @@ class Rows:
         """Returns a checksum of the rows: it tells whether a training goes on with the same data."""
         import xxhash
 
-        whole = xxhash.xxh3_128(f"{self.seq} {self.trained.count} {self.mask is not None}".encode())
+        whole = xxhash.xxh3_128(f"{self.seq} {self.trained.count} {self.packed}".encode())
         for array in (self.samples.tokens, self.samples.trained, self.samples.starts):
             whole.update(np.ascontiguousarray(array).data)
         return str(whole.hexdigest())

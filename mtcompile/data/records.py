@@ -63,7 +63,7 @@ def _lines(file: Path) -> Iterator[tuple[str, Any]]:
         for number, line in enumerate(opened, 1):
             if line.strip():
                 place = f"{file}, line {number}"
-                yield place, _parsed(line, place, "fix or delete the line")
+                yield place, _parsed(line.strip(), place, "fix or delete the line")
 
 
 def _list(file: Path) -> Iterator[tuple[str, Any]]:
@@ -92,7 +92,7 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
 
 def _parsed(data: bytes, place: str, step: str) -> Any:
     try:
-        return json.loads(data.decode())
+        return json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError(f"{place}: expected UTF-8 text, found something else at byte {error.start}") from None
     except (json.JSONDecodeError, RecursionError) as error:

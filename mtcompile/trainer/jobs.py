@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mtcompile import progress
 from mtcompile.api import compile
@@ -63,6 +63,32 @@ def _fine_tuning(recipe: Recipe) -> Job:
     folder = Path(recipe.model)
     if not (folder / "config.json").is_file():
         raise ValueError(f"expected a folder with a config.json and weights, found no config.json in {folder}")
+    rows = _rows(recipe, folder)
+    steps, digest = recipe.steps_of(rows.trained.count), rows.digest()
+    check_resumed(recipe, steps, digest)
+    torch.manual_seed(recipe.seed)
+
+    def prepare(model: Any) -> Any:
+        if not model.can_generate():
+            kind = type(model).__name__
+            raise ValueError(f"expected a causal language model in {folder}, found {kind}, which has no head for it")
+        if recipe.packing:
+            with progress.doing("checking that packed samples stay apart"):
+                check_packing(model, recipe.length)
+        return returning_loss(model.train())
+
+    model = from_pretrained(folder, prepare=prepare, **_options(recipe))
+    rows = replace(rows, mask=lambda documents: document_mask(model.config, documents, model.dtype))
+    optimizer = _optimizer(recipe, model)
+    model.bind(optimizer)
+    files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
+    if recipe.chat_template is not None:
+        files["chat_template.jinja"] = recipe.chat_template.read_bytes()
+    return Job(recipe, steps, model, optimizer, rows, {"seed": recipe.seed, "data": digest}, files, str(rows))
+
+
+def _rows(recipe: Recipe, folder: Path) -> Rows:
+    """Reads the data, as tokens of the folder's tokenizer. Raises ValueError and OSError."""
     config, _ = configuration(folder / "config.json")
     tokenizer = load_tokenizer(folder, recipe.chat_template)
     with progress.doing("tokenizing"):
@@ -74,41 +100,8 @@ def _fine_tuning(recipe: Recipe) -> Job:
             f"({tokenizer.convert_ids_to_tokens(largest)!r}): take the tokenizer that belongs to the weights"
         )
     padding = next((n for n in (tokenizer.pad_token_id, tokenizer.eos_token_id) if n is not None and n < vocabulary), 0)
-    masked: dict[str, Any] = {}  # the model that the masks are for, once there is one
-
-    def mask(documents: Tensor) -> Any:
-        return document_mask(masked["model"].config, documents, masked["model"].dtype)
-
-    rows = Rows.cut(
-        samples,
-        recipe.length,
-        recipe.batch,
-        padding=padding,
-        held_out=recipe.evaluate_every > 0,
-        mask=mask if recipe.packing else None,
-    )
-    steps, digest = recipe.steps_of(rows.trained.count), rows.digest()
-    check_resumed(recipe, steps, digest)
-    torch.manual_seed(recipe.seed)
-
-    def prepare(model: Any) -> Any:
-        if not model.can_generate():
-            raise ValueError(
-                f"expected a causal language model in {folder}, found {type(model).__name__}, which has no head for it"
-            )
-        if recipe.packing:
-            with progress.doing("checking that packed samples stay apart"):
-                check_packing(model, recipe.length)
-        return returning_loss(model.train())
-
-    model = from_pretrained(folder, prepare=prepare, **_options(recipe))
-    masked["model"] = model
-    optimizer = _optimizer(recipe, model)
-    model.bind(optimizer)
-    files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
-    if recipe.chat_template is not None:
-        files["chat_template.jinja"] = recipe.chat_template.read_bytes()
-    return Job(recipe, steps, model, optimizer, rows, {"seed": recipe.seed, "data": digest}, files, str(rows))
+    held_out = recipe.evaluate_every > 0
+    return Rows.cut(samples, recipe.length, recipe.batch, packed=recipe.packing, padding=padding, held_out=held_out)
 
 
 def _optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:

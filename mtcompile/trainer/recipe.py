@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from mtcompile import checkpoint
+from mtcompile.checkpoint.shards import stored_tensors
 from mtcompile.data.encoding import TooLong
 from mtcompile.models.loading import check_shape
 
@@ -85,6 +87,8 @@ def check(recipe: Recipe) -> None:
     if recipe.save_every and recipe.save is None:
         raise ValueError(f"expected --save with --save-every {recipe.save_every}, found no folder to save into")
     _check_kind(recipe)
+    if recipe.resume is not None:
+        checkpoint.inspect(recipe.resume)
     if recipe.save is not None:
         recipe.save.mkdir(parents=True, exist_ok=True)
 
@@ -93,6 +97,8 @@ def _check_kind(recipe: Recipe) -> None:
     """Raises ValueError for settings that a model with pretrained weights needs or cannot have, or one without them."""
     if not recipe.pretrained:
         if not recipe.model.endswith(".json"):
+            if os.sep in recipe.model:
+                stored_tensors(recipe.model)  # says that nothing is downloaded
             check_shape(recipe.model)
         for name, value in (("chat_template", recipe.chat_template), ("too_long", recipe.too_long != "stop")):
             if value:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 
 from mtcompile.data.encoding import conversation, encode, load_tokenizer
 from mtcompile.data.records import Record, record_of
-from tests.data.folders import CHAT, folder_of, tokenizer_of
+from tests.data.folders import CHAT, SPECIAL, folder_of, tokenizer_of
 
 pytest.importorskip("transformers")
 TALK = (
@@ -66,6 +68,38 @@ def test_the_assistants_words_and_their_end_are_trained(template: str, parts: li
     text, trained = trained_parts(tokenizer_of(template))
     assert [part.strip() for part in trained] == parts
     assert text.count("Four.") == 3  # the user's is not trained
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("template", [CHAT, IN_BRACKETS, THINKING, GENERATION])
+def test_words_are_found_in_tokens_of_sentencepiece_models_too(template: str) -> None:
+    """Their tokens begin with the space before a word, and letters that they do not know are bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    model = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    model.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    model.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    special = [*SPECIAL, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False)
+    model.train([str(Path(__file__).parents[1] / "conftest.py")], trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=model, eos_token="<|end|>", pad_token="<|pad|>", extra_special_tokens=SPECIAL[1:4]
+    )
+    tokenizer.chat_template = template
+    messages = ({"role": "user", "content": "Zwei?"}, {"role": "assistant", "content": "Größe: zwei ✓"}, *TALK[3:])
+    first, second = trained_parts(tokenizer, messages)[1]
+    assert first.strip().replace(" <|", "<|") == "Größe: zwei ✓<|end|>"
+    assert second.replace(" <|", "<|").endswith("Yes: Four.<|end|>") and "Four.Yes" not in second
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.text(max_size=12).filter(lambda text: "\ue000" not in text), min_size=2, max_size=6))
+def test_whatever_is_said_the_assistants_half_is_trained(contents: list[str]) -> None:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[number % 2], "content": text} for number, text in enumerate(contents)]
+    _, trained = trained_parts(tokenizer_of(), messages)
+    assert trained == [text + "<|end|>" for text in contents[1::2]]
 
 
 def test_by_hand() -> None:

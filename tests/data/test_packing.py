@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def samples_of(*lengths: int) -> Samples:
 
 def test_rows_hold_tokens_labels_positions_and_documents() -> None:
     masks: list[torch.Tensor] = []
-    rows = Rows.cut(samples_of(3, 2, 4), 6, 1, padding=7, held_out=False, mask=lambda documents: masks.append(documents))
+    rows = replace(Rows.cut(samples_of(3, 2, 4), 6, 1, packed=True, padding=7), mask=masks.append)
     batches = [rows.batch(step, 1, 0) for step in (1, 2)]
     first, second = sorted((batch.arguments for batch in batches), key=lambda a: int(a["input_ids"][0, 0]))
     assert first["input_ids"].tolist() == [[100, 101, 102, 7, 7, 7]] and second["input_ids"].tolist() == [
@@ -53,18 +54,16 @@ def test_rows_hold_tokens_labels_positions_and_documents() -> None:
     with pytest.raises(
         ValueError, match="expected at least 2 rows of 6 tokens for a batch of 2, beside 1 samples held out, found 1"
     ):
-        Rows.cut(samples_of(3, 3, 3), 6, 2, padding=0, held_out=True, mask=lambda documents: None)
+        Rows.cut(samples_of(3, 3, 3), 6, 2, packed=True, held_out=True)
 
 
 def test_the_last_samples_are_held_out_and_data_tells_itself_apart() -> None:
-    rows = Rows.cut(samples_of(*[4] * 40), 4, 2, padding=0, held_out=True, mask=None)
+    rows = Rows.cut(samples_of(*[4] * 40), 4, 2, packed=False, held_out=True)
     assert rows.trained.count == 38 and [batch.arguments["input_ids"].shape for batch in rows.evaluation(1, 8)] == [(1, 4)] * 2
     assert next(rows.evaluation(4, 8)).arguments["input_ids"].tolist() == [[252, 253, 254, 255], [256, 257, 258, 259]]
     seen = torch.cat([rows.batch(step, 2, 3).arguments["input_ids"] for step in range(1, 20)])
     assert sorted(seen.flatten().tolist()) == list(range(100, 100 + 38 * 4))
-    others = (
-        Rows.cut(samples_of(*lengths), 4, 2, padding=0, held_out=True, mask=None) for lengths in ([4] * 39, [4] * 39 + [3])
-    )
+    others = (Rows.cut(samples_of(*lengths), 4, 2, packed=False, held_out=True) for lengths in ([4] * 39, [4] * 39 + [3]))
     assert len({rows.digest(), *(other.digest() for other in others)}) == 3
 
 
@@ -106,10 +105,9 @@ def test_packed_losses_and_gradients_are_those_of_samples_by_themselves(
     model = model_of(config, torch.float32 if experts else torch.float64).eval()
     check_packing(model, 96)
     samples = encode(read_records([chats(tmp_path / "chats.jsonl")]), tokenizer_of(), 96)
-    rows = Rows.cut(
-        samples, 96, 1, padding=0, held_out=False, mask=lambda documents: document_mask(model.config, documents, model.dtype)
-    )
-    alone = Rows.cut(samples, 96, 1, padding=0, held_out=False, mask=None)
+    rows = Rows.cut(samples, 96, 1, packed=True)
+    rows = replace(rows, mask=lambda documents: document_mask(model.config, documents, model.dtype))
+    alone = Rows.cut(samples, 96, 1, packed=False)
     assert len(rows.rows) < len(alone.rows) / 1.5
     results = []
     for each in (rows, alone):

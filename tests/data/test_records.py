@@ -68,6 +68,7 @@ def test_parquet_is_read_by_rows(tmp_path: Path) -> None:
     ("line", "said"),
     [
         ('{"text": "a",}', "expected JSON, found something else (Illegal trailing comma before end of object at column 13)"),
+        ('{"text": "a"', "(Expecting ',' delimiter at column 13)"),
         ("[1, 2]", "expected an object with fields such as messages or text, found a list"),
         ("[" * 100_000, "expected JSON, found something else"),
         (b"\xff\xfe", "expected UTF-8 text, found something else at byte 0"),
@@ -99,7 +100,7 @@ def test_parquet_is_read_by_rows(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_is_said_with_its_line_and_field(tmp_path: Path, line: str | bytes, said: str) -> None:
     file = tmp_path / "data.jsonl"
-    file.write_bytes(b'{"text": "fine"}\n' + (line if isinstance(line, bytes) else line.encode()) + b"\n")
+    file.write_bytes(b'\xef\xbb\xbf{"text": "fine"}\n' + (line if isinstance(line, bytes) else line.encode()) + b"\n")
     with pytest.raises(ValueError) as raised:
         list(read_records([file]))
     message = str(raised.value)

@@ -42,18 +42,9 @@ def plain_loop(recipe: Recipe) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Trains the same batches as anybody would; micro-batches one by one, each weighed by its targets."""
     model = transformers.AutoModelForCausalLM.from_pretrained(recipe.model).train()
 
-    def mask(documents: torch.Tensor) -> Any:
-        return document_mask(model.config, documents, model.dtype)
-
     samples = encode(read_records(recipe.data), load_tokenizer(Path(recipe.model)), recipe.length)
-    rows = Rows.cut(
-        samples,
-        recipe.length,
-        recipe.batch,
-        padding=0,
-        held_out=recipe.evaluate_every > 0,
-        mask=mask if recipe.packing else None,
-    )
+    rows = Rows.cut(samples, recipe.length, recipe.batch, packed=recipe.packing)
+    rows = replace(rows, mask=lambda documents: document_mask(model.config, documents, model.dtype))
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": recipe.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
