@@ -148,7 +148,9 @@ def conversation(record: Record, tokenizer: Any) -> tuple[Any, Any]:
                 targets[(places[:, 0] >= stop) & (np.arange(len(ids)) <= following)] = True
     targets[:1] = False
     if not targets.any():
-        raise ValueError(f"{record.place}: expected tokens of the assistant to train on, found none: its messages are empty")
+        raise ValueError(
+            f"{record.place}: expected tokens of the assistant to train on, found none: fill its messages, or delete the record"
+        )
     return ids, targets
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import mtcompile
 from mtcompile import checkpoint
 from mtcompile.cli.app import app
 from mtcompile.data.boundaries import document_mask
@@ -38,13 +39,17 @@ def rows_of(recipe: Recipe) -> list[Row]:
     return rows
 
 
+def rows_for(recipe: Recipe, model: Any) -> Rows:
+    samples = encode(read_records(recipe.data), load_tokenizer(Path(recipe.model)), recipe.length)
+    rows = Rows.cut(samples, recipe.length, recipe.batch, packed=recipe.packing, held_out=recipe.evaluate_every > 0)
+    return replace(rows, mask=lambda documents: document_mask(model.config, documents, model.dtype))
+
+
 def plain_loop(recipe: Recipe) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Trains the same batches as anybody would; micro-batches one by one, each weighed by its targets."""
     model = transformers.AutoModelForCausalLM.from_pretrained(recipe.model).train()
 
-    samples = encode(read_records(recipe.data), load_tokenizer(Path(recipe.model)), recipe.length)
-    rows = Rows.cut(samples, recipe.length, recipe.batch, packed=recipe.packing)
-    rows = replace(rows, mask=lambda documents: document_mask(model.config, documents, model.dtype))
+    rows = rows_for(recipe, model)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": recipe.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
@@ -74,6 +79,7 @@ def plain_loop(recipe: Recipe) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, weights(model)
 
 
+@pytest.mark.slow
 def test_losses_weights_and_the_saved_folder_are_those_of_plain_transformers(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, memory="1300KiB", save=tmp_path / "run")
     rows: list[Row] = []
@@ -113,13 +119,16 @@ def test_other_ways_to_train_have_the_losses_and_weights_of_a_plain_loop(tmp_pat
         sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 384} if options["config"] == "GPT2Config" else SIZES
         window = {} if options["config"] == "GPT2Config" else {"sliding_window": 16, "head_dim": 8}
         options = {**options, "config": getattr(transformers, options["config"])(**sizes, **window)}
-    recipe = recipe_of(tmp_path, **options, save=tmp_path / "run")
+    recipe = recipe_of(tmp_path, **options, evaluate_every=3, save=tmp_path / "run")
     rows: list[Row] = []
-    summary = train(recipe, lambda row, model: rows.append(row))  # type: ignore[arg-type]
+    summary = train(recipe, lambda row, model: rows.append(row) if isinstance(row, Row) else None)
     losses, stepped = plain_loop(recipe)
     assert summary.limiting_resource and [row.loss for row in rows] == losses
-    saved = checkpoint.latest(tmp_path / "run")
-    assert equal(weights(transformers.AutoModelForCausalLM.from_pretrained(saved)), stepped)
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint.latest(tmp_path / "run"))
+    assert equal(weights(model), stepped)
+    (held_out,) = rows_for(recipe, model).evaluation(recipe.batch // recipe.accumulate, 8)
+    with torch.no_grad():
+        assert summary.eval_loss == float(model(**held_out.arguments).loss) and held_out.targets > 0
 
 
 @pytest.mark.long
@@ -182,6 +191,24 @@ def test_text_is_trained_too_and_tokenizers_of_a_template_of_your_own_are_saved(
     losses, stepped = plain_loop(again)
     assert [row.loss for row in rows_of(again)] == losses
     assert equal(weights(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again" / "step-00000001")), stepped)
+
+
+@pytest.mark.long
+def test_folders_go_to_the_trainer_of_transformers_and_back(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, save=tmp_path / "run", steps=1)
+    train(recipe)
+    saved = tmp_path / "run" / "step-00000001"
+    tokens = torch.arange(16)
+    trainer = transformers.Trainer(
+        mtcompile.from_pretrained(saved, memory=FITS),
+        transformers.TrainingArguments(str(tmp_path / "hf"), max_steps=1, save_steps=1, report_to=[]),
+        train_dataset=[{"input_ids": tokens, "labels": tokens}] * 8,
+        processing_class=transformers.AutoTokenizer.from_pretrained(saved),
+    )
+    trainer.train()
+    again = replace(recipe, model=str(tmp_path / "hf" / "checkpoint-1"), save=None)
+    losses, _ = plain_loop(again)
+    assert [row.loss for row in rows_of(again)] == losses
 
 
 @pytest.mark.long
