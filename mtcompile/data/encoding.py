@@ -9,7 +9,7 @@ that ends its turn is trained too.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -127,31 +127,41 @@ def conversation(record: Record, tokenizer: Any) -> tuple[Any, Any]:
             f"{record.place}: expected a chat template for conversations, found none with the tokenizer: give --chat-template "
             "FILE.jinja, or take the folder of a model that was trained to chat"
         )
-    whole = _rendered(record, tokenizer, record.messages)
-    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
-    ids, places = np.array(encoded["input_ids"], np.int32), np.array(encoded["offset_mapping"]).reshape(-1, 2)
     if isinstance(template, str) and _GENERATION.search(template):
-        marked = tokenizer.apply_chat_template(
+        _rendered(record, tokenizer, record.messages)  # or it is refused, with the record's place
+        encoded = tokenizer.apply_chat_template(
             list(record.messages), tools=record.tools, return_dict=True, return_assistant_tokens_mask=True
         )
-        targets = np.array(marked["assistant_masks"], bool)
-        ids = np.array(marked["input_ids"], np.int32)
+        targets = np.array(encoded["assistant_masks"], bool)
     else:
-        targets = np.zeros(len(ids), bool)
-        ends = {*tokenizer.all_special_ids, *(n for n, t in tokenizer.added_tokens_decoder.items() if t.special)}
-        for start, stop in _spans(record, tokenizer, whole):
-            targets |= (places[:, 1] > start) & (places[:, 0] < stop)
-            following = int(np.searchsorted(places[:, 0], stop))
-            while following < len(ids) and not whole[slice(*places[following])].strip() and int(ids[following]) not in ends:
-                following += 1
-            if following < len(ids) and int(ids[following]) in ends:
-                targets[(places[:, 0] >= stop) & (np.arange(len(ids)) <= following)] = True
+        whole = _rendered(record, tokenizer, record.messages)
+        encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+        targets = _targets(encoded, whole, list(_spans(record, tokenizer, whole)), _special(tokenizer))
     targets[:1] = False
     if not targets.any():
         raise ValueError(
             f"{record.place}: expected tokens of the assistant to train on, found none: fill its messages, or delete the record"
         )
-    return ids, targets
+    return np.array(encoded["input_ids"], np.int32), targets
+
+
+def _special(tokenizer: Any) -> set[int]:
+    return {*tokenizer.all_special_ids, *(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)}
+
+
+def _targets(encoded: Any, whole: str, spans: Sequence[tuple[int, int]], special: Collection[int]) -> Any:
+    """Returns which tokens of a text lie in one of its ``spans``, or are the special token behind one, with the white space
+    between them."""
+    ids, places = encoded["input_ids"], np.array(encoded["offset_mapping"]).reshape(-1, 2)
+    targets = np.zeros(len(ids), bool)
+    for start, stop in spans:
+        targets |= (places[:, 1] > start) & (places[:, 0] < stop)
+        behind = end = int(np.searchsorted(places[:, 0], stop))
+        while end < len(ids) and ids[end] not in special and not whole[slice(*places[end])].strip():
+            end += 1
+        if end < len(ids) and ids[end] in special:
+            targets[behind : end + 1] = True
+    return targets
 
 
 def _spans(record: Record, tokenizer: Any, whole: str) -> Iterator[tuple[int, int]]:
