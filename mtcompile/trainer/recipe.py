@@ -113,8 +113,12 @@ def _check_kind(recipe: Recipe) -> None:
         raise ValueError(f"expected no --vocab: the tokens are those of the tokenizer in {recipe.model}, found {recipe.vocab}")
     if recipe.length < 2:
         raise ValueError(f"expected --seq of 2 or more, found {recipe.length}")
-    if recipe.save is not None and recipe.save.resolve() == Path(recipe.model).resolve():
-        raise ValueError(f"expected --save to name another folder than the model's, found {recipe.save}")
+    folder, save = Path(recipe.model).resolve(), recipe.save and recipe.save.resolve()
+    if save == folder or (save == folder.parent and checkpoint.latest(folder) is not None):
+        raise ValueError(
+            f"expected --save to name a folder of its own, found {recipe.save}, which is or holds the model: old checkpoints "
+            "are deleted there"
+        )
 
 
 def check_resumed(recipe: Recipe, steps: int, digest: str | None = None) -> None:

@@ -188,6 +188,8 @@ def test_text_is_trained_too_and_tokenizers_of_a_template_of_your_own_are_saved(
     saved = tmp_path / "run" / "step-00000001"
     assert transformers.AutoTokenizer.from_pretrained(saved).chat_template == CHAT + "\n"
     again = replace(recipe, model=str(saved), save=tmp_path / "again")  # a checkpoint is a folder to start from
+    with pytest.raises(ValueError, match="which is or holds the model"):
+        train(replace(again, save=tmp_path / "run"))
     losses, stepped = plain_loop(again)
     assert [row.loss for row in rows_of(again)] == losses
     assert equal(weights(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again" / "step-00000001")), stepped)
@@ -233,6 +235,7 @@ def test_what_cannot_be_trained_is_said_before_weights_are_read(tmp_path: Path) 
     data = chats(tmp_path / "chats.jsonl")
     (folder / "model.safetensors").unlink()
     assert "expected --data to train the weights of" in refused(folder)
+    assert "which is or holds the model" in refused(folder, "--data", str(data), "--save", str(folder))
     assert "expected no --vocab" in refused(folder, "--data", str(data), "--vocab", "9")
     assert "line 1: expected a chat template" in refused(folder, "--data", str(data))
     tokenizer_of().save_pretrained(folder)
