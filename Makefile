@@ -60,7 +60,7 @@ $(READY): pyproject.toml constraints.txt setup.py runtime/optim/update.c
 	@echo "setting up $(VENV) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install -c constraints.txt torch setuptools wheel
-	@$(PIP) install -c constraints.txt --no-build-isolation -e ".[test,triton]"
+	@$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev]"
 	@touch $@
 
 lint: $(READY)

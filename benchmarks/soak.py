@@ -3,8 +3,8 @@
     python -m benchmarks.soak --json out.json          # minutes; make soak. --steps 1000 --models 10 for less
 
 Three models train in turns for 10,000 steps, with evaluation, changing lengths, updates in the backward that run ahead, and
-saves in the background. Then 100 models are compiled, trained for a step and deleted. Figures are taken after a tenth of each, and at
-its end. Exits with 1 if memory has grown by more than ``--slack`` MiB, or the number of descriptors or threads at all.
+saves in the background. Then 100 models are compiled, trained for a step and deleted. Figures are taken after a tenth of each
+and at its end. Exits with 1 if memory has grown by more than ``--slack`` MiB, or the number of descriptors or threads at all.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ FORMAT = "mtcompile-checkpoint-1"
 MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"step-\d{8,12}(-\d{1,12})?")
 _UNFINISHED = re.compile(r"\.step-\d{8,12}(-\d{1,12})?\.unfinished-[A-Za-z0-9_]{8}")
-_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.(safetensors|json)")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.(safetensors|json|jinja|txt|model)")
 _OURS = re.compile(rf"({_FILE.pattern})|\.tmp[A-Za-z0-9]{{6}}")  # also what safetensors writes before it renames it
 _MOST_MANIFEST_NBYTES = 1 << 28
 _PIECE_NBYTES = 1 << 22
@@ -48,6 +48,11 @@ class Manifest:
 
 def step_folder(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def may_be_added(name: str) -> bool:
+    """Says whether a checkpoint may have a file of this name that is not its own."""
+    return bool(_FILE.fullmatch(name)) and not name.endswith(".safetensors")
 
 
 def unfinished(folder: Path, name: str) -> Path:

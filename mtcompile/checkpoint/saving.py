@@ -27,6 +27,7 @@ def save(
     others: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
     keep: int = 2,
+    files: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Saves a checkpoint of a plain or compiled model. Returns its folder, ``folder/step-00000012``.
 
@@ -34,6 +35,7 @@ def save(
     others   objects with ``state_dict()`` by name, such as a scheduler, a GradScaler or a data loader
     extra    numbers, text and tensors of your own by name, such as the position in the data
     keep     how many checkpoints stay in ``folder``; older ones are deleted last, 0 keeps all
+    files    bytes of further files of the checkpoint by name, such as a tokenizer's: .json, .jinja, .txt or .model
 
     The states of torch's, Python's and numpy's random generators are saved too. Tensors are written from where they are, in
     pieces of 8 MiB. Raises CheckpointError if another process saves into ``folder`` or what is there is
@@ -41,7 +43,7 @@ def save(
     earlier checkpoints are as they were.
     """
     finish_saving(folder)
-    return write(Path(folder), content_of(Path(folder), model, optimizer, step, others, extra, keep))
+    return write(Path(folder), content_of(Path(folder), model, optimizer, step, others, extra, keep).with_files(files or {}))
 
 
 def save_in_background(
@@ -53,6 +55,7 @@ def save_in_background(
     others: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
     keep: int = 2,
+    files: Mapping[str, bytes] | None = None,
 ) -> BackgroundSave:
     """Saves a checkpoint as ``save`` does, of the values as they are now, while the training goes on.
 
@@ -61,7 +64,7 @@ def save_in_background(
     if there is no host memory for the copy; what goes wrong later is raised by ``wait`` or by the next save.
     """
     finish_saving(folder)
-    content = content_of(Path(folder), model, optimizer, step, others, extra, keep)
+    content = content_of(Path(folder), model, optimizer, step, others, extra, keep).with_files(files or {})
     rooms = memory_rooms()
     limit = min(rooms, key=lambda name: rooms[name], default=None)
     if limit is not None and content.nbytes > rooms[limit]:

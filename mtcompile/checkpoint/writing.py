@@ -42,7 +42,7 @@ SHARD_NBYTES = 4 << 30
 @dataclass(frozen=True, slots=True)
 class Content:
     """All that a checkpoint of ``step`` is to hold. ``tied``: name -> the parameter that it shares all of its memory with.
-    ``tensors``: those of ``state``, by their numbers. ``configuration``: text of config.json, if the model has one."""
+    ``tensors``: those of ``state``, by their numbers. ``files``: bytes of further files by name, config.json among them."""
 
     step: int
     keep: int
@@ -50,7 +50,7 @@ class Content:
     tied: Mapping[str, str]
     tensors: Mapping[str, Tensor]
     state: Mapping[str, Any]
-    configuration: str | None
+    files: Mapping[str, bytes]
 
     @property
     def nbytes(self) -> int:
@@ -58,11 +58,20 @@ class Content:
 
     def copied(self) -> Content:
         """Returns the same content in host memory of its own."""
-        weights, tensors = (
-            {name: tensor.detach().to("cpu", copy=True) for name, tensor in each.items()}
-            for each in (self.weights, self.tensors)
-        )
-        return replace(self, weights=weights, tensors=tensors)
+        return replace(self, weights=_copied(self.weights), tensors=_copied(self.tensors))
+
+    def with_files(self, files: Mapping[str, bytes]) -> Content:
+        """Returns the same content with the caller's files. Raises ValueError for a name that they cannot have."""
+        for name in files:
+            if name in (MANIFEST, "config.json") or name.endswith(INDEX) or not may_be_added(name):
+                raise ValueError(
+                    f"expected files= to have names of their own that end in .json, .jinja, .txt or .model, found {name!r}"
+                )
+        return replace(self, files={**self.files, **files})
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def content_of(
@@ -109,8 +118,7 @@ def write(folder: Path, content: Content) -> Path:
             new = unfinished(folder, step_folder(step))
             try:
                 files = _write_shards(new, "model", content.weights) | _write_shards(new, "state", content.tensors)
-                if content.configuration is not None:
-                    files["config.json"] = _write_text(new / "config.json", content.configuration)
+                files |= {name: _write_bytes(new / name, data) for name, data in content.files.items()}
                 write_manifest(new, Manifest(serial, step, files, content.tied, content.state))
                 on_disk(new)
                 read_manifest(new)  # what is saved can be read, or the earlier ones stay
@@ -174,24 +182,27 @@ def _write_shards(folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> dic
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
         "weight_map": {name: file for file, shard in zip(names, shards, strict=True) for name in shard},
     }
-    files[f"{stem}{INDEX}"] = _write_text(folder / f"{stem}{INDEX}", json.dumps(index, indent=1))
+    files[f"{stem}{INDEX}"] = _write_bytes(folder / f"{stem}{INDEX}", json.dumps(index, indent=1).encode())
     return files
 
 
-def _write_text(path: Path, text: str) -> FileEntry:
-    path.write_text(text, encoding="utf-8")
+def _write_bytes(path: Path, data: bytes) -> FileEntry:
+    path.write_bytes(data)
     on_disk(path)
     return FileEntry(path.stat().st_size, checksum(path))
 
 
-def _configuration(model: nn.Module) -> str | None:
+def _configuration(model: nn.Module) -> dict[str, bytes]:
     """Returns config.json of a Transformers model, with the name of the plain class, so that ``from_pretrained`` builds it."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
-        return None
+        return {}
     fields = json.loads(config.to_json_string(use_diff=False))
     fields["architectures"] = [plain_class(type(model)).__name__]
-    return json.dumps(fields, indent=2) + "\n"
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if len(kinds) == 1:  # a precision of its own, such as masters that were split
+        fields["dtype"] = str(kinds.pop()).removeprefix("torch.")
+    return {"config.json": (json.dumps(fields, indent=2) + "\n").encode()}
 
 
 def _renamed(new: Path, folder: Path, step: int, serial: int) -> Path:

@@ -14,6 +14,7 @@ import typer
 Precision = Literal["model", "fp32", "bf16-master32", "bf16"]
 Update = Literal["step", "backward"]
 Kernels = Literal["eager", "inductor"]
+TooLong = Literal["stop", "cut", "drop"]
 
 # Options that the groups below have in common, and --json, which commands take by themselves.
 Batch = Annotated[int, typer.Option(min=1, help="sequences per step")]
@@ -63,7 +64,6 @@ class TrainingOptions:
 
     memory: Annotated[str, typer.Option(help="bytes of device memory: 16GiB, 141GB or a number (default: what is free)")] = ""
     batch: Batch = 8
-    seq: Seq = 128
     precision: PrecisionOption = "model"
     update: UpdateOption = "step"
     accumulate: Accumulate = 1
@@ -79,6 +79,7 @@ class ComparisonOptions(TrainingOptions):
         typer.Option(help="bytes of device memory for the compiled model (default: half of the fully resident size)"),
     ] = ""
     batch: Batch = 2
+    seq: Seq = 128
     max_grad_norm: Annotated[float | None, typer.Option(help="clip the gradients of both models to this norm")] = None
     kernels: Annotated[Kernels, typer.Option(help="inductor: compiled kernels, equal within rounding")] = "eager"
 
@@ -89,21 +90,44 @@ class RecipeOptions(TrainingOptions):
 
     data: Annotated[
         list[Path] | None,
-        typer.Option(help="text, a folder of text, or .bin/.npy tokens; may be repeated (default: Python's own sources)"),
+        typer.Option(
+            help="a file or a folder; may be repeated. For a folder of weights: .jsonl, .json or .parquet records, or text. "
+            "Else: text, or .bin/.npy tokens (default: Python's own sources)"
+        ),
     ] = None
     vocab: Annotated[int | None, typer.Option(min=1, help="size of the vocabulary of .bin and .npy files")] = None
+    chat_template: Annotated[
+        Path | None, typer.Option(help="a Jinja file, instead of the chat template of the folder of weights")
+    ] = None
+    packing: Annotated[bool, typer.Option(help="put several samples into a row; they do not attend to one another")] = True
+    too_long: Annotated[
+        TooLong, typer.Option(help="a conversation of more than --seq tokens stops the command, is cut, or is dropped")
+    ] = "stop"
+    seq: Annotated[int | None, typer.Option(min=1, help="tokens per sequence (default: 128; 1024 for a folder of weights)")] = (
+        None
+    )
     host: Host = ""
     disk: Disk = ""
-    steps: Annotated[int, typer.Option(min=1, help="steps in all, including those before --resume")] = 100
-    lr: Annotated[float, typer.Option(min=0, help="highest learning rate")] = 1e-3
+    steps: Annotated[int | None, typer.Option(min=1, help="steps in all, including those before --resume (default: 100)")] = (
+        None
+    )
+    epochs: Annotated[float | None, typer.Option(min=0, help="passes over the data, instead of --steps")] = None
+    lr: Annotated[
+        float | None, typer.Option(min=0, help="highest learning rate (default: 1e-3; 2e-5 for a folder of weights)")
+    ] = None
     warmup: Annotated[int, typer.Option(min=0, help="steps up to the highest rate, before a cosine down to a tenth")] = 20
     weight_decay: Annotated[float, typer.Option(min=0, help="weight decay of matrices")] = 0.1
     clip: Annotated[float, typer.Option(min=0, help="clip the gradients to this norm; 0: no clipping")] = 1.0
     run_ahead: RunAhead = False
-    evaluate_every: Annotated[int, typer.Option(min=0, help="steps between evaluations on held-out data; 0: never")] = 50
-    seed: Annotated[int, typer.Option(min=0, help="seed of the weights and of the order of the data")] = 0
+    evaluate_every: Annotated[
+        int, typer.Option(min=0, help="steps between evaluations on held-out data, the last 5 %; 0: never")
+    ] = 50
+    seed: Annotated[int, typer.Option(min=0, help="seed of new weights, of dropout and of the order of the data")] = 0
     metrics: Annotated[Path | None, typer.Option(help="a file for one JSON object per step")] = None
-    save: Annotated[Path | None, typer.Option(help="a folder for checkpoints; one is written at the end")] = None
+    save: Annotated[
+        Path | None,
+        typer.Option(help="a folder for checkpoints; one is written at the end. Those of a folder of weights are such folders"),
+    ] = None
     save_every: Annotated[int, typer.Option(min=0, help="steps between checkpoints; 0: only at the end")] = 0
     resume: Annotated[Path | None, typer.Option(help="a folder that --save wrote, to continue from")] = None
 

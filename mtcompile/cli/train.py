@@ -8,39 +8,63 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mtcompile.cli.common import FINE, INTERRUPTED
+from mtcompile.cli.config_file import set_defaults
 from mtcompile.cli.options import Json, RecipeOptions, values
 
 if TYPE_CHECKING:
-    from mtcompile.trainer.trainer import Evaluation, Recipe, Row, Summary
+    from mtcompile.trainer.jobs import Job
+    from mtcompile.trainer.trainer import Evaluation, Row, Summary
 
 
 def train(
-    model: Annotated[str, typer.Argument(help="a built-in shape (gpt-11m) or a Hugging Face config.json; random weights")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="a folder of weights (config.json, safetensors, tokenizer.json) to fine-tune; or, with random weights, a "
+            "built-in shape (gpt-11m) or a Hugging Face config.json"
+        ),
+    ],
     options: RecipeOptions,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="a YAML file of these options, such as seq: 2048; flags override it", callback=set_defaults, is_eager=True
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train a language model within a device-memory budget, on text (each byte is a token) or on tokens.
+    """Fine-tune a language model from a local folder, or train one from random weights, within a device-memory budget.
+
+    A folder's tokenizer and chat template turn records into tokens: {"text": ...}, {"messages": [...]}, ShareGPT's
+    {"conversations": [...]}, or Alpaca's {"instruction", "input", "output"}. In conversations, only what the assistant says is
+    trained. With random weights the data is text, each byte a token, or tokens.
+
+    Each checkpoint, such as run/step-00000050, is a folder that from_pretrained of Transformers reads.
 
     Ctrl-C or SIGTERM ends it after the current step: the checkpoint is written and the files are closed.
 
     \b
     Examples:
+      mtcompile train llama-folder --data chats.jsonl --epochs 3 --memory 16GiB --precision bf16-master32 --save run
+      mtcompile train --config run.yaml --lr 1e-5
       mtcompile train gpt-11m --memory 64MiB --steps 50 --save run
-      mtcompile train config.json --data notes/ --update backward --metrics run.jsonl
 
     Exit code 0: trained; 130: interrupted; 2: invalid argument or file; 3: it does not fit; 1: a step failed.
     """
-    from mtcompile.trainer.trainer import Recipe
-    from mtcompile.trainer.trainer import train as run
+    from mtcompile.trainer.jobs import prepared
+    from mtcompile.trainer.recipe import Recipe
+    from mtcompile.trainer.trainer import run
 
     recipe = Recipe(model, **{**values(options), "data": tuple(options.data or ())})
-    with _stopping() as stop, _reporting(recipe, as_json) as report:
-        summary = run(recipe, report, stop)
+    job = prepared(recipe)  # before the first step there is nothing to save: Ctrl-C ends it at once
+    with _stopping() as stop, _reporting(job, as_json) as report:
+        summary = run(job, report, stop)
     print(json.dumps(asdict(summary), indent=1) if as_json else _lines(summary))
     raise typer.Exit(INTERRUPTED if summary.interrupted else FINE)
 
@@ -73,7 +97,7 @@ def _stopping() -> Iterator[Callable[[], bool]]:
 
 
 @contextlib.contextmanager
-def _reporting(recipe: Recipe, as_json: bool) -> Iterator[Callable[[Row | Evaluation, Any], None]]:
+def _reporting(job: Job, as_json: bool) -> Iterator[Callable[[Row | Evaluation, Any], None]]:
     """Shows a bar on a terminal, else prints about twenty lines; on stderr with --json. Yields a function of (row, model)."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -83,18 +107,20 @@ def _reporting(recipe: Recipe, as_json: bool) -> Iterator[Callable[[Row | Evalua
     out = sys.stderr if as_json else sys.stdout
     console = Console(file=out)
     columns = (BarColumn(8), MofNCompleteColumn(), TextColumn("{task.fields[row]}"), TimeRemainingColumn(compact=True))
-    every = max(1, recipe.steps // 20)
+    every = max(1, job.steps // 20)
+    if job.about:
+        print(job.about, file=out, flush=True)
     with Progress(*columns, console=console, disable=not out.isatty()) as bar:
-        task = bar.add_task("training", total=recipe.steps, row="capturing and planning the first step")
+        task = bar.add_task("training", total=job.steps, row="capturing and planning the first step")
 
         def report(row: Row | Evaluation, model: Any) -> None:
             if isinstance(row, Row):
                 bar.update(task, completed=row.step, row=_line(row, model))
-                if out.isatty() or not (row.step == 1 or row.step % every == 0 or row.step == recipe.steps):
+                if out.isatty() or not (row.step == 1 or row.step % every == 0 or row.step == job.steps):
                     return
-                line = f"step {row.step}/{recipe.steps}  {_line(row, model)}"
+                line = f"step {row.step}/{job.steps}  {_line(row, model)}"
             else:
-                line = f"step {row.step}/{recipe.steps}  held out: loss {row.eval_loss:.4f} over {row.eval_tokens:,} tokens"
+                line = f"step {row.step}/{job.steps}  held out: loss {row.eval_loss:.4f} over {row.eval_tokens:,} tokens"
             if out.isatty():
                 bar.print(line, markup=False, highlight=False, soft_wrap=True)
             else:

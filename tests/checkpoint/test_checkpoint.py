@@ -377,7 +377,14 @@ def test_a_fault_in_any_call_leaves_the_old_or_the_new(tmp_path: Path, monkeypat
             return call
 
         with monkeypatch.context() as patched:
-            for owner, name in ((os, "fsync"), (os, "open"), (Path, "rename"), (Path, "write_text"), (os, "mkdir")):
+            for owner, name in (
+                (os, "fsync"),
+                (os, "open"),
+                (Path, "rename"),
+                (Path, "write_bytes"),
+                (Path, "write_text"),
+                (os, "mkdir"),
+            ):
                 patched.setattr(owner, name, failing(getattr(owner, name)))
             patched.setattr(os, "pwrite", failing(os.pwrite))
             failed = False

@@ -176,6 +176,22 @@ def test_the_contributing_page_has_every_folder() -> None:
             assert f"`{package.parent.relative_to(ROOT)}/`" in text, package.parent
 
 
+def test_the_versions_page_is_that_of_the_package() -> None:
+    package, page = (ROOT / "pyproject.toml").read_text(), (DOCS / "versions.md").read_text()
+    bounds = re.search(r'"torch>=2\.(\d+),<2\.(\d+)"', package)
+    assert bounds is not None
+    minors = [f"2.{minor}" for minor in range(int(bounds[1]), int(bounds[2]))]
+    assert f"PyTorch {', '.join(minors[:-1])} and {minors[-1]}" in page
+    assert f"PyTorch {minors[0]} to {minors[-1]}" in (ROOT / "README.md").read_text()
+    extras = set(
+        re.findall(r"^(\w+) = \[", package.partition("[project.optional-dependencies]")[2].partition("[project.")[0], re.M)
+    )
+    table = rows(DOCS / "versions.md", "extra")
+    assert {row[0].strip("`") for row in table} == extras - {"test"}
+    for name, version in re.findall(r"(\w+) (\d[\d.]*)", " ".join(row[2] for row in table)):
+        assert re.search(rf"^{name}=={re.escape(version)}\b", (ROOT / "constraints.txt").read_text(), re.M), name
+
+
 def reference() -> str:
     """Returns the text of docs/api.md: every public name with its signature and docstring."""
     lines = ["# Reference", "", "Generated from the docstrings by `python -m tests.project.test_docs`.", ""]

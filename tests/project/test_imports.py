@@ -147,5 +147,6 @@ def test_no_call_trusts_remote_code() -> None:
         for path in sources(*FOLDERS)
         for node in ast.walk(parse(path))
         if isinstance(node, ast.keyword) and node.arg == "trust_remote_code"
+        if not (isinstance(node.value, ast.Constant) and node.value.value is False)  # without it, a library asks the user
     ]
     assert not wrong, "\n".join(wrong)

@@ -23,13 +23,14 @@ ROOT_FILES = {
     )
 } | {"py.typed"}  # fmt: skip
 ROOMS = {
-    "capture", "checkpoint", "cli", "execution", "forecast", "kernels", "machine", "models", "optim", "parity", "report",
-    "torch_private", "trainer", "viz",
+    "capture", "checkpoint", "cli", "data", "execution", "forecast", "kernels", "machine", "models", "optim", "parity",
+    "report", "torch_private", "trainer", "viz",
 }  # fmt: skip
 LINKS = {"passes", "runtime"}
 MOST_FILES, MOST_LINES, MOST_PARAMETERS = 12, 400, 7
 PUBLIC_DOORS = {  # the functions of more parameters: options as users write them, and kernels in Triton's language
     "mtcompile/api.py": {"compile"},
+    "mtcompile/checkpoint/": {"save", "save_in_background"},
     "mtcompile/forecast/": {"plan"},
     "mtcompile/parity/": {"verify"},
     "mtcompile/cli/": {"bench", "explain", "graph", "plan", "trace", "train", "verify", "viz"},

@@ -21,10 +21,11 @@ from typer.testing import CliRunner
 
 from mtcompile import checkpoint
 from mtcompile.cli.app import app
+from mtcompile.data.windows import Windows, read_tokens
 from mtcompile.errors import CheckpointError
 from mtcompile.models.loading import language_model
-from mtcompile.trainer.text_data import Windows, read_tokens
-from mtcompile.trainer.trainer import Evaluation, Recipe, Row, learning_rate, train
+from mtcompile.trainer.recipe import Recipe, learning_rate
+from mtcompile.trainer.trainer import Evaluation, Row, train
 
 pytestmark = pytest.mark.slow  # it compiles many models
 
@@ -55,19 +56,20 @@ def losses(wanted: Recipe) -> list[float]:
 def plain_losses(wanted: Recipe) -> list[float]:
     """An ordinary loop over the same batches, micro-batches with one backward each."""
     stream, _ = read_tokens(wanted.data, None)
-    windows = Windows.cut(stream, wanted.seq, wanted.batch)
+    windows = Windows.cut(stream, wanted.length, wanted.batch)
     torch.manual_seed(wanted.seed)
     model, _ = language_model(wanted.model)
     groups: list[dict[str, Any]] = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": wanted.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=wanted.lr, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(groups, lr=wanted.rate, betas=(0.9, 0.95))
     found = []
-    for step in range(1, wanted.steps + 1):
+    for step in range(1, (wanted.steps or 0) + 1):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(wanted, step)
-        parts = [t.chunk(wanted.accumulate) for t in windows.batch(step, wanted.batch, wanted.seed)]
+            group["lr"] = learning_rate(wanted, wanted.steps or 0, step)
+        arguments = windows.batch(step, wanted.batch, wanted.seed).arguments
+        parts = [t.chunk(wanted.accumulate) for t in arguments.values()]
         total = torch.zeros(())
         for inputs, targets in zip(*parts, strict=True):
             loss = model(inputs, targets) * (1 / wanted.accumulate)
@@ -181,66 +183,8 @@ def test_the_command_trains_on_tokens_and_says_what_it_did(tmp_path: Path) -> No
     assert "step 3/3  loss " in made.stderr and "held out: loss" in made.stderr and "tokens/s" in made.stderr
 
 
-# ------------------------------------------------------------------------------------------------------------- the data
-
-
-def test_windows_take_every_token_once_in_an_order_of_each_epoch() -> None:
-    stream = np.arange(16 * 100 + 1, dtype=np.uint16)
-    windows = Windows.cut(stream, 16, batch=5)
-    assert (windows.trained, windows.held_out) == (95, 5)
-    epochs = []
-    for epoch in range(2):
-        batches = [windows.batch(step, 5, seed=3) for step in range(1 + 19 * epoch, 20 + 19 * epoch)]
-        assert all(torch.equal(inputs + 1, targets) for inputs, targets in batches)
-        epochs.append(torch.cat([targets.flatten() for _, targets in batches]))
-        assert torch.equal(epochs[-1].sort().values, torch.arange(1, 95 * 16 + 1))
-    assert not torch.equal(*epochs)
-    assert torch.equal(windows.batch(7, 5, seed=3)[0], Windows.cut(stream, 16, 5).batch(7, 5, seed=3)[0])
-    held = torch.cat([targets.flatten() for _, targets in windows.evaluation(2, 8)])
-    assert torch.equal(held, torch.arange(95 * 16 + 1, 99 * 16 + 1))  # whole batches only: a program is of one size
-    assert sum(1 for _ in windows.evaluation(2, 1)) == 1
-    assert [len(targets) for _, targets in windows.evaluation(9, 8)] == [5]
-    with pytest.raises(ValueError, match="expected at least 97 tokens"):
-        Windows.cut(stream[:50], 16, batch=5)
-
-
-def test_text_and_tokens_are_one_stream(tmp_path: Path) -> None:
-    folder = tmp_path / "notes"
-    (folder / ".git").mkdir(parents=True)
-    (folder / ".git" / "config").write_text("hidden")
-    (folder / "b.txt").write_text("é")
-    (folder / "a.txt").write_text("one ")
-    (folder / "image.png").write_bytes(b"\x89PNG\xff")
-    stream, vocabulary = read_tokens([folder], None)
-    assert bytes(stream) == "one é".encode() and vocabulary == 256
-    np.save(tmp_path / "more.npy", np.array([3, 70000], np.int64))
-    np.array([1, 2], np.uint32).tofile(tmp_path / "some.bin")
-    stream, vocabulary = read_tokens([tmp_path / "some.bin", tmp_path / "more.npy"], 70001)
-    assert list(stream) == [1, 2, 3, 70000] and vocabulary == 70001
-    np.save(tmp_path / "square.npy", np.zeros((2, 2), np.int64))
-    np.save(tmp_path / "objects.npy", np.array([{"code": 1}], object), allow_pickle=True)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty.npy").write_bytes(b"")
-    (tmp_path / "odd.bin").write_bytes(b"123")
-    for paths, size, said in (
-        (["more.npy"], None, "expected --vocab"),
-        (["more.npy"], 70000, "expected tokens from 0 to 69999"),
-        (["more.npy", "notes"], 70001, "found both"),
-        (["square.npy"], 10, "expected one row of whole numbers"),
-        (["objects.npy"], 10, "expected an array of numbers"),
-        (["empty.npy"], 10, "expected an array of numbers"),
-        (["odd.bin"], 10, "expected tokens of 2 bytes"),
-        (["empty"], None, "expected files in the folder"),
-        (["notes/image.png"], None, "expected UTF-8 text"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            read_tokens([tmp_path / path for path in paths], size)
-    stream, vocabulary = read_tokens((), None)
-    assert len(stream) > 2**20 and vocabulary == 256
-
-
 def test_the_learning_rate_rises_and_falls() -> None:
     wanted = Recipe("gpt-11m", steps=100, warmup=10, lr=1.0)
-    rates = [learning_rate(wanted, step) for step in range(1, 101)]
+    rates = [learning_rate(wanted, 100, step) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
     assert rates[9:] == sorted(rates[9:], reverse=True) and rates[-1] == pytest.approx(0.1)

@@ -1,0 +1,72 @@
+"""The attention of packed rows: a mask that keeps documents apart, and a check that a model heeds it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtcompile.capture.refusals import first_line
+
+_LENGTHS = 5, 7  # of the two documents of the check
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest logit; narrower numbers: 0.05
+
+
+def document_mask(config: Any, documents: Tensor, dtype: torch.dtype) -> Any:
+    """Returns the attention mask of packed rows for a model of Transformers of this configuration, in the form that its
+    attention takes: of shape (rows, 1, seq, seq), or one for each type of its layers. ``documents``: a number of each token's
+    document, of shape (rows, seq). Tokens attend to earlier ones of their document. None: Transformers makes none for it."""
+    from transformers.masking_utils import create_masks_for_generate
+
+    def same(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return documents[batch, query] == documents[batch, key]
+
+    widthless = torch.empty((*documents.shape, 0), dtype=dtype)
+    masks = create_masks_for_generate(config, widthless, None, None, and_mask_function=same)
+    return next(iter(masks.values())) if isinstance(masks, dict) and len(masks) == 1 else masks
+
+
+def check_packing(model: Any, seq: int) -> None:
+    """Raises ValueError unless documents packed into rows of ``seq`` tokens give the logits that they give alone, whatever is
+    beside them. Two short documents of random tokens tell; the model and torch's generator are left as they are."""
+    chunk = getattr(model.config.get_text_config(), "attention_chunk_size", None)
+    if chunk is not None and seq > chunk:
+        raise _cannot(model, f"its attention is cut at every {chunk} tokens of a row, wherever documents begin")
+    generator = torch.Generator().manual_seed(0)
+    first, other, second = (
+        torch.randint(model.config.get_text_config().vocab_size, (1, length), generator=generator)
+        for length in (_LENGTHS[0], _LENGTHS[0], _LENGTHS[1])
+    )
+    documents = torch.tensor([[1] * _LENGTHS[0] + [2] * _LENGTHS[1]])
+    positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None]
+    training = model.training
+    model.eval()
+    try:
+        mask = document_mask(model.config, documents, model.dtype)
+        if mask is None:
+            raise ValueError("Transformers makes no attention mask for its layers")
+        with torch.no_grad():
+            packed, beside = (
+                model(
+                    input_ids=torch.cat((one, second), 1), position_ids=positions, attention_mask=mask, use_cache=False
+                ).logits
+                for one in (first, other)
+            )
+            alone = torch.cat([model(input_ids=each, use_cache=False).logits for each in (first, second)], 1)
+    except Exception as error:
+        raise _cannot(model, first_line(error)) from error
+    finally:
+        model.train(training)
+    bound = _TOLERANCES.get(packed.dtype, 0.05) * float(alone.abs().max())
+    if float((packed - beside)[:, _LENGTHS[0] :].abs().max()) > bound:
+        raise _cannot(model, "a document's logits change with the document before it")
+    if float((packed - alone).abs().max()) > bound:
+        raise _cannot(model, "a document's logits are not those that it gives alone")
+
+
+def _cannot(model: Any, reason: str) -> ValueError:
+    return ValueError(
+        f"expected packed documents that do not see one another, found that {type(model).__name__} cannot tell them apart: "
+        f"{reason}. Try --no-packing"
+    )

@@ -1,0 +1,229 @@
+"""From records to tokens, by a folder's tokenizer and chat template, and which of them are trained: the assistant's.
+
+A chat template renders a whole conversation as text. Where a message of the assistant begins and ends in it is what the
+template says itself, if it has ``{% generation %}`` blocks. Otherwise it is found by rendering again: the message begins behind
+what the template gives as the prompt for it, and ends where the text changes if something is appended to its content. The token
+that ends its turn is trained too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from mtcompile import progress
+from mtcompile.capture.refusals import first_line
+from mtcompile.data.records import Record
+
+TooLong = Literal["stop", "cut", "drop"]
+_MARK = "\ue000"  # a character for private use, which no record should have
+_UNKNOWN_PLACE = (
+    "expected a chat template that shows this message once, as it is, found another: give --chat-template a template with "
+    "{% generation %} blocks"
+)
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *(
+        "chat_template.json",
+        "vocab.json",
+        "merges.txt",
+        "vocab.txt",
+        "tokenizer.model",
+        "spiece.model",
+        "generation_config.json",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Tokens of all samples, one behind the other, of which the ``n``-th begins at ``starts[n]``. ``trained``: whether a token
+    is a target; the first of a sample never is. ``too_long``: conversations that were cut or dropped."""
+
+    tokens: Any
+    trained: Any
+    starts: Any
+    too_long: int = 0
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def lengths(self) -> Any:
+        return np.diff(self.starts)
+
+
+def load_tokenizer(folder: Path, chat_template: Path | None = None) -> Any:
+    """Returns the tokenizer of a folder, with the chat template of a file instead of its own if one is given. No code of the
+    folder is run and nothing is downloaded. Raises ValueError."""
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(
+            f"expected a tokenizer.json in {folder}, found none: save the model's tokenizer there "
+            "(tokenizer.save_pretrained), or fetch the file from where the weights came from"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ValueError(f"expected a tokenizer in {folder}, found one that cannot be loaded: {first_line(error)}") from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(f"expected {folder} to have a tokenizer of the library tokenizers, found {type(tokenizer).__name__}")
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+    return tokenizer
+
+
+def encode(records: Iterable[Record], tokenizer: Any, seq: int, too_long: TooLong = "stop") -> Samples:
+    """Returns the samples of records, each of at most ``seq`` tokens. Text that is longer is cut into several, which overlap by
+    one token, so that each token but the first is a target once. ``too_long``: what to do with a conversation that is longer.
+    Samples without targets are left out. Raises ValueError with the record's place."""
+    pieces: list[tuple[Any, Any]] = []
+    long: list[tuple[str, int]] = []
+    for number, record in enumerate(records, 1):
+        progress.tell(f"tokenizing, {number:,} records")
+        if not record.messages:
+            ids = _text(record, tokenizer)
+            cut = [ids[start : start + seq] for start in range(0, len(ids) - 1, seq - 1)]
+            pieces += [(piece, np.arange(len(piece)) > 0) for piece in cut]
+            continue
+        ids, trained = conversation(record, tokenizer)
+        if len(ids) > seq:
+            long.append((record.place, len(ids)))
+        if len(ids) <= seq or too_long == "cut":
+            pieces.append((ids[:seq], trained[:seq]))
+    if long and too_long == "stop":
+        (place, count), most = long[0], max(count for _, count in long)
+        others = f" ({len(long) - 1} more are too long, the longest of {most})" * (len(long) > 1)
+        raise ValueError(
+            f"{place}: expected at most {seq} tokens, found {count}{others}: give --seq {most}, or --too-long cut or drop"
+        )
+    pieces = [(ids, trained) for ids, trained in pieces if trained.any()]
+    if not pieces:
+        raise ValueError("expected tokens to train on in the data, found none: give more --data, or a longer --seq")
+    starts = np.cumsum([0, *(len(ids) for ids, _ in pieces)])
+    tokens, targets = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
+    return Samples(tokens, targets, starts, len(long))
+
+
+def _text(record: Record, tokenizer: Any) -> Any:
+    """Returns the tokens of a text, with the one that ends it."""
+    ids = tokenizer(record.text)["input_ids"]
+    end = tokenizer.eos_token_id
+    return np.array(ids + [end] * (end is not None and ids[-1:] != [end]), np.int32)
+
+
+def conversation(record: Record, tokenizer: Any) -> tuple[Any, Any]:
+    """Returns the tokens of a conversation, and which of them are targets. Raises ValueError."""
+    template = tokenizer.chat_template
+    if template is None:
+        raise ValueError(
+            f"{record.place}: expected a chat template for conversations, found none with the tokenizer: give --chat-template "
+            "FILE.jinja, or take the folder of a model that was trained to chat"
+        )
+    if isinstance(template, str) and _GENERATION.search(template):
+        _rendered(record, tokenizer, record.messages)  # or it is refused, with the record's place
+        encoded = tokenizer.apply_chat_template(
+            list(record.messages), tools=record.tools, return_dict=True, return_assistant_tokens_mask=True
+        )
+        targets = np.array(encoded["assistant_masks"], bool)
+    else:
+        whole = _rendered(record, tokenizer, record.messages)
+        encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+        targets = _targets(encoded, whole, list(_spans(record, tokenizer, whole)), _special(tokenizer))
+    targets[:1] = False
+    if not targets.any():
+        raise ValueError(
+            f"{record.place}: expected tokens of the assistant to train on, found none: fill its messages, or delete the record"
+        )
+    return np.array(encoded["input_ids"], np.int32), targets
+
+
+def _special(tokenizer: Any) -> set[int]:
+    return {*tokenizer.all_special_ids, *(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)}
+
+
+def _targets(encoded: Any, whole: str, spans: Sequence[tuple[int, int]], special: Collection[int]) -> Any:
+    """Returns which tokens of a text lie in one of its ``spans``, or are the special token behind one, with the white space
+    between them."""
+    ids, places = encoded["input_ids"], np.array(encoded["offset_mapping"]).reshape(-1, 2)
+    targets = np.zeros(len(ids), bool)
+    for start, stop in spans:
+        targets |= (places[:, 1] > start) & (places[:, 0] < stop)
+        behind = end = int(np.searchsorted(places[:, 0], stop))
+        while end < len(ids) and ids[end] not in special and not whole[slice(*places[end])].strip():
+            end += 1
+        if end < len(ids) and ids[end] in special:
+            targets[behind : end + 1] = True
+    return targets
+
+
+def _spans(record: Record, tokenizer: Any, whole: str) -> Iterator[tuple[int, int]]:
+    """Yields the place of each message of the assistant in the rendered conversation: its first character, and the one behind
+    its content."""
+    for number, message in enumerate(record.messages):
+        if message["role"] != "assistant":
+            continue
+        if _MARK in message["content"]:
+            raise ValueError(f"{record.place}: messages[{number}]: expected no character U+E000, which is for private use")
+        stop = _end(record, tokenizer, whole, number)
+        prompt = _prompt(record, tokenizer, number)
+        if prompt and whole.startswith(prompt) and len(prompt) <= stop:
+            yield len(prompt), stop
+        else:
+            yield _differs(whole, _changed(record, tokenizer, number, _MARK + message["content"])), stop
+
+
+def _prompt(record: Record, tokenizer: Any, number: int) -> str:
+    """Returns what the template gives as the prompt for a message, or nothing if it has no such prompt."""
+    before = record.messages[:number]
+    try:
+        text, prompt = (_rendered(record, tokenizer, before, add_generation_prompt=asked) for asked in (False, True))
+    except ValueError:  # a template that wants a user's message first
+        return ""
+    return prompt if prompt != text else ""
+
+
+def _end(record: Record, tokenizer: Any, whole: str, number: int) -> int:
+    """Returns the place behind a message: behind its content, or behind its calls of tools."""
+    message = record.messages[number]
+    if not message.get("tool_calls"):
+        return _differs(whole, _changed(record, tokenizer, number, message["content"] + _MARK))
+    shown = _rendered(record, tokenizer, record.messages[: number + 1])
+    if not whole.startswith(shown):
+        raise ValueError(f"{record.place}: messages[{number}]: {_UNKNOWN_PLACE}")
+    return len(shown)
+
+
+def _changed(record: Record, tokenizer: Any, number: int, content: str) -> str:
+    """Renders a conversation with another content of one message. Raises ValueError if the template leaves the message out."""
+    messages = [*record.messages]
+    messages[number] = {**messages[number], "content": content}
+    text = _rendered(record, tokenizer, messages)
+    if text.count(_MARK) != 1:
+        raise ValueError(f"{record.place}: messages[{number}]: {_UNKNOWN_PLACE}")
+    return text
+
+
+def _differs(one: str, other: str) -> int:
+    """Returns the place of the first character in which two texts differ."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+    return low
+
+
+def _rendered(record: Record, tokenizer: Any, messages: Iterable[dict[str, Any]], **options: Any) -> str:
+    """Renders messages by the chat template, in the sandbox of Transformers. Raises ValueError if the template refuses them."""
+    try:
+        text: str = tokenizer.apply_chat_template(list(messages), tools=record.tools, tokenize=False, **options)
+    except Exception as error:  # a template raises errors of its own
+        raise ValueError(f"{record.place}: the chat template refuses these messages: {first_line(error)}") from None
+    return text

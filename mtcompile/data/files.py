@@ -1,0 +1,50 @@
+"""The files behind ``--data``: which there are, and their text."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+STDLIB_BYTES = 16 * 2**20  # length of the default text
+
+
+def files_of(paths: Sequence[Path]) -> list[Path]:
+    """Returns the files that paths name, those in folders in the order of their names and without hidden ones. Raises
+    ValueError."""
+    return [file for path in paths for file in _files(path)]
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise ValueError(f"expected --data to name files or folders, found no such path: {path}")
+    if not path.is_dir():
+        return [path]
+    inside = (file for file in path.rglob("*") if file.is_file())
+    files = sorted(file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    if not files:
+        raise ValueError(f"expected files in the folder {path}, found none")
+    return files
+
+
+def text_of(file: Path, strict: bool) -> bytes:
+    """Reads a text file. Returns nothing for a file that is not text, unless ``strict``: then raises ValueError."""
+    data = file.read_bytes()
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        if strict:
+            raise ValueError(f"expected UTF-8 text, found something else in {file} at byte {error.start}") from None
+        return b""
+    return b"" if b"\0" in data and not strict else data
+
+
+def standard_library() -> bytes:
+    """Returns the first 16 MiB of the sources of Python's standard library."""
+    root, text = Path(sysconfig.get_path("stdlib")), bytearray()
+    for path in sorted(root.rglob("*.py")):
+        if not {"site-packages", "dist-packages"} & set(path.parts):
+            text += path.read_bytes()
+        if len(text) >= STDLIB_BYTES:
+            break
+    return bytes(text[:STDLIB_BYTES])

@@ -1,0 +1,207 @@
+"""Records of JSON lines, JSON lists, Parquet and text files: plain text, or a conversation in one of the forms of the field.
+
+{"text": "..."}
+{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}               ShareGPT
+{"instruction": "...", "input": "...", "output": "..."}                                               Alpaca
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtcompile.data.files import files_of, text_of
+
+_ROLES = ("system", "user", "assistant", "tool")
+_ROLE_OF = {  # in ShareGPT's "from"
+    **{name: name for name in _ROLES},
+    **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant"},
+    **{"observation": "tool", "function_response": "tool"},
+}
+_KINDS = {str: "text", dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number"}
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record. ``place``: its file and line, for errors. ``messages``: of a conversation, as chat templates take them; if
+    there are none, it is ``text``. ``tools``: descriptions of functions, for the template."""
+
+    place: str
+    text: str = ""
+    messages: tuple[dict[str, Any], ...] = ()
+    tools: list[Any] | None = None
+
+
+def read_records(paths: Sequence[Path]) -> Iterator[Record]:
+    """Reads .jsonl, .json and .parquet files of records, and other files as one text each. In folders, files that are not text
+    are left out. Raises ValueError with the file, the line and the field, and OSError."""
+    for file in files_of(paths):
+        if file.suffix in (".bin", ".npy"):
+            raise ValueError(f"{file}: expected text or records (.jsonl, .json, .parquet), found a file of tokens")
+        if read := _READERS.get(file.suffix):
+            if not file.stat().st_size:
+                raise ValueError(f"{file}: expected records, found an empty file")
+            empty = True
+            for place, value in read(file):
+                yield record_of(value, place)
+                empty = False
+            if empty:
+                raise ValueError(f"{file}: expected records, found none")
+        elif text := text_of(file, strict=file in paths).decode():
+            yield Record(str(file), text)
+        elif file in paths:
+            raise ValueError(f"{file}: expected text, found an empty file")
+
+
+def _lines(file: Path) -> Iterator[tuple[str, Any]]:
+    with file.open("rb") as opened:
+        for number, line in enumerate(opened, 1):
+            if line.strip():
+                place = f"{file}, line {number}"
+                yield place, _parsed(line.strip(), place, "fix or delete the line")
+
+
+def _list(file: Path) -> Iterator[tuple[str, Any]]:
+    values = _parsed(file.read_bytes(), str(file), "one object per line belongs into a .jsonl file")
+    if not isinstance(values, list):
+        raise ValueError(f"{file}: expected a list of records, found {_kind(values)}")
+    yield from ((f"{file}, record {number}", value) for number, value in enumerate(values, 1))
+
+
+def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise ValueError(f"{file}: Parquet files need the package pyarrow: pip install pyarrow") from None
+    number = 0
+    try:
+        with ParquetFile(file) as opened:
+            for batch in opened.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{file}, row {number}", {name: value for name, value in row.items() if value is not None}
+    except ArrowException as error:
+        raise ValueError(f"{file}: expected a Parquet file, found: {error}") from None
+
+
+def _parsed(data: bytes, place: str, step: str) -> Any:
+    try:
+        return json.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{place}: expected UTF-8 text, found something else at byte {error.start}") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        where = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "it is nested too deep"
+        raise ValueError(f"{place}: expected JSON, found something else ({where}): {step}") from None
+
+
+_READERS: Mapping[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {".jsonl": _lines, ".json": _list, ".parquet": _parquet}
+
+
+def record_of(value: Any, place: str) -> Record:
+    """Returns the record that a JSON object is. Raises ValueError with ``place`` and the name of the field."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{place}: expected an object with fields such as messages or text, found {_kind(value)}")
+    tools = value.get("tools")
+    if not isinstance(tools, list | None):
+        raise ValueError(f"{place}: tools: expected a list, found {_kind(tools)}")
+    for fields, read in _FORMS:
+        if all(field in value for field in fields):
+            text = read(value, place)
+            if isinstance(text, str):
+                return Record(place, text)
+            _check_conversation(text, place)
+            return Record(place, messages=tuple(text), tools=tools)
+    names = ", ".join(value) or "none"
+    known = sorted({field for fields, _ in _FORMS for field in fields})
+    meant = {name: close[0] for name in value if (close := difflib.get_close_matches(str(name).lower(), known, 1, 0.7))}
+    step = "".join(f"; did you mean {right} by {name}?" for name, right in meant.items() if name != right)
+    forms = "; ".join(" and ".join(fields) for fields, _ in _FORMS)
+    raise ValueError(f"{place}: expected the fields of one form ({forms}), found {names}{step or ': rename the fields'}")
+
+
+def _text(value: Mapping[str, Any], place: str) -> str:
+    return _string(value, "text", place)
+
+
+def _messages(value: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
+    return [_message(item, f"{place}: messages[{n}]") for n, item in enumerate(_items(value, "messages", place))]
+
+
+def _message(item: Any, place: str) -> dict[str, Any]:
+    if not isinstance(item, dict):
+        raise ValueError(f"{place}: expected an object with role and content, found {_kind(item)}")
+    role = _string(item, "role", place, ".")
+    if role not in _ROLES:
+        raise ValueError(f"{place}.role: expected one of {', '.join(_ROLES)}, found {role!r:.80}")
+    if item.get("tool_calls") and item.get("content") is None:
+        return {**item, "content": ""}
+    _string(item, "content", place, ".")
+    return item
+
+
+def _share_gpt(value: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
+    messages = [{"role": "system", "content": _string(value, "system", place)}] if value.get("system") else []
+    for number, item in enumerate(_items(value, "conversations", place)):
+        where = f"{place}: conversations[{number}]"
+        if isinstance(item, dict) and "role" in item:
+            messages.append(_message(item, where))
+            continue
+        if not isinstance(item, dict):
+            raise ValueError(f"{where}: expected an object with from and value, found {_kind(item)}")
+        name = _string(item, "from", where, ".")
+        if name not in _ROLE_OF:
+            raise ValueError(f"{where}.from: expected one of {', '.join(_ROLE_OF)}, found {name!r:.80}")
+        messages.append({"role": _ROLE_OF[name], "content": _string(item, "value", where, ".")})
+    return messages
+
+
+def _alpaca(value: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
+    system = [{"role": "system", "content": _string(value, "system", place)}] if value.get("system") else []
+    asked = [_string(value, "instruction", place), _string(value, "input", place) if value.get("input") else ""]
+    question = "\n\n".join(part for part in asked if part)
+    return [
+        *system,
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": _string(value, "output", place)},
+    ]
+
+
+_FORMS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any], str], str | list[dict[str, Any]]]], ...] = (
+    (("messages",), _messages),
+    (("conversations",), _share_gpt),
+    (("instruction", "output"), _alpaca),
+    (("text",), _text),
+)
+
+
+def _check_conversation(messages: Sequence[Mapping[str, Any]], place: str) -> None:
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles:
+        given = ", ".join(dict.fromkeys(roles)) or "no message"
+        raise ValueError(f"{place}: expected a message of an assistant, which is what is trained, found {given}")
+
+
+def _items(value: Mapping[str, Any], field: str, place: str) -> list[Any]:
+    items = value[field]
+    if not isinstance(items, list):
+        raise ValueError(f"{place}: {field}: expected a list of messages, found {_kind(items)}")
+    return items
+
+
+def _string(value: Mapping[str, Any], field: str, place: str, joint: str = ": ") -> str:
+    if field not in value:
+        raise ValueError(f"{place}{joint}{field}: expected text, found no such field among {', '.join(value) or 'none'}")
+    text = value[field]
+    if not isinstance(text, str):
+        raise ValueError(f"{place}{joint}{field}: expected text, found {_kind(text)}")
+    return text
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else _KINDS.get(type(value), type(value).__name__)

@@ -1,0 +1,124 @@
+"""What a recipe trains: a compiled model with its optimizer, and the data, read and checked before the weights are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mtcompile import progress
+from mtcompile.api import compile
+from mtcompile.data.batch import Source
+from mtcompile.data.boundaries import check_packing, document_mask
+from mtcompile.data.encoding import TOKENIZER_FILES, encode, load_tokenizer
+from mtcompile.data.packing import Rows
+from mtcompile.data.records import read_records
+from mtcompile.data.windows import Windows, read_tokens
+from mtcompile.machine.device import choose
+from mtcompile.models.loading import configuration, language_model, returning_loss
+from mtcompile.models.pretrained import from_pretrained
+from mtcompile.trainer.recipe import Recipe, check, check_resumed
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A training that is ready to run. ``steps``: in all; ``extra``, ``files``: what checkpoints hold beside the
+    state; ``about``: the data in words, if there is something to say."""
+
+    recipe: Recipe
+    steps: int
+    model: Any
+    optimizer: torch.optim.Optimizer
+    data: Source
+    extra: Mapping[str, Any]
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    about: str = ""
+
+
+def prepared(recipe: Recipe) -> Job:
+    """Reads the data, makes or loads the model, and compiles it. Raises ValueError, OSError and what ``compile`` raises."""
+    check(recipe)
+    return _fine_tuning(recipe) if recipe.pretrained else _from_scratch(recipe)
+
+
+def _from_scratch(recipe: Recipe) -> Job:
+    stream, vocabulary = read_tokens(recipe.data, recipe.vocab)
+    windows = Windows.cut(stream, recipe.length, recipe.batch)
+    steps = recipe.steps_of(windows.trained.count)
+    check_resumed(recipe, steps)
+    torch.manual_seed(recipe.seed)
+    module, model_vocabulary = language_model(recipe.model)
+    if vocabulary > model_vocabulary:
+        raise ValueError(f"expected a model with a vocabulary of {vocabulary} or more for this data, found {model_vocabulary}")
+    optimizer = _optimizer(recipe, module)
+    model: Any = compile(module.train(), optimizer=optimizer, **_options(recipe))
+    return Job(recipe, steps, model, optimizer, windows, {"seed": recipe.seed})
+
+
+def _fine_tuning(recipe: Recipe) -> Job:
+    folder = Path(recipe.model)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"expected a folder with a config.json and weights, found no config.json in {folder}")
+    rows = _rows(recipe, folder)
+    steps, digest = recipe.steps_of(rows.trained.count), rows.digest()
+    check_resumed(recipe, steps, digest)
+    torch.manual_seed(recipe.seed)
+
+    def prepare(model: Any) -> Any:
+        if not model.can_generate():
+            kind = type(model).__name__
+            raise ValueError(f"expected a causal language model in {folder}, found {kind}, which has no head for it")
+        if recipe.packing:
+            with progress.doing("checking that packed samples stay apart"):
+                check_packing(model, recipe.length)
+        return returning_loss(model.train())
+
+    model = from_pretrained(folder, prepare=prepare, **_options(recipe))
+    rows = replace(rows, mask=lambda documents: document_mask(model.config, documents, model.dtype))
+    optimizer = _optimizer(recipe, model)
+    model.bind(optimizer)
+    files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
+    if recipe.chat_template is not None:
+        files["chat_template.jinja"] = recipe.chat_template.read_bytes()
+    return Job(recipe, steps, model, optimizer, rows, {"seed": recipe.seed, "data": digest}, files, str(rows))
+
+
+def _rows(recipe: Recipe, folder: Path) -> Rows:
+    """Reads the data, as tokens of the folder's tokenizer. Raises ValueError and OSError."""
+    config, _ = configuration(folder / "config.json")
+    tokenizer = load_tokenizer(folder, recipe.chat_template)
+    with progress.doing("tokenizing"):
+        samples = encode(read_records(recipe.data), tokenizer, recipe.length, recipe.too_long)
+    vocabulary = int(config.get_text_config().vocab_size)
+    if (largest := int(samples.tokens.max())) >= vocabulary:
+        raise ValueError(
+            f"expected tokens below {vocabulary}, the vocabulary of {folder}/config.json, found {largest} "
+            f"({tokenizer.convert_ids_to_tokens(largest)!r}): take the tokenizer that belongs to the weights"
+        )
+    padding = next((n for n in (tokenizer.pad_token_id, tokenizer.eos_token_id) if n is not None and n < vocabulary), 0)
+    held_out = recipe.evaluate_every > 0
+    return Rows.cut(samples, recipe.length, recipe.batch, packed=recipe.packing, padding=padding, held_out=held_out)
+
+
+def _optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
+    """Returns AdamW with weight decay on matrices only."""
+    matrices = [p for p in module.parameters() if p.dim() >= 2]
+    others = [p for p in module.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=recipe.rate, betas=(0.9, 0.95))
+
+
+def _options(recipe: Recipe) -> dict[str, Any]:
+    """Returns the options of ``compile``."""
+    backward = recipe.update == "backward"
+    return {
+        **{
+            name: getattr(recipe, name) for name in ("memory", "host", "disk", "precision", "accumulate", "update", "run_ahead")
+        },
+        "device": choose(recipe.device).where,
+        "max_grad_norm": recipe.clip or None if backward else None,
+    }

@@ -1,0 +1,145 @@
+"""The settings of a training, and what is checked of them before anything takes time."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtcompile import checkpoint
+from mtcompile.checkpoint.shards import stored_tensors
+from mtcompile.data.encoding import TooLong
+from mtcompile.models.loading import check_shape
+
+_FINAL_RATE = 0.1  # share of the highest learning rate at the end of the cosine
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The settings of a training. ``model``: a built-in shape, a Hugging Face config.json, or a folder of pretrained weights;
+    ``data``: files and folders (none: the standard library's sources); ``memory``, ``host``, ``disk``: bytes as text; ``clip``:
+    0 for no clipping; ``evaluate_every`` and ``save_every``: in steps, 0 for never; ``resume``, ``save``: folders; ``metrics``:
+    a file of JSON lines; ``packing``, ``too_long``, ``chat_template``: for a folder. The others are ``compile``'s and AdamW's.
+    None: as ``length``, ``steps_of`` and ``rate`` say."""
+
+    model: str
+    data: tuple[Path, ...] = ()
+    vocab: int | None = None
+    chat_template: Path | None = None
+    packing: bool = True
+    too_long: TooLong = "stop"
+    batch: int = 8
+    seq: int | None = None
+    steps: int | None = None
+    epochs: float | None = None
+    lr: float | None = None
+    warmup: int = 20
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    accumulate: int = 1
+    precision: str = "model"
+    update: str = "step"
+    run_ahead: bool = False
+    memory: str | None = None
+    host: str | None = None
+    disk: str | None = None
+    device: str | None = None
+    evaluate_every: int = 50
+    seed: int = 0
+    metrics: Path | None = None
+    save: Path | None = None
+    save_every: int = 0
+    resume: Path | None = None
+
+    @property
+    def pretrained(self) -> bool:
+        """Whether ``model`` is a folder of weights."""
+        return Path(self.model).is_dir()
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row: ``seq``, else 128, or 1,024 for pretrained weights."""
+        return self.seq or (1024 if self.pretrained else 128)
+
+    @property
+    def rate(self) -> float:
+        """The highest learning rate: ``lr``, else 1e-3, or 2e-5 for pretrained weights."""
+        return self.lr if self.lr is not None else (2e-5 if self.pretrained else 1e-3)
+
+    def steps_of(self, rows: int) -> int:
+        """Steps in all: ``steps``, else ``epochs`` over that many rows, else 100."""
+        return self.steps or (100 if self.epochs is None else math.ceil(self.epochs * rows / self.batch))
+
+
+def check(recipe: Recipe) -> None:
+    """Raises ValueError, or OSError for a folder that cannot be made, before anything takes time."""
+    if recipe.batch % recipe.accumulate:
+        raise ValueError(f"expected a batch that is a multiple of accumulate={recipe.accumulate}, found {recipe.batch}")
+    if recipe.run_ahead and recipe.update != "backward":
+        raise ValueError("expected --run-ahead with --update backward only")
+    if recipe.clip < 0:
+        raise ValueError(f"expected clip of 0 (none) or more, found {recipe.clip}")
+    if recipe.steps is not None and recipe.epochs is not None:
+        raise ValueError(f"expected either --steps or --epochs, found --steps {recipe.steps} and --epochs {recipe.epochs:g}")
+    if recipe.epochs is not None and not recipe.epochs > 0:
+        raise ValueError(f"expected --epochs above 0, found {recipe.epochs:g}")
+    if recipe.save_every and recipe.save is None:
+        raise ValueError(f"expected --save with --save-every {recipe.save_every}, found no folder to save into")
+    _check_kind(recipe)
+    if recipe.resume is not None:
+        checkpoint.inspect(recipe.resume)
+    if recipe.save is not None:
+        recipe.save.mkdir(parents=True, exist_ok=True)
+
+
+def _check_kind(recipe: Recipe) -> None:
+    """Raises ValueError for settings that a model with pretrained weights needs or cannot have, or one without them."""
+    if not recipe.pretrained:
+        if not recipe.model.endswith(".json"):
+            if os.sep in recipe.model:
+                stored_tensors(recipe.model)  # says that nothing is downloaded
+            check_shape(recipe.model)
+        for name, value in (("chat_template", recipe.chat_template), ("too_long", recipe.too_long != "stop")):
+            if value:
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(f"expected {option} with a folder of pretrained weights, found the model {recipe.model}")
+        return
+    if not recipe.data:
+        raise ValueError(
+            f"expected --data to train the weights of {recipe.model} on (.jsonl, .json, .parquet or text), found none"
+        )
+    if recipe.vocab is not None:
+        raise ValueError(f"expected no --vocab: the tokens are those of the tokenizer in {recipe.model}, found {recipe.vocab}")
+    if recipe.length < 2:
+        raise ValueError(f"expected --seq of 2 or more, found {recipe.length}")
+    folder, save = Path(recipe.model).resolve(), recipe.save and recipe.save.resolve()
+    if save == folder or (save == folder.parent and checkpoint.latest(folder) is not None):
+        raise ValueError(
+            f"expected --save to name a folder of its own, found {recipe.save}, which is or holds the model: old checkpoints "
+            "are deleted there"
+        )
+
+
+def check_resumed(recipe: Recipe, steps: int, digest: str | None = None) -> None:
+    """Raises ValueError unless the training can go on where the checkpoint ends. ``digest``: of the data, if it has one."""
+    if recipe.resume is None:
+        return
+    before = checkpoint.inspect(recipe.resume)
+    if (seed := before.extra.get("seed")) != recipe.seed:
+        raise ValueError(f"expected seed {seed}, as {before.path} was trained with, found {recipe.seed}")
+    if digest is not None and before.extra.get("data") != digest:
+        raise ValueError(
+            f"expected the data that {before.path} was trained on, cut alike, found other rows: give the same --data, --seq, "
+            "--packing and --too-long; or start anew from its weights with that folder as the model"
+        )
+    if before.step >= steps:
+        raise ValueError(f"expected more steps than the {before.step} that {before.path} has been trained for, found {steps}")
+
+
+def learning_rate(recipe: Recipe, steps: int, step: int) -> float:
+    """Returns the rate of a step: a linear warm-up, then a cosine down to a tenth of the highest rate."""
+    if step <= recipe.warmup:
+        return recipe.rate * step / recipe.warmup
+    share = (step - recipe.warmup) / max(1, steps - recipe.warmup)
+    return recipe.rate * (_FINAL_RATE + (1 - _FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
