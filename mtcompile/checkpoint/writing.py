@@ -25,6 +25,7 @@ from mtcompile.checkpoint.files import (
     delete,
     delete_unfinished,
     locked,
+    may_be_added,
     on_disk,
     read_manifest,
     step_folder,
