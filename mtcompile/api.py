@@ -164,6 +164,7 @@ def master_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     compiled: CompiledModel | None = getattr(model, "_mt_model", None)
     if compiled is None or compiled.door.masters is None:
         raise TypeError('expected a model compiled with precision="bf16-master32", found one without fp32 masters')
+    compiled.session.drain()
     return compiled.door.masters.tensors()
 
 

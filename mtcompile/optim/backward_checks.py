@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from mtcompile import torch_private
 from mtcompile.errors import StepError
 from mtcompile.optim.backward_kernels import Backward
+from mtcompile.runtime.devices.arena import span_nbytes
 
 _LEAST_SCALE = 256.0  # a loss multiplied by a power of two from here on is taken to come from a GradScaler
 # Their update of a parameter reads nothing of another one.
@@ -37,20 +40,19 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 def check_memory(inputs: Mapping[str, Tensor], updated: Mapping[str, nn.Parameter]) -> None:
     """Raise StepError if another input of the forward shares memory with a parameter that the backward updates: it may be read
     while it changes."""
-    storages: dict[int, str] = {}
-    shared: dict[int, str] = {}
-    for name, tensor in inputs.items():
-        storage = tensor.untyped_storage().data_ptr()
-        if storage in storages and tensor.numel():
-            shared[storage] = name
-        storages.setdefault(storage, name)
-    for storage, other in shared.items():
-        name = storages[storage]
-        if name in updated or other in updated:
-            raise StepError(
-                f'{name} and {other} share memory; with update="backward" one may be read while the other is updated. '
-                'Use one Parameter for both, or update="step"'
-            )
+    before: list[tuple[int, str]] = []  # where those end that begin before, with their names
+    spans = ((tensor.device.type, tensor.data_ptr(), span_nbytes(tensor), name) for name, tensor in inputs.items())
+    for _, on_device in itertools.groupby(sorted(span for span in spans if span[2]), operator.itemgetter(0)):
+        before.clear()
+        for _, start, nbytes, name in on_device:
+            before = [each for each in before if each[0] > start]
+            for _, other in before:
+                if name in updated or other in updated:
+                    raise StepError(
+                        f'{other} and {name} share memory; with update="backward" one may be read while the other is updated. '
+                        'Use one Parameter for both, or update="step"'
+                    )
+            before.append((start + nbytes, name))
 
 
 def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:

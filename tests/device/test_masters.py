@@ -4,12 +4,35 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
+from torch import nn
 
 import mtcompile
+from mtcompile.errors import StepError
 from tests.device.models import make
 from tests.device.reference import on
 from tests.helpers.training import adamw, loss_of
+
+
+@pytest.mark.parametrize("precision", ["model", "bf16-master32"])
+def test_resident_parameters_are_updated_in_the_backward(precision: str, device: torch.device) -> None:
+    """Neighbours in one slab share no bytes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = mtcompile.compile(model, optimizer=optimizer, device=device, update="backward", precision=precision)
+    x = torch.randn(4, 16, device=device, dtype=next(compiled.parameters()).dtype)
+    losses = []
+    for _ in range(3):
+        loss = compiled(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[2] < losses[1] < losses[0]
+    with pytest.raises(StepError, match=r"2.weight and 0.weight share|0.weight and 2.weight share"):
+        model[2].weight.data = model[0].weight.data
+        compiled(x)
 
 
 def test_masters_are_updated_at_home_from_the_gradients_of_the_device(device: torch.device) -> None:

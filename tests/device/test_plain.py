@@ -48,6 +48,14 @@ def test_bits_are_those_of_the_plain_model_on_the_device(name: str, memory: int 
     assert 0 < report["peak_device_bytes"] <= report["planned_peak_device_bytes"] <= report["budget_device_bytes"]
 
 
+def test_a_view_that_is_returned_is_a_copy_and_that_is_said(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = Odd("a view is returned")
+    compiled = mtcompile.compile(model, memory="1MiB", device=device)
+    with torch.no_grad(), pytest.warns(UserWarning, match="keeps a view of weight: without gradients, that is a copy"):
+        assert torch.equal(compiled(floats(2).to(device)).cpu(), model.weight[1:].cpu())
+
+
 @pytest.mark.parametrize("way", ["wide", "returned", "held", "in threads"])
 def test_unusual_forwards(way: str, device: torch.device) -> None:
     def run(model: nn.Module) -> list[Tensor]:

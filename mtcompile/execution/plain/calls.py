@@ -10,7 +10,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,7 @@ class GradientFreeCalls:
         self._known = KnownCalls()
         self._order: list[int] = []  # in which the last call read what was lent
         self._care: _Modules | None = None
-        self._reads_unseen = False
+        self._reads_unseen = self._has_warned = False
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Returns what the plain forward returns. Raises BudgetError where the call does not fit."""
@@ -150,7 +150,20 @@ class GradientFreeCalls:
             lent = Lending(homes.lent, order, self._fetcher(), room.lent, homes.unseen)
             output = call_lending(functools.partial(self.call, *args, **kwargs), model, lent, self._modules(model).keeping)
             self._order = lent.reads or self._order
+            self._warn_of_torn(model, lent.torn)
             return output, lent.most_nbytes
+
+    def _warn_of_torn(self, model: nn.Module, torn: Collection[int]) -> None:
+        if not torn or self._has_warned:
+            return
+        self._has_warned = True
+        tensors = (*nn.Module.named_parameters(model), *model.named_buffers())
+        name = next((name for name, tensor in tensors if id(tensor) in torn), "a parameter")
+        warnings.warn(
+            f"the forward returns or keeps a view of {name}: without gradients, that is a copy on the device, which does not "
+            "change with it. Make the view anew in each forward, or return a clone",
+            stacklevel=2,
+        )
 
     def plain_step(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Runs the forward of a training step. Its parameters are on the device."""

@@ -83,7 +83,7 @@ class Lending:
     """The copies of one call. ``homes``: the tensors to lend. ``expected``: the order in which they will be read, as far
     as that is known. ``room``: the most bytes that copies may have; one more than fits is lent all the same, since who reads it
     cannot go on without it. ``unseen``: ids of tensors that may change without a sign. ``reads``: the order in which they were
-    read."""
+    read. ``torn``: those whose values on the device somebody still holds."""
 
     def __init__(
         self,
@@ -97,6 +97,7 @@ class Lending:
         self.expected = [each for each in expected if each in self.homes]
         self.fetcher, self.room = fetcher, room
         self.reads: list[int] = []
+        self.torn: list[int] = []
         self.nbytes = self.most_nbytes = self.fetched_nbytes = 0
         self._copies: OrderedDict[int, _Copy] = OrderedDict()  # by the home's id; those read last at the end
         self._next = self._ahead = 0  # places in ``expected``: from there on nothing has been read, nothing been fetched
@@ -196,7 +197,10 @@ class Lending:
             values = torch.Tensor.detach(tensor)
             changed = key in self.unseen or has_changed(tensor, copy.version, copy.pointer)
             fits = values.shape == copy.own.shape and values.dtype == copy.own.dtype
-            if not (for_good and values.device == copy.own.device and torch_private.shares_storage(tensor, 2)):
+            is_seen = for_good and torch_private.shares_storage(tensor, 2)
+            if is_seen and values.device != copy.own.device:
+                self.torn.append(key)
+            if not is_seen or values.device != copy.own.device:
                 if changed and fits:
                     copy.own.copy_(values)
                 torch.Tensor.data.__set__(tensor, copy.own if fits else values.to(copy.own.device))  # type: ignore[attr-defined]
