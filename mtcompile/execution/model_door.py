@@ -201,7 +201,11 @@ class ModelDoor(Door):
         if error.tier == "disk" and self.options.disk is not None:
             return disk_error(error, self.options.disk.folder, self.options.disk.nbytes, self._disk_nbytes())
         if error.tier == "device":
-            return budget_error(error, "memory", self.options.memory or 0, self._beside)
+            refused = budget_error(error, "memory", self.options.memory or 0, self._beside)
+            if self.device.where.type == "cpu" or not self.parameters.held_elsewhere("device"):
+                return refused
+            why = "parameters stay on the device, as tensors of yours share their memory, such as a state_dict(): drop these"
+            return BudgetError(f"{refused}\n  or: {why}", refused.minimum_bytes)
         return budget_error(error, "host", self.options.host or 0, self.frames.host_nbytes())
 
     def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
