@@ -99,6 +99,13 @@ class FakeCuda:
         self.copies.append(target.numel())
         self.launch(lambda: target.copy_(source))
 
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        copied, event, stream = torch.empty_like(tensor), Event(), self.current_stream()
+        self.launch(lambda: copied.copy_(tensor))
+        self.record(event, stream)
+        self.block(event)
+        return copied
+
     def fill(self, target: torch.Tensor, value: int) -> None:
         self.launch(lambda: target.fill_(value))
 
