@@ -182,11 +182,11 @@ def tower(batch: int, seq: int) -> Any:
 
 
 class Experts(nn.Module):
-    """A mixture in which each token chooses ``active`` experts. ``used``: how many were chosen, by call of the plain model."""
+    """A mixture in which each token chooses ``active`` experts. ``used``: which were chosen, by call of the plain model."""
 
     def __init__(self, width: int, experts: int, active: int) -> None:
         super().__init__()
-        self.active, self.used = active, list[int]()
+        self.active, self.used = active, list[tuple[int, ...]]()
         self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, experts, bias=False)
         self.up = nn.Parameter(torch.randn(experts, 2 * width, width) / 4)
         self.down = nn.Parameter(torch.randn(experts, width, 2 * width) / 4)
@@ -197,7 +197,7 @@ class Experts(nn.Module):
         chosen, order = experts.flatten().sort(stable=True)
         ends = F.one_hot(chosen, len(self.up)).sum(0).cumsum(0).to(torch.int32)
         if not torch.compiler.is_compiling():
-            self.used.append(len(chosen.unique()))
+            self.used.append(tuple(chosen.unique().tolist()))
         rows = F.silu(F.grouped_mm(tokens[order // self.active], self.up.transpose(-2, -1), offs=ends))
         rows = F.grouped_mm(rows, self.down.transpose(-2, -1), offs=ends) * scores.flatten()[order, None].to(x.dtype)
         return x + torch.zeros_like(tokens).index_add(0, order // self.active, rows).view_as(x)

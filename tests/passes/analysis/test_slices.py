@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import mtcompile
@@ -26,8 +27,9 @@ from mtcompile.passes.step_graph import calls, inputs_of, prefetch_slices, resul
 from mtcompile.runtime.devices.cpu import CpuMemory
 from mtcompile.runtime.executor import Delays
 from mtcompile.runtime.schedule import Instruction, Schedule, ScheduleFormatError, from_json
-from mtcompile.runtime.trace import moved_nbytes
+from mtcompile.runtime.trace import Record, Trace, moved_nbytes
 from mtcompile.runtime.verify import ScheduleError, verify
+from mtcompile.torch_private import without_memory
 from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.models import Experts, Mixture
 from tests.helpers.proof.corrupt import mutants
@@ -83,11 +85,12 @@ def test_of_64_experts_the_4_that_are_used_are_fetched(monkeypatch: pytest.Monke
     model = Mixture(2).bfloat16()
     plain = copy.deepcopy(model)
     expected = steps_of(plain, adamw(plain), lambda: None)
-    used = [sum(calls) for calls in zip(*(layer[1].used for layer in plain.layers), strict=True)]
-    assert used == [2 * 4] * 4 and len({tuple(g.flatten(1).any(1).tolist()) for g in expected[3::24]}) >= 1
+    for layer in plain.layers:
+        assert [len(used) for used in layer[1].used] == [4] * 4 and len(set(layer[1].used)) >= 3
     least = smallest_budget(model)
-    fetched: dict[str, list[int]] = {}
-    for experts in ("used", "all"):
+    expert = sum(p[0].numel() * p.element_size() for p in (plain.layers[0][1].up, plain.layers[0][1].down))
+    spared = {"used": 2 * 2 * expert * (64 - 4), "all": 0}  # in two layers, in the forward and in the backward
+    for experts in spared:
         trained = copy.deepcopy(model)
         optimizer = adamw(trained)
         compiled = mtcompile.compile(trained, memory=least, optimizer=optimizer, experts=experts)
@@ -95,12 +98,8 @@ def test_of_64_experts_the_4_that_are_used_are_fetched(monkeypatch: pytest.Monke
         actual = steps_of(compiled, optimizer, lambda c=compiled, r=reports: r.append(c.memory_report()))
         assert all(map(torch.equal, expected, actual))
         assert all(r["peak_device_bytes"] <= r["planned_peak_device_bytes"] <= least for r in reports)
-        fetched[experts] = [r["fetched_bytes"] for r in reports]
-        planned = {r["planned_fetched_bytes"] for r in reports}
-    expert = sum(p[0].numel() * p.element_size() for p in (plain.layers[0][1].up, plain.layers[0][1].down))
-    assert planned == set(fetched["all"])  # by either, in the worst case
-    spared = [sum(2 * expert * (64 - 4) for _ in range(2))] * 4  # in two layers, in the forward and in the backward
-    assert [a - b for a, b in zip(fetched["all"], fetched["used"], strict=True)] == spared
+        assert [r["planned_fetched_bytes"] - r["fetched_bytes"] for r in reports] == [spared[experts]] * 4
+        assert reports[0]["planned_fetched_bytes"] >= 2 * 2 * expert * 64
 
 
 def smallest_budget(model: nn.Module) -> int:
@@ -124,21 +123,14 @@ def test_a_used_expert_that_is_left_out_shows(monkeypatch: pytest.MonkeyPatch) -
 
 def test_experts_are_left_out_by_themselves_only_where_that_is_sure_to_spare_much() -> None:
     def sliced(width: int, tokens: int, experts: str = "auto") -> int:
-        with torch.device("meta"):
-            model = Experts(width, experts=64, active=2).bfloat16()
-        joint = traced_experts(model, tokens, width)
+        with without_memory():
+            model = Experts(width, experts=64, active=2)
+            joint = trace(model, {"x": torch.empty(1, tokens, width)}).joint
         return len(build(joint, input_homes=InputHomes(experts=experts)).meta["sliced"])
 
     assert sliced(16, 3) == 0 and sliced(16, 3, "used") == 2  # small ones are not worth a wait
     assert sliced(256, 3) == 2 and sliced(256, 3, "all") == 0
     assert sliced(256, 40) == 0  # they may all be used
-
-
-def traced_experts(model: nn.Module, tokens: int, width: int) -> fx.GraphModule:
-    from mtcompile.torch_private import without_memory
-
-    with without_memory():
-        return trace(model, {"x": torch.empty(1, tokens, width, dtype=torch.bfloat16)}).joint
 
 
 def test_an_unknown_choice_of_experts_is_refused() -> None:
@@ -155,7 +147,7 @@ def test_every_plan_keeps_the_bits_without_the_other_slices() -> None:
     expected, rng = interpret(traced.step, traced.inputs), Random(5)
     same_computation(traced.joint, traced.step)
     copies = 0
-    for seed, plan in enumerate((Plan(), Plan(lookahead=2), *(random_plan(traced.step, rng.choice) for _ in range(8)))):
+    for seed, plan in enumerate((Plan(), Plan(lookahead=2), *(random_plan(traced.step, rng.choice) for _ in range(4)))):
 
         def after(name: str, step: fx.GraphModule) -> None:
             assert equal(interpret(step, traced.inputs), expected), name
@@ -168,10 +160,9 @@ def test_every_plan_keeps_the_bits_without_the_other_slices() -> None:
         assert why_unsafe(schedule, walks=2, seed=seed) is None
         actual, _ = run(step, schedule, traced.inputs, 3, Delays(seed))
         assert equal(actual, expected)
-        for eager in (0.0, 0.6):
-            assert equal(expected, on_fake(step, schedule, traced.inputs, FakeCuda(seed, eager)))
+        assert equal(expected, on_fake(step, schedule, traced.inputs, FakeCuda(seed, seed / 6)))
         copies += len(by_slices(schedule))
-    assert copies >= 30
+    assert copies >= 20
 
 
 def test_a_read_of_other_slices_is_no_plain_computation() -> None:
@@ -181,9 +172,8 @@ def test_a_read_of_other_slices_is_no_plain_computation() -> None:
         step = rewrite(traced.step, Plan(lookahead=1))
         fetches = [call for call in calls(step) if call.target is prefetch_slices]
         if case == "other rows":
-            first, last = fetches[0], fetches[-1]
-            assert last.args[-1] is not first.args[-1]
-            last.args = (*last.args[:-1], first.args[-1])
+            other = next(call for call in fetches if call.args[-1] is not fetches[0].args[-1])
+            other.args = (*other.args[:-1], fetches[0].args[-1])
         else:
             router = next(node for spec, node in inputs_of(step) if spec.name.endswith("1.1.router.weight"))
             whole = next(call for call in router.users if call.target is not prefetch_slices)
@@ -216,10 +206,10 @@ def changed(schedule: Schedule, **fields: Any) -> Schedule:
 
 def test_a_copy_of_slices_declares_what_it_reads() -> None:
     _, _, schedule = rewritten()
-    first, *_, last = by_slices(schedule)
-    other = (*first.reads[:-1], last.ends)
-    with pytest.raises(ScheduleError, match="I1.*complete before it is read|I1.*allocated"):
-        verify(changed(schedule, reads=other, ends=last.ends))
+    first, *rest = by_slices(schedule)
+    late = next(copy.ends for copy in rest if copy.ends != first.ends)
+    with pytest.raises(ScheduleError, match="I1.*expected equal values"):
+        verify(changed(schedule, reads=(*first.reads[:-1], late), ends=late))
     with pytest.raises(ScheduleError, match="I0.*expected pairs"):
         verify(changed(schedule, ends=""))
     with pytest.raises(ScheduleError, match="I0.*expected ends as the last read"):
@@ -264,8 +254,6 @@ def test_what_is_read_by_slices(reader: str) -> None:
     function, expected = READERS[reader]
     x, w = torch.randn(8, 8).bfloat16(), torch.randn(8, 8, 8).bfloat16()
     ends = torch.arange(1, 9, dtype=torch.int32)
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     graph = make_fx(function, tracing_mode="fake")(x, w, ends).graph
     _, weight, end = graph.find_nodes(op="placeholder")
     assert read_by_slices(graph) == ({weight: end} if expected else {})
@@ -290,8 +278,6 @@ def test_no_result_depends_on_a_slice_without_rows(dtype: torch.dtype) -> None:
 
 
 def test_moved_bytes_count_only_the_slices_that_moved() -> None:
-    from mtcompile.runtime.trace import Record, Trace
-
     _, _, schedule = rewritten()
     place = schedule.instructions.index(by_slices(schedule)[0])
     record = Record(place, "h2d", 0.0, 1.0, share=0.25)
