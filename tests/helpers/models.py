@@ -209,7 +209,9 @@ class Mixture(nn.Module):
     def __init__(self, layers: int, experts: int = 64, active: int = 4, width: int = 16) -> None:
         super().__init__()
         self.embed = nn.Embedding(32, width)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), Experts(width, experts, active)) for _ in range(layers))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), Experts(width, experts, active)) for _ in range(layers)
+        )
         self.head = nn.Linear(width, 32)
 
     def forward(self, tokens: Tensor) -> Tensor:
