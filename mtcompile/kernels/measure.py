@@ -198,8 +198,8 @@ def _ctc_nbytes(node: fx.Node) -> int:
 
 
 def _grouped_nbytes(node: fx.Node) -> int:
-    """Returns a bound on what one product of grouped_mm packs on the host, with all rows in its group: half-precision operands in
-    tiles of 64, and an fp32 result (random shapes took up to 0.87 of it). Zeros, as ends of groups, leave all groups empty."""
+    """Returns a bound on what one product of grouped_mm packs on the host, with all rows in its group: half-precision operands
+    in tiles of 64, and an fp32 result (random shapes took up to 0.87 of it). Zeros as ends leave all groups empty."""
     one, other = (operand.meta["val"] for operand in node.args[:2])  # type: ignore[union-attr]
     if one.device.type != "cpu" or one.dtype.itemsize != 2:
         return 0

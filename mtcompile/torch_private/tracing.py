@@ -31,14 +31,15 @@ def fake_mode_of(fakes: Iterable[torch.Tensor]) -> Any:
 
 @functools.cache
 def tracing_wide_grouped_products() -> None:
-    """Lets traces take ``grouped_mm`` of fp32 and fp16 operands from now on: it runs on them, but its shape function, up to torch
-    2.13 at least, knows bf16 alone."""
-    from torch import _meta_registrations as meta
+    """Lets traces take ``grouped_mm`` of fp32 and fp16 operands from now on. It runs on them, but its shape function knows bf16
+    alone, up to torch 2.13 at least."""
+    from torch import _meta_registrations
 
+    meta: Any = _meta_registrations
     plain = meta._meta_grouped_mm_common
 
     @functools.wraps(plain)
-    def common(mat_a: torch.Tensor, mat_b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def common(mat_a: torch.Tensor, mat_b: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         wide = mat_a.dtype == mat_b.dtype and mat_a.dtype in (torch.float32, torch.float16)
         scaled = any(kwargs.get(name) is not None for name in ("scale_a", "scale_b", "scale_result", "bias"))
         offs, out_dtype = kwargs.get("offs"), kwargs.get("out_dtype")
@@ -48,7 +49,7 @@ def tracing_wide_grouped_products() -> None:
         torch._check(inner[0] == inner[1], lambda: f"expected as many columns as rows in a product, found {inner}")
         for mat in (mat_a, mat_b):
             aligned = max(mat.stride()[-2:]) % (16 // mat.element_size()) == 0
-            torch._check(aligned, lambda strides=mat.stride(): f"expected strides of multiples of 16 bytes, found {strides}")
+            torch._check(aligned, lambda: "expected strides of multiples of 16 bytes")
         torch._check(offs.dim() == 1 and offs.dtype == torch.int32, lambda: f"expected int32 [groups], found {offs}")
         return meta._create_grouped_mm_output_tensor(mat_a, mat_b, offs, out_dtype)
 

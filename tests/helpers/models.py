@@ -191,7 +191,7 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.randn(experts, 2 * width, width) / 4)
         self.down = nn.Parameter(torch.randn(experts, width, 2 * width) / 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = self.norm(x.flatten(0, 1))
         scores, experts = self.router(tokens).float().softmax(-1).topk(self.active, -1)
         chosen, order = experts.flatten().sort(stable=True)
@@ -214,7 +214,7 @@ class Mixture(nn.Module):
         )
         self.head = nn.Linear(width, 32)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
