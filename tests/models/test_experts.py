@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mtcompile
+from mtcompile.execution.compiled import CompiledStep
+from mtcompile.runtime.schedule import Schedule
+from mtcompile.runtime.trace import Trace, moved_nbytes
 from tests.helpers.training import adamw, assert_plain_at_three_budgets, compiled_run, same, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # it compiles many models
@@ -150,6 +153,36 @@ def test_experts_in_a_list_train_in_parts_with_the_bits_of_plain_pytorch(form: s
         actual, report, _ = compiled_run(model, TOKENS, memory)
         assert same(expected, actual)  # None for the gradients of an expert that was not called
         assert report["peak_device_bytes"] <= report["planned_peak_device_bytes"] <= memory
+
+
+class Fetches:
+    """Listens to a session: the bytes that each part's step fetched."""
+
+    def __init__(self) -> None:
+        self.nbytes: list[int] = []
+
+    def wants_device_times(self, schedule: Schedule) -> bool:
+        return False
+
+    def step_ran(self, compiled: CompiledStep, measured: Trace | None) -> None:
+        assert measured is not None
+        self.nbytes.append(moved_nbytes(compiled.schedule, measured, "h2d"))
+
+
+@pytest.mark.filterwarnings("ignore:the forward is compiled in parts")
+def test_experts_in_a_list_that_are_not_called_are_not_fetched() -> None:
+    torch.manual_seed(0)
+    model = Listed("if mask.any()")
+    expert = sum(p.numel() * p.element_size() for p in model.experts[0].parameters())
+    optimizer, fetches = adamw(model.parameters()), Fetches()
+    compiled = mtcompile.compile(model, memory=36_000, optimizer=optimizer)  # too little for all of them
+    compiled._mt_model.session.listeners.append(fetches)
+    for _ in range(2):
+        compiled(torch.full((1, 5), 3)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert len(fetches.nbytes) == 2 and all(expert < nbytes <= 2.2 * expert for nbytes in fetches.nbytes)  # two are chosen
+        fetches.nbytes.clear()
 
 
 def test_experts_in_a_list_that_compute_all_tokens_are_one_plan() -> None:
