@@ -36,7 +36,9 @@ def tracing_wide_grouped_products() -> None:
     from torch import _meta_registrations
 
     meta: Any = _meta_registrations
-    plain = meta._meta_grouped_mm_common
+    plain, empty = (getattr(meta, name, None) for name in ("_meta_grouped_mm_common", "_create_grouped_mm_output_tensor"))
+    if plain is None or empty is None:  # another torch, which traces what it can
+        return
 
     @functools.wraps(plain)
     def common(mat_a: torch.Tensor, mat_b: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +53,7 @@ def tracing_wide_grouped_products() -> None:
             aligned = max(mat.stride()[-2:]) % (16 // mat.element_size()) == 0
             torch._check(aligned, lambda: "expected strides of multiples of 16 bytes")
         torch._check(offs.dim() == 1 and offs.dtype == torch.int32, lambda: f"expected int32 [groups], found {offs}")
-        return meta._create_grouped_mm_output_tensor(mat_a, mat_b, offs, out_dtype)
+        return empty(mat_a, mat_b, offs, out_dtype)
 
     meta._meta_grouped_mm_common = common
 
