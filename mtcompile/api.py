@@ -72,12 +72,13 @@ class CompiledModule(nn.Module):
         return explain_program(session.last, session.calibrator.phases, name)
 
     def memory_report(self) -> dict[str, Any]:
-        """Returns bytes by name: budget, planned peak and measured peak per tier, and the training state.
+        """Returns bytes by name: budget, planned peak and measured peak per tier, the training state, and what the last step
+        fetched to the device.
 
         ``peak_device_bytes`` is measured from the allocator's events in the first step of each program (in every step
         under MT_CHECK=1).
         """
-        return self._mt_model.report()
+        return {**self._mt_model.report(), **self._mt_model.session.fetched_nbytes()}
 
     def calibrate(self) -> Calibration:
         """Stores how long the kernels and copies of the last steps took. Programs compiled later on this machine are planned
@@ -186,6 +187,7 @@ def compile(
     max_grad_norm: float | None = None,
     run_ahead: bool = False,
     nonfinite: str = "stop",
+    experts: str = "auto",
     viz: str | Path | None = None,
 ) -> Any:
     """Makes ``model`` train within a device-memory budget, with results bit-identical to plain PyTorch.
@@ -232,6 +234,10 @@ def compile(
                themselves; call ``model.synchronize()`` before you read parameters in any other way
     nonfinite  with ``update="backward"``, for a loss or gradient that is not finite: ``"stop"`` raises StepError, ``"skip"``
                skips the whole update (and keeps all gradients until their norm is known), ``"continue"`` warns
+    experts    which experts of a mixture are fetched, where ``grouped_mm`` computes them: ``"used"``: those that tokens of the
+               batch chose, as soon as the router has; ``"all"``: all, ahead of the router; ``"auto"``: as ``"used"`` where
+               that surely spares a notable part, because there are fewer tokens than experts to choose. The plan is always
+               for all of them; ``memory_report()`` says what moved
     viz        writes each training program's timeline to this HTML file: predicted after its first step, with measured times
                after its second; a second program goes to ``<name>-2.html``, and so on
 
@@ -252,6 +258,7 @@ def compile(
         accumulate=accumulate,
         throttle=None if throttle is None else named(throttle),
         viz=viz,
+        experts=experts,
     )
     if model is None:
         return lambda target: _compiled(target, options, choose(device), optimizer)

@@ -60,7 +60,8 @@ def plan_key(step: fx.GraphModule, *constraints: Any) -> str:
     """Hashes the step graph, the bodies of its kernels and the constraints on the plan."""
     kernels = sorted({str(kernel_of(step, region).meta["key"]) for region in regions(step)})  # not those of rewritten copies
     trained = [spec.name for spec, _ in inputs_of(step) if is_trained(spec)]
-    return _digest("\n".join([listing(step), *kernels, *map(repr, [step.meta["homes"], trained, *constraints])]))
+    homes, sliced = step.meta["homes"], step.meta.get("sliced", ())
+    return _digest("\n".join([listing(step), *kernels, *map(repr, [homes, sliced, trained, *constraints])]))
 
 
 def through_cache(key: str, make_plan: Callable[[Plan | None], Planned]) -> Planned:

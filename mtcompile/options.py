@@ -12,6 +12,7 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.planning.policies import POLICIES
 
 KERNELS = ("eager", "inductor")
+EXPERTS = ("auto", "used", "all")  # which are fetched
 FASTEST = "fastest"  # the policy that searches
 _UNITS = {
     "": 1, "b": 1,
@@ -54,12 +55,15 @@ class Options:
     throttle: Machine | None = None
     viz: str | Path | None = None
     disk: DiskBudget | None = None
+    experts: str = "auto"
 
     def __post_init__(self) -> None:
         if self.policy not in (FASTEST, *POLICIES):
             raise ValueError(f"expected policy to be one of {FASTEST}, {', '.join(POLICIES)}, found {self.policy!r}")
         if self.kernels not in KERNELS:
             raise ValueError(f"expected kernels to be one of {', '.join(KERNELS)}, found {self.kernels!r}")
+        if self.experts not in EXPERTS:
+            raise ValueError(f"expected experts to be one of {', '.join(EXPERTS)}, found {self.experts!r}")
         if not _is_count(self.loss_chunks) and self.loss_chunks != "auto":
             raise ValueError(f'expected loss_chunks to be a whole number of 1 or more, or "auto", found {self.loss_chunks!r}')
         if not _is_count(self.accumulate):

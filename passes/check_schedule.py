@@ -31,11 +31,13 @@ from mtcompile.passes.step_graph import (
     is_move,
     is_region,
     kernel_of,
+    moved,
     must_run,
     offload,
     outputs_of,
     placeholders,
     prefetch,
+    prefetch_slices,
     read,
     recomputes,
     results,
@@ -165,6 +167,8 @@ def _made(call: fx.Node, item: fx.Node, leaves: bool) -> Buffer:
     buffer = Buffer(item.name, source(item).name, meta["tier"], "pooled", meta["nbytes"], meta["role"])
     if is_region(call):
         return replace(buffer, returned=leaves)
+    if call.target is prefetch_slices:  # of a value whose other slices are not there
+        buffer = replace(buffer, value=f"{buffer.value}[{source(call.args[-1]).name}]")
     if is_move(call) or is_convert(call):
         return replace(buffer, kind="home" if leaves else "placed")
     if call.target is update:
@@ -214,11 +218,13 @@ def _instruction(step: fx.GraphModule, call: fx.Node, given: Given) -> Instructi
         work = "recompute" if recomputes(call) else "compute"
         return replace(row, queue="compute", kernel=str(call.target), workspace=workspace, work=work)
     if is_move(call):
-        moved = sum(operand.meta["nbytes"] for operand in operands)
+        nbytes, ends = sum(operand.meta["nbytes"] for operand in moved(call)), ""
         directions = {prefetch: ("h2d", "prefetch"), offload: ("d2h", "offload")}
+        if call.target is prefetch_slices:
+            directions[prefetch_slices], ends = ("h2d", "prefetch"), operands[-1].name
         directions |= {read: ("disk_read", "read"), write: ("disk_write", "write")}
         queue, work = directions[call.target]
-        return replace(row, queue=queue, kernel="", nbytes=moved, work=work)
+        return replace(row, queue=queue, kernel="", nbytes=nbytes, work=work, ends=ends)
     if is_convert(call):
         return replace(row, work="convert")
     expect(call.target in (update, gradient_norms, gradient_scale), lambda: f"a call of the step graph, found {call}")

@@ -24,11 +24,11 @@ from torch import fx
 
 from mtcompile.passes.analysis.kernels import kernel_key
 from mtcompile.passes.generators import replay, save_rng
-from mtcompile.passes.step_graph import InputSpec, OutputSpec, offload, prefetch, read, restride, write
+from mtcompile.passes.step_graph import InputSpec, OutputSpec, offload, prefetch, prefetch_slices, read, restride, write
 
 FORMAT = "mtcompile-graph-1"
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    f.__name__: f for f in (operator.getitem, save_rng, replay, restride, prefetch, offload, read, write)
+    f.__name__: f for f in (operator.getitem, save_rng, replay, restride, prefetch, prefetch_slices, offload, read, write)
 }
 _Operator: Any = type(torch.ops.aten.add.Tensor)
 _ENUMERATIONS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
@@ -82,6 +82,7 @@ def _graph(module: fx.GraphModule) -> dict[str, Any]:
         "device": module.meta.get("device", ""),
         "told": list(module.meta.get("told", ())),
         "homes": dict(module.meta.get("homes", {})),
+        "sliced": list(module.meta.get("sliced", ())),
     }
     kernels = {name: _graph(kernel) for name, kernel in module.named_children() if isinstance(kernel, fx.GraphModule)}
     return {"format": FORMAT, "name": module.meta.get("name", ""), "nodes": nodes, "kernels": kernels, "step": step}
@@ -168,6 +169,7 @@ def _module(data: Mapping[str, Any]) -> fx.GraphModule:
             device=data["step"]["device"],
             told=tuple(data["step"].get("told", ())),
             homes=data["step"]["homes"],
+            sliced=tuple(data["step"].get("sliced", ())),
             constants={},
             kernels={kernel.meta["key"]: kernel for _, kernel in module.named_children()},
             memo={},

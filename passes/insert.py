@@ -22,10 +22,12 @@ def add_call(graph: fx.Graph, call: fx.Node, outputs: list[tuple[str, dict[str, 
     return items
 
 
-def add_move(graph: fx.Graph, target: Any, values: list[fx.Node], phase: Phase, block: int, name: str) -> list[fx.Node]:
-    """Appends one move of ``values`` (a prefetch, say) and returns the moved values."""
+def add_move(
+    graph: fx.Graph, target: Any, values: list[fx.Node], phase: Phase, block: int, name: str, ends: fx.Node | None = None
+) -> list[fx.Node]:
+    """Appends one move of ``values`` (a prefetch, say) and returns the moved values. ``ends``: of a prefetch of slices."""
     tier = TIER_OF_MOVE[target]
-    call = graph.create_node("call_function", target, tuple(values), name=name)
+    call = graph.create_node("call_function", target, (*values, *(() if ends is None else (ends,))), name=name)
     call.meta.update(phase=phase, block=block)
     outputs = [(f"{value.name}_{tier}", dict(value.meta, tier=tier)) for value in values]
     return add_call(graph, call, outputs)

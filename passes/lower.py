@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -17,9 +18,11 @@ from mtcompile.passes.step_graph import (
     is_region,
     is_update,
     kernel_of,
+    moved,
     offload,
     placeholders,
     prefetch,
+    prefetch_slices,
     read,
     recomputes,
     results,
@@ -34,6 +37,7 @@ from mtcompile.runtime.usage import peaks
 
 _MOVES: dict[object, tuple[Work, Queue]] = {
     prefetch: ("prefetch", "h2d"),
+    prefetch_slices: ("prefetch", "h2d"),
     offload: ("offload", "d2h"),
     read: ("read", "disk_read"),
     write: ("write", "disk_write"),
@@ -93,7 +97,7 @@ def _buffers(step: fx.GraphModule) -> dict[str, Buffer]:
     def add(node: fx.Node, kind: str, returned: bool = False, version_of: str = "") -> None:
         meta = node.meta
         nbytes = meta.get("slot_nbytes", meta["nbytes"]) if kind == "placed" else meta["nbytes"]
-        about = node.name, source(node).name, meta["tier"], kind, nbytes, meta["role"]
+        about = node.name, _value(node), meta["tier"], kind, nbytes, meta["role"]
         buffers[node.name] = Buffer(*about, returned=returned, version_of=version_of)
 
     for node in placeholders(step.graph):
@@ -111,13 +115,21 @@ def _buffers(step: fx.GraphModule) -> dict[str, Buffer]:
     return buffers
 
 
+def _value(node: fx.Node) -> str:
+    """The name of the value that a buffer holds. Slices of a value are another one, by where their rows end."""
+    call = node.args[0] if node.target is operator.getitem else None
+    if call is not None and call.target is prefetch_slices:
+        return f"{source(node).name}[{source(call.args[-1]).name}]"
+    return source(node).name
+
+
 def _instruction(step: fx.GraphModule, call: fx.Node, plan: Plan, machine: Machine, workspace: Workspace) -> Instruction:
     """Returns the copy or run of one call, before allocs and frees are put around it."""
     written = results(call)
     read_nbytes, written_nbytes = (sum([value.meta["nbytes"] for value in values]) for values in (call.args, written))
     work, block = work_of(call), step.meta["blocks"][call.meta["block"]]
     queue: Queue = "host"
-    kernel, scratch, moved = call.name, 0, 0
+    kernel, scratch, moved_nbytes = call.name, 0, 0
     if work in ("compute", "recompute"):
         body = kernel_of(step, call)
         queue, kernel, scratch, time_us = "compute", str(call.target), workspace(body), kernel_us(body, machine)
@@ -131,8 +143,8 @@ def _instruction(step: fx.GraphModule, call: fx.Node, plan: Plan, machine: Machi
         else:  # what scales updates reads every gradient once
             time_us = read_nbytes / (machine.host_gbps if queue == "host" else machine.memory_gbps) / 1e3
     else:
-        queue, kernel, moved = _MOVES[call.target][1], "", read_nbytes
-        time_us = machine.copy_us(moved, queue)
+        queue, kernel, moved_nbytes = _MOVES[call.target][1], "", sum([value.meta["nbytes"] for value in moved(call)])
+        time_us = machine.copy_us(moved_nbytes, queue)
     return Instruction(
         "run" if kernel else "copy",
         queue,
@@ -141,11 +153,12 @@ def _instruction(step: fx.GraphModule, call: fx.Node, plan: Plan, machine: Machi
         tuple([item.name for item in written]),
         kernel,
         scratch,
-        nbytes=moved,
+        nbytes=moved_nbytes,
         time_us=time_us,
         label=call.name,
         block=block,
         work=work,
+        ends=call.args[-1].name if call.target is prefetch_slices else "",
     )
 
 

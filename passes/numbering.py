@@ -15,6 +15,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from mtcompile.passes.analysis.kernels import Operand
+from mtcompile.passes.analysis.slices import grouped_operands, is_sliceable, slice_view
 from mtcompile.passes.generators import replay, save_rng
 from mtcompile.passes.step_graph import (
     body_outputs,
@@ -27,6 +28,7 @@ from mtcompile.passes.step_graph import (
     is_update,
     kernel_of,
     placeholders,
+    prefetch_slices,
 )
 
 Number = tuple[Any, ...]  # what a value is; of an operation's result, one integer
@@ -34,13 +36,15 @@ Number = tuple[Any, ...]  # what a value is; of an operation's result, one integ
 
 class Numbering:
     """Value numbers that several graphs share. ``stream``: how many random operations the current graph has run.
-    ``drawn_in``: the phase of each of them, by its place in the stream. ``device``: whose generator is drawn from."""
+    ``drawn_in``: the phase of each of them, by its place in the stream. ``device``: whose generator is drawn from.
+    ``slices``: of values of which only the slices with rows are there, the whole value and where the rows end."""
 
     def __init__(self, device: str) -> None:
         self.numbers: dict[Any, int] = {}
         self.device = device
         self.stream = 0
         self.drawn_in: list[str] = []
+        self.slices: dict[Number, tuple[Number, Number]] = {}
 
     def of(self, key: Any) -> Number:
         return (self.numbers.setdefault(key, len(self.numbers)),)
@@ -71,6 +75,10 @@ class Numbering:
                 several[node] = tuple(self._cast(numbers[value], cast) for value, cast in casts)
             elif is_update(node):
                 several[node] = _updated(node, [numbers[a] for a in node.args])
+            elif node.target is prefetch_slices:
+                *values, ends = [numbers[a] for a in node.args]
+                sliceable = [is_sliceable(a.meta["val"]) for a in node.args[:-1]]
+                several[node] = tuple(self._slices(*each, ends) for each in zip(values, sliceable, strict=True))
             elif is_move(node):
                 several[node] = tuple(numbers[a] for a in node.args)
             elif node.op == "call_function" and node.target is operator.getitem:
@@ -93,7 +101,28 @@ class Numbering:
                 numbers[node] = self._operation(node, numbers, phase)
         return tuple(numbers[node] for node in body_outputs(kernel))
 
+    def _slices(self, value: Number, is_sliceable: bool, ends: Number) -> Number:
+        """Numbers the slices of a value that have rows. Other operations than those of ``analysis/slices`` get numbers of
+        their own on them, which the captured graph does not have."""
+        number = self.of(("slices", value, ends))
+        if is_sliceable:
+            self.slices[number] = value, ends
+        return number
+
+    def _on_slices(self, node: fx.Node, numbers: dict[fx.Node, Number], phase: str) -> Number | None:
+        """Numbers an operation on slices as that on the whole value where it reads no others; None for any other operation."""
+        if (value := slice_view(node)) is not None and numbers[value] in self.slices:
+            whole, ends = self.slices[numbers[value]]
+            return self._slices(self._operation(node, {**numbers, value: whole}, phase), True, ends)
+        weight, end = grouped_operands(node) or (None, None)
+        if weight is None or end is None or node.args[0] is weight:
+            return None
+        whole, ends = self.slices.get(numbers[weight], (None, None))
+        return None if whole is None or numbers[end] != ends else self._operation(node, {**numbers, weight: whole}, phase)
+
     def _operation(self, node: fx.Node, numbers: dict[fx.Node, Number], phase: str) -> Number:
+        if self.slices and (number := self._on_slices(node, numbers, phase)) is not None:
+            return number
         if node.target is save_rng:
             return ("state", self.stream, node.args[0])
         if node.target is replay:

@@ -5,6 +5,7 @@ Nodes
   call_module            a *region*: a call to a shared kernel (a submodule holding an ATen graph); returns a tuple
   getitem                one value of a call
   prefetch(*xs)          host -> device, the identity on bits
+  prefetch_slices(*xs, e)  host -> device, the slices of each that have rows, which end at e (``analysis/slices``)
   offload(*xs)           device -> host, the identity on bits
   read(*xs)              disk -> host, the identity on bits
   write(*xs)             host -> disk, the identity on bits
@@ -21,6 +22,7 @@ Of every call: ``phase`` and ``block`` (the index of the forward block it belong
 it computes again.
 ``step.meta``: ``inputs`` (InputSpec per placeholder), ``outputs`` (OutputSpec per output), ``constants`` (tensors),
 ``blocks`` (their names), ``device`` (where its kernels run, as torch names it), ``homes`` (parameter -> home block) and
+``sliced`` (the parameters that are fetched by slices) and
 ``updated`` (the parameters that a backward updates, if not all); ``build`` alone writes them. ``kernels`` and ``memo`` (kernels
 by body, and by what rewrites made them for) are shared by a step graph and all rewritten copies of it.
 ``fx.Interpreter(step).run(*inputs)`` is the reference execution, in which an update returns the gradients it is given: what
@@ -67,6 +69,14 @@ class OutputSpec:
 def prefetch(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Copies from host to device; dtype, strides and bytes stay the same."""
     return values
+
+
+def prefetch_slices(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Copies from host to device the slices along the first dimension that have rows: slice i those from ``ends[i - 1]`` to
+    ``ends[i]``, where ``ends`` is the last operand. What the other slices hold is undefined; here, NaN."""
+    *sliced, ends = values
+    used = ends.diff(prepend=ends.new_zeros(1)) != 0
+    return tuple(torch.where(used.view(-1, *[1] * (value.dim() - 1)), value, torch.nan) for value in sliced)
 
 
 def offload(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -209,6 +219,11 @@ def is_move(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in TIER_OF_MOVE
 
 
+def moved(call: fx.Node) -> tuple[Any, ...]:
+    """Returns the operands that a move moves: all but where the rows of slices end."""
+    return tuple(call.args[:-1] if call.target is prefetch_slices else call.args)
+
+
 def is_update(node: fx.Node) -> bool:
     """True for an update, and for what makes its scale."""
     return node.op == "call_function" and node.target in (update, gradient_norms, gradient_scale)
@@ -219,7 +234,7 @@ def is_convert(node: fx.Node) -> bool:
 
 
 # Where a move puts what it moves.
-TIER_OF_MOVE: dict[Any, Tier] = {prefetch: "device", offload: "host", read: "host", write: "disk"}
+TIER_OF_MOVE: dict[Any, Tier] = {prefetch: "device", prefetch_slices: "device", offload: "host", read: "host", write: "disk"}
 _CALLS = frozenset({*TIER_OF_MOVE, convert, update, gradient_norms, gradient_scale})
 
 

@@ -16,7 +16,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mtcompile.runtime.schedule import HOST_QUEUES, Instruction, Phase, Queue, Schedule
@@ -61,6 +61,9 @@ class Memory(Protocol):
     def free(self, name: str) -> None: ...
 
     def copy(self, reads: Sequence[str], writes: Sequence[str]) -> None: ...
+
+    def copy_slices(self, reads: Sequence[str], writes: Sequence[str], ends: str) -> float:
+        """Copy the slices that have rows, by ``Instruction.ends``. Return the share of the bytes that were copied."""
 
     def transfer(self, reads: Sequence[str], writes: Sequence[str]) -> None:
         """Copy between host and disk, and return when it is done."""
@@ -175,7 +178,9 @@ class _PhaseRun:
             raise progress.failure
         finished = self.records if host is not None else self.records + self.host_records
         if fence is not None and fence.timed:
-            return fence.records() + [record for record in finished if record.queue in HOST_QUEUES]
+            shares = {record.index: record.share for record in finished}
+            timed = [replace(record, share=shares.get(record.index, 1.0)) for record in fence.records()]
+            return timed + [record for record in finished if record.queue in HOST_QUEUES]
         if workers:
             finished.sort(key=lambda record: (record.start_us, record.index))
         return finished
@@ -242,8 +247,10 @@ class _PhaseRun:
         stamp = self.fence.stamp if self.fence is not None and self.fence.timed and queue not in HOST_QUEUES else None
         if stamp is not None:
             stamp(queue, index)
-        began = time.perf_counter_ns()
-        if instruction.op == "copy" and queue in ("disk_read", "disk_write"):
+        began, share = time.perf_counter_ns(), 1.0
+        if instruction.op == "copy" and instruction.ends:
+            share = self.memory.copy_slices(instruction.reads[:-1], instruction.writes, instruction.ends)
+        elif instruction.op == "copy" and queue in ("disk_read", "disk_write"):
             self.memory.transfer(instruction.reads, instruction.writes)
         elif instruction.op == "copy":
             self.memory.copy(instruction.reads, instruction.writes)
@@ -251,10 +258,10 @@ class _PhaseRun:
             kernel = self.kernels[instruction.kernel]
             self.memory.run(kernel, instruction.reads, instruction.writes, instruction.workspace)
         if self.options.paced:
-            wait_until(began + round(instruction.time_us * 1e3))
+            wait_until(began + round(share * instruction.time_us * 1e3))
         start, ended = self.start_ns, time.perf_counter_ns()
         records = self.host_records if queue == "host" else self.records
-        records.append(Record(index, queue, (began - start) / 1e3, (ended - start) / 1e3))
+        records.append(Record(index, queue, (began - start) / 1e3, (ended - start) / 1e3, share))
         if stamp is not None:
             stamp(queue, index)
 

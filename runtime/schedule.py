@@ -97,6 +97,9 @@ class Instruction:
     ``deps``: indices of earlier instructions on *other* queues that must have completed (at most one per queue, since a
     queue is first in, first out). ``previous_step_deps``, in a schedule that runs ahead: indices of instructions on queue
     host in the previous step's backward that must have completed.
+    ``ends``: of a copy of slices, the last of ``reads``, which is not copied: int32 [slices] on the device. Slice i along the
+    first dimension of each pair is copied if ``ends[i]`` differs from ``ends[i - 1]`` (the first one, if it is not 0); the
+    others are left as they are. ``nbytes`` and ``time_us`` are those of all slices.
     """
 
     op: Op
@@ -113,6 +116,7 @@ class Instruction:
     work: Work = ""
     deps: tuple[int, ...] = ()
     previous_step_deps: tuple[int, ...] = ()
+    ends: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +247,10 @@ def _check_form(schedule: Schedule, rows: int) -> None:
         if instruction.op in ("alloc", "free"):
             need((reads, writes) == (0, 1), f"#{index}: {instruction.op} names one buffer, in writes")
         if instruction.op == "copy":
-            need(0 < reads == writes, f"#{index}: copy pairs reads with writes, found {reads} and {writes}")
+            paired = reads - bool(instruction.ends)
+            need(0 < paired == writes, f"#{index}: copy pairs reads with writes, found {paired} and {writes}")
+        last = instruction.reads[-1:] == (instruction.ends,) and instruction.op == "copy"
+        need(last or not instruction.ends, f"#{index}: expected ends as the last read of a copy, found {instruction.ends!r}")
 
 
 def listed(names: Iterable[str], most: int) -> str:
@@ -281,8 +288,9 @@ def instruction_text(instruction: Instruction, buffers: Mapping[str, Buffer]) ->
     if instruction.op in ("alloc", "free"):
         what = buffer_text(buffers[instruction.writes[0]])
     elif instruction.op == "copy":
-        what = ", ".join(f"{r} -> {w}" for r, w in zip(instruction.reads, instruction.writes, strict=True))
-        what += f"  [{gib(instruction.nbytes)}]"
+        what = ", ".join(f"{r} -> {w}" for r, w in zip(instruction.reads, instruction.writes))
+        what += f"  [{'at most ' if instruction.ends else ''}{gib(instruction.nbytes)}]"
+        what += f"  slices by {instruction.ends}" if instruction.ends else ""
     else:
         what = f"{instruction.kernel}({', '.join(instruction.reads)}) -> {', '.join(instruction.writes) or '()'}"
         if instruction.workspace:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mtcompile.runtime.schedule import QUEUES, Instruction, Queue, Schedule
@@ -14,12 +14,14 @@ Moments = dict[int, Interval]  # when each instruction starts and ends
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Instruction ``index`` of the schedule held ``queue`` from ``start_us`` to ``end_us`` after the step's start."""
+    """Instruction ``index`` of the schedule held ``queue`` from ``start_us`` to ``end_us`` after the step's start. ``share``:
+    the share of its bytes that a copy of slices moved."""
 
     index: int
     queue: Queue
     start_us: float
     end_us: float
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,12 @@ def span_us(trace: Trace) -> float:
     return max(record.end_us for record in trace.records) - min(record.start_us for record in trace.records)
 
 
+def moved_nbytes(schedule: Schedule, trace: Trace, queue: Queue) -> int:
+    """Returns the bytes that the copies of a queue moved: all that the schedule says, but for copies of slices."""
+    copies = [(r, schedule.instructions[r.index]) for r in trace.records if r.queue == queue]
+    return sum(round(record.share * copy.nbytes) for record, copy in copies if copy.op == "copy")
+
+
 def busy_us(trace: Trace) -> dict[Queue, float]:
     """Returns for how many µs each queue that ran something was busy. Records that overlap in time count once."""
     used = {record.queue for record in trace.records}
@@ -85,7 +93,7 @@ def exposed_us(trace: Trace, queue: Queue) -> float:
 
 def shifted(records: Iterable[Record], by_us: float) -> list[Record]:
     """Returns the records ``by_us`` later. This puts a phase, with a clock of its own, after the phase before it."""
-    return [Record(r.index, r.queue, r.start_us + by_us, r.end_us + by_us) for r in records]
+    return [replace(r, start_us=r.start_us + by_us, end_us=r.end_us + by_us) for r in records]
 
 
 def _intervals(trace: Trace, queue: Queue) -> list[Interval]:

@@ -123,7 +123,10 @@ def _well_formed(schedule: Schedule) -> None:
         if op in ("alloc", "free"):
             need(len(writes) == 1 and not reads, index, f"expected {op} of one buffer, named in writes")
         if op == "copy":
-            need(0 < len(reads) == len(writes), index, f"expected pairs, found {len(reads)} -> {len(writes)} operands")
+            paired = len(reads) - bool(instruction.ends)
+            need(0 < paired == len(writes), index, f"expected pairs, found {paired} -> {len(writes)} operands")
+        last = op == "copy" and instruction.queue == "h2d" and reads[-1:] == (instruction.ends,)
+        need(last or not instruction.ends, index, f"expected ends as the last read of a copy, found {instruction.ends!r}")
 
 
 def _present(facts: Facts) -> None:
@@ -167,14 +170,18 @@ def _present(facts: Facts) -> None:
 def _copy_operands(facts: Facts, index: int) -> None:
     instruction = facts.schedule.instructions[index]
     serves = COPIES[instruction.queue]
+    ends = facts.schedule.buffers[instruction.ends] if instruction.ends else None
+    if ends is not None and ends.tier != "device":
+        raise facts.error("I1", index, f"expected ends on tier device, found {ends.name} on tier {ends.tier}")
     for source, target in zip(facts.buffers(instruction.reads), facts.buffers(instruction.writes)):
         pair = f"{source.name} -> {target.name}"
         if (source.tier, target.tier) not in serves:
             expected = " or ".join(f"{a} -> {b}" for a, b in serves)
             what = f"expected {expected} on {instruction.queue}, found {source.tier} -> {target.tier} ({pair})"
             raise facts.error("I1", index, f"{what}; use the queue that serves it")
-        if source.value != target.value:
-            raise facts.error("I1", index, f"expected equal values, found {source.value} -> {target.value} ({pair})")
+        value = source.value if ends is None else f"{source.value}[{ends.value}]"
+        if value != target.value:
+            raise facts.error("I1", index, f"expected equal values, found {value} -> {target.value} ({pair})")
         if source.nbytes != target.nbytes:
             raise facts.error("I1", index, f"expected equal sizes, found {source.nbytes} -> {target.nbytes} B ({pair})")
 

@@ -85,6 +85,7 @@ def front_end(
     torch_private.leave_out_of_graphs(_logging_functions())
     torch_private.noting_arguments_of_checkpoints()
     torch_private.leaving_out_absent_gradients()
+    torch_private.tracing_wide_grouped_products()
 
     variants: list[Callable[..., Any]] = []  # of ``fn``, each captured with other values; the one that ran last is the first
 

@@ -90,7 +90,8 @@ class ModelDoor(Door):
 
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
         updated = None if self.updates is None or not _trains(joint) else self.updates.updated_names()
-        return InputHomes(self.parameters.blocks(), updated=updated, frozen_apart=self.options.disk is not None)
+        apart = self.options.disk is not None
+        return InputHomes(self.parameters.blocks(), updated=updated, frozen_apart=apart, experts=self.options.experts)
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
         parameters, updates = self._parameters(), None

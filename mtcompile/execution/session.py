@@ -31,7 +31,7 @@ from mtcompile.passes.generators import rng_preserved, set_generator_state
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.disk.errors import DiskError
 from mtcompile.runtime.schedule import Schedule, gib
-from mtcompile.runtime.trace import Trace
+from mtcompile.runtime.trace import Trace, moved_nbytes
 
 Refusal = tuple[str, int]  # why nothing fits, and the smallest budget that does
 # Each with the version of the parameters' places that it was compiled for.
@@ -69,6 +69,7 @@ class Session:
         self.last: CompiledStep | None = None
         self.last_trace: Trace | None = None
         self.last_step: tuple[Schedule, Trace] | None = None
+        self.last_ran: tuple[Schedule, Trace] | None = None  # as last_step, by whatever clock
         self.peak_device_bytes = self.peak_host_bytes = self.planned_device_bytes = 0
 
     @torch_private.one_at_a_time
@@ -300,7 +301,7 @@ class Session:
     def step_ran(self, frame: Frame) -> None:
         compiled, trace = frame.compiled, Trace(tuple(frame.records), "measured")
         exact = self.device.where.type == "cpu" or self.wants_device_times(compiled)  # else: when work was issued
-        self.last_trace = trace
+        self.last_trace, self.last_ran = trace, (compiled.schedule, trace)
         if exact:
             self.last_step = compiled.schedule, trace
         for listener in self.listeners:
@@ -315,6 +316,14 @@ class Session:
                 "it was measured. Please report it with what MT_DUMP=dir writes",
                 stacklevel=2,
             )
+
+    def fetched_nbytes(self) -> dict[str, int]:
+        """Returns the bytes that the last whole step copied from host to device, and those that its plan counts on."""
+        if self.last_ran is None:
+            return {"fetched_bytes": 0, "planned_fetched_bytes": 0}
+        schedule, trace = self.last_ran
+        planned = sum(i.nbytes for i in schedule.instructions if i.op == "copy" and i.queue == "h2d")
+        return {"fetched_bytes": moved_nbytes(schedule, trace, "h2d"), "planned_fetched_bytes": planned}
 
     def note_host_bytes(self, compiled: CompiledStep | None) -> None:
         """Updates the host peak with the memory held now: the training state that is neither on the device nor on disk, the

@@ -73,6 +73,7 @@ from mtcompile.torch_private.tracing import (
     lasting,
     plainly,
     tracing_joint,
+    tracing_wide_grouped_products,
     without_memory,
 )
 
@@ -133,6 +134,7 @@ __all__ = [
     "taking_known_values",
     "tracing_joint",
     "tracing_new_leaves",
+    "tracing_wide_grouped_products",
     "without_break_warnings",
     "without_memory",
 ]

@@ -29,6 +29,35 @@ def fake_mode_of(fakes: Iterable[torch.Tensor]) -> Any:
     return next((fake.fake_mode for fake in fakes if hasattr(fake, "fake_mode")), None) or detect_fake_mode()
 
 
+@functools.cache
+def tracing_wide_grouped_products() -> None:
+    """Lets traces take ``grouped_mm`` of fp32 and fp16 operands from now on. It runs on them, but its shape function knows bf16
+    alone, up to torch 2.13 at least."""
+    from torch import _meta_registrations
+
+    meta: Any = _meta_registrations
+    plain, empty = (getattr(meta, name, None) for name in ("_meta_grouped_mm_common", "_create_grouped_mm_output_tensor"))
+    if plain is None or empty is None:  # another torch, which traces what it can
+        return
+
+    @functools.wraps(plain)
+    def common(mat_a: torch.Tensor, mat_b: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        wide = mat_a.dtype == mat_b.dtype and mat_a.dtype in (torch.float32, torch.float16)
+        scaled = any(kwargs.get(name) is not None for name in ("scale_a", "scale_b", "scale_result", "bias"))
+        offs, out_dtype = kwargs.get("offs"), kwargs.get("out_dtype")
+        if args or not wide or scaled or offs is None or out_dtype not in (None, mat_a.dtype):
+            return plain(mat_a, mat_b, *args, **kwargs)
+        inner = (mat_a.shape[-1], mat_b.shape[-2])
+        torch._check(inner[0] == inner[1], lambda: f"expected as many columns as rows in a product, found {inner}")
+        for mat in (mat_a, mat_b):
+            aligned = max(mat.stride()[-2:]) % (16 // mat.element_size()) == 0
+            torch._check(aligned, lambda: "expected strides of multiples of 16 bytes")
+        torch._check(offs.dim() == 1 and offs.dtype == torch.int32, lambda: f"expected int32 [groups], found {offs}")
+        return empty(mat_a, mat_b, offs, out_dtype)
+
+    meta._meta_grouped_mm_common = common
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of storages that operations make, while they live, as on fake tensors. ``peak``: the most so far."""
 

@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 
 from mtcompile.passes.analysis.kernels import Kernels, copy_meta, install
 from mtcompile.passes.analysis.memory import owner
+from mtcompile.passes.analysis.slices import grouped_operands, read_by_slices, rows_of, slice_nbytes
 from mtcompile.passes.generators import generator_nbytes, save_rng
 from mtcompile.passes.insert import add_call
 from mtcompile.passes.joint.regions import assign, in_order
@@ -37,15 +38,18 @@ class InputHomes:
     other parameter is at home in the block that reads it first, or by itself if it is large. ``all_on_device``: every input is
     on the device and no parameter has a home that a plan could move. ``updated``: the parameters that a plan with updates in
     the backward updates; None: all that have gradients. ``frozen_apart``: frozen parameters have homes of their own, which have
-    no gradients and no optimizer state."""
+    no gradients and no optimizer state. ``experts``: which experts are fetched: "all", "used" by the tokens of the batch, or
+    "auto": as "used" where that surely spares what is worth the wait."""
 
     known: Mapping[str, str] = field(default_factory=dict)
     all_on_device: bool = False
     updated: Collection[str] | None = None
     frozen_apart: bool = False
+    experts: str = "auto"
 
 
 FROZEN = ".frozen"  # behind the name of a block: the home of its frozen parameters
+_WORTH_A_WAIT = 1 << 22  # bytes: they take a link of 50 GB/s about as long as the host takes to wait for the device once
 _LARGE = 1 << 28  # bytes from which a parameter has a home of its own: part of a block can stay, and its copies overlap
 ROLE_OF_RESULT = {"output": "output", "grad": "grad", "mutation": "buffer"}  # by an output's kind
 AT_HOME = InputHomes()  # nothing is known yet
@@ -61,11 +65,12 @@ def build(
     same operations at other sizes would be. Raises ValueError where ``like`` has other operations.
     """
     device = joint.meta["device"]
+    sliced = {} if input_homes.all_on_device else fetched_by_slices(like or joint, input_homes.experts)
     if "cut" in joint.meta:  # it was put together from regions
         region: Mapping[fx.Node, RegionId] = {n: n.meta["region"] for n in joint.graph.nodes if "region" in n.meta}
         blocks = joint.meta["cut"]
     else:
-        region, blocks = assign((like or joint).graph)
+        region, blocks = assign((like or joint).graph, _starts(like or joint, sliced))
     if like is not None:
         region = _cut_alike(joint.graph, like.graph, region)
     homes = {} if input_homes.all_on_device else _homes(joint, region, blocks, input_homes)
@@ -112,10 +117,39 @@ def build(
         inputs=joint.meta["inputs"], outputs=joint.meta["outputs"], constants=joint.meta["constants"], blocks=blocks
     )
     step.meta.update(kernels=kernels, device=device, homes=homes, memo={})
+    step.meta["sliced"] = tuple(sliced)
     if input_homes.updated is not None:
         step.meta["updated"] = input_homes.updated
     step.graph.lint()
     return step
+
+
+def fetched_by_slices(joint: fx.GraphModule, experts: str) -> dict[str, fx.Node]:
+    """Returns the parameters of which only the slices with rows are fetched, each with where these rows end.
+
+    With "auto", those of which at least ``_WORTH_A_WAIT`` bytes surely have none, since there are fewer rows than slices."""
+    sliced: dict[str, fx.Node] = {}
+    if experts == "all":
+        return sliced
+    ends = read_by_slices(joint.graph)
+    for spec, node in inputs_of(joint):
+        if spec.role == "param" and node in ends and ends[node].op == "call_function":
+            val = node.meta["val"]
+            spared = slice_nbytes(val) * max(0, val.shape[0] - rows_of(ends[node]))
+            if experts == "used" or spared >= _WORTH_A_WAIT:
+                sliced[spec.name] = ends[node]
+    return sliced
+
+
+def _starts(joint: fx.GraphModule, sliced: Mapping[str, fx.Node]) -> set[fx.Node]:
+    """Returns the first forward product of each set of slices: a block starts there, so that an earlier one has told which
+    slices have rows before they are fetched."""
+    forward = [node for node in joint.graph.nodes if node.op == "call_function" and node.meta["phase"] == "forward"]
+    first: dict[fx.Node, fx.Node] = {}
+    for node in forward:
+        if (operands := grouped_operands(node)) is not None and operands[1] in sliced.values():
+            first.setdefault(operands[1], node)
+    return set(first.values())
 
 
 def _homes(

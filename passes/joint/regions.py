@@ -8,9 +8,10 @@ later one where their operands exist.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import fx
 
@@ -22,13 +23,14 @@ _MIN_PIECE_NODES = 6
 _FEWEST_PIECES = 6
 
 
-def assign(graph: fx.Graph) -> tuple[Mapping[fx.Node, tuple[str, int]], tuple[str, ...]]:
+def assign(graph: fx.Graph, starts: Collection[fx.Node] = ()) -> tuple[Mapping[fx.Node, tuple[str, int]], tuple[str, ...]]:
     """The region (phase, block) of every call in a normalized joint graph, and the names of the blocks in forward order.
+    ``starts``: forward calls at each of which a block starts.
 
     Backward regions run in the opposite order of their blocks. A getitem belongs to the call it reads.
     """
     forward = [n for n in graph.nodes if n.op == "call_function" and n.meta["phase"] == "forward"]
-    segments = _segments(forward)
+    segments = [piece for label, nodes in _segments(forward) for piece in _cut_at(label, nodes, starts)]
     region: dict[fx.Node, tuple[str, int]] = {}
     by_seq: dict[int, int] = {}
     by_path: dict[str, int] = {}
@@ -141,6 +143,12 @@ def _cut_narrow(label: str, run: list[fx.Node], target: int) -> list[tuple[str, 
             start, best = best + 1, -1
     pieces.append(run[start:])
     return [(f"{label or 'part'}.{i}" if len(pieces) > 1 else label, piece) for i, piece in enumerate(pieces)]
+
+
+def _cut_at(label: str, run: list[fx.Node], starts: Collection[fx.Node]) -> list[tuple[str, list[fx.Node]]]:
+    """Cuts a run before each of ``starts``."""
+    places = [position for position, node in enumerate(run) if position and node in starts]
+    return [(label, run[first:last]) for first, last in itertools.pairwise((0, *places, len(run)))]
 
 
 def _crossing_nbytes(run: list[fx.Node]) -> list[int]:

@@ -5,9 +5,20 @@ from __future__ import annotations
 
 from torch import fx
 
+from mtcompile.passes.analysis.slices import read_by_slices
 from mtcompile.passes.insert import add_move
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.step_graph import is_region, offload, placeholders, prefetch, read, regions, results
+from mtcompile.passes.step_graph import (
+    is_region,
+    kernel_of,
+    offload,
+    placeholders,
+    prefetch,
+    prefetch_slices,
+    read,
+    regions,
+    results,
+)
 
 
 def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
@@ -23,22 +34,44 @@ def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
             node.meta["tier"] = tier
     order = regions(step)
     for position, region in enumerate(order):
-        groups: dict[str, list[fx.Node]] = {}
+        groups: dict[tuple[str, fx.Node | None], list[fx.Node]] = {}
+        ends = _ends_of_slices(step, region)
         for operand in region.all_input_nodes:
             if operand.op == "placeholder" and operand.meta["tier"] != "device":
                 home = homes.get(operand.meta["name"], "")
-                groups.setdefault(home, []).append(operand)
-        for home, values in groups.items():
+                groups.setdefault((home, ends.get(operand)), []).append(operand)
+        for (home, end), values in groups.items():
             name, about = home.replace(".", "_") or "inputs", (region.meta["phase"], region.meta["block"])
             at_home = values
             if values[0].meta["tier"] == "disk":
                 with step.graph.inserting_before(_issue_point(order, position, plan.lookahead + plan.disk_lookahead)):
                     at_home = add_move(step.graph, read, values, *about, f"read_{name}")
-            with step.graph.inserting_before(_issue_point(order, position, plan.lookahead)):
-                moved = add_move(step.graph, prefetch, at_home, *about, f"fetch_{name}")
+            # Which slices have rows is known once the region has run that computes it.
+            ahead = plan.lookahead if end is None else min(plan.lookahead, position - order.index(end.args[0]) - 1)
+            with step.graph.inserting_before(_issue_point(order, position, ahead)):
+                target = prefetch if end is None else prefetch_slices
+                moved = add_move(step.graph, target, at_home, *about, f"fetch_{name}", end)
             for value, arrived in zip(values, moved, strict=True):
                 region.replace_input_with(value, arrived)
     return step
+
+
+def _ends_of_slices(step: fx.GraphModule, region: fx.Node) -> dict[fx.Node, fx.Node]:
+    """Returns the parameters that a region reads slice by slice and that are to be fetched so, each with the value that says
+    where the rows of the slices end. It is a result of an earlier region; one that this region computes would come too late."""
+    if not step.meta.get("sliced"):
+        return {}
+    memo, key = step.meta["memo"], ("slices", str(region.target))
+    if key not in memo:
+        body = kernel_of(step, region).graph
+        place = {node: position for position, node in enumerate(placeholders(body))}
+        memo[key] = {place[node]: place[end] for node, end in read_by_slices(body).items() if end in place}
+    pairs = [(region.args[value], region.args[end]) for value, end in memo[key].items()]
+    return {
+        value: end
+        for value, end in pairs
+        if value.meta.get("name") in step.meta["sliced"] and end.op != "placeholder" and is_region(end.args[0])
+    }
 
 
 def offload_activations(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:

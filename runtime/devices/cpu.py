@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,6 +108,27 @@ class CpuMemory:
                 self.tensors[write] = source  # such as data[5:10]: the bits of some kernels depend on the address
             else:
                 ctypes.memmove(target.data_ptr(), source.data_ptr(), span_nbytes(source))
+
+    def copy_slices(self, reads: Sequence[str], writes: Sequence[str], ends: str) -> float:
+        """Copy the slices that have rows, and return their share. Under ``check``, the others are overwritten, so that a read
+        of them shows as NaN."""
+        used = self._slices_with_rows(self.tensors[ends])
+        pairs = self._pairs(reads, writes)
+        if self.check:
+            for name in writes:
+                self._poison(self.tensors[name], self.schedule.buffers[name].tier, whole=False)
+        self._copy_pairs([(target[i], source[i]) for target, source in pairs for i in used])
+        every = sum(source.shape[0] for _, source in pairs)
+        return len(used) * len(pairs) / every if every else 1.0
+
+    def _slices_with_rows(self, ends: torch.Tensor) -> list[int]:
+        """Return which slices have rows, by where the rows of each end. Waits for the device."""
+        places = ends.tolist()
+        return [i for i, (start, end) in enumerate(itertools.pairwise((0, *places))) if start != end]
+
+    def _copy_pairs(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for target, source in pairs:
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), span_nbytes(source))
 
     def transfer(self, reads: Sequence[str], writes: Sequence[str]) -> None:
         to_disk = self.schedule.buffers[writes[0]].tier == "disk"

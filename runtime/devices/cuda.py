@@ -125,9 +125,17 @@ class CudaMemory(CpuMemory):
         self.staging = staging  # where some host memory could not be pinned
 
     def copy(self, reads: Sequence[str], writes: Sequence[str]) -> None:
-        pairs = runs_of_bytes(self._pairs(reads, writes))
-        to_device = self.schedule.buffers[writes[0]].tier == "device"
-        for target, source in pairs:
+        self._copy_all(self._pairs(reads, writes), self.schedule.buffers[writes[0]].tier == "device")
+
+    def _copy_pairs(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._copy_all(pairs, to_device=True)
+
+    def _slices_with_rows(self, ends: torch.Tensor) -> list[int]:
+        """Return which slices have rows. The thread that issues copies waits until the device has computed that."""
+        return super()._slices_with_rows(self.api.to_host(ends))
+
+    def _copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], to_device: bool) -> None:
+        for target, source in runs_of_bytes(pairs):
             if self.staging is None or (source if to_device else target).is_pinned():
                 self.api.copy(target, source)
             elif to_device:
@@ -153,6 +161,10 @@ class NamedMemory(CudaMemory):
     def copy(self, reads: Sequence[str], writes: Sequence[str]) -> None:
         with self._range(reads, writes):
             super().copy(reads, writes)
+
+    def copy_slices(self, reads: Sequence[str], writes: Sequence[str], ends: str) -> float:
+        with self._range((*reads, ends), writes):
+            return super().copy_slices(reads, writes, ends)
 
     def run(self, kernel: Callable[..., Any], reads: Sequence[str], writes: Sequence[str], workspace: int) -> None:
         with self._range(reads, writes):

@@ -44,6 +44,10 @@ class Api:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy in host memory, after all that was issued to the current stream. The calling thread waits for it."""
+        return tensor.cpu()
+
     def fill(self, target: torch.Tensor, value: int) -> None:
         target.fill_(value)
 

@@ -12,7 +12,12 @@ from typing import Any
 
 import torch
 
-from mtcompile.passes.step_graph import body_outputs
+from mtcompile.passes.step_graph import body_outputs, step_outputs
+from mtcompile.runtime.devices.cuda import CudaMemory, Fence, Streams
+from mtcompile.runtime.devices.pinned import Staging
+from mtcompile.runtime.executor import PhaseOptions, execute, prepare
+from mtcompile.runtime.schedule import Schedule
+from tests.helpers.tracing import bind, layouts_and_arenas
 
 
 class Event:
@@ -99,6 +104,13 @@ class FakeCuda:
         self.copies.append(target.numel())
         self.launch(lambda: target.copy_(source))
 
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        copied, event, stream = torch.empty_like(tensor), Event(), self.current_stream()
+        self.launch(lambda: copied.copy_(tensor))
+        self.record(event, stream)
+        self.block(event)
+        return copied
+
     def fill(self, target: torch.Tensor, value: int) -> None:
         self.launch(lambda: target.fill_(value))
 
@@ -156,3 +168,30 @@ class FakeCuda:
             return made
 
         return call
+
+
+def on_fake(
+    step: Any,
+    schedule: Schedule,
+    inputs: list[torch.Tensor],
+    cuda: FakeCuda,
+    fence: type[Fence] = Fence,
+    staged: int = 0,
+    kind: type[CudaMemory] = CudaMemory,
+) -> list[Any]:
+    """Run both phases of a schedule on the recording; the results as by interpretation. ``staged``: bytes of a chunk where home
+    memory is not pinned."""
+    layouts, arenas = layouts_and_arenas(step, schedule)
+    rings: Any = {q: Staging(cuda, [torch.empty(staged, dtype=torch.uint8) for _ in range(3)]) for q in ("h2d", "d2h")}
+    memory = kind(schedule, layouts, arenas, check=True, api=cuda, staging=rings if staged else None)
+    bind(memory, step, inputs)
+    kernels = {name: cuda.kernel(module) for name, module in step.named_children()}
+    streams = Streams(cuda)
+    torch.manual_seed(3)
+    for phase in ("forward", "backward"):
+        with torch.no_grad():
+            execute(prepare(schedule, phase), memory, kernels, PhaseOptions(fence=fence(streams)))
+    names = [node.name for node in step_outputs(step)]
+    at_home = {name: memory.tensors[name].clone() for name in names if schedule.buffers[name].kind == "home"}
+    cuda.synchronize()  # as the caller does who reads what is on the device; what is at home he has read already
+    return [*(at_home.get(name, memory.tensors[name]) for name in names), torch.get_rng_state()]

@@ -179,3 +179,43 @@ def tower(batch: int, seq: int) -> Any:
             return x.square().mean()
 
     return Tower(), {"x": torch.randn(batch, seq, 64)}
+
+
+class Experts(nn.Module):
+    """A mixture in which each token chooses ``active`` experts. ``used``: which were chosen, by call of the plain model."""
+
+    def __init__(self, width: int, experts: int, active: int) -> None:
+        super().__init__()
+        self.active, self.used = active, list[tuple[int, ...]]()
+        self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, 2 * width, width) / 4)
+        self.down = nn.Parameter(torch.randn(experts, width, 2 * width) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.norm(x.flatten(0, 1))
+        scores, experts = self.router(tokens).float().softmax(-1).topk(self.active, -1)
+        chosen, order = experts.flatten().sort(stable=True)
+        ends = F.one_hot(chosen, len(self.up)).sum(0).cumsum(0).to(torch.int32)
+        if not torch.compiler.is_compiling():
+            self.used.append(tuple(chosen.unique().tolist()))
+        rows = F.silu(F.grouped_mm(tokens[order // self.active], self.up.transpose(-2, -1), offs=ends))
+        rows = F.grouped_mm(rows, self.down.transpose(-2, -1), offs=ends) * scores.flatten()[order, None].to(x.dtype)
+        return x + torch.zeros_like(tokens).index_add(0, order // self.active, rows).view_as(x)
+
+
+class Mixture(nn.Module):
+    """Experts between linear layers, and a loss of tokens."""
+
+    def __init__(self, layers: int, experts: int = 64, active: int = 4, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, width)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), Experts(width, experts, active)) for _ in range(layers)
+        )
+        self.head = nn.Linear(width, 32)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())

@@ -50,10 +50,10 @@ def same(one: list[list[torch.Tensor | None]], other: list[list[torch.Tensor | N
     )
 
 
-def minimum_bytes(model: nn.Module, data: dict[str, Any], make_optimizer: MakeOptimizer = adamw) -> int:
+def minimum_bytes(model: nn.Module, data: dict[str, Any], make_optimizer: MakeOptimizer = adamw, **options: Any) -> int:
     """The smallest budget that works, as BudgetError says it."""
     copied = copy.deepcopy(model)
-    compiled = mtcompile.compile(copied, memory=1, optimizer=make_optimizer(copied.parameters()))
+    compiled = mtcompile.compile(copied, memory=1, optimizer=make_optimizer(copied.parameters()), **options)
     try:
         compiled(**data)
     except mtcompile.BudgetError as error:
@@ -62,27 +62,35 @@ def minimum_bytes(model: nn.Module, data: dict[str, Any], make_optimizer: MakeOp
 
 
 def compiled_run(
-    model: nn.Module, data: dict[str, Any], memory: int | None, make_optimizer: MakeOptimizer = adamw, steps: int = 3
+    model: nn.Module,
+    data: dict[str, Any],
+    memory: int | None,
+    make_optimizer: MakeOptimizer = adamw,
+    steps: int = 3,
+    **options: Any,
 ) -> tuple[list[list[torch.Tensor | None]], dict[str, Any], Any]:
     """(what ``train`` saw, the memory report, the compiled model) of a compiled copy."""
     copied = copy.deepcopy(model)
     optimizer = make_optimizer(copied.parameters())
-    compiled = mtcompile.compile(copied, memory=memory, optimizer=optimizer)
+    compiled = mtcompile.compile(copied, memory=memory, optimizer=optimizer, **options)
     log = train(compiled, optimizer, data, steps)
     return log, compiled.memory_report(), compiled
 
 
-def assert_plain_at_three_budgets(model: nn.Module, data: dict[str, Any]) -> None:
-    """Loss, gradients, weights and buffers are a plain run's without a limit, at 1.3 times the smallest budget, and at that."""
+def assert_plain_at_three_budgets(model: nn.Module, data: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Loss, gradients, weights and buffers are a plain run's without a limit, at 1.3 times the smallest budget, and at that.
+    Returns the memory report of the last."""
     plain = copy.deepcopy(model)
     expected = train(plain, adamw(plain.parameters()), data)
-    least = minimum_bytes(model, data)
+    least = minimum_bytes(model, data, **options)
+    report: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # of a peak above the plan
         for memory in (None, int(least * 1.3), least):
-            actual, report, _ = compiled_run(model, data, memory)
+            actual, report, _ = compiled_run(model, data, memory, **options)
             assert same(expected, actual)
             assert 0 < report["peak_device_bytes"] <= report["planned_peak_device_bytes"]
+    return report
 
 
 def equal_to_plain(model: nn.Module, data: dict[str, Any], steps: int = 2, **options: Any) -> bool:

@@ -266,8 +266,9 @@ class _Search:
         elif instruction.op == "copy":
             for read, write in zip(instruction.reads, instruction.writes):
                 source = self.schedule.buffers[read]
+                value = f"{source.value}[{self.schedule.buffers[instruction.ends].value}]" if instruction.ends else source.value
                 for cell, at in self.cells[write]:
-                    cells[cell] = (source.value, at) if at + self.width[cell] <= source.nbytes else None
+                    cells[cell] = (value, at) if at + self.width[cell] <= source.nbytes else None
         return tuple(cells)
 
     def _finish(self, state: State) -> None:

@@ -269,15 +269,20 @@ class _Replay:
 
     def _copy(self, instruction: Any) -> None:
         directions = {"h2d": ("host", "device"), "d2h": ("device", "host")}
-        for read, write in zip(instruction.reads, instruction.writes, strict=True):
+        reads = instruction.reads[:-1] if instruction.ends else instruction.reads
+        for read, write in zip(reads, instruction.writes, strict=True):
             source, target = self.tensors[read], self.tensors[write]
             there = directions.get(instruction.queue) == (self.places[read], self.places[write])
             self._need(there, f"{instruction.queue} copies {read} to {write}")
             alike = (source.dtype, source.shape, source.stride()) == (target.dtype, target.shape, target.stride())
             self._need(alike, f"{read} and {write} are laid out differently")
             target.copy_(source)
+            if instruction.ends:
+                ends = self.tensors[instruction.ends]
+                self._need(self.places[instruction.ends] == "device", f"{instruction.ends} is elsewhere")
+                target[ends.diff(prepend=ends.new_zeros(1)) == 0] = torch.nan
             self.moved += _span(source)
-        declared = sum(self.schedule.buffers[name].nbytes for name in instruction.reads)
+        declared = sum(self.schedule.buffers[name].nbytes for name in reads)
         self._need(instruction.nbytes == declared, f"a copy of {declared} bytes says that it moves {instruction.nbytes}")
 
     def _run(self, instruction: Any) -> None:

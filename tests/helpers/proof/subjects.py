@@ -18,11 +18,11 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.check_schedule import Given
 from mtcompile.passes.joint.accumulate import Micro, repeat, weights_of
-from mtcompile.passes.joint.build import build
+from mtcompile.passes.joint.build import InputHomes, build
 from mtcompile.passes.lower import lower
 from mtcompile.passes.plan import Plan, Updates
 from mtcompile.runtime.schedule import Schedule
-from tests.helpers.models import Block
+from tests.helpers.models import Block, Mixture
 from tests.helpers.tracing import lowered, random_plan, trace
 
 
@@ -86,6 +86,10 @@ def _tokens() -> dict[str, Tensor]:
     return {"tokens": torch.randint(0, 20, (2, 6), generator=torch.Generator().manual_seed(1))}
 
 
+def _mixture() -> nn.Module:
+    return Mixture(2, experts=8, active=2).bfloat16()
+
+
 def _rows(width: int) -> dict[str, Tensor]:
     return {"x": torch.randn(4, width, generator=torch.Generator().manual_seed(2))}
 
@@ -96,6 +100,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]]
     "halved": (Halved, lambda: _rows(16)),
     "normed": (Normed, lambda: _rows(8)),
 }
+MIXTURE = "mixture"  # whose experts are fetched by slices
 UPDATES: dict[str, Updates | None] = {
     "by step()": None,
     "in the backward": Updates(2.0, 3.0),
@@ -109,7 +114,7 @@ UPDATES: dict[str, Updates | None] = {
 def _traced(model: str, micro_batches: int) -> tuple[fx.GraphModule, fx.GraphModule, tuple[Tensor, ...]]:
     """The joint graph, the step graph built of it, and its inputs."""
     torch.manual_seed(0)
-    make, data = MODELS[model]
+    make, data = (_mixture, _tokens) if model == MIXTURE else MODELS[model]
     traced = trace(make().train(), data())
     joint, inputs = traced.joint, list(traced.inputs)
     if micro_batches > 1:
@@ -117,7 +122,7 @@ def _traced(model: str, micro_batches: int) -> tuple[fx.GraphModule, fx.GraphMod
         micro = Micro(micro_batches, split, len(inputs), wide=True)
         joint = repeat(joint, micro, weights_of(joint, micro))
         inputs += [inputs[index].flip(0).clone() for _ in range(1, micro_batches) for index in split]
-    return joint, build(joint), tuple(inputs)
+    return joint, build(joint, input_homes=InputHomes(experts="used")), tuple(inputs)
 
 
 def subject(model: str, updates: str, plan: int | None, micro_batches: int = 1) -> Subject:
@@ -148,6 +153,7 @@ def subjects(plans: int) -> Iterator[Subject]:
                 yield subject(model, updates, plan)
     for updates in ("by step()", "clipped"):
         yield subject("gpt in bf16", updates, None, 2)
+    yield subject(MIXTURE, "in the backward", None)
 
 
 def few_subjects() -> Iterator[Subject]:

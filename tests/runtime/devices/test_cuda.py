@@ -17,11 +17,11 @@ from mtcompile.passes.step_graph import step_outputs
 from mtcompile.runtime.devices.arena import Layout, arena, view
 from mtcompile.runtime.devices.cpu import Arenas
 from mtcompile.runtime.devices.cuda import CudaDevice, CudaMemory, Fence, NamedMemory, Streams, runs_of_bytes
-from mtcompile.runtime.devices.pinned import NotPinned, Staging, pinned
+from mtcompile.runtime.devices.pinned import NotPinned, pinned
 from mtcompile.runtime.executor import PhaseOptions, execute, prepare
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.verify import ScheduleError, verify
-from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.fake_cuda import FakeCuda, on_fake
 from tests.helpers.proof.subjects import Subject, subject
 from tests.helpers.tracing import Traced, bind, equal, interpret, layouts_and_arenas, random_plan, traced_case
 
@@ -35,32 +35,6 @@ def planned(traced: Traced, seed: int) -> tuple[Any, Schedule]:
     step = rewrite(traced.step, plan)
     step.recompile()
     return step, lower(step, plan, Machine(), {})
-
-
-def on_fake(
-    step: Any,
-    schedule: Schedule,
-    inputs: list[torch.Tensor],
-    cuda: FakeCuda,
-    fence: type[Fence] = Fence,
-    staged: int = 0,
-    kind: type[CudaMemory] = CudaMemory,
-) -> list[Any]:
-    """``staged``: bytes of a chunk where home memory is not pinned."""
-    layouts, arenas = layouts_and_arenas(step, schedule)
-    rings: Any = {q: Staging(cuda, [torch.empty(staged, dtype=torch.uint8) for _ in range(3)]) for q in ("h2d", "d2h")}
-    memory = kind(schedule, layouts, arenas, check=True, api=cuda, staging=rings if staged else None)
-    bind(memory, step, inputs)
-    kernels = {name: cuda.kernel(module) for name, module in step.named_children()}
-    streams = Streams(cuda)
-    torch.manual_seed(3)
-    for phase in ("forward", "backward"):
-        with torch.no_grad():
-            execute(prepare(schedule, phase), memory, kernels, PhaseOptions(fence=fence(streams)))
-    names = [node.name for node in step_outputs(step)]
-    at_home = {name: memory.tensors[name].clone() for name in names if schedule.buffers[name].kind == "home"}
-    cuda.synchronize()  # as the caller does who reads what is on the device; what is at home he has read already
-    return [*(at_home.get(name, memory.tensors[name]) for name in names), torch.get_rng_state()]
 
 
 @pytest.mark.parametrize(
