@@ -77,6 +77,17 @@ def same_masters(model: Any, expected: dict[str, Tensor]) -> bool:
     return masters.keys() == expected.keys() and all(torch.equal(masters[name], expected[name]) for name in expected)
 
 
+def test_masters_are_read_after_updates_that_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = made()
+    options: dict[str, Any] = {"update": "backward", "run_ahead": True, "precision": "bf16-master32"}
+    model: Any = mtcompile.compile(plain, memory=MEMORY, optimizer=adamw(plain), device="cpu", **options)
+    model(**batch(0)).backward()
+    drained: list[bool] = []
+    monkeypatch.setattr(model._mt_model.session.runner, "drain", lambda: drained.append(True))
+    mtcompile.master_parameters(model)
+    assert drained
+
+
 @pytest.mark.parametrize("steps", [6, pytest.param(200, marks=pytest.mark.long)])
 def test_masters_are_those_of_a_plain_reference(steps: int) -> None:
     """Losses, masters and the bf16 weights, bit for bit; and near torch's own AdamW on fp32 weights fed the same gradients."""
