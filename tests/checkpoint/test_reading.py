@@ -1,4 +1,4 @@
-"""No reader of a file runs, imports or unpickles anything that the file could choose, starts a process or opens a connection."""
+"""No reader of a file runs, imports or unpickles what the file could choose, starts a process or opens a connection."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 pytestmark = pytest.mark.slow  # it starts a process
 
 _PROGRAM = """
+import json
 import sys
 from pathlib import Path
 import numpy as np
@@ -35,7 +36,8 @@ model(torch.randn(4, 8)).sum().backward()
 optimizer.step()
 path = checkpoint.save(folder / "run", model, optimizer, step=1, extra={"seen": torch.ones(2)})
 (folder / "machine.json").write_text(to_json(named("rtx4090")))
-(folder / "talks.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\\n')
+talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+(folder / "talks.jsonl").write_text(json.dumps({"messages": talk}))
 np.arange(100, dtype=np.uint16).tofile(folder / "tokens.bin")
 
 def read():
