@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import fx
 
 from mtcompile.errors import BudgetError
-from mtcompile.options import Options
+from mtcompile.options import FEWEST, Options
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.generators import generator_nbytes
 from mtcompile.passes.joint.build import InputHomes
@@ -100,9 +100,10 @@ def budget_error(error: DoesNotFit, name: str, budget: int, reserved_nbytes: int
     largest = "\n".join(f"  {gib(nbytes):>12}  {what}" for what, nbytes in error.causes)
     beside = f" beside {gib(reserved_nbytes)} of waiting forwards, and of parameters for others" if reserved_nbytes else ""
     minimum = error.minimum + reserved_nbytes
+    meant = f'; {name}={budget} is so many bytes: did you mean "{budget}GiB"?' if 0 < budget < FEWEST else ""
     return BudgetError(
         f"no plan fits {name}={gib(budget)}{beside}: the smallest {name} that works is {minimum} bytes "
         f"({gib(minimum)}); the largest parts of it are\n{largest}\n"
-        f"  pass {name}={minimum} or more, or a smaller batch or sequence",
+        f"  pass {name}={minimum} or more, or a smaller batch or sequence{meant}",
         minimum,
     )

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mtcompile.capture.tracing import collecting_later
+from mtcompile.errors import did_you_mean
 from mtcompile.forecast.advice import most_helpful
 from mtcompile.forecast.figures import figures
 from mtcompile.forecast.request import (
@@ -102,7 +103,8 @@ def plan(
     if solve not in (None, "batch", "seq", "memory"):
         raise ValueError(f"expected solve to be batch, seq or memory, found {solve!r}")
     if unknown := [policy for policy in policies if policy not in POLICIES]:
-        raise ValueError(f"expected policies among {', '.join(POLICIES)}, found {', '.join(unknown)}")
+        close = did_you_mean(unknown[0], POLICIES)
+        raise ValueError(f"expected policies among {', '.join(POLICIES)}, found {', '.join(unknown)}{close}")
     if isinstance(model, str):
         check_shape(model)
     if solve in ("batch", "seq") and not (isinstance(model, str) or takes_sizes(model)):

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mtcompile.errors import nearest_file
+
 BYTES = 256  # the vocabulary of text
 _STDLIB_BYTES = 16 * 2**20  # length of the default text
 _HELD_OUT = 0.05  # share of the windows, at the end of the stream
@@ -39,7 +41,7 @@ def read_tokens(paths: Sequence[Path], vocabulary: int | None) -> tuple[Any, int
 
 def _files(path: Path) -> list[Path]:
     if not path.exists():
-        raise ValueError(f"expected --data to name files or folders, found no such path: {path}")
+        raise ValueError(f"expected --data to name files or folders, found no such path: {path}{nearest_file(path)}")
     if not path.is_dir():
         return [path]
     inside = (file for file in path.rglob("*") if file.is_file())
