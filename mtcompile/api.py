@@ -72,12 +72,16 @@ class CompiledModule(nn.Module):
         return explain_program(session.last, session.calibrator.phases, name)
 
     def memory_report(self) -> dict[str, Any]:
-        """Returns bytes by name: budget, planned peak and measured peak per tier, and the training state.
+        """Returns bytes by name: budget, planned peak and measured peak per tier, and the training state. A model that was
+        called with several shapes has several programs: ``programs`` says what each is of and what it was planned to take; the
+        planned peak on the host is that of the last one, all other peaks are of all.
 
         ``peak_device_bytes`` is measured from the allocator's events in the first step of each program (in every step
         under MT_CHECK=1).
         """
-        return self._mt_model.report()
+        from mtcompile.report.programs import rows
+
+        return {**self._mt_model.report(), "programs": rows(self._mt_model.programs, self._mt_model.session.last)}
 
     def calibrate(self) -> Calibration:
         """Stores how long the kernels and copies of the last steps took. Programs compiled later on this machine are planned

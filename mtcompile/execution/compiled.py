@@ -66,6 +66,13 @@ class CompiledStep:
         return tuple(pattern)
 
     @property
+    def signature(self) -> str:
+        """What tells this program from others of the model: whether it trains, and the shapes of its inputs."""
+        taken = [(spec.name, self.layouts[name]) for spec, name in self.inputs if spec.role == "input" and name in self.layouts]
+        shapes = (f"{name} {str(held.dtype).removeprefix('torch.')} {held.size}" for name, held in taken)
+        return f"{'training' if self.tangents is not None else 'no gradients'}, {', '.join(shapes) or 'no inputs'}"
+
+    @property
     def settled(self) -> bool:
         """True once every phase has run, so that results have been checked and the peak measured."""
         return self.completed_phases >= self.phases.keys()

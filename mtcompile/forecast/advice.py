@@ -6,7 +6,7 @@ gains time by few evaluations, so that a search may find a faster plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -25,7 +25,6 @@ from mtcompile.forecast.request import (
     in_chunks,
     in_micro_batches,
     sized_step,
-    takes_sizes,
     with_disk,
 )
 from mtcompile.forecast.result import Advice, Forecast, time_of
@@ -45,6 +44,7 @@ from mtcompile.torch_private import without_memory
 _LEAST_GAIN = 0.01  # more tokens a second: what gains less is not worth a line
 _LEAST_PRICE = 1e-3  # of the bound: where the certificate's prices say that more of something gains less, it is not tried
 _MOST_ADVICE, _LORA_RANK = 3, 16
+_BUSY = 0.95  # of the step
 _REFUSALS = (MtcompileError, DoesNotFit, ValueError, TypeError, NotImplementedError)  # of a model that allows no such change
 
 
@@ -65,9 +65,7 @@ def most_helpful(request: ForecastRequest, sized: SizedStep, forecast: Forecast)
     """Returns the changes of a step that fits which gain most, at most three."""
     assert forecast.planned is not None
     best: dict[str, Advice] = {}
-    for change in _gains(request, sized, forecast.planned.plan):
-        if change.aim == "batch" and change.aim in best:  # the same tokens a step by other means
-            continue
+    for change in _gains(request, sized, forecast.planned.plan, forecast.busy or {}):
         request.progress(f"planning with {change.what}", 0, 0)
         if (step_time_us := _quickly(change, *([forecast.planned.plan] if change.times == 1 else []))) is None:
             continue
@@ -88,8 +86,9 @@ def _quickly(change: Change, *known: Plan) -> float | None:
     return None
 
 
-def _gains(request: ForecastRequest, sized: SizedStep, plan: Plan) -> Iterator[Change]:
-    """Yields the changes that may gain something, by what the plan is limited by and by its certificate's prices."""
+def _gains(request: ForecastRequest, sized: SizedStep, plan: Plan, busy: Mapping[str, float]) -> Iterator[Change]:
+    """Yields the changes that may gain something, by the plan's certificate and by the share of the step in which queues are
+    ``busy``."""
     problem, machine = sized.candidates.problem, request.machine
     budgets = replace(problem.budgets, device=request.budgets.device, host=request.budgets.host)
 
@@ -110,12 +109,9 @@ def _gains(request: ForecastRequest, sized: SizedStep, plan: Plan) -> Iterator[C
         if twice is not None and _is_priced(plan, f"{tier} memory"):
             more = replace(budgets, device=twice) if tier == "device" else replace(budgets, host=twice)
             yield changed(f"twice the {tier} memory, {gib(twice)}", f"{tier} memory", more)
-    (batch, seq), micro, fewer = sized.size, 2 * request.accumulate, "half as many updates for the same tokens"
-    if request.accumulate == 1 and (isinstance(request.model, str) or takes_sizes(request.model)):
-        larger = lambda: sized_step(request, 2 * batch, seq, sized).candidates.problem  # noqa: E731
-        yield Change(f"a batch of {2 * batch} ({fewer})", larger, "batch", 2)
-    several = lambda: in_micro_batches(request, sized, 2).candidates.problem  # noqa: E731
-    yield Change(f"twice the batch with accumulate={micro} ({fewer})", several, "batch", 2)
+    if busy["compute"] < _BUSY:  # else more tokens a step gain nothing
+        what = f"twice the batch with accumulate={2 * request.accumulate} (half as many updates for the same tokens)"
+        yield Change(what, lambda: in_micro_batches(request, sized, 2).candidates.problem, "batch", 2)
 
 
 def _twice(nbytes: int | None) -> int | None:

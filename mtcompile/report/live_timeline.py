@@ -62,8 +62,9 @@ def viewable(
 
 
 def view(program: CompiledStep, measured: Trace | None, title: str) -> Viewable:
-    """Returns a program's schedule, to be shown under the model's title and the machine's name. ``measured``: its last step."""
-    heading = " on ".join(filter(None, (title, program.problem.machine.name)))
+    """Returns a program's schedule, to be shown under the model's title, the machine's name and what tells the program from
+    others. ``measured``: its last step."""
+    heading = f"{' on '.join(filter(None, (title, program.problem.machine.name)))} ({program.signature})"
     return viewable(program.schedule, program.step, program.plan, measured, heading)
 
 

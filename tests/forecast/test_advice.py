@@ -41,8 +41,6 @@ def asked_for(change: str, options: dict[str, Any]) -> dict[str, Any]:
         if "batch" in words:
             return {"batch": 2 * options["batch"], "accumulate": int(words.rpartition("=")[2])}
         return {"memory" if "device" in words else "host": 2 * options["memory" if "device" in words else "host"]}
-    if words.startswith("a batch of "):
-        return {"batch": int(words.rpartition(" ")[2])}
     if words == "a link twice as fast":
         return {"machine": replace(SLOW, h2d_gbps=8.0, d2h_gbps=8.0)}
     if words == "host memory twice as fast":
