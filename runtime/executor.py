@@ -117,6 +117,7 @@ class PhaseOptions:
     into the compute queue, when ``execute`` returns. ``paced``: a copy or run that took less than its ``time_us`` waits out
     the difference, as a slower device would take it. ``previous``: the queue that the previous step deferred, which this
     phase drains too. ``deferred``: takes what queue host has not finished, so that the phase does not wait for it.
+    ``named``: makes a context for each copy and run, in which a profiler shows it by its name.
     """
 
     delays: Delays | None = None
@@ -124,6 +125,7 @@ class PhaseOptions:
     paced: bool = False
     previous: DeferredQueue | None = None
     deferred: DeferredQueue | None = None
+    named: Callable[[Instruction], AbstractContextManager[object]] | None = None
 
 
 def execute(
@@ -243,13 +245,11 @@ class _PhaseRun:
         if stamp is not None:
             stamp(queue, index)
         began = time.perf_counter_ns()
-        if instruction.op == "copy" and queue in ("disk_read", "disk_write"):
-            self.memory.transfer(instruction.reads, instruction.writes)
-        elif instruction.op == "copy":
-            self.memory.copy(instruction.reads, instruction.writes)
+        if self.options.named is None:
+            self._perform(queue, instruction)
         else:
-            kernel = self.kernels[instruction.kernel]
-            self.memory.run(kernel, instruction.reads, instruction.writes, instruction.workspace)
+            with self.options.named(instruction):
+                self._perform(queue, instruction)
         if self.options.paced:
             wait_until(began + round(instruction.time_us * 1e3))
         start, ended = self.start_ns, time.perf_counter_ns()
@@ -257,6 +257,15 @@ class _PhaseRun:
         records.append(Record(index, queue, (began - start) / 1e3, (ended - start) / 1e3))
         if stamp is not None:
             stamp(queue, index)
+
+    def _perform(self, queue: Queue, instruction: Instruction) -> None:
+        if instruction.op == "copy" and queue in ("disk_read", "disk_write"):
+            self.memory.transfer(instruction.reads, instruction.writes)
+        elif instruction.op == "copy":
+            self.memory.copy(instruction.reads, instruction.writes)
+        else:
+            kernel = self.kernels[instruction.kernel]
+            self.memory.run(kernel, instruction.reads, instruction.writes, instruction.workspace)
 
 
 def wait_until(clock_ns: int) -> None:
