@@ -79,9 +79,10 @@ class CompiledModule(nn.Module):
         ``peak_device_bytes`` is measured from the allocator's events in the first step of each program (in every step
         under MT_CHECK=1).
         """
-        from mtcompile.report.programs import rows
+        from mtcompile.report.programs import MemoryReport, rows
 
-        return {**self._mt_model.report(), "programs": rows(self._mt_model.programs, self._mt_model.session.last)}
+        programs = rows(self._mt_model.programs, self._mt_model.session.last)
+        return MemoryReport(self._mt_model.report(), programs=programs)
 
     def calibrate(self) -> Calibration:
         """Stores how long the kernels and copies of the last steps took. Programs compiled later on this machine are planned

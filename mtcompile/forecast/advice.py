@@ -27,7 +27,7 @@ from mtcompile.forecast.request import (
     sized_step,
     with_disk,
 )
-from mtcompile.forecast.result import Advice, Forecast, time_of
+from mtcompile.forecast.result import Advice, Forecast
 from mtcompile.optim.backward_checks import check_optimizer
 from mtcompile.optim.state_sizes import optimizer_named, state_copies
 from mtcompile.passes.analysis.cost import Machine
@@ -39,6 +39,7 @@ from mtcompile.passes.planning.evaluate import completed, shortfall
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem, Progress
 from mtcompile.runtime.schedule import gib
+from mtcompile.runtime.trace import time_of
 from mtcompile.torch_private import without_memory
 
 _LEAST_GAIN = 0.01  # more tokens a second: what gains less is not worth a line

@@ -10,7 +10,7 @@ from torch import fx
 
 from mtcompile.forecast.advice import ways_on_host
 from mtcompile.forecast.request import ForecastRequest, SizedStep, fastest
-from mtcompile.forecast.result import Forecast, Row, time_of
+from mtcompile.forecast.result import Forecast, Row
 from mtcompile.optim.precision import PRECISIONS
 from mtcompile.passes.analysis.cost import kernel_cost
 from mtcompile.passes.analysis.state import (
@@ -30,7 +30,7 @@ from mtcompile.passes.planning.problem import DoesNotFit, Planned
 from mtcompile.passes.step_graph import inputs_of
 from mtcompile.runtime.schedule import gib
 from mtcompile.runtime.sim import simulate
-from mtcompile.runtime.trace import busy_us, exposed_us
+from mtcompile.runtime.trace import busy_us, exposed_us, time_of
 from mtcompile.runtime.usage import most_in_slots, walk
 from mtcompile.runtime.verify import verify
 

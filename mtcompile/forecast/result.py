@@ -11,6 +11,7 @@ from torch import fx
 from mtcompile.passes.plan import Certificate, disk_traffic
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
 from mtcompile.runtime.schedule import gib
+from mtcompile.runtime.trace import time_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,14 @@ class Forecast:
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 
+    def _repr_html_(self) -> str:
+        """Returns the text and, if there is a plan, its timeline, as notebooks show it."""
+        from mtcompile.viz.notebook import text, timeline
+
+        if self.planned is None:
+            return text(self)
+        return text(self) + timeline(self.planned.schedule, plan=self.planned.plan, title=f"{self.model} on {self.machine}")
+
 
 def _lines(f: Forecast) -> list[str]:
     budget = ", ".join(f"{tier} {gib(n) if n is not None else 'no limit'}" for tier, n in f.budget_bytes.items())
@@ -151,10 +160,6 @@ def _advice(advice: tuple[Advice, ...]) -> list[str]:
 
 def _busy(queue: str, share: float, exposed: float) -> str:
     return f"{queue} {share:.0%}" + (f" ({time_of(exposed)} of it exposed)" if exposed else "")
-
-
-def time_of(us: float) -> str:
-    return f"{us / 1e6:.2f} s" if us >= 1e6 else f"{us / 1e3:.3g} ms"
 
 
 def _count(n: int) -> str:

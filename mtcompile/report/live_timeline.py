@@ -19,6 +19,7 @@ from mtcompile.passes.plan import Plan
 from mtcompile.passes.step_graph import inputs_of, outputs_of
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.trace import Trace
+from mtcompile.viz.notebook import timeline
 from mtcompile.viz.page import write
 
 _numbers = itertools.count()  # of the pages that this process writes by itself
@@ -40,6 +41,10 @@ class Viewable(Schedule):
         return all(getattr(self, name) == getattr(other, name) for name in _OF_SCHEDULE)
 
     __hash__ = Schedule.__hash__
+
+    def _repr_html_(self) -> str:
+        """Returns the timeline, as notebooks show it."""
+        return timeline(self, measured=self.measured, plan=self.plan, title=self.title, names=self.names)
 
     def show(self, path: str | Path | None = None, open: bool = True) -> Path:
         """Write the schedule as an HTML timeline (by default to a new temporary file), open that in a browser if there is

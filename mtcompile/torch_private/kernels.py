@@ -47,8 +47,8 @@ def inductor_cache() -> str:
 
 
 def profiler_runs() -> bool:
-    """Tells whether a profiler of torch's records now."""
-    return bool(torch._C._autograd._profiler_enabled())
+    """Tells whether a profiler of torch's records now: this thread or, as one may be asked to, all threads."""
+    return bool(torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled())
 
 
 class AllocatorPeak:

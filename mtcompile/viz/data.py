@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mtcompile.forecast.result import time_of
 from mtcompile.passes.plan import Plan
 from mtcompile.runtime.schedule import QUEUES, TIERS, Instruction, Queue, Schedule
 from mtcompile.runtime.sim import simulate
-from mtcompile.runtime.trace import Trace, busy_us, exposed_us, moments, span_us, takes_time
+from mtcompile.runtime.trace import Trace, busy_us, exposed_us, moments, span_us, takes_time, time_of
 from mtcompile.runtime.usage import over_time
 
 FORMAT = "mtcompile-picture-1"

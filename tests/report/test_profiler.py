@@ -50,6 +50,17 @@ def test_operations_are_within_their_block() -> None:
     assert any(name.startswith("aten::") for name in inside)
 
 
+@pytest.mark.slow
+def test_copies_are_shown_where_all_threads_are_profiled() -> None:
+    plain, data = stack()
+    model = mtcompile.compile(plain, memory="200KiB")
+    model(**data).backward()
+    every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=every) as profiled:
+        model(**data).backward()
+    assert {"prefetch layers.2", "offload layers.2", "layers.2 forward"} <= {event.key for event in profiled.key_averages()}
+
+
 def _within(inner: object, outer: object) -> bool:
     return outer.start <= inner.start and inner.end <= outer.end  # type: ignore[attr-defined]
 

@@ -16,12 +16,11 @@ from typer.testing import CliRunner
 
 import mtcompile
 from mtcompile.cli.app import app
-from mtcompile.forecast.result import time_of
 from mtcompile.passes.plan import Certificate, Plan
 from mtcompile.report.live_timeline import Viewable, viewable
 from mtcompile.runtime.schedule import Instruction, Schedule, to_dict
 from mtcompile.runtime.sim import simulate
-from mtcompile.runtime.trace import Record, Trace, busy_us
+from mtcompile.runtime.trace import Record, Trace, busy_us, time_of
 from mtcompile.runtime.verify import peak
 from mtcompile.viz import data, page
 from tests.helpers.schedules import (
