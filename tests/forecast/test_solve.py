@@ -157,3 +157,31 @@ def test_solve_memory_says_the_least_that_works() -> None:
     forecast = mtcompile.plan(small, seq=64, memory="200KiB", solve="memory")
     assert forecast.feasible and forecast.solved == {"memory": forecast.budget_bytes["device"]}
     assert not mtcompile.plan(small, seq=64, memory=forecast.solved["memory"] - 1).feasible
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("memory", ["24GB", "8GB"])
+def test_8b_with_adapters_fits_a_host_of_20_gb(memory: str) -> None:
+    planned = mtcompile.plan("llama-8b", memory=memory, host="20GB", machine="rtx4090", lora=16)
+    assert planned.feasible and planned.ledger is not None
+    assert planned.peak_bytes["device"] <= int(memory[:-2]) * 10**9 and planned.peak_bytes["host"] <= 20 * 10**9
+    weights = sum(parts["weights"] for parts in planned.ledger.values())
+    state = sum(parts["optimizer"] + parts["gradients"] for parts in planned.ledger.values())
+    assert weights == pytest.approx(2 * planned.parameters, rel=0.02) and state < 0.05 * weights  # frozen: weights alone
+
+
+@pytest.mark.long
+def test_a_vision_model_on_meta_tensors_takes_adapters() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+    def factory(batch: int, seq: int) -> Any:
+        with torch.device("meta"):
+            model = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=32, patch_size=8))
+            pixels = torch.zeros((batch, 3, 32, 32), dtype=torch.bfloat16)
+        return model.to(torch.bfloat16), {"pixel_values": pixels, "labels": torch.zeros(batch, dtype=torch.long)}
+
+    whole, adapted = (mtcompile.plan(factory, batch=4, memory="64MiB", lora=rank) for rank in (0, 8))
+    assert whole.feasible and adapted.feasible
+    new = adapted.parameters - whole.parameters  # in fp32, with gradients and AdamW's state; the others are weights alone
+    assert new > 0 and adapted.state_bytes == pytest.approx(2 * whole.parameters + 16 * new, rel=0.03)
