@@ -46,6 +46,7 @@ _LEAST_GAIN = 0.01  # more tokens a second: what gains less is not worth a line
 _LEAST_PRICE = 1e-3  # of the bound: where the certificate's prices say that more of something gains less, it is not tried
 _MOST_ADVICE, _LORA_RANK = 3, 16
 _BUSY = 0.95  # of the step
+_FASTER = ("link", "host")  # aims of changes of the machine alone: the plan itself is one for it
 _REFUSALS = (MtcompileError, DoesNotFit, ValueError, TypeError, NotImplementedError)  # of a model that allows no such change
 
 
@@ -68,7 +69,7 @@ def most_helpful(request: ForecastRequest, sized: SizedStep, forecast: Forecast)
     best: dict[str, Advice] = {}
     for change in _gains(request, sized, forecast.planned.plan, forecast.busy or {}):
         request.progress(f"planning with {change.what}", 0, 0)
-        if (step_time_us := _quickly(change, *([forecast.planned.plan] if change.times == 1 else []))) is None:
+        if (step_time_us := _quickly(change, *([forecast.planned.plan] if change.aim in _FASTER else []))) is None:
             continue
         tokens_per_s = change.times * sized.tokens / step_time_us * 1e6
         advice = Advice(change.what, step_time_us, tokens_per_s, tokens_per_s / forecast.tokens_per_s - 1)

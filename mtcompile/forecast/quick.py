@@ -13,7 +13,7 @@ from mtcompile.passes.planning.linear.seeds import Seeds
 from mtcompile.passes.planning.pace import impatient
 from mtcompile.passes.planning.problem import Candidate
 
-_SHARES = (0.97, 0.9, 0.82)  # of the device budget that linear programs get: rounding may add to what they need
+_SHARES = (0.97, 0.9, 0.8, 0.6)  # of the device budget that linear programs get: rounding may add to what they need
 _AHEAD = (1, 2)  # blocks ahead that their plans fetch
 
 

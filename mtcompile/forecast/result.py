@@ -155,7 +155,7 @@ def _lines(f: Forecast) -> list[str]:
 def _advice(advice: tuple[Advice, ...]) -> list[str]:
     if not advice:
         return ["  no change that was planned gives 1 % more tokens a second"]
-    return ["  most would be gained, by a quick look, with", *(f"    {each}" for each in advice)]
+    return ["  largest gains, each planned quickly:", *(f"    {each}" for each in advice)]
 
 
 def _busy(queue: str, share: float, exposed: float) -> str:

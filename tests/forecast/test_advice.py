@@ -70,7 +70,7 @@ def test_a_step_that_fits_says_what_would_gain_most() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [{}, {"update": "backward"}, {"host": 6_000_000}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"update": "backward"}, {"host": 9_000_000}], ids=str)
 @pytest.mark.parametrize(("model", "memory"), [(residual, 4_000_000), (decoder, 6 << 20)])
 def test_what_is_advised_gains_as_much_when_it_is_planned(
     model: Any, memory: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -137,9 +137,8 @@ def test_what_would_help_a_host_does() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("precision", ["model", "bf16-master32"])
-def test_a_disk_helps_a_host_that_is_too_small(precision: str) -> None:
-    options = {"batch": 2, "seq": 256, "memory": "64MiB", "host": "60MiB", "machine": "rtx4090", "precision": precision}
+def test_a_disk_helps_a_host_that_is_too_small() -> None:
+    options = {"batch": 2, "seq": 256, "memory": "64MiB", "host": "60MiB", "machine": "rtx4090", "precision": "bf16-master32"}
     forecast = planned("gpt-11m", **options)
     assert not forecast.feasible
     assert 'disk= with update="backward"' in holds_what_it_says(forecast, "gpt-11m", options)
