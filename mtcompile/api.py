@@ -73,12 +73,17 @@ class CompiledModule(nn.Module):
 
     def memory_report(self) -> dict[str, Any]:
         """Returns bytes by name: budget, planned peak and measured peak per tier, the training state, and what the last step
-        fetched to the device.
+        fetched to the device. A model that was called with several shapes has several programs: ``programs`` says what each is
+        of and what it was planned to take; the planned peak on the host is that of the last one, all other peaks are of all.
 
         ``peak_device_bytes`` is measured from the allocator's events in the first step of each program (in every step
         under MT_CHECK=1).
         """
-        return {**self._mt_model.report(), **self._mt_model.session.fetched_nbytes()}
+        from mtcompile.report.programs import MemoryReport, rows
+
+        session = self._mt_model.session
+        programs = rows(self._mt_model.programs, session.last)
+        return MemoryReport({**self._mt_model.report(), **session.fetched_nbytes()}, programs=programs)
 
     def calibrate(self) -> Calibration:
         """Stores how long the kernels and copies of the last steps took. Programs compiled later on this machine are planned

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from mtcompile import knobs
 
 P = ParamSpec("P")
 V = TypeVar("V")
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Returns ``; did you mean ...?`` with the known name that comes nearest; empty if none comes near."""
+    return "".join(f"; did you mean {close}?" for close in difflib.get_close_matches(str(name), list(known), 1))
+
+
+def nearest_file(path: str | Path) -> str:
+    """Returns ``; did you mean ...?`` with the file that comes nearest to a missing one, in its folder."""
+    folder = Path(path).parent
+    names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
+    close = difflib.get_close_matches(Path(path).name, names, 1)
+    return "".join(f"; did you mean {folder / name}?" for name in close)
 
 
 class MtcompileError(RuntimeError):

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtcompile.errors import did_you_mean
 from mtcompile.optim.precision import PRECISIONS, Precision
 from mtcompile.optim.update_options import UpdateOptions
 from mtcompile.passes.analysis.cost import Machine
@@ -20,7 +21,7 @@ _UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 
-_FEWEST = 1024  # bytes: text of a smaller number without a unit probably means GiB
+FEWEST = 1024  # bytes: a smaller number without a unit probably means GiB
 
 Size = str | int | float | None
 
@@ -59,11 +60,14 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.policy not in (FASTEST, *POLICIES):
-            raise ValueError(f"expected policy to be one of {FASTEST}, {', '.join(POLICIES)}, found {self.policy!r}")
+            close = did_you_mean(self.policy, (FASTEST, *POLICIES))
+            raise ValueError(f"expected policy to be one of {FASTEST}, {', '.join(POLICIES)}, found {self.policy!r}{close}")
         if self.kernels not in KERNELS:
-            raise ValueError(f"expected kernels to be one of {', '.join(KERNELS)}, found {self.kernels!r}")
+            close = did_you_mean(self.kernels, KERNELS)
+            raise ValueError(f"expected kernels to be one of {', '.join(KERNELS)}, found {self.kernels!r}{close}")
         if self.experts not in EXPERTS:
-            raise ValueError(f"expected experts to be one of {', '.join(EXPERTS)}, found {self.experts!r}")
+            close = did_you_mean(self.experts, EXPERTS)
+            raise ValueError(f"expected experts to be one of {', '.join(EXPERTS)}, found {self.experts!r}{close}")
         if not _is_count(self.loss_chunks) and self.loss_chunks != "auto":
             raise ValueError(f'expected loss_chunks to be a whole number of 1 or more, or "auto", found {self.loss_chunks!r}')
         if not _is_count(self.accumulate):
@@ -109,7 +113,7 @@ def parse_bytes(size: Size) -> int | None:
     if match is None or match.group(2).lower() not in _UNITS or float(match.group(1)) <= 0:
         raise ValueError(f'expected a size such as "16GiB", "16GB" or a number of bytes, found {size!r}')
     nbytes = int(float(match.group(1)) * _UNITS[match.group(2).lower()])
-    if not match.group(2) and nbytes < _FEWEST:
+    if not match.group(2) and nbytes < FEWEST:
         meant = f'did you mean "{match.group(1)}GiB"? For bytes write "{match.group(1)}B"'
         raise ValueError(f'expected a size such as "16GiB", "16GB" or a number of bytes, found {size!r}; {meant}')
     return nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -160,6 +161,10 @@ class Plan:
         data = asdict(self)
         del data["_index"]
         return json.dumps({"format": FORMAT, **data}, indent=indent)
+
+    def _repr_html_(self) -> str:
+        """The plan as notebooks show it."""
+        return f'<pre style="white-space: pre-wrap">{html.escape(str(self))}</pre>'
 
     def __str__(self) -> str:
         """The plan for a reader: bytes per tier, time, then a line per decision."""

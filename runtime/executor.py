@@ -120,6 +120,7 @@ class PhaseOptions:
     into the compute queue, when ``execute`` returns. ``paced``: a copy or run that took less than its ``time_us`` waits out
     the difference, as a slower device would take it. ``previous``: the queue that the previous step deferred, which this
     phase drains too. ``deferred``: takes what queue host has not finished, so that the phase does not wait for it.
+    ``named``: makes a context for each copy and run, in which a profiler shows it by its name.
     """
 
     delays: Delays | None = None
@@ -127,6 +128,7 @@ class PhaseOptions:
     paced: bool = False
     previous: DeferredQueue | None = None
     deferred: DeferredQueue | None = None
+    named: Callable[[Instruction], AbstractContextManager[object]] | None = None
 
 
 def execute(
@@ -247,16 +249,12 @@ class _PhaseRun:
         stamp = self.fence.stamp if self.fence is not None and self.fence.timed and queue not in HOST_QUEUES else None
         if stamp is not None:
             stamp(queue, index)
-        began, share = time.perf_counter_ns(), 1.0
-        if instruction.op == "copy" and instruction.ends:
-            share = self.memory.copy_slices(instruction.reads[:-1], instruction.writes, instruction.ends)
-        elif instruction.op == "copy" and queue in ("disk_read", "disk_write"):
-            self.memory.transfer(instruction.reads, instruction.writes)
-        elif instruction.op == "copy":
-            self.memory.copy(instruction.reads, instruction.writes)
+        began = time.perf_counter_ns()
+        if self.options.named is None:
+            share = self._perform(queue, instruction)
         else:
-            kernel = self.kernels[instruction.kernel]
-            self.memory.run(kernel, instruction.reads, instruction.writes, instruction.workspace)
+            with self.options.named(instruction):
+                share = self._perform(queue, instruction)
         if self.options.paced:
             wait_until(began + round(share * instruction.time_us * 1e3))
         start, ended = self.start_ns, time.perf_counter_ns()
@@ -264,6 +262,19 @@ class _PhaseRun:
         records.append(Record(index, queue, (began - start) / 1e3, (ended - start) / 1e3, share))
         if stamp is not None:
             stamp(queue, index)
+
+    def _perform(self, queue: Queue, instruction: Instruction) -> float:
+        """Does what an instruction says. Returns the share of its bytes that had to be copied."""
+        if instruction.op == "copy" and instruction.ends:
+            return self.memory.copy_slices(instruction.reads[:-1], instruction.writes, instruction.ends)
+        if instruction.op == "copy" and queue in ("disk_read", "disk_write"):
+            self.memory.transfer(instruction.reads, instruction.writes)
+        elif instruction.op == "copy":
+            self.memory.copy(instruction.reads, instruction.writes)
+        else:
+            kernel = self.kernels[instruction.kernel]
+            self.memory.run(kernel, instruction.reads, instruction.writes, instruction.workspace)
+        return 1.0
 
 
 def wait_until(clock_ns: int) -> None:

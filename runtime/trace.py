@@ -96,6 +96,11 @@ def shifted(records: Iterable[Record], by_us: float) -> list[Record]:
     return [replace(r, start_us=r.start_us + by_us, end_us=r.end_us + by_us) for r in records]
 
 
+def time_of(us: float) -> str:
+    """Writes microseconds for a reader."""
+    return f"{us / 1e6:.2f} s" if us >= 1e6 else f"{us / 1e3:.3g} ms"
+
+
 def _intervals(trace: Trace, queue: Queue) -> list[Interval]:
     return _union((record.start_us, record.end_us) for record in trace.records if record.queue == queue)
 

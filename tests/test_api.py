@@ -266,8 +266,12 @@ def test_budget_too_small_says_the_smallest_that_works() -> None:
     mtcompile.compile(copy.deepcopy(model), memory=minimum)(**data)
     with pytest.raises(mtcompile.BudgetError):
         mtcompile.compile(copy.deepcopy(model), memory=minimum - 1)(**data)
-    with pytest.raises(mtcompile.BudgetError, match="host="):
+    with pytest.raises(mtcompile.BudgetError, match=r"no plan fits host=100 B") as on_host:
         mtcompile.compile(copy.deepcopy(model), memory=minimum, host=100)(**data)
+    ways = str(on_host.value)  # what helps there: a smaller batch would not
+    assert 'update="backward"' in ways and "optimizer with less state" in ways and "LoRA" in ways and "disk=" in ways
+    assert f"host={on_host.value.minimum_bytes}" in ways and "smaller batch" not in ways
+    assert 'memory=100 is so many bytes: did you mean "100GiB"?' in str(caught.value)
 
 
 def test_what_cannot_be_captured_names_the_line() -> None:

@@ -33,6 +33,6 @@ def plan(
     from mtcompile.passes.planning.policies import POLICIES
 
     policies = tuple(POLICIES) if "all" in (policy or ()) else tuple(policy or ())
-    forecast = forecast_of(model, options, policies=policies, solve=solve, force=force)
+    forecast = forecast_of(model, options, policies=policies, solve=solve, force=force, advise=True)
     print(forecast.to_json(indent=1) if as_json else forecast)
     raise typer.Exit(FINE if forecast.feasible else DOES_NOT_FIT)

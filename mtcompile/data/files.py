@@ -6,6 +6,8 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+from mtcompile.errors import nearest_file
+
 STDLIB_BYTES = 16 * 2**20  # length of the default text
 
 
@@ -17,7 +19,7 @@ def files_of(paths: Sequence[Path]) -> list[Path]:
 
 def _files(path: Path) -> list[Path]:
     if not path.exists():
-        raise ValueError(f"expected --data to name files or folders, found no such path: {path}")
+        raise ValueError(f"expected --data to name files or folders, found no such path: {path}{nearest_file(path)}")
     if not path.is_dir():
         return [path]
     inside = (file for file in path.rglob("*") if file.is_file())

@@ -28,8 +28,11 @@ from mtcompile.passes.step_graph import (
 from mtcompile.runtime.devices.arena import Layout, layout_of, same_strides
 from mtcompile.runtime.devices.cpu import CpuMemory
 from mtcompile.runtime.executor import Prepared, prepare
-from mtcompile.runtime.schedule import PHASES, Phase, Schedule, aligned
+from mtcompile.runtime.schedule import PHASES, Phase, Schedule, aligned, listed
 from mtcompile.runtime.trace import Record
+
+_OF_CALL = ("args_", "kwargs_")  # the names of a call's arguments begin so
+_MOST_SHAPES = 4  # in a signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,14 @@ class CompiledStep:
                 fits = same_strides(gradient.shape, gradient.stride(), layouts[index].stride)
                 pattern[index] = self.tangents[index] if fits else tuple(gradient.stride())
         return tuple(pattern)
+
+    @property
+    def signature(self) -> str:
+        """What tells this program from others of the model: whether it trains, and the shapes of its inputs."""
+        taken = [(spec.name, self.layouts[name]) for spec, name in self.inputs if spec.role == "input" and name in self.layouts]
+        arguments = [each for each in taken if each[0].startswith(_OF_CALL)] or taken  # others are tensors of the model's own
+        shapes = [f"{name.removeprefix('kwargs_')} {str(held.dtype)[6:]} {held.size}" for name, held in arguments]
+        return f"{'training' if self.tangents is not None else 'no gradients'}, {listed(shapes, _MOST_SHAPES) or 'no inputs'}"
 
     @property
     def settled(self) -> bool:

@@ -16,7 +16,7 @@ def dump(compiled: CompiledStep) -> None:
     plan, schedule and rewritten step graph to files in dir."""
     level, folder = knobs.debug(), knobs.dump()
     if level >= 1:
-        print(compiled.plan)
+        print(f"program: {compiled.signature}\n{compiled.plan}")
     if level >= 2:
         print(compiled.schedule)
     if level >= 3:

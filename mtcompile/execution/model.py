@@ -140,6 +140,11 @@ class CompiledModel:
         return torch_private.after_initialization(call)
 
     @property
+    def programs(self) -> tuple[Program, ...]:
+        """The programs that Dynamo may call."""
+        return tuple(self._programs.values())
+
+    @property
     def between_backward_and_step(self) -> bool:
         """True from a backward that has updated the parameters to the optimizer's step that ends it."""
         return self.door.updates is not None and not self.door.updates.stepped

@@ -17,7 +17,7 @@ from mtcompile.errors import BudgetError, CaptureError, StepError
 from mtcompile.execution.compiled import Frame, LiveFrames
 from mtcompile.execution.door import Door
 from mtcompile.execution.memory.parameters import ParameterStore
-from mtcompile.execution.placement import budget_error, conversions, disk_error, random_reserve_nbytes
+from mtcompile.execution.placement import budget_error, conversions, disk_error, host_error, random_reserve_nbytes
 from mtcompile.optim.backward_update import UpdatesInBackward
 from mtcompile.optim.disk_state import PIECE, DiskState, OnDisk
 from mtcompile.optim.master_weights import Masters, cast
@@ -207,7 +207,10 @@ class ModelDoor(Door):
                 return refused
             why = "parameters stay on the device, as tensors of yours share their memory, such as a state_dict(): drop these"
             return BudgetError(f"{refused}\n  or: {why}", refused.minimum_bytes)
-        return budget_error(error, "host", self.options.host or 0, self.frames.host_nbytes())
+        parameters, waiting = self._parameters(), self.frames.host_nbytes()
+        trained = sum(p.nbytes for p in parameters.values() if p.requires_grad) if self.updates is None else 0
+        state = sum(self._optimizer_state(parameters).values())
+        return host_error(error, self.options, waiting, trained, state)
 
     def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
         blocks = step.meta["homes"]

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import fx
 
 from mtcompile.errors import BudgetError
+from mtcompile.options import FEWEST, Options
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.generators import generator_nbytes
 from mtcompile.passes.joint.build import InputHomes
@@ -77,14 +78,32 @@ def disk_error(error: DoesNotFit, folder: Path, nbytes: int, free: int) -> Budge
     return budget_error(error, "disk", nbytes, 0)
 
 
+def host_error(error: DoesNotFit, options: Options, waiting: int, gradients: int, state: int) -> BudgetError:
+    """Makes the error of a host that is too small. ``waiting``: bytes of forwards that wait; ``gradients``: those that are held
+    for optimizer.step(); ``state``: the optimizer's."""
+    budget = options.host or 0
+    plain = budget_error(error, "host", budget, waiting)
+    ways = [f"pass host={plain.minimum_bytes} or more"]
+    if gradients:
+        ways.append(f'pass update="backward": no gradients are held, up to {gib(gradients)} less')
+    if state:
+        ways.append(f"take an optimizer with less state than {gib(state)}, such as torch.optim.Adafactor")
+        ways.append("train adapters (LoRA): of what is frozen, only the weights are held")
+    if options.disk is None:
+        ways.append('pass disk="/path:SIZE": frozen weights go there, and with update="backward" what is trained')
+    text = str(plain).rpartition("\n")[0] + "\n  " + "\n  or ".join(ways)
+    return BudgetError(f"{text}\n  mtcompile.plan(model, data, host=...) predicts what each gives", plain.minimum_bytes)
+
+
 def budget_error(error: DoesNotFit, name: str, budget: int, reserved_nbytes: int) -> BudgetError:
     """Makes the error. ``name``: what the user calls the budget. ``reserved_nbytes``: held by others."""
     largest = "\n".join(f"  {gib(nbytes):>12}  {what}" for what, nbytes in error.causes)
     beside = f" beside {gib(reserved_nbytes)} of waiting forwards, and of parameters for others" if reserved_nbytes else ""
     minimum = error.minimum + reserved_nbytes
+    meant = f'; {name}={budget} is so many bytes: did you mean "{budget}GiB"?' if 0 < budget < FEWEST else ""
     return BudgetError(
         f"no plan fits {name}={gib(budget)}{beside}: the smallest {name} that works is {minimum} bytes "
         f"({gib(minimum)}); the largest parts of it are\n{largest}\n"
-        f"  pass {name}={minimum} or more, or a smaller batch or sequence",
+        f"  pass {name}={minimum} or more, or a smaller batch or sequence{meant}",
         minimum,
     )

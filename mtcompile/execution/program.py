@@ -59,6 +59,10 @@ class Program:
         differentiable = tuple(differentiable for _, differentiable, _ in description.computed)
         self.pattern: Pattern = scalars if any(scalars) else differentiable
 
+    def of_micro_batches(self) -> tuple[Program, ...]:
+        """The programs that run several calls of this one as micro-batches."""
+        return tuple(self._of_micro_batches.values())
+
     @property
     def trains(self) -> bool:
         """True if a call now is a training forward."""

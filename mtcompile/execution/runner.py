@@ -21,9 +21,10 @@ from mtcompile.runtime.devices.arena import fills_storage, span_nbytes, view
 from mtcompile.runtime.devices.cpu import CpuMemory
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.executor import Delays, PhaseOptions, execute
-from mtcompile.runtime.schedule import Phase, Queue, placed
+from mtcompile.runtime.schedule import Instruction, Phase, Queue, placed
 from mtcompile.runtime.trace import Record, shifted
 from mtcompile.runtime.workers import DeferredQueue
+from mtcompile.torch_private import profiler_runs
 
 _TRIES = 3  # to write buffers, against interrupts
 
@@ -184,7 +185,7 @@ class Runner:
         fence = self.device.fence(visible, timed=self.listener.wants_device_times(compiled))
         deferred = DeferredQueue() if phase == "backward" and compiled.schedule.run_ahead else None
         previous = None if pending is None else pending.queue
-        options = PhaseOptions(delays, fence, self.paced, previous, deferred)
+        options = PhaseOptions(delays, fence, self.paced, previous, deferred, named if profiler_runs() else None)
         began_us = max((r.end_us for r in frame.records), default=0.0)
         if phase == "forward":  # whole steps only: the profiler must see the allocation of whatever the backward frees
             frame.measured = knobs.check() or not compiled.settled
@@ -244,6 +245,16 @@ def _bind_forward(
     for index, name in new_versions.items():
         if compiled.schedule.buffers[name].kind == "home":
             memory.bind(name, copied(snapshots[index]))
+
+
+def named(instruction: Instruction) -> contextlib.AbstractContextManager[object]:
+    """Shows an instruction in a profile of torch.profiler by its block, such as ``layers.3 backward (recompute)``."""
+    block, work = instruction.block or instruction.label, instruction.work
+    if instruction.op == "run" and work in ("compute", "recompute"):
+        text = f"{block} {instruction.phase}" + (" (recompute)" if work == "recompute" else "")
+    else:
+        text = f"{work} {block}"
+    return torch.profiler.record_function(text)
 
 
 def write_buffers(versions: Mapping[torch.Tensor, torch.Tensor]) -> None:

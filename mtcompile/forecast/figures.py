@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile.compiler import recalled, search_store
-from mtcompile.forecast.request import ForecastRequest, SizedStep
-from mtcompile.forecast.result import Forecast, Row, time_of
+from mtcompile.forecast.advice import ways_on_host
+from mtcompile.forecast.request import ForecastRequest, SizedStep, fastest
+from mtcompile.forecast.result import Forecast, Row
 from mtcompile.optim.precision import PRECISIONS
-from mtcompile.options import FASTEST
 from mtcompile.passes.analysis.cost import kernel_cost
 from mtcompile.passes.analysis.state import (
     Budgets,
@@ -27,12 +26,11 @@ from mtcompile.passes.analysis.state import (
 )
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.limits import NotWorthwhile
-from mtcompile.passes.planning.disk.spill import within_disk
-from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem
+from mtcompile.passes.planning.problem import DoesNotFit, Planned
 from mtcompile.passes.step_graph import inputs_of
 from mtcompile.runtime.schedule import gib
 from mtcompile.runtime.sim import simulate
-from mtcompile.runtime.trace import busy_us, exposed_us
+from mtcompile.runtime.trace import busy_us, exposed_us, time_of
 from mtcompile.runtime.usage import most_in_slots, walk
 from mtcompile.runtime.verify import verify
 
@@ -61,9 +59,9 @@ def figures(request: ForecastRequest, sized: SizedStep) -> Forecast:
         problem=candidates.problem,
     )
     try:
-        planned = _fastest(candidates, budgets.device, budgets.host)
+        planned = fastest(candidates, budgets.device, budgets.host)
     except DoesNotFit as error:
-        refused = _refused(unplanned, candidates, budgets, error)
+        refused = _refused(request, sized, unplanned, budgets, error)
         if not request.force:
             return refused
         least = candidates.least()
@@ -71,20 +69,6 @@ def figures(request: ForecastRequest, sized: SizedStep) -> Forecast:
         return replace(forced, feasible=False, minimum_device_bytes=least.schedule.peak_nbytes["device"])
     verify(planned.schedule)
     return _with_plan(replace(unplanned, feasible=True), candidates, planned)
-
-
-def _fastest(candidates: Candidates, device: int | None, host: int | None) -> Planned:
-    """Returns the fastest plan within these bytes; it is cached between runs. Raises DoesNotFit."""
-    budgets = replace(candidates.problem.budgets, device=device, host=host)
-    problem = replace(candidates.problem, budgets=budgets)
-
-    def find(fixed: PlanningProblem) -> tuple[PlanningProblem, Planned]:
-        searched = candidates
-        if fixed.fixed_homes != problem.fixed_homes:
-            searched = Candidates(fixed, candidates.progress, search_store(fixed))
-        return fixed, recalled(fixed, FASTEST, lambda known: searched.best(device, host, known))
-
-    return within_disk(problem, find)[1]
 
 
 def _parameters(step: fx.GraphModule) -> list[torch.Tensor]:
@@ -163,8 +147,9 @@ def _ledger(unplanned: Forecast, candidates: Candidates, planned: Planned) -> di
     return ledger
 
 
-def _refused(unplanned: Forecast, candidates: Candidates, budgets: Budgets, error: DoesNotFit) -> Forecast:
-    """Adds how many bytes are missing, and up to three ways out, those that cost nothing first."""
+def _refused(request: ForecastRequest, sized: SizedStep, unplanned: Forecast, budgets: Budgets, error: DoesNotFit) -> Forecast:
+    """Adds how many bytes are missing, and the ways out: three of a device that is too small, and all of such a host."""
+    candidates = sized.candidates
     if isinstance(error, NotWorthwhile):
         return replace(unplanned, refusal=error.why, ways_out=error.ways)
     tier = error.tier
@@ -177,17 +162,14 @@ def _refused(unplanned: Forecast, candidates: Candidates, budgets: Budgets, erro
         if not budgets.disk_updates:
             ways.append('update="backward": weights that train may then go to disk, with their state')
         return replace(unplanned, short_bytes=short, ways_out=(*ways, f"less in one of the largest parts: {parts}"))
-    ways = []
-    trained = trained_nbytes(candidates.problem.step).values()
-    unheld = sum(trained) - 2 * max(trained, default=0)
-    if budgets.updates is None and tier == "host" and unheld >= short:
-        ways.append(f'update="backward": no gradients are kept for a step of their own, {gib(unheld)} less')
+    ways = ways_on_host(request, sized, budgets, error) if tier == "host" else []
     more = candidates.needs(other, {tier: limit})
     if more is not None:
         ways.append(f"{other} memory of {gib(more)} ({more} bytes) takes what the {tier} cannot")
     then = candidates.best(*((error.minimum, None) if tier == "device" else (None, error.minimum))).plan.total_us
     ways.append(f"{tier} memory of {gib(error.minimum)} ({error.minimum} bytes) or more: {time_of(then)} a step then")
+    if tier == "host":
+        return replace(unplanned, short_bytes=short, ways_out=tuple(ways))
     ways.append('fewer tokens a step: solve="batch" or solve="seq" finds how many fit')
     ways.append(f"less in one of the largest parts: {parts}")
-    minimum = error.minimum if tier == "device" else 0
-    return replace(unplanned, short_bytes=short, minimum_device_bytes=minimum, ways_out=tuple(ways[:3]))
+    return replace(unplanned, short_bytes=short, minimum_device_bytes=error.minimum, ways_out=tuple(ways[:3]))

@@ -12,21 +12,24 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from mtcompile import cache
+from mtcompile import cache, knobs
 from mtcompile.capture.joint import trace_settings
 from mtcompile.capture.stamping.blocks import TRACED
 from mtcompile.capture.tracing import trace_joint
-from mtcompile.compiler import JointStep, planning_problem, rewrite_joint, search_store
+from mtcompile.compiler import JointStep, planning_problem, recalled, rewrite_joint, search_store
 from mtcompile.models.decoders import SHAPES, fake
 from mtcompile.models.lora import add_lora
+from mtcompile.optim.disk_state import PIECE
 from mtcompile.optim.precision import Precision
 from mtcompile.optim.state_sizes import average_copies, is_elementwise, state_nbytes
+from mtcompile.options import FASTEST
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets, is_trained
 from mtcompile.passes.joint.accumulate import Micro
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.problem import Progress
+from mtcompile.passes.planning.disk.spill import within_disk
+from mtcompile.passes.planning.problem import Planned, PlanningProblem, Progress
 from mtcompile.passes.step_graph import inputs_of, storage_nbytes
 from mtcompile.runtime.disk.store import staging_nbytes
 from mtcompile.torch_private import building_without_memory, without_memory
@@ -55,12 +58,13 @@ class ForecastRequest:
 
 @dataclass(frozen=True, slots=True)
 class SizedStep:
-    """A step at one batch and sequence, and its candidate plans. ``captured``: its joint graph before any rewrite."""
+    """A step of ``size``, which is (batch, seq), and its candidate plans. ``captured``: its joint graph before any rewrite."""
 
     candidates: Candidates
     captured: fx.GraphModule
     joint: JointStep
     tokens: int
+    size: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +101,47 @@ def sized_step(request: ForecastRequest, batch: int, seq: int, like: SizedStep |
     request.progress("capturing the step", 0, 0)
     captured, data = _captured(request, batch // request.accumulate, seq)
     chunks = like.joint.chunks if like else _chunks(captured, request.budgets.device)
-    return in_chunks(request, captured, tokens_of(data) * request.accumulate, chunks, like)
+    return _in_chunks(request, captured, (tokens_of(data) * request.accumulate, (batch, seq)), chunks, like)
 
 
-def in_chunks(
-    request: ForecastRequest, captured: fx.GraphModule, tokens: int, chunks: int, like: SizedStep | None = None
-) -> SizedStep:
+def in_chunks(request: ForecastRequest, sized: SizedStep, chunks: int) -> SizedStep:
     """Returns a captured step with its loss head in ``chunks``, or uncut if there is no head that can be cut."""
+    return _in_chunks(request, sized.captured, (sized.tokens, sized.size), chunks)
+
+
+def in_micro_batches(request: ForecastRequest, sized: SizedStep, times: int) -> SizedStep:
+    """Returns the step of a batch that is ``times`` as large, in as many more micro-batches of the size that was captured."""
+    (batch, seq), accumulate = sized.size, times * request.accumulate
+    more = sized.tokens * times, (batch * times, seq)
+    return _in_chunks(replace(request, accumulate=accumulate), sized.captured, more, sized.joint.chunks)
+
+
+def _in_chunks(
+    request: ForecastRequest,
+    captured: fx.GraphModule,
+    tokens_and_size: tuple[int, tuple[int, int]],
+    chunks: int,
+    like: SizedStep | None = None,
+) -> SizedStep:
     micro = _micro(captured, request) if request.accumulate > 1 else None
     joint = rewrite_joint(captured, request.precision, fuses=False, chunks=chunks, micro=micro)
     placement = AssumedPlacement(request.budgets, request.make_optimizer)
     problem = planning_problem(joint, placement, request.machine, like=like.joint.graph if like else None)
-    return SizedStep(Candidates(problem, request.progress, search_store(problem)), captured, joint, tokens)
+    return SizedStep(Candidates(problem, request.progress, search_store(problem)), captured, joint, *tokens_and_size)
+
+
+def fastest(candidates: Candidates, device: int | None, host: int | None) -> Planned:
+    """Returns the fastest plan within these bytes; it is cached between runs. Raises DoesNotFit."""
+    budgets = replace(candidates.problem.budgets, device=device, host=host)
+    problem = replace(candidates.problem, budgets=budgets)
+
+    def find(fixed: PlanningProblem) -> tuple[PlanningProblem, Planned]:
+        searched = candidates
+        if fixed.fixed_homes != problem.fixed_homes:
+            searched = Candidates(fixed, candidates.progress, search_store(fixed))
+        return fixed, recalled(fixed, FASTEST, lambda known: searched.best(device, host, known))
+
+    return within_disk(problem, find)[1]
 
 
 def _micro(joint: fx.GraphModule, request: ForecastRequest) -> Micro:
@@ -121,11 +154,12 @@ def _micro(joint: fx.GraphModule, request: ForecastRequest) -> Micro:
 
 def _captured(request: ForecastRequest, batch: int, seq: int) -> tuple[fx.GraphModule, Mapping[str, Any]]:
     model, data = request.model, request.data
+    own = _same_values(model, bool(request.lora)) if isinstance(model, nn.Module) else None
     with building_without_memory():
         if isinstance(model, str):
             tokens = torch.zeros((batch, seq), dtype=torch.int64)
             return _captured_shape(model, request.precision, tokens, request.lora)
-        module = model if isinstance(model, nn.Module) else model(batch, seq) if takes_sizes(model) else model()
+        module = own if own is not None else model(batch, seq) if takes_sizes(model) else model()
         if isinstance(module, tuple):
             module, data = module
         if data is None:
@@ -164,6 +198,18 @@ def _captured_shape(
     return joint, data
 
 
+def _same_values(module: nn.Module, frozen: bool) -> nn.Module:
+    """Returns a copy of a user's module with the same values: casts, adapters and the training mode are the copy's. ``frozen``:
+    the copy has parameters of its own, so that it may freeze them."""
+
+    def shared(value: torch.Tensor) -> torch.Tensor:
+        is_own = frozen and isinstance(value, nn.Parameter)
+        return nn.Parameter(value.detach(), value.requires_grad) if is_own else value
+
+    held = [value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor)]
+    return copy.deepcopy(module, {id(value): shared(value) for value in (*held, *module.parameters(), *module.buffers())})
+
+
 def _off_meta(module: nn.Module, data: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, Any]]:
     """Returns a module and its arguments on the CPU, without memory still, if they are on the device "meta", for which torch
     traces other operations."""
@@ -191,6 +237,18 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
         for name, buffer in part.named_buffers(recurse=False):
             if buffer.is_floating_point():
                 setattr(part, name, buffer.to(dtype))
+
+
+def with_disk(budgets: Budgets, nbytes: int | None, precision: Precision, force: bool = False) -> Budgets:
+    """Returns the budgets with a disk of that size. ``force``: however slow it is, and however soon it wears out."""
+    return replace(
+        budgets,
+        disk=nbytes,
+        disk_updates=budgets.updates is not None,
+        update_piece=2 * PIECE if precision.split else 0,
+        disk_slowdown=0.0 if force else knobs.disk_slowdown(),
+        disk_days=0.0 if force else knobs.disk_days(),
+    )
 
 
 def takes_sizes(model: Any) -> bool:

@@ -9,14 +9,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from mtcompile import knobs
 from mtcompile.capture.tracing import collecting_later
+from mtcompile.errors import did_you_mean
+from mtcompile.forecast.advice import most_helpful
 from mtcompile.forecast.figures import figures
-from mtcompile.forecast.request import MOST_CHUNKS, ForecastRequest, SizedStep, in_chunks, sized_step, takes_sizes
+from mtcompile.forecast.request import (
+    MOST_CHUNKS,
+    ForecastRequest,
+    SizedStep,
+    in_chunks,
+    sized_step,
+    takes_sizes,
+    with_disk,
+)
 from mtcompile.forecast.result import Forecast
 from mtcompile.machine.presets import named
 from mtcompile.models.loading import check_shape
-from mtcompile.optim.disk_state import PIECE
 from mtcompile.optim.precision import Precision, precision_named
 from mtcompile.optim.state_sizes import FORECAST_STATES, optimizer_named, state_copies
 from mtcompile.optim.update_options import update_options
@@ -53,6 +61,7 @@ def plan(
     policies: tuple[str, ...] = (),
     solve: str | None = None,
     force: bool = False,
+    advise: bool = False,
     progress: Progress = no_progress,
 ) -> Forecast:
     """Plans one training step without running or allocating it.
@@ -76,6 +85,7 @@ def plan(
     solve      ``batch`` or ``seq``: plans the largest that fits (sequences in steps of 128 tokens); ``memory``: the least
                device memory that works
     force      returns the leanest plan even if it does not fit
+    advise     also plans changes of a step that fits, and returns the three that gain most; not with ``solve``
     progress   called with (text, done, total)
 
     Raises ValueError for an argument that it does not know, and CaptureError if the model cannot be captured.
@@ -93,7 +103,8 @@ def plan(
     if solve not in (None, "batch", "seq", "memory"):
         raise ValueError(f"expected solve to be batch, seq or memory, found {solve!r}")
     if unknown := [policy for policy in policies if policy not in POLICIES]:
-        raise ValueError(f"expected policies among {', '.join(POLICIES)}, found {', '.join(unknown)}")
+        close = did_you_mean(unknown[0], POLICIES)
+        raise ValueError(f"expected policies among {', '.join(POLICIES)}, found {', '.join(unknown)}{close}")
     if isinstance(model, str):
         check_shape(model)
     if solve in ("batch", "seq") and not (isinstance(model, str) or takes_sizes(model)):
@@ -116,7 +127,11 @@ def plan(
         if solve in ("batch", "seq"):
             return _largest(request, solve, batch, seq)
         forecast, sized = _forecast(request, batch, seq)
-        return _least_memory(request, sized) if solve == "memory" else forecast
+        if solve == "memory":
+            return _least_memory(request, sized)
+        if advise and forecast.feasible:
+            return replace(forecast, advice=most_helpful(request, sized, forecast))
+        return forecast
 
 
 def _with_disk(budgets: Budgets, disk: str | int | None, precision: Precision, force: bool) -> Budgets:
@@ -127,14 +142,7 @@ def _with_disk(budgets: Budgets, disk: str | int | None, precision: Precision, f
         raise ValueError("disk= takes what host= has no room for; expected host= too, found none")
     named = isinstance(disk, str) and ":" in disk
     taken = parse_disk(str(disk)) if named else None
-    return replace(
-        budgets,
-        disk=taken.nbytes if taken is not None else parse_bytes(disk),
-        disk_updates=budgets.updates is not None,
-        update_piece=2 * PIECE if precision.split else 0,
-        disk_slowdown=0.0 if force else knobs.disk_slowdown(),
-        disk_days=0.0 if force else knobs.disk_days(),
-    )
+    return with_disk(budgets, taken.nbytes if taken is not None else parse_bytes(disk), precision, force)
 
 
 def _forecast(request: ForecastRequest, batch: int, seq: int) -> tuple[Forecast, SizedStep]:
@@ -143,7 +151,7 @@ def _forecast(request: ForecastRequest, batch: int, seq: int) -> tuple[Forecast,
     forecast = figures(request, sized)
     while not forecast.feasible and forecast.minimum_device_bytes and sized.joint.chunks < MOST_CHUNKS:
         chunks = min(MOST_CHUNKS, 4 * sized.joint.chunks)
-        finer = in_chunks(request, sized.captured, sized.tokens, chunks)
+        finer = in_chunks(request, sized, chunks)
         if finer.joint.chunks != chunks:  # there is no head that can be cut
             break
         sized, forecast = finer, figures(request, finer)
@@ -155,7 +163,7 @@ def _least_memory(request: ForecastRequest, sized: SizedStep) -> Forecast:
     least, leanest = sized.candidates.least().schedule.peak_nbytes["device"], sized
     while sized.joint.chunks < MOST_CHUNKS:
         chunks = min(MOST_CHUNKS, 4 * sized.joint.chunks)
-        sized = in_chunks(request, sized.captured, sized.tokens, chunks)
+        sized = in_chunks(request, sized, chunks)
         if sized.joint.chunks != chunks or (peak := sized.candidates.least().schedule.peak_nbytes["device"]) >= least:
             break
         least, leanest = peak, sized

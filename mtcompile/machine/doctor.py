@@ -44,7 +44,8 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Report:
     """The doctor's findings. ``machine``: None if measuring failed, which is then one of the limits. ``file``: the machine file
-    that ``machine="this"`` reads. ``knobs``: name -> (value or None, meaning) of every variable that mtcompile reads."""
+    that ``machine="this"`` reads. ``knobs``: name -> (value or None, meaning) of every variable that mtcompile reads.
+    ``commands``: what to type next."""
 
     machine: Machine | None
     measurements: tuple[Measurement, ...]
@@ -54,6 +55,7 @@ class Report:
     parts: tuple[Part, ...]
     knobs: Mapping[str, tuple[str | None, str]]
     file: str
+    commands: tuple[str, ...] = ()
 
     @property
     def bad(self) -> bool:
@@ -75,10 +77,21 @@ def examine(device: Device, quick: bool = False, progress: Callable[[str], objec
     except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError if memory is short
         step = "free memory on host and device, then mtcompile doctor --quick"
         rows += (Limit("measuring", "failed", None, "bad", first_line(error), step),)
-        return Report(None, (), (), rows, versions(), parts(device), knobs.listed(), "")
+        return Report(None, (), (), rows, versions(), parts(device), knobs.listed(), "", ("mtcompile doctor --quick",))
     file = remember(device.where, measured)
     machine, hints = measured.machine, hints_of(measured.machine)
-    return Report(machine, measured.measurements, hints, rows, versions(), parts(device), knobs.listed(), str(file or ""))
+    found = machine, measured.measurements, hints, rows, versions(), parts(device), knobs.listed(), str(file or "")
+    return Report(*found, commands(rows, device, file))
+
+
+def commands(limits: tuple[Limit, ...], device: Device, file: Path | None) -> tuple[str, ...]:
+    """Returns what to type next, within the memory that is free here."""
+    free = [limit.amount for limit in limits if limit.what in ("host memory", "control group's memory") and limit.amount]
+    host = f" --host {max(1, min(free) * 9 // 10 >> 20)}MiB" if free else ""
+    memory = " --memory 1GiB" if device.where.type == "cpu" else ""  # the emulated device has what it is given
+    on = "" if device.where.type == "cpu" else f" --device {device.where}"
+    plan = (f"mtcompile plan qwen2.5-3b --machine this{memory}{host}",) if file else ()
+    return (f"mtcompile verify gpt-11m{on}", *plan, f"mtcompile train gpt-11m --memory 64MiB --steps 50{on}")
 
 
 def unknown_variables() -> tuple[Limit, ...]:
@@ -175,6 +188,12 @@ def show(report: Report, console: Console) -> None:
         console.print(
             Text(f"remembered in {report.file}: compile plans with it, and so does mtcompile plan MODEL --machine this")
         )
+    if report.bad:
+        console.print(Text("first do what the rows marked bad say, then type again: mtcompile doctor", style="bold"))
+        return
+    console.print(Text("what to type next:", style="bold"))
+    for command in report.commands:
+        console.print(Text(f"  {command}"), soft_wrap=True)
 
 
 def _table(*headers: str) -> Table:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mtcompile import cache, knobs
+from mtcompile.errors import did_you_mean, nearest_file
 from mtcompile.machine.device import choose
 from mtcompile.machine.measure import MeasuredMachine, identity, measure
 from mtcompile.machine.timing import QUICK
@@ -91,8 +92,11 @@ def named(machine: str | Machine) -> Machine:
     if machine == "this":
         return this()
     if not machine.endswith(".json"):
-        expected = f"{', '.join(PRESETS)}, this (measured here) or a .json file"
-        raise ValueError(f"expected machine to be one of {expected}, found {machine!r}")
+        expected, close = (
+            f"{', '.join(PRESETS)}, this (measured here) or a .json file",
+            did_you_mean(machine, [*PRESETS, "this"]),
+        )
+        raise ValueError(f"expected machine to be one of {expected}, found {machine!r}{close or nearest_file(machine)}")
     return _from_file(Path(machine))
 
 
@@ -135,6 +139,8 @@ def to_json(machine: Machine) -> str:
 
 
 def _from_file(path: Path) -> Machine:
+    if not path.exists():
+        raise ValueError(f"expected a machine file, found no such file: {path}{nearest_file(path)}")
     try:
         text = path.read_text()
     except (OSError, ValueError) as error:

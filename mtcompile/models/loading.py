@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mtcompile.capture.refusals import first_line
+from mtcompile.errors import did_you_mean, nearest_file
 from mtcompile.models.decoders import SHAPES, fake
 
 ModelAndData = tuple[nn.Module, Mapping[str, Any]]  # and the keyword arguments of its call
@@ -87,11 +88,9 @@ def _shape(name: str) -> Any:
 
 def check_shape(name: str) -> None:
     """Raises ValueError, with the most similar name, unless this is a built-in shape."""
-    from difflib import get_close_matches
-
     if name not in SHAPES:
-        close = "".join(f"; did you mean {each}?" for each in get_close_matches(name, SHAPES, 1))
         others = "a config.json, file.py:factory, or, for train, a folder of weights"
+        close = did_you_mean(name, SHAPES)
         raise ValueError(f"expected a model among {', '.join(SHAPES)}, or {others}, found {name!r}{close}")
 
 
@@ -113,16 +112,17 @@ def _from_factory(path: str, name: str, batch: int, seq: int) -> ModelAndData:
 def _load_function(path: str, name: str) -> Callable[[int, int], Any]:
     spec = importlib.util.spec_from_file_location(Path(path).stem, path) if path.endswith(".py") else None
     if spec is None or spec.loader is None or not Path(path).exists():
-        raise ValueError(f"expected file.py:factory, found no such file: {path}")
+        raise ValueError(f"expected file.py:factory, found no such file: {path}{nearest_file(path)}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"expected {path} to be imported, found {type(error).__name__}: {error}") from error
     factory: Callable[[int, int], Any] | None = getattr(module, name, None)
     if not callable(factory):
-        raise ValueError(f"expected a function {name!r} in {path}, found none")
+        functions = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+        raise ValueError(f"expected a function {name!r} in {path}, found none{did_you_mean(name, functions)}")
     return factory
 
 
@@ -156,6 +156,10 @@ def configuration(path: Path, **defaults: Any) -> tuple[Any, torch.dtype | None]
         from transformers import AutoConfig
     except ImportError:
         raise ValueError("a Hugging Face configuration needs the package transformers: pip install transformers") from None
+    if not path.exists():
+        raise ValueError(
+            f"expected a Hugging Face config file with a model_type, found no such file: {path}{nearest_file(path)}"
+        )
     try:
         fields = _local(json.loads(path.read_text()))
         config = AutoConfig.for_model(**{**defaults, **fields})

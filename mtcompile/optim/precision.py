@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from mtcompile.errors import did_you_mean
+
 
 @dataclass(frozen=True, slots=True)
 class Precision:
@@ -44,5 +46,7 @@ PRECISIONS = {
 def precision_named(name: str) -> Precision:
     """Looks a precision up. Raises ValueError for an unknown name."""
     if name not in PRECISIONS:
-        raise ValueError(f"expected precision to be one of {', '.join(PRECISIONS)}, found {name!r}")
+        raise ValueError(
+            f"expected precision to be one of {', '.join(PRECISIONS)}, found {name!r}{did_you_mean(name, PRECISIONS)}"
+        )
     return PRECISIONS[name]

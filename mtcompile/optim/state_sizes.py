@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mtcompile.errors import did_you_mean
 from mtcompile.optim.precision import Precision
 from mtcompile.runtime.schedule import placed
 from mtcompile.torch_private import without_memory
@@ -57,16 +58,13 @@ def _copies(precision: Precision, states: int) -> float:
 
 def optimizer_named(name: str) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
     """Returns what makes an optimizer of a class of torch.optim, with its defaults. Raises ValueError with a similar name."""
-    from difflib import get_close_matches
-
     classes = {each.lower(): getattr(torch.optim, each) for each in dir(torch.optim) if each[0].isupper()}
     base = torch.optim.Optimizer
     classes = {each: cls for each, cls in classes.items() if cls is not base and issubclass(cls, base)}
     if name.lower() not in classes:
-        close = get_close_matches(name.lower(), [*FORECAST_STATES, *classes], 1)
         raise ValueError(
             f"expected optimizer to be one of {', '.join(FORECAST_STATES)} or another class of torch.optim, found {name!r}"
-            + (f"; did you mean {close[0]}?" if close else "")
+            + did_you_mean(name.lower(), [*FORECAST_STATES, *classes])
         )
     cls = classes[name.lower()]
     rate = {} if inspect.signature(cls).parameters["lr"].default is not inspect.Parameter.empty else {"lr": 1e-3}

@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from mtcompile.forecast.result import time_of
 from mtcompile.passes.plan import Certificate, Decision
 from mtcompile.report.alternatives import Alternative
 from mtcompile.report.compare import Compared
 from mtcompile.runtime.schedule import gib, listed
+from mtcompile.runtime.trace import time_of
+from mtcompile.viz.notebook import text
 
 _MOST = 40  # values that are written out
 
@@ -75,6 +76,9 @@ class Explanation:
 
     def __str__(self) -> str:
         return _text(self)
+
+    def _repr_html_(self) -> str:
+        return text(self)
 
 
 def _text(e: Explanation) -> str:

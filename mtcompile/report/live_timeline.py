@@ -19,6 +19,7 @@ from mtcompile.passes.plan import Plan
 from mtcompile.passes.step_graph import inputs_of, outputs_of
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.trace import Trace
+from mtcompile.viz.notebook import timeline
 from mtcompile.viz.page import write
 
 _numbers = itertools.count()  # of the pages that this process writes by itself
@@ -41,6 +42,10 @@ class Viewable(Schedule):
 
     __hash__ = Schedule.__hash__
 
+    def _repr_html_(self) -> str:
+        """Returns the timeline, as notebooks show it."""
+        return timeline(self, measured=self.measured, plan=self.plan, title=self.title, names=self.names)
+
     def show(self, path: str | Path | None = None, open: bool = True) -> Path:
         """Write the schedule as an HTML timeline (by default to a new temporary file), open that in a browser if there is
         one, and return its path. Raises OSError when the file cannot be written."""
@@ -62,8 +67,9 @@ def viewable(
 
 
 def view(program: CompiledStep, measured: Trace | None, title: str) -> Viewable:
-    """Returns a program's schedule, to be shown under the model's title and the machine's name. ``measured``: its last step."""
-    heading = " on ".join(filter(None, (title, program.problem.machine.name)))
+    """Returns a program's schedule, to be shown under the model's title, the machine's name and what tells the program from
+    others. ``measured``: its last step."""
+    heading = f"{' on '.join(filter(None, (title, program.problem.machine.name)))} ({program.signature})"
     return viewable(program.schedule, program.step, program.plan, measured, heading)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from rich.console import Group
 from rich.table import Table
 
-from mtcompile.forecast.result import time_of
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.runtime.schedule import Schedule, gib, listed
+from mtcompile.runtime.trace import time_of
 
 _BAR_CHARACTERS = 40  # of a full bar
 _SUBJECTS_SHOWN = 3  # of a group

@@ -44,6 +44,7 @@ from mtcompile.torch_private.kernels import (
     inductor,
     inductor_cache,
     probe_inductor,
+    profiler_runs,
 )
 from mtcompile.torch_private.known_values import (
     OtherValues,
@@ -121,6 +122,7 @@ __all__ = [
     "plainly",
     "probe_inductor",
     "process_lock",
+    "profiler_runs",
     "pytree",
     "raised_in_capture",
     "refuse_clipping",

@@ -46,6 +46,11 @@ def inductor_cache() -> str:
     return str(cache_dir())
 
 
+def profiler_runs() -> bool:
+    """Tells whether a profiler of torch's records now: this thread or, as one may be asked to, all threads."""
+    return bool(torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled())
+
+
 class AllocatorPeak:
     """Measures the largest sum of live bytes that this thread allocated since entry, from the allocator's own events. Holds the
     process's lock meanwhile: there is one profiler.
@@ -68,7 +73,7 @@ class AllocatorPeak:
         return self
 
     def _start(self) -> None:
-        if not torch._C._autograd._profiler_enabled():
+        if not profiler_runs():
             self._profile = torch.autograd.profiler.profile(profile_memory=True)
             self._profile.__enter__()
 

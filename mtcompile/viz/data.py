@@ -13,12 +13,13 @@ from typing import Any
 from mtcompile.passes.plan import Plan
 from mtcompile.runtime.schedule import QUEUES, TIERS, Instruction, Queue, Schedule
 from mtcompile.runtime.sim import simulate
-from mtcompile.runtime.trace import Trace, busy_us, exposed_us, moments, span_us, takes_time
+from mtcompile.runtime.trace import Trace, busy_us, exposed_us, moments, span_us, takes_time, time_of
 from mtcompile.runtime.usage import over_time
 
 FORMAT = "mtcompile-picture-1"
 _COLUMNS = ("op", "queue", "phase", "kernel", "label", "block", "nbytes", "workspace")  # of instructions, shown as they are
 VERBS: dict[Queue, str] = {"h2d": "fetch", "d2h": "store", "disk_read": "read", "disk_write": "write"}
+_SAME = 0.005  # of a step: shorter differences are not told
 
 Times = Sequence[tuple[float, float]]  # start and end of every instruction
 
@@ -68,7 +69,8 @@ def picture(
     """Returns all that a page shows of a schedule.
 
     Beside what was ``measured``, that is what the simulator predicts (for a schedule that runs ahead, of a step that follows
-    another one). ``names``: value -> the user's name for it. ``plan`` is shown as it prints; the header has its certificate."""
+    another one). ``names``: value -> the user's name for it. ``plan`` is shown as it prints; the header has its step time and
+    its certificate."""
     predicted = simulate(schedule)
     if schedule.run_ahead:
         predicted = simulate(schedule, predicted)
@@ -77,11 +79,13 @@ def picture(
     values = list(dict.fromkeys(buffer.value for buffer in buffers))
     which = {value: position for position, value in enumerate(values)}
     every = lives(schedule)
+    traces = [_trace(schedule, trace) for trace in (predicted, measured) if trace is not None and trace.records]
     return {
         "format": FORMAT,
         "title": title,
         "plan": "" if plan is None else str(plan),
-        "bound": _bound(plan) if isinstance(plan, Plan) else "",
+        "step": _step(plan, traces),
+        "bound": plan.certificate.of(plan.total_us) if isinstance(plan, Plan) and plan.certificate else "",
         "run_ahead": schedule.run_ahead,
         "queues": [queue for queue in QUEUES if any(i.queue == queue for i in instructions)],
         "instructions": {
@@ -107,17 +111,17 @@ def picture(
             for tier in TIERS
             if schedule.peak_nbytes.get(tier)
         },
-        "traces": [_trace(schedule, trace) for trace in (predicted, measured) if trace is not None and trace.records],
+        "traces": traces,
     }
 
 
-def _bound(plan: Plan) -> str:
-    """Says how near the plan is to the fastest one possible, and what would help. Certificates are of whole steps; the times of
-    a schedule leave an update after the backward out."""
-    if plan.certificate is None:
-        return ""
-    whole = f"{plan.total_us / 1e3:.4g} ms with the update: " if plan.update_us else ""
-    return whole + plan.certificate.of(plan.total_us)
+def _step(plan: object, traces: Sequence[Mapping[str, Any]]) -> str:
+    """Says how long a step takes: as the plan says. What is drawn may be less of it: a schedule has no update that comes after
+    the backward."""
+    drawn = ", ".join(f"{time_of(trace['span_us'])} {trace['source']}" for trace in traces)
+    if not isinstance(plan, Plan) or not traces or abs(plan.total_us - traces[0]["span_us"]) < _SAME * plan.total_us:
+        return drawn
+    return f"{time_of(plan.total_us)} a step planned; forward and backward, as drawn: {drawn}"
 
 
 def _trace(schedule: Schedule, trace: Trace) -> dict[str, Any]:

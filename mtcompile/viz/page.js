@@ -235,7 +235,7 @@ mt.rows = () => rows;
 mt.draw = drawNow;
 
 function begin() {
-  const trace = TRACES[0], steps = TRACES.map((each) => `${timeText(each.span_us)} ${each.source}`).join(", ");
+  const trace = TRACES[0], steps = P.step;
   const peaks = TIERS.map((tier) => `${tier} peak ${bytesText(P.tiers[tier].peak)}${P.tiers[tier].limit === null ? "" : ` of ${bytesText(P.tiers[tier].limit)}`}`);
   byId("facts").append(make("b", {}, steps), ` · limited by ${trace.limit} · ${COUNT} instructions`);
   const bound = P.bound ? `Planned: ${P.bound}` : "";

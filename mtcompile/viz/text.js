@@ -51,8 +51,8 @@ function showOverview() {
   });
   const path = trace.critical.filter((i) => trace.end[i] > trace.start[i]);
   const onPath = Object.entries(trace.critical_us).sort((a, b) => b[1] - a[1]).map(([queue, us]) => `${queue} ${share(us, trace.span_us)}`);
-  panel(`${trace.source[0].toUpperCase()}${trace.source.slice(1)}: ${timeText(trace.span_us)}`,
-    `Forward and backward as scheduled, limited by ${trace.limit}. Of the time: ${onPath.join(", ")}.`, false,
+  panel(`Forward and backward, ${trace.source}: ${timeText(trace.span_us)}`,
+    `As drawn, limited by ${trace.limit}. Of the time: ${onPath.join(", ")}.`, false,
     make("h3", {}, "Queues"), ...busy,
     make("h3", {}, "Memory"), facts(TIERS.map((tier) => [tier, `${bytesText(trace.memory[tier].peak)} of ${limitText(P.tiers[tier].limit)}`])),
     list("Critical path", path, rowOf, 10),

@@ -66,6 +66,36 @@ def test_what_cannot_be_read_is_said_in_a_line(arguments: tuple[str, ...]) -> No
     assert code == 2 and text.startswith("mtcompile plan: ") and "expected" in text and "Traceback" not in text
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (("gpt-11n",), "gpt-11m"),
+        (("llama-8b", "--memory", "24"), '"24GiB"'),
+        (("llama-8b", "--host", "64"), '"64GiB"'),
+        (("llama-8b", "--host", "1GiB", "--disk", "/tmp:400"), '"400GiB"'),
+        (("llama-8b", "--machine", "rtx490"), "rtx4090"),
+        (("llama-8b", "--machine", "{folder}/mien.json"), "{folder}/mine.json"),
+        (("llama-8b", "--policy", "megatran"), "megatrain"),
+        (("llama-8b", "--optimizer", "adafaktor"), "adafactor"),
+        (("{folder}/mien.json",), "{folder}/mine.json"),
+        (("{folder}/modle.py:make",), "{folder}/model.py"),
+        (("{folder}/model.py:mkae",), "make"),
+    ],
+)
+def test_what_was_meant_is_said_before_anything_is_captured(
+    arguments: tuple[str, ...], meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def captures(*_: object, **__: object) -> None:
+        raise AssertionError("nothing is to be captured")
+
+    monkeypatch.setattr("mtcompile.forecast.request.trace_joint", captures)
+    monkeypatch.setattr("mtcompile.forecast.request._captured_shape", captures)
+    (tmp_path / "mine.json").write_text("{}")
+    (tmp_path / "model.py").write_text("def make(batch, seq): ...")
+    code, text = run(*(argument.replace("{folder}", str(tmp_path)) for argument in arguments))
+    assert code == 2 and f"did you mean {meant.replace('{folder}', str(tmp_path))}?" in text
+
+
 @pytest.mark.long
 def test_what_does_not_fit_is_shown_all_the_same_when_forced() -> None:
     code, text = run("gpt-11m", "--seq", "64", "--memory", "3MiB", "--force")

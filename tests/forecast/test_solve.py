@@ -57,21 +57,16 @@ def small(batch: int, seq: int) -> Any:
 
 
 def test_what_does_not_fit_says_how_much_is_short_and_what_would() -> None:
-    def planned(memory: str | int, host: str | None = None, **options: Any) -> mtcompile.Forecast:
-        return mtcompile.plan(small, batch=4, seq=64, memory=memory, host=host, **options)
+    def planned(memory: str | int, host: str | None = None) -> mtcompile.Forecast:
+        return mtcompile.plan(small, batch=4, seq=64, memory=memory, host=host)
 
     forecast = planned("200KiB")
     assert not forecast.feasible and forecast.short_bytes > 0 and len(forecast.ways_out) == 3
     assert forecast.minimum_device_bytes == 200 * 2**10 + forecast.short_bytes
     again = planned(forecast.minimum_device_bytes)
     assert again.feasible and again.peak_bytes["device"] <= forecast.minimum_device_bytes
-    host = planned("4MiB", "1MiB")
-    assert not host.feasible and any(way.startswith("host memory") for way in host.ways_out)
     both = planned("200KiB", "1MiB")
     assert not both.feasible and len(both.ways_out) == 3
-    tight_host = planned("4MiB", "6900KiB")
-    assert not tight_host.feasible and tight_host.ways_out[0].startswith('update="backward"')
-    assert planned("4MiB", "6900KiB", update="backward").feasible
 
 
 def test_a_module_of_real_tensors_is_planned_without_being_run() -> None:
@@ -85,6 +80,27 @@ def test_a_module_of_real_tensors_is_planned_without_being_run() -> None:
 
     forecast = mtcompile.plan(Loss(), {"x": torch.zeros(4, 8)}, memory="1MiB")
     assert forecast.feasible and forecast.parameters == 72
+
+
+def test_a_planned_module_is_left_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Flatten(0)).eval()
+    before = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.model(x).float().square().mean()
+
+    loss = Loss().eval()
+    for options in ({"precision": "bf16"}, {"lora": 4}, {"precision": "bf16", "lora": 4}):
+        assert mtcompile.plan(loss, {"x": torch.zeros(4, 8)}, **options).feasible
+        after = dict(model.named_parameters())
+        assert after.keys() == before.keys() and not any(part.training for part in loss.modules())
+        for name, (parameter, values) in before.items():
+            assert after[name] is parameter and parameter.requires_grad and torch.equal(parameter, values)
 
 
 def test_precisions_and_updates_count_their_own_bytes() -> None:
@@ -141,3 +157,31 @@ def test_solve_memory_says_the_least_that_works() -> None:
     forecast = mtcompile.plan(small, seq=64, memory="200KiB", solve="memory")
     assert forecast.feasible and forecast.solved == {"memory": forecast.budget_bytes["device"]}
     assert not mtcompile.plan(small, seq=64, memory=forecast.solved["memory"] - 1).feasible
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("memory", ["24GB", "8GB"])
+def test_8b_with_adapters_fits_a_host_of_20_gb(memory: str) -> None:
+    planned = mtcompile.plan("llama-8b", memory=memory, host="20GB", machine="rtx4090", lora=16)
+    assert planned.feasible and planned.ledger is not None
+    assert planned.peak_bytes["device"] <= int(memory[:-2]) * 10**9 and planned.peak_bytes["host"] <= 20 * 10**9
+    weights = sum(parts["weights"] for parts in planned.ledger.values())
+    state = sum(parts["optimizer"] + parts["gradients"] for parts in planned.ledger.values())
+    assert weights == pytest.approx(2 * planned.parameters, rel=0.02) and state < 0.05 * weights  # frozen: weights alone
+
+
+@pytest.mark.long
+def test_a_vision_model_on_meta_tensors_takes_adapters() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+    def factory(batch: int, seq: int) -> Any:
+        with torch.device("meta"):
+            model = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=32, patch_size=8))
+            pixels = torch.zeros((batch, 3, 32, 32), dtype=torch.bfloat16)
+        return model.to(torch.bfloat16), {"pixel_values": pixels, "labels": torch.zeros(batch, dtype=torch.long)}
+
+    whole, adapted = (mtcompile.plan(factory, batch=4, memory="64MiB", lora=rank) for rank in (0, 8))
+    assert whole.feasible and adapted.feasible
+    new = adapted.parameters - whole.parameters  # in fp32, with gradients and AdamW's state; the others are weights alone
+    assert new > 0 and adapted.state_bytes == pytest.approx(2 * whole.parameters + 16 * new, rel=0.03)

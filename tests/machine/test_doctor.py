@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,23 @@ def test_this_machine_is_measured_once_and_then_read(quickly: Path, monkeypatch:
 # ------------------------------------------------------------------------------------------------------------ the command
 
 
+@pytest.mark.parametrize("free_kb", [32 * MIB, 512 * KB])
+def test_the_command_ends_with_what_to_type_next(quickly: Path, monkeypatch: pytest.MonkeyPatch, free_kb: int) -> None:
+    machine_files(quickly / "root", free_kb)
+    monkeypatch.setattr("mtcompile.machine.doctor.limits", functools.partial(limits.limits, root=quickly / "root"))
+    code, text, _ = run()
+    last = text.rstrip().splitlines()
+    if code == 4:
+        assert free_kb < MIB and last[-1] == "first do what the rows marked bad say, then type again: mtcompile doctor"
+        return
+    commands = last[last.index("what to type next:") + 1 :]
+    assert len(commands) == 3 and f"--host {32 * KB * 9 // 10}MiB" in text
+    for command in commands:  # every option exists
+        name, *arguments = shlex.split(command)[1:]
+        listed = CliRunner().invoke(app, [name, "--help"]).stdout
+        assert all(f"{option} " in listed for option in arguments if option.startswith("--")), command
+
+
 def test_the_command_writes_a_machine_and_one_object(quickly: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine_files(quickly / "root")
     monkeypatch.setattr("mtcompile.machine.doctor.limits", functools.partial(limits.limits, root=quickly / "root"))
@@ -262,7 +280,7 @@ def test_the_command_writes_a_machine_and_one_object(quickly: Path, monkeypatch:
     found = json.loads(text)
     assert "measuring" in noise
     assert set(found) == {
-        "machine", "measurements", "hints", "limits", "versions", "parts", "knobs", "file", "bad",
+        "machine", "measurements", "hints", "limits", "versions", "parts", "knobs", "file", "commands", "bad",
     }  # fmt: skip
     assert asdict(named(str(path))) == found["machine"] == asdict(named(found["file"]))
     for row in found["measurements"]:

@@ -20,7 +20,7 @@ from mtcompile.passes.plan import Certificate, Plan
 from mtcompile.report.live_timeline import Viewable, viewable
 from mtcompile.runtime.schedule import Instruction, Schedule, to_dict
 from mtcompile.runtime.sim import simulate
-from mtcompile.runtime.trace import Record, Trace, busy_us
+from mtcompile.runtime.trace import Record, Trace, busy_us, time_of
 from mtcompile.runtime.verify import peak
 from mtcompile.viz import data, page
 from tests.helpers.schedules import (
@@ -33,6 +33,7 @@ from tests.helpers.schedules import (
     streamed,
     training,
 )
+from tests.helpers.stacks import forecast
 
 LARGEST = 3_000_000  # bytes of a page
 
@@ -189,11 +190,35 @@ def test_the_header_says_how_near_the_bound_a_plan_is() -> None:
     told = "within 10.0% of the bound: no plan within these budgets is faster than 0.1 ms"
     told += " (with 1 GiB more device memory -0.007 ms)"
     assert data.picture(inference(), plan=replace(plan, step_time_us=110.0, update_us=0.0))["bound"] == told
-    assert data.picture(inference(), plan=plan)["bound"] == f"0.11 ms with the update: {told}" and told in str(plan)
+    assert data.picture(inference(), plan=plan)["bound"] == told and told in str(plan)
     for without in (None, replace(plan, certificate=None)):
         assert data.picture(inference(), plan=without)["bound"] == ""
     text = page.html(data.picture(inference(), plan=plan))
     assert shown(text)["bound"].endswith(told) and '<p id="bound" hidden></p>' in text and 'byId("bound")' in text
+
+
+def test_the_header_has_the_step_time_of_the_plan() -> None:
+    """What is drawn has no update after the backward; the header says both, and the plan's first."""
+    (predicted,) = data.picture(training())["traces"]
+    span = predicted["span_us"]
+    assert data.picture(training())["step"] == f"{time_of(span)} predicted"
+    assert data.picture(training(), plan=Plan(step_time_us=span))["step"] == f"{time_of(span)} predicted"
+    longer = Plan(step_time_us=span, update_us=span)
+    told = f"{time_of(2 * span)} a step planned; forward and backward, as drawn: {time_of(span)} predicted"
+    assert data.picture(training(), plan=longer)["step"] == told
+    both = data.picture(training(), measured=measured(training()), plan=longer)
+    assert both["step"] == f"{told}, {time_of(both['traces'][1]['span_us'])} measured"
+    text = page.html(data.picture(training(), plan=longer))
+    assert shown(text)["step"] == told and "steps = P.step" in text
+
+
+@pytest.mark.slow
+def test_a_page_and_a_forecast_give_one_step_time() -> None:
+    planned = forecast()
+    assert planned.planned is not None and planned.update_us > 0
+    made = data.picture(planned.planned.schedule, plan=planned.planned.plan)
+    assert made["step"].startswith(f"{time_of(planned.step_time_us)} a step planned")
+    assert f"fits: {time_of(planned.step_time_us)} a step" in str(planned)
 
 
 def test_packing_keeps_times_to_the_nanosecond() -> None:

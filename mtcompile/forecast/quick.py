@@ -1,0 +1,49 @@
+"""A quick answer to a changed planning problem: few plans are evaluated, where a search evaluates hundreds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
+from mtcompile.passes.plan import Plan
+from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.frontier import fits
+from mtcompile.passes.planning.linear.seeds import Seeds
+from mtcompile.passes.planning.pace import impatient
+from mtcompile.passes.planning.problem import Candidate
+
+_SHARES = (0.97, 0.9, 0.8, 0.6)  # of the device budget that linear programs get: rounding may add to what they need
+_AHEAD = (1, 2)  # blocks ahead that their plans fetch
+
+
+class QuickCandidates(Candidates):
+    """The candidate plans of a changed problem. ``Candidates.best`` may find a faster plan, and takes many times as long."""
+
+    def quickly(self, known: Sequence[Plan] = ()) -> Candidate | None:
+        """Returns the fastest plan within the problem's budgets, of ``known`` ones and of a few that linear programs give. If
+        none is within them: the plan within the device's that needs least of the host, or None if there is none."""
+        budgets = self.problem.budgets
+        within_device = replace(budgets, host=None)
+        candidates = [self._paced(plan) for plan in known]
+        if budgets.device is None:
+            candidates.append(self._everything)
+        else:
+            candidates += self._by_linear_programs(budgets.device)
+        if budgets.host is not None:
+            candidates += [self.evaluate(less) for one in candidates if (less := impatient(one.plan)) is not None]
+        if fitting := [one for one in candidates if fits(one.plan, budgets)]:
+            return min(fitting, key=lambda one: one.plan.total_us)
+        within = [one for one in candidates if fits(one.plan, within_device)]
+        return min(within, key=lambda one: one.plan.peak_bytes["host"], default=None)
+
+    def _by_linear_programs(self, device: int) -> list[Candidate]:
+        if fits(self._everything.plan, replace(self.problem.budgets, host=None)):
+            return [self._everything]
+        least, first = self._by_density[0][0], next(iter(self.open_params), None)
+        decided = {} if first is None else {first: True}  # it is updated last and read first: compute would wait for it
+        plans = []
+        for share, ahead in product(_SHARES, _AHEAD):
+            budget, base = int(share * device), replace(least, lookahead=ahead)
+            plans.append(Seeds(self._relaxed, base, self.blocks, self.sizes, (budget, budget), decided)[0])
+        return [self._paced(plan) for plan in plans]

@@ -1,0 +1,147 @@
+"""Advice of a plan: every change that it names gains, or makes room, about what it says when it is planned."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mtcompile
+from mtcompile.forecast.result import Forecast
+from mtcompile.models.decoders import Shape, fake
+from mtcompile.passes.analysis.cost import Machine
+from tests.helpers.stacks import WIDTH, Residual
+
+# A host, a link and a disk that are slow for its computations.
+SLOW = replace(Machine(), flops=1e12, memory_gbps=100.0, issue_us=0.1, h2d_gbps=4.0, d2h_gbps=4.0, host_gbps=20.0)
+DECODER = Shape(128, 384, 1, 2, 1, 1024, head_dim=64, dtype=torch.float32)
+
+
+def residual(batch: int, seq: int) -> Any:
+    return Residual(), {"x": torch.randn(batch * seq, WIDTH)}
+
+
+def decoder(batch: int, seq: int) -> Any:
+    tokens = torch.zeros((batch, seq), dtype=torch.int64)
+    return fake(DECODER), {"tokens": tokens, "targets": tokens}
+
+
+def planned(model: Any = residual, **options: Any) -> Forecast:
+    return mtcompile.plan(model, **{"batch": 2, "seq": 256, "memory": "4MB", "machine": SLOW, **options})
+
+
+def asked_for(change: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options that a change names, as a user would write them."""
+    words = re.sub(r"\s*\(.*", "", change)
+    if words.startswith("twice the "):
+        if "batch" in words:
+            return {"batch": 2 * options["batch"], "accumulate": int(words.rpartition("=")[2])}
+        return {"memory" if "device" in words else "host": 2 * options["memory" if "device" in words else "host"]}
+    if words == "a link twice as fast":
+        return {"machine": replace(SLOW, h2d_gbps=8.0, d2h_gbps=8.0)}
+    if words == "host memory twice as fast":
+        return {"machine": replace(SLOW, host_gbps=40.0)}
+    pairs = re.findall(r'(\w+)=("[^"]*"|\w*)', words)
+    values = {name: value.strip('"') for name, value in pairs}
+    return values | {n: int(v) for n, v in values.items() if n == "lora"} | ({"disk": "1GB"} if "disk" in values else {})
+
+
+@pytest.fixture
+def little_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in ("MOST_SEARCHED", "_FEWEST_POINTS", "MOST_POINTS"):
+        monkeypatch.setattr(f"mtcompile.passes.planning.candidates.{limit}", 2)
+
+
+@pytest.mark.usefixtures("little_search")
+def test_a_step_that_fits_says_what_would_gain_most() -> None:
+    forecast = planned(advise=True)
+    assert forecast.feasible and forecast.advice and 1 < len(forecast.advice) <= 3
+    gains = [each.gain for each in forecast.advice]
+    assert gains == sorted(gains, reverse=True) and min(gains) >= 0.01
+    text = str(forecast)
+    for each in forecast.advice:
+        assert f"    {each.what}: " in text and f"(+{each.gain:.0%})" in text
+        assert each.gain == pytest.approx(each.tokens_per_s / forecast.tokens_per_s - 1)
+        assert asked_for(each.what, {"batch": 2, "memory": 4_000_000})  # the user can ask for it
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{}, {"update": "backward"}, {"host": 9_000_000}], ids=str)
+@pytest.mark.parametrize(("model", "memory"), [(residual, 4_000_000), (decoder, 6 << 20)])
+def test_what_is_advised_gains_as_much_when_it_is_planned(
+    model: Any, memory: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mtcompile.forecast.advice._MOST_ADVICE", 100)
+    options = {"batch": 2 if model is residual else 4, "seq": 256 if model is residual else 64, "memory": memory, **options}
+    forecast = planned(model, advise=True, **options)
+    assert forecast.feasible and forecast.advice
+    for each in forecast.advice:
+        again = planned(model, **{**options, **asked_for(each.what, options)})
+        assert again.feasible and again.tokens_per_s >= 0.95 * each.tokens_per_s, each
+
+
+def test_nothing_is_advised_that_gains_nothing() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).square().sum()
+
+    machine = replace(Machine(), memory_gbps=1e6, issue_us=1e-3)
+    forecast = mtcompile.plan(Loss(), {"x": torch.zeros(4096, 64)}, memory="1GiB", machine=machine, advise=True)
+    assert forecast.advice == () and "no change that was planned gives 1 % more tokens a second" in str(forecast)
+    silent = mtcompile.plan(Loss(), {"x": torch.zeros(4096, 64)}, memory="1GiB", machine=machine)
+    assert silent.advice is None and "tokens a second" not in str(silent)
+
+
+def holds_what_it_says(forecast: Forecast, model: Any, options: dict[str, Any]) -> set[str]:
+    """Plans every change that a refusal names, and compares. Returns the kinds of changes."""
+    kinds = set()
+    for way in forecast.ways_out:
+        what, _, figures = way.partition(": ")
+        kinds.add(re.sub(r" of .*", "", what))
+        if " memory of " in what:
+            continue
+        again = planned(model, **{**options, **asked_for(what, options)})
+        if figures.startswith("fits"):
+            assert again.feasible, way
+        else:
+            assert re.fullmatch(r"needs [\d.]+ \w+ of the host, [\d.]+ \w+ less, but still [\d.]+ \w+ short", figures)
+            assert again.feasible or 0 < again.short_bytes < forecast.short_bytes, way
+    return kinds
+
+
+TIGHT = {"memory": 4_000_000, "host": 3_800_000}
+HELP = {
+    *('update="backward"', 'optimizer="adafactor" with update="backward"', "lora=16", 'disk= with update="backward"'),
+    *("host memory", "device memory"),
+}
+
+
+@pytest.mark.usefixtures("little_search")
+def test_a_host_that_is_too_small_is_told_what_would_help_there() -> None:
+    forecast = planned(**TIGHT)
+    assert not forecast.feasible and forecast.short_bytes > 0
+    assert {re.sub(r" of .*|: .*", "", way) for way in forecast.ways_out} == HELP
+    assert all(re.search(r"[\d.]+ (ms a step|\w+ of the host|\w+ \(\d+ bytes\))", way) for way in forecast.ways_out)
+    fitting = [": fits" in way for way in forecast.ways_out if " memory of " not in way]
+    assert fitting == sorted(fitting, reverse=True)  # what fits comes first
+
+
+@pytest.mark.long
+def test_what_would_help_a_host_does() -> None:
+    assert holds_what_it_says(planned(**TIGHT), residual, TIGHT) == HELP
+
+
+@pytest.mark.long
+def test_a_disk_helps_a_host_that_is_too_small() -> None:
+    options = {"batch": 2, "seq": 256, "memory": "64MiB", "host": "60MiB", "machine": "rtx4090", "precision": "bf16-master32"}
+    forecast = planned("gpt-11m", **options)
+    assert not forecast.feasible
+    assert 'disk= with update="backward"' in holds_what_it_says(forecast, "gpt-11m", options)
