@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
+import mtcompile
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -68,3 +71,40 @@ def test_a_resumed_training_has_the_same_bits_and_its_files_load_plainly(train: 
     shutil.rmtree(saved)
     resumed = train(str(tmp_path), "2MiB", resume=True, **QUIET)
     assert history(resumed) == history(whole) and equal(weights(resumed), expected)
+
+
+def with_accelerate(order: str) -> list[torch.Tensor]:
+    """Losses, gradient norms and weights of a loop of Accelerate's, with accumulation, clipping and a schedule."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 4))
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    if order == "compile first":
+        model = mtcompile.compile(model, memory="40KiB", optimizer=optimizer)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    if order == "prepare first":
+        model = mtcompile.compile(model, memory="40KiB", optimizer=optimizer)
+    rows = []
+    for _ in range(6):
+        with accelerator.accumulate(model):
+            loss = nn.functional.cross_entropy(model(torch.randn(4, 16)), torch.randint(0, 4, (4,)))
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                rows.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).clone())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        rows.append(loss.detach())
+    return [*rows, *(p.detach().clone() for p in accelerator.unwrap_model(model).parameters())]
+
+
+def test_accelerate_prepares_before_or_after() -> None:
+    plain = with_accelerate("plain")
+    for order in ("compile first", "prepare first"):
+        assert all(map(torch.equal, plain, with_accelerate(order)))
