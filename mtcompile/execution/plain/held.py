@@ -63,8 +63,10 @@ def held_on(where: torch.device, tensors: Sequence[torch.Tensor], unseen: Collec
 @contextlib.contextmanager
 def buffers_on(where: torch.device, model: nn.Module) -> Iterator[None]:
     """Lets every buffer of the host be another tensor on the device ``where``, which graphs of autograd may save: they neither
-    see where it is afterwards, nor what other steps write to it. Its values are copied back in the end."""
-    tensors = [buffer for buffer in model.buffers() if buffer.device.type == "cpu"]
+    see where it is afterwards, nor what other steps write to it. Its values are copied back in the end. On the emulated device,
+    where buffers are in place, so are only running statistics: kernels write them past the version counters of saved tensors."""
+    modules = [m for m in model.modules() if where.type != "cpu" or hasattr(m, "track_running_stats")]
+    tensors = [b for m in modules for b in m._buffers.values() if b is not None and b.device.type == "cpu"]
     copies = _copied(where, tensors)
     versions = {key: version_of(copy) for key, copy in copies.items()}
     replaced: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
@@ -81,7 +83,7 @@ def buffers_on(where: torch.device, model: nn.Module) -> Iterator[None]:
             replaced.pop()
 
     try:
-        for module in model.modules():
+        for module in modules:
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None and id(buffer) in copies:
                     replaced.append((module._buffers, name, buffer))
