@@ -64,7 +64,8 @@ def held_on(where: torch.device, tensors: Sequence[torch.Tensor], unseen: Collec
 def buffers_on(where: torch.device, model: nn.Module) -> Iterator[None]:
     """Lets every buffer of the host be another tensor on the device ``where``, which graphs of autograd may save: they neither
     see where it is afterwards, nor what other steps write to it. Its values are copied back in the end. On the emulated device,
-    where buffers are in place, so are only running statistics: kernels write them past the version counters of saved tensors."""
+    where buffers are in place, does so for running statistics alone: kernels write them past the version counters of what is
+    saved."""
     modules = [m for m in model.modules() if where.type != "cpu" or hasattr(m, "track_running_stats")]
     tensors = [b for m in modules for b in m._buffers.values() if b is not None and b.device.type == "cpu"]
     copies = _copied(where, tensors)
