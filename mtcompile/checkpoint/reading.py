@@ -18,6 +18,7 @@ from mtcompile.capture.refusals import first_line
 from mtcompile.checkpoint.encoding import decoded
 from mtcompile.checkpoint.files import MANIFEST, Manifest, checkpoints, read_manifest, verify_files
 from mtcompile.checkpoint.generators import set_generator_states
+from mtcompile.checkpoint.saving import wait_for_saving
 from mtcompile.errors import CheckpointError, StepError
 from mtcompile.runtime.devices.arena import overlaps
 
@@ -115,6 +116,7 @@ def _load_training(
 
 def _opened(folder: Path) -> tuple[Path, Manifest]:
     """Returns the checkpoint that ``folder`` is or has, complete as far as sizes tell. Raises CheckpointError."""
+    wait_for_saving(folder)
     if os.path.lexists(folder / MANIFEST):
         return folder, read_manifest(folder)
     complete = checkpoints(folder)

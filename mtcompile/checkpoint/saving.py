@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,9 @@ def save_in_background(
     """Saves a checkpoint as ``save`` does, of the values as they are now, while the training goes on.
 
     All that is saved is first copied in host memory; printing the result tells what that took. The next save into ``folder``
-    waits for this one, and so does the end of the program. Raises as ``save`` does before anything is written, and BudgetError
-    if there is no host memory for the copy; what goes wrong later is raised by ``wait`` or by the next save.
+    waits for this one, and so do ``load`` and the end of the program. Raises as ``save`` does before anything is written, and
+    BudgetError if there is no host memory for the copy. What goes wrong later is a warning, and is raised by ``wait`` or by the
+    next save.
     """
     finish_saving(folder)
     content = content_of(Path(folder), model, optimizer, step, others, extra, keep).with_files(files or {})
@@ -97,14 +99,19 @@ class BackgroundSave:
             self._path = write(self._folder, contents.pop())
         except BaseException as error:
             self._error = error
+            warnings.warn(f"step {self.step} could not be saved in the background: {error}", stacklevel=1)
         self.written_s = time.perf_counter() - began
 
     def wait(self) -> Path:
         """Waits until the checkpoint is on the disk. Returns its folder. Raises what ``save`` would have raised."""
-        self._thread.join()
+        self.join()
         if self._error is not None:
             raise self._error.with_traceback(None)
         return self._path
+
+    def join(self) -> None:
+        """Waits until it has ended, well or not."""
+        self._thread.join()
 
     def __repr__(self) -> str:
         written = "being written" if self.written_s is None else f"written in {self.written_s:.2f} s"
@@ -119,6 +126,14 @@ def finish_saving(folder: str | os.PathLike[str]) -> None:
     """Waits for a save into ``folder`` that goes on in the background. Raises what it would have raised."""
     if (saving := _saving.pop(_key(folder), None)) is not None:
         saving.wait()
+
+
+def wait_for_saving(folder: str | os.PathLike[str]) -> None:
+    """Waits for a save into ``folder``, or of the checkpoint ``folder``, that goes on in the background. What it raised is left
+    to the next save."""
+    for key in (_key(folder), _key(folder).parent):
+        if (saving := _saving.get(key)) is not None:
+            saving.join()
 
 
 def _key(folder: str | os.PathLike[str]) -> Path:

@@ -33,6 +33,8 @@ def check_packing(model: Any, seq: int) -> None:
     chunk = getattr(model.config.get_text_config(), "attention_chunk_size", None)
     if chunk is not None and seq > chunk:
         raise _cannot(model, f"its attention is cut at every {chunk} tokens of a row, wherever documents begin")
+    if (length := _length_that_changes_frequencies(model.config.get_text_config())) is not None and seq > length:
+        raise _cannot(model, f"the frequencies of its position embedding change where a row has positions beyond {length}")
     generator = torch.Generator().manual_seed(0)
     first, other, second = (
         torch.randint(model.config.get_text_config().vocab_size, (1, length), generator=generator)
@@ -63,6 +65,21 @@ def check_packing(model: Any, seq: int) -> None:
         raise _cannot(model, "a document's logits change with the document before it")
     if float((packed - alone).abs().max()) > bound:
         raise _cannot(model, "a document's logits are not those that it gives alone")
+
+
+def _length_that_changes_frequencies(config: Any) -> int | None:
+    """Returns the number of positions beyond which the rotary embedding of a whole batch takes other frequencies; None if they
+    are the same at all positions."""
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for parameters in (given, *(each for each in given.values() if isinstance(each, dict))):
+        if parameters.get("rope_type", parameters.get("type")) in ("dynamic", "longrope"):
+            lengths = (
+                parameters.get("original_max_position_embeddings"),
+                getattr(config, "original_max_position_embeddings", None),
+                getattr(config, "max_position_embeddings", None),
+            )
+            return next((int(length) for length in lengths if length), 0)
+    return None
 
 
 def _cannot(model: Any, reason: str) -> ValueError:

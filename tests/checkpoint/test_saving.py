@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def test_it_saves_one_step_whatever_comes_after(way: str, tmp_path: Path, monkey
 
     monkeypatch.setattr("mtcompile.checkpoint.writing.write_shard", late)
     saved.append(in_background(run, tmp_path))
-    assert "being written" in repr(saved[0]) and checkpoint.latest(tmp_path) is None
+    assert "being written" in repr(saved[0]) and not list(tmp_path.glob("step-*"))
     trained += [run.step() for _ in range(3)]
     path = saved[0].wait()
     assert path == checkpoint.latest(tmp_path) and "written in" in repr(saved[0])
@@ -58,13 +59,26 @@ def test_what_goes_wrong_is_raised_by_wait_and_by_the_next_save(tmp_path: Path, 
     run.step()
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", failing)
-        with pytest.raises(OSError, match="bytes free there"):
+        with pytest.raises(OSError, match="bytes free there"), pytest.warns(UserWarning, match="step 2 could not be saved"):
             in_background(run, tmp_path).wait()
-        in_background(run, tmp_path / "other")._thread.join()
+        with pytest.warns(UserWarning, match="step 2 could not be saved"):
+            in_background(run, tmp_path / "other").join()
     with pytest.raises(OSError, match="Input/output error"):
         checkpoint.save(tmp_path / "other", run.model, step=3)
     checkpoint.save(tmp_path / "other", run.model, step=3)
     assert not list(tmp_path.glob(".step-*"))
+
+
+def test_what_is_loaded_is_what_was_saved_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = shard_writer.write_shard
+    monkeypatch.setattr("mtcompile.checkpoint.writing.write_shard", lambda *args: time.sleep(0.1) or plain(*args))
+    run = Run()
+    run.save(tmp_path, step=1)
+    for step in (2, 3):
+        in_background(run, tmp_path, step=step)
+        assert run.load(tmp_path).step == step
+    in_background(run, tmp_path, step=4)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000004"
 
 
 def failing(*_: Any) -> int:

@@ -164,3 +164,19 @@ def test_leaks_are_seen_by_their_numbers() -> None:
         check_packing(model, 96)
     model.forward = forward
     check_packing(model, 96)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_the_longest_sample_decides_are_refused(kind: str) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 384}
+    if kind == "longrope":
+        scaling = {"rope_type": kind, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+        config = transformers.Phi3Config(
+            **sizes, max_position_embeddings=64, original_max_position_embeddings=16, pad_token_id=0, rope_scaling=scaling
+        )
+    else:
+        config = transformers.LlamaConfig(**sizes, max_position_embeddings=16, rope_scaling={"rope_type": kind, "factor": 4.0})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    check_packing(model, 16)
+    with pytest.raises(ValueError, match=r"positions beyond 16\. Try --no-packing"):
+        check_packing(model, 17)
