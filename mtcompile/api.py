@@ -73,8 +73,11 @@ class CompiledModule(nn.Module):
 
     def memory_report(self) -> dict[str, Any]:
         """Returns bytes by name: budget, planned peak and measured peak per tier, the training state, and what the last step
-        fetched to the device. A model that was called with several shapes has several programs: ``programs`` says what each is
-        of and what it was planned to take; the planned peak on the host is that of the last one, all other peaks are of all.
+        copied to the device.
+
+        A model that was called with several shapes has several programs. ``programs`` is a list with the inputs, the planned
+        peaks and the step time of each. The planned peaks of host and disk are those of the last program that trained; all
+        other peaks are the highest of all programs.
 
         ``peak_device_bytes`` is measured from the allocator's events in the first step of each program (in every step
         under MT_CHECK=1).
@@ -239,17 +242,16 @@ def compile(
                themselves; call ``model.synchronize()`` before you read parameters in any other way
     nonfinite  with ``update="backward"``, for a loss or gradient that is not finite: ``"stop"`` raises StepError, ``"skip"``
                skips the whole update (and keeps all gradients until their norm is known), ``"continue"`` warns
-    experts    which experts of a mixture are fetched, where ``grouped_mm`` computes them: ``"used"``: those that tokens of the
-               batch chose, as soon as the router has; ``"all"``: all, ahead of the router; ``"auto"``: as ``"used"`` where
-               that surely spares a notable part, because there are fewer tokens than experts to choose. The plan is always
-               for all of them; ``memory_report()`` says what moved
+    experts    for a mixture of experts that ``grouped_mm`` computes: which experts are copied to the device. ``"used"``: those
+               that tokens of the batch chose, once the router has run; ``"all"``: all of them, ahead of the router;
+               ``"auto"``: as ``"used"`` where there are fewer choices than experts, and a notable part is thus surely left
+               out. The plan always counts all experts; ``memory_report()`` says what was copied
     viz        writes each training program's timeline to this HTML file: predicted after its first step, with measured times
                after its second; a second program goes to ``<name>-2.html``, and so on
 
     The first training call captures and plans. It raises ``BudgetError`` (with ``.minimum_bytes``) if no plan fits, and
-    ``CaptureError`` if the model cannot be captured. Calls without gradients run the plain forward,
-    and are measured against the same budget. ``compile`` itself raises ValueError or TypeError for options that it cannot
-    honour.
+    ``CaptureError`` if the model cannot be captured. Calls without gradients run the plain forward, and are measured against
+    the same budget. ``compile`` itself raises ValueError or TypeError for options that it cannot honour.
     """
     options = Options(
         memory=parse_bytes(memory),

@@ -84,8 +84,8 @@ def load(
 
 @contextlib.contextmanager
 def _all_or_none(others: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[None]:
-    """Loads the states of ``others``, whose code is not ours, first. If one of them raises, or what is done inside, all of them
-    get the states that they had."""
+    """Loads the states of ``others``, whose code is not ours, before what is done inside. If either raises, all of them get the
+    states that they had."""
     before: list[tuple[Any, Any]] = []
     try:
         for name, other in others.items():
@@ -102,8 +102,8 @@ def _all_or_none(others: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterato
 def _load_training(
     path: Path, model: nn.Module, weights: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, saved: Any
 ) -> None:
-    """Loads model and optimizer, which have been compared with what was saved. Hooks of the user's may still raise: then says
-    what has been loaded."""
+    """Loads model and optimizer, which have been compared with what was saved. Raises CheckpointError, with what has been
+    loaded, if a hook of the user's raises."""
     loaded = "nothing, or a part of the model"
     try:
         model.load_state_dict(weights)
@@ -111,7 +111,10 @@ def _load_training(
         if optimizer is not None:
             optimizer.load_state_dict(saved)
     except Exception as error:
-        raise CheckpointError(f"{path}: {loaded} has been loaded; load again before you train. {first_line(error)}") from error
+        raise CheckpointError(
+            f"expected to load all of {path}, found an error: {first_line(error)}. Loaded so far: {loaded}. Load again before "
+            "you train"
+        ) from error
 
 
 def _opened(folder: Path) -> tuple[Path, Manifest]:

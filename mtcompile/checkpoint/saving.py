@@ -36,12 +36,12 @@ def save(
     others   objects with ``state_dict()`` by name, such as a scheduler, a GradScaler or a data loader
     extra    numbers, text and tensors of your own by name, such as the position in the data
     keep     how many checkpoints stay in ``folder``; older ones are deleted last, 0 keeps all
-    files    bytes of further files of the checkpoint by name, such as a tokenizer's: .json, .jinja, .txt or .model
+    files    further files of the checkpoint, as bytes by name, such as a tokenizer's: .json, .jinja, .txt or .model
 
     The states of torch's, Python's and numpy's random generators are saved too. Tensors are written from where they are, in
-    pieces of 8 MiB. Raises CheckpointError if another process saves into ``folder`` or what is there is
-    no checkpoint, TypeError for state that is neither numbers, text nor tensors, and OSError if the disk refuses: then the
-    earlier checkpoints are as they were.
+    pieces of 8 MiB. Raises CheckpointError if another process saves into ``folder`` or what is there is no checkpoint,
+    TypeError for state that is neither numbers, text nor tensors, and OSError if the disk refuses. The earlier checkpoints are
+    then as they were.
     """
     finish_saving(folder)
     return write(Path(folder), content_of(Path(folder), model, optimizer, step, others, extra, keep).with_files(files or {}))
@@ -60,10 +60,9 @@ def save_in_background(
 ) -> BackgroundSave:
     """Saves a checkpoint as ``save`` does, of the values as they are now, while the training goes on.
 
-    All that is saved is first copied in host memory; printing the result tells what that took. The next save into ``folder``
-    waits for this one, and so do ``load`` and the end of the program. Raises as ``save`` does before anything is written, and
-    BudgetError if there is no host memory for the copy. What goes wrong later is a warning, and is raised by ``wait`` or by the
-    next save.
+    First copies everything in host memory; print the result to see how long that took. The next save into ``folder``, ``load``
+    and the end of the program wait for this one. Raises as ``save`` does before anything is written, and BudgetError if host
+    memory has no room for the copy. A later error is a warning, and is raised by ``wait`` or by the next save into ``folder``.
     """
     finish_saving(folder)
     content = content_of(Path(folder), model, optimizer, step, others, extra, keep).with_files(files or {})
@@ -80,8 +79,8 @@ def save_in_background(
 
 
 class BackgroundSave:
-    """A save that goes on in a thread. ``copy_s``: the seconds for which the training waited. ``nbytes``: of the copy, which is
-    freed when it is on the disk. ``written_s``: the seconds that this took; None until then."""
+    """A save that goes on in a thread. ``copy_s``: the seconds for which the training waited. ``nbytes``: the size of the copy,
+    which is freed once it is on the disk. ``written_s``: the seconds that writing took; None until then."""
 
     def __init__(self, folder: Path, content: Content) -> None:
         began = time.perf_counter()

@@ -43,7 +43,7 @@ SHARD_NBYTES = 4 << 30
 @dataclass(frozen=True, slots=True)
 class Content:
     """All that a checkpoint of ``step`` is to hold. ``tied``: name -> the parameter that it shares all of its memory with.
-    ``tensors``: those of ``state``, by their numbers. ``files``: bytes of further files by name, config.json among them."""
+    ``tensors``: those of ``state``, by their numbers. ``files``: further files as bytes by name, config.json among them."""
 
     step: int
     keep: int

@@ -25,7 +25,7 @@ def set_defaults(context: typer.Context, path: Path | None) -> Path | None:
             step = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(options))}"
             raise ValueError(f"{place}: expected an option of mtcompile {context.info_name}, found {key!r}: {step}")
         if name in defaults:
-            raise ValueError(f"{place}: expected {key} once, found it again")
+            raise ValueError(f"{place}: expected {key} once, found it again: delete one of the two")
         defaults[name] = _checked(context, options[name], values, f"{place}: {key}")
     context.default_map = {**(context.default_map or {}), **{k: v for k, v in defaults.items() if v is not None}}
     return path
@@ -67,7 +67,7 @@ def _entries(path: Path) -> Iterator[tuple[str, str, list[str] | str | None]]:
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        reason = getattr(error, "problem", None) or "it is no text"
+        reason = getattr(error, "problem", None) or "it is not text"
         raise ValueError(
             f"{path}{line}: expected YAML, found something else ({reason}): write one 'key: value' a line"
         ) from None

@@ -92,16 +92,18 @@ class RecipeOptions(TrainingOptions):
         list[Path] | None,
         typer.Option(
             help="a file or a folder; may be repeated. For a folder of weights: .jsonl, .json or .parquet records, or text. "
-            "Else: text, or .bin/.npy tokens (default: Python's own sources)"
+            "For random weights: text, or .bin/.npy tokens (default: Python's own sources)"
         ),
     ] = None
     vocab: Annotated[int | None, typer.Option(min=1, help="size of the vocabulary of .bin and .npy files")] = None
     chat_template: Annotated[
-        Path | None, typer.Option(help="a Jinja file, instead of the chat template of the folder of weights")
+        Path | None, typer.Option(help="a Jinja file to use instead of the chat template of the folder of weights")
     ] = None
-    packing: Annotated[bool, typer.Option(help="put several samples into a row; they do not attend to one another")] = True
+    packing: Annotated[
+        bool, typer.Option(help="for a folder of weights: put several samples into a row; they do not attend to one another")
+    ] = True
     too_long: Annotated[
-        TooLong, typer.Option(help="a conversation of more than --seq tokens stops the command, is cut, or is dropped")
+        TooLong, typer.Option(help="for a conversation of more than --seq tokens: stop the command, cut it, or drop it")
     ] = "stop"
     seq: Annotated[int | None, typer.Option(min=1, help="tokens per sequence (default: 128; 1024 for a folder of weights)")] = (
         None
@@ -111,7 +113,7 @@ class RecipeOptions(TrainingOptions):
     steps: Annotated[int | None, typer.Option(min=1, help="steps in all, including those before --resume (default: 100)")] = (
         None
     )
-    epochs: Annotated[float | None, typer.Option(min=0, help="passes over the data, instead of --steps")] = None
+    epochs: Annotated[float | None, typer.Option(min=0, help="passes over the data, instead of --steps: 3, or 0.5")] = None
     lr: Annotated[
         float | None, typer.Option(min=0, help="highest learning rate (default: 1e-3; 2e-5 for a folder of weights)")
     ] = None
@@ -126,7 +128,7 @@ class RecipeOptions(TrainingOptions):
     metrics: Annotated[Path | None, typer.Option(help="a file for one JSON object per step")] = None
     save: Annotated[
         Path | None,
-        typer.Option(help="a folder for checkpoints; one is written at the end. Those of a folder of weights are such folders"),
+        typer.Option(help="a folder for checkpoints; one is written at the end"),
     ] = None
     save_every: Annotated[int, typer.Option(min=0, help="steps between checkpoints; 0: only at the end")] = 0
     resume: Annotated[Path | None, typer.Option(help="a folder that --save wrote, to continue from")] = None

@@ -27,7 +27,7 @@ def train(
         str,
         typer.Argument(
             help="a folder of weights (config.json, safetensors, tokenizer.json) to fine-tune; or, with random weights, a "
-            "built-in shape (gpt-11m) or a Hugging Face config.json"
+            "built-in shape (gpt-11m) or a Hugging Face config.json. A --config file may name it instead"
         ),
     ],
     options: RecipeOptions,
@@ -43,11 +43,11 @@ def train(
 
     A folder's tokenizer and chat template turn records into tokens: {"text": ...}, {"messages": [...]}, ShareGPT's
     {"conversations": [...]}, or Alpaca's {"instruction", "input", "output"}. In conversations, only what the assistant says is
-    trained. With random weights the data is text, each byte a token, or tokens.
+    trained. Each checkpoint, such as run/step-00000050, is again a folder that from_pretrained of Transformers loads.
 
-    Each checkpoint, such as run/step-00000050, is a folder that from_pretrained of Transformers reads.
+    Random weights are trained on text, whose bytes are the tokens, or on files of tokens.
 
-    Ctrl-C or SIGTERM ends it after the current step: the checkpoint is written and the files are closed.
+    Ctrl-C or SIGTERM ends the training after the current step. With --save, a checkpoint is written.
 
     \b
     Examples:

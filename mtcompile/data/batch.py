@@ -1,4 +1,4 @@
-"""What a training takes from its data: batches by the number of their step, and held-out ones."""
+"""Batches of training data by the number of their step, and held-out ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ HELD_OUT = 0.05  # share of the data, at its end
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One call of the model. ``arguments``: of the call, by name; ``tokens``: how many are no padding; ``targets``: how many
-    the loss is averaged over."""
+    """One call of the model. ``arguments``: of the call, by name; ``tokens``: how many there are without padding; ``targets``:
+    how many of them the loss is averaged over."""
 
     arguments: dict[str, Any]
     tokens: int
@@ -51,6 +51,6 @@ class Order:
 
 
 def in_batches(count: int, batch: int, most: int) -> Iterator[range]:
-    """Yields at most ``most`` ranges of ``batch`` held-out rows each; where there are fewer rows than that, one of them all."""
+    """Yields at most ``most`` ranges of ``batch`` held-out rows each; if there are fewer rows, one range of them all."""
     starts = range(0, count - batch + 1 if count >= batch else min(count, 1), batch)
     yield from (range(start, min(start + batch, count)) for start in starts[:most])

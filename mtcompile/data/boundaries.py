@@ -15,8 +15,9 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest logit
 
 def document_mask(config: Any, documents: Tensor, dtype: torch.dtype) -> Any:
     """Returns the attention mask of packed rows for a model of Transformers of this configuration, in the form that its
-    attention takes: of shape (rows, 1, seq, seq), or one for each type of its layers. ``documents``: a number of each token's
-    document, of shape (rows, seq). Tokens attend to earlier ones of their document. None: Transformers makes none for it."""
+    attention takes: of shape (rows, 1, seq, seq), or one for each type of its layers. ``documents``: the number of each token's
+    document, of shape (rows, seq). Tokens attend to earlier ones of their document. Returns None if Transformers makes no mask
+    for the model."""
     from transformers.masking_utils import create_masks_for_generate
 
     def same(batch: Any, head: Any, query: Any, key: Any) -> Any:
@@ -29,7 +30,7 @@ def document_mask(config: Any, documents: Tensor, dtype: torch.dtype) -> Any:
 
 def check_packing(model: Any, seq: int) -> None:
     """Raises ValueError unless documents packed into rows of ``seq`` tokens give the logits that they give alone, whatever is
-    beside them. Two short documents of random tokens tell; the model and torch's generator are left as they are."""
+    beside them. Tries two short documents of random tokens; the model and torch's generator are left as they are."""
     chunk = getattr(model.config.get_text_config(), "attention_chunk_size", None)
     if chunk is not None and seq > chunk:
         raise _cannot(model, f"its attention is cut at every {chunk} tokens of a row, wherever documents begin")
@@ -84,6 +85,6 @@ def _length_that_changes_frequencies(config: Any) -> int | None:
 
 def _cannot(model: Any, reason: str) -> ValueError:
     return ValueError(
-        f"expected packed documents that do not see one another, found that {type(model).__name__} cannot tell them apart: "
-        f"{reason}. Try --no-packing"
+        f"expected packed samples that do not attend to one another, found that {type(model).__name__} cannot tell them "
+        f"apart: {reason}. Try --no-packing"
     )

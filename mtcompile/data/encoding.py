@@ -1,9 +1,9 @@
-"""From records to tokens, by a folder's tokenizer and chat template, and which of them are trained: the assistant's.
+"""Turns records into tokens, by a folder's tokenizer and chat template, and finds those to train: the assistant's.
 
-A chat template renders a whole conversation as text. Where a message of the assistant begins and ends in it is what the
-template says itself, if it has ``{% generation %}`` blocks. Otherwise it is found by rendering again: the message begins behind
-what the template gives as the prompt for it, and ends where the text changes if something is appended to its content. The token
-that ends its turn is trained too.
+A chat template renders a whole conversation as text. If it has ``{% generation %}`` blocks, they say where a message of the
+assistant begins and ends. Otherwise that is found by rendering again: the message begins after what the template gives as the
+prompt for it, and ends where the text changes if something is appended to its content. The token that ends its turn is trained
+too.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from mtcompile.data.records import Record
 TooLong = Literal["stop", "cut", "drop"]
 _MARK = "\ue000"  # a character for private use, which no record should have
 _UNKNOWN_PLACE = (
-    "expected a chat template that shows this message once, as it is, found another: give --chat-template a template with "
-    "{% generation %} blocks"
+    "expected a chat template that shows this message once, as it is, found one that leaves it out, changes or repeats it: "
+    "give --chat-template a template that has {% generation %} blocks"
 )
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TOKENIZER_FILES = (
@@ -43,7 +43,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Tokens of all samples, one behind the other, of which the ``n``-th begins at ``starts[n]``. ``trained``: whether a token
+    """Tokens of all samples, one after the other, of which the ``n``-th begins at ``starts[n]``. ``trained``: whether a token
     is a target; the first of a sample never is. ``too_long``: conversations that were cut or dropped."""
 
     tokens: Any
@@ -74,7 +74,10 @@ def load_tokenizer(folder: Path, chat_template: Path | None = None) -> Any:
     except Exception as error:
         raise ValueError(f"expected a tokenizer in {folder}, found one that cannot be loaded: {first_line(error)}") from error
     if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(f"expected {folder} to have a tokenizer of the library tokenizers, found {type(tokenizer).__name__}")
+        raise ValueError(
+            f"expected {folder} to have a fast tokenizer, of the library tokenizers, found {type(tokenizer).__name__}: save "
+            "the model's fast tokenizer there"
+        )
     if chat_template is not None:
         tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
     return tokenizer
@@ -171,7 +174,10 @@ def _spans(record: Record, tokenizer: Any, whole: str) -> Iterator[tuple[int, in
         if message["role"] != "assistant":
             continue
         if _MARK in message["content"]:
-            raise ValueError(f"{record.place}: messages[{number}]: expected no character U+E000, which is for private use")
+            raise ValueError(
+                f"{record.place}: messages[{number}]: expected no character U+E000, which marks ends of messages, found one: "
+                "delete it"
+            )
         stop = _end(record, tokenizer, whole, number)
         prompt = _prompt(record, tokenizer, number)
         if prompt and whole.startswith(prompt) and len(prompt) <= stop:

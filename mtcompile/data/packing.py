@@ -19,8 +19,9 @@ IGNORED = -100  # the label of a token that is no target
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of ``seq`` tokens. ``rows``: the samples of each, those that are trained on first. ``packed``: a row has several;
-    then ``mask`` makes the attention mask, from a number of each token's sample. Otherwise padding follows the one sample."""
+    """Rows of ``seq`` tokens. ``rows``: the samples of each row; the rows to train on come first. ``packed``: a row has several
+    samples, and ``mask`` makes the attention mask from the number of each token's sample. Otherwise padding follows the one
+    sample."""
 
     samples: Samples
     seq: int
@@ -100,7 +101,7 @@ class Rows:
 
 
 def pack(lengths: Sequence[int], seq: int) -> list[list[int]]:
-    """Puts samples into rows of at most ``seq`` tokens: the longest first, each where the least room is left that it fits into.
+    """Puts samples into rows of at most ``seq`` tokens: the longest first, each into the fullest row that has room for it.
     Returns the samples of each row."""
     rows: list[list[int]] = []
     with_room: dict[int, list[int]] = {}  # tokens that are free -> the rows

@@ -42,7 +42,10 @@ def read_records(paths: Sequence[Path]) -> Iterator[Record]:
     are left out. Raises ValueError with the file, the line and the field, and OSError."""
     for file in files_of(paths):
         if file.suffix in (".bin", ".npy"):
-            raise ValueError(f"{file}: expected text or records (.jsonl, .json, .parquet), found a file of tokens")
+            raise ValueError(
+                f"{file}: expected text or records (.jsonl, .json, .parquet), found a file of tokens: "
+                "only random weights are trained on tokens"
+            )
         if read := _READERS.get(file.suffix):
             if not file.stat().st_size:
                 raise ValueError(f"{file}: expected records, found an empty file")

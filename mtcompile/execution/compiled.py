@@ -70,7 +70,7 @@ class CompiledStep:
 
     @property
     def signature(self) -> str:
-        """What tells this program from others of the model: whether it trains, and the shapes of its inputs."""
+        """Tells this program from others of the model, by whether it trains and by the shapes of its inputs."""
         taken = [(spec.name, self.layouts[name]) for spec, name in self.inputs if spec.role == "input" and name in self.layouts]
         arguments = [each for each in taken if each[0].startswith(_OF_CALL)] or taken  # others are tensors of the model's own
         shapes = [f"{name.removeprefix('kwargs_')} {str(held.dtype)[6:]} {held.size}" for name, held in arguments]

@@ -205,8 +205,8 @@ class ModelDoor(Door):
             refused = budget_error(error, "memory", self.options.memory or 0, self._beside)
             if self.device.where.type == "cpu" or not self.parameters.held_elsewhere("device"):
                 return refused
-            why = "parameters stay on the device, as tensors of yours share their memory, such as a state_dict(): drop these"
-            return BudgetError(f"{refused}\n  or: {why}", refused.minimum_bytes)
+            way = "delete your tensors that share memory with parameters, such as a state_dict(): they keep these on the device"
+            return BudgetError(f"{refused}\n  or {way}", refused.minimum_bytes)
         parameters, waiting = self._parameters(), self.frames.host_nbytes()
         trained = sum(p.nbytes for p in parameters.values() if p.requires_grad) if self.updates is None else 0
         state = sum(self._optimizer_state(parameters).values())

@@ -1,7 +1,7 @@
 """Advice about a step: which changes would gain most if it fits, and which would make room on the host if it does not.
 
-Every figure is that of a plan of the changed step. What makes room is planned as the changed step itself would be, and what
-gains time by few evaluations, so that a search may find a faster plan.
+Every figure is that of a plan of the changed step. Changes that make room are planned by a search, except those with a disk.
+These and changes that gain time are planned by few evaluations, so a search may find a faster plan.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _REFUSALS = (MtcompileError, DoesNotFit, ValueError, TypeError, NotImplementedEr
 
 
 class Change(NamedTuple):
-    """A changed step. ``what``: as a user asks for it; ``problem``: makes its planning problem; ``times``: as many tokens.
-    Of the changes with one ``aim``, the best is told."""
+    """A changed step. ``what``: as a user asks for it; ``problem``: makes its planning problem; ``times``: how many times as
+    many tokens it has. Of the changes with the same ``aim``, only the best is told."""
 
     what: str
     problem: Callable[[], PlanningProblem]

@@ -28,8 +28,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A change of a step that fits, and its figures by a plan that few evaluations found: a search may find a faster one.
-    ``gain``: the share by which there are more tokens a second."""
+    """A change of a step that fits, with the figures of a plan that was found quickly: a search may find a faster one.
+    ``gain``: by what share the tokens per second rise."""
 
     what: str
     step_time_us: float
@@ -49,11 +49,11 @@ class Forecast:
     which this one is slower. ``busy``: share of the step in which each queue works. ``exposed_us``: how long each queue works
     while compute is idle. ``disk_read_bytes``, ``disk_write_bytes``: of one step; ``disk_days``: of such steps in a row, after
     which the drive has been written as often as it is rated for.
-    ``advice``: the changes that would gain most if it fits; None: not asked for. ``ways_out``: what would help if nothing
-    fits, or if the disk makes no sense; ``refusal``: why it does not. ``solved``: the
-    size that ``solve`` found. ``peak_expressions``: with ``solve``, the bytes that the leanest plan needs in each tier, as
-    sympy expressions. ``planned``: None if nothing fits, unless forced. ``joint`` and ``problem``: the joint graph, and the
-    planning problem made from it.
+    ``advice``: if the step fits, the changes that would gain most; None if that was not asked for. ``ways_out``: what would
+    help if nothing fits, or if the disk makes no sense; ``refusal``: why it does not. ``solved``: the size that ``solve``
+    found. ``peak_expressions``: with ``solve``, the bytes that the leanest plan needs in each tier, as sympy expressions.
+    ``planned``: None if nothing fits, unless forced. ``joint`` and ``problem``: the joint graph, and the planning problem made
+    from it.
     """
 
     model: str

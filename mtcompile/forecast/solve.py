@@ -85,7 +85,7 @@ def plan(
     solve      ``batch`` or ``seq``: plans the largest that fits (sequences in steps of 128 tokens); ``memory``: the least
                device memory that works
     force      returns the leanest plan even if it does not fit
-    advise     also plans changes of a step that fits, and returns the three that gain most; not with ``solve``
+    advise     if the step fits, also plans changes of it and returns the three that gain most; not with ``solve``
     progress   called with (text, done, total)
 
     Raises ValueError for an argument that it does not know, and CaptureError if the model cannot be captured.

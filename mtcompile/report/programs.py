@@ -1,4 +1,4 @@
-"""The memory report of a compiled model: its figures, and which programs there are and what each was planned to take."""
+"""The memory report of a compiled model: its figures, and its programs with what each was planned to take."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class MemoryReport(dict[str, Any]):
 
 
 def rows(programs: Iterable[Program], last: CompiledStep | None) -> list[dict[str, Any]]:
-    """Returns an object per compiled program. ``program``: its signature; ``last``: whether it is the one that last trained, of
-    which ``model.plan`` and ``model.schedule`` are."""
+    """Returns a dictionary per compiled program. ``program``: its signature; ``last``: whether it is the one that last trained,
+    whose plan and schedule ``model.plan`` and ``model.schedule`` are."""
     return [
         {
             "program": compiled.signature,

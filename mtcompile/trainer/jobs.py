@@ -1,4 +1,4 @@
-"""What a recipe trains: a compiled model with its optimizer, and the data, read and checked before the weights are."""
+"""The job that a recipe describes: a compiled model, its optimizer, and the data, which is read before the weights are."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _fine_tuning(recipe: Recipe) -> Job:
     def prepare(model: Any) -> Any:
         if not model.can_generate():
             kind = type(model).__name__
-            raise ValueError(f"expected a causal language model in {folder}, found {kind}, which has no head for it")
+            raise ValueError(f"expected a causal language model in {folder}, found {kind}, which has no language-model head")
         if recipe.packing:
             with progress.doing("checking that packed samples stay apart"):
                 check_packing(model, recipe.length)
@@ -97,7 +97,7 @@ def _rows(recipe: Recipe, folder: Path) -> Rows:
     if (largest := int(samples.tokens.max())) >= vocabulary:
         raise ValueError(
             f"expected tokens below {vocabulary}, the vocabulary of {folder}/config.json, found {largest} "
-            f"({tokenizer.convert_ids_to_tokens(largest)!r}): take the tokenizer that belongs to the weights"
+            f"({tokenizer.convert_ids_to_tokens(largest)!r}): save the tokenizer that belongs to the weights there"
         )
     padding = next((n for n in (tokenizer.pad_token_id, tokenizer.eos_token_id) if n is not None and n < vocabulary), 0)
     held_out = recipe.evaluate_every > 0

@@ -21,7 +21,7 @@ class Recipe:
     ``data``: files and folders (none: the standard library's sources); ``memory``, ``host``, ``disk``: bytes as text; ``clip``:
     0 for no clipping; ``evaluate_every`` and ``save_every``: in steps, 0 for never; ``resume``, ``save``: folders; ``metrics``:
     a file of JSON lines; ``packing``, ``too_long``, ``chat_template``: for a folder. The others are ``compile``'s and AdamW's.
-    None: as ``length``, ``steps_of`` and ``rate`` say."""
+    If ``seq``, ``steps`` or ``lr`` is None, ``length``, ``steps_of`` and ``rate`` say what is taken."""
 
     model: str
     data: tuple[Path, ...] = ()
@@ -54,12 +54,12 @@ class Recipe:
 
     @property
     def pretrained(self) -> bool:
-        """Whether ``model`` is a folder of weights."""
+        """Tells whether ``model`` is a folder of weights."""
         return Path(self.model).is_dir()
 
     @property
     def length(self) -> int:
-        """Tokens of a row: ``seq``, else 128, or 1,024 for pretrained weights."""
+        """The tokens of a row: ``seq``, else 128, or 1,024 for pretrained weights."""
         return self.seq or (1024 if self.pretrained else 128)
 
     @property
@@ -68,7 +68,7 @@ class Recipe:
         return self.lr if self.lr is not None else (2e-5 if self.pretrained else 1e-3)
 
     def steps_of(self, rows: int) -> int:
-        """Steps in all: ``steps``, else ``epochs`` over that many rows, else 100."""
+        """Returns the steps in all: ``steps``, else ``epochs`` over that many rows, else 100."""
         return self.steps or (100 if self.epochs is None else math.ceil(self.epochs * rows / self.batch))
 
 
@@ -94,7 +94,7 @@ def check(recipe: Recipe) -> None:
 
 
 def _check_kind(recipe: Recipe) -> None:
-    """Raises ValueError for settings that a model with pretrained weights needs or cannot have, or one without them."""
+    """Raises ValueError for settings that do not go with pretrained weights or with random ones, whichever the model has."""
     if not recipe.pretrained:
         if not recipe.model.endswith(".json"):
             if os.sep in recipe.model:
@@ -130,11 +130,14 @@ def check_resumed(recipe: Recipe, steps: int, digest: str | None = None) -> None
         raise ValueError(f"expected seed {seed}, as {before.path} was trained with, found {recipe.seed}")
     if digest is not None and before.extra.get("data") != digest:
         raise ValueError(
-            f"expected the data that {before.path} was trained on, cut alike, found other rows: give the same --data, --seq, "
-            "--packing and --too-long; or start anew from its weights with that folder as the model"
+            f"expected the data that {before.path} was trained on, cut into the same rows, found other rows: give the same "
+            "--data, --seq, --packing and --too-long; or leave --resume out and take that folder as the model, for a new run"
         )
     if before.step >= steps:
-        raise ValueError(f"expected more steps than the {before.step} that {before.path} has been trained for, found {steps}")
+        raise ValueError(
+            f"expected more steps than the {before.step} that {before.path} has been trained for, found {steps}: "
+            "raise --steps or --epochs"
+        )
 
 
 def learning_rate(recipe: Recipe, steps: int, step: int) -> float:

@@ -116,8 +116,7 @@ def picture(
 
 
 def _step(plan: object, traces: Sequence[Mapping[str, Any]]) -> str:
-    """Says how long a step takes: as the plan says. What is drawn may be less of it: a schedule has no update that comes after
-    the backward."""
+    """Says how long a step takes, by the plan. What is drawn may be shorter: a schedule has no update after the backward."""
     drawn = ", ".join(f"{time_of(trace['span_us'])} {trace['source']}" for trace in traces)
     if not isinstance(plan, Plan) or not traces or abs(plan.total_us - traces[0]["span_us"]) < _SAME * plan.total_us:
         return drawn

@@ -1,4 +1,4 @@
-"""What notebooks show in place of text: the text as it prints, and timelines in the page, without a network."""
+"""Elements that notebooks show: text as it prints, and timelines, which need no network."""
 
 from __future__ import annotations
 

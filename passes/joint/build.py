@@ -38,8 +38,8 @@ class InputHomes:
     other parameter is at home in the block that reads it first, or by itself if it is large. ``all_on_device``: every input is
     on the device and no parameter has a home that a plan could move. ``updated``: the parameters that a plan with updates in
     the backward updates; None: all that have gradients. ``frozen_apart``: frozen parameters have homes of their own, which have
-    no gradients and no optimizer state. ``experts``: which experts are fetched: "all", "used" by the tokens of the batch, or
-    "auto": as "used" where that surely spares what is worth the wait."""
+    no gradients and no optimizer state. ``experts``: which experts are fetched: "all"; "used", those that tokens of the batch
+    chose; or "auto", as "used" where that surely spares enough to be worth the wait."""
 
     known: Mapping[str, str] = field(default_factory=dict)
     all_on_device: bool = False
@@ -125,9 +125,10 @@ def build(
 
 
 def fetched_by_slices(joint: fx.GraphModule, experts: str) -> dict[str, fx.Node]:
-    """Returns the parameters of which only the slices with rows are fetched, each with where these rows end.
+    """Returns the parameters of which only the slices with rows are fetched, each with the value that says where the rows end.
 
-    With "auto", those of which at least ``_WORTH_A_WAIT`` bytes surely have none, since there are fewer rows than slices."""
+    With "auto", these are parameters of which at least ``_WORTH_A_WAIT`` bytes surely have no rows, since there are fewer rows
+    than slices."""
     sliced: dict[str, fx.Node] = {}
     if experts == "all":
         return sliced

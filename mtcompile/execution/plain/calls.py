@@ -108,8 +108,8 @@ class GradientFreeCalls:
             if "same device" not in str(error) or homes.unseen or versions != _versions(model):
                 raise
         warnings.warn(
-            "the forward reads a tensor of the host that is not found in the model's parameters and buffers. Calls without "
-            "gradients are planned for each shape from now on; to avoid that, keep the tensor in the model",
+            "the forward reads a tensor of the host that is neither a parameter nor a buffer of the model. From now on, calls "
+            "without gradients are planned for each shape; to avoid that, register the tensor as a buffer",
             stacklevel=2,
         )
         self._reads_unseen = True
@@ -161,7 +161,7 @@ class GradientFreeCalls:
         name = next((name for name, tensor in tensors if id(tensor) in torn), "a parameter")
         warnings.warn(
             f"the forward returns or keeps a view of {name}: without gradients, that is a copy on the device, which does not "
-            "change with it. Make the view anew in each forward, or return a clone",
+            f"change when {name} does. Make a new view in each forward, or return a clone",
             stacklevel=2,
         )
 
