@@ -89,7 +89,7 @@ def content_of(
         raise ValueError(f"expected step and keep to be whole numbers of 0 or more, found step={step!r}, keep={keep!r}")
     if os.path.lexists(folder / MANIFEST):
         raise CheckpointError(f"{folder} is itself a checkpoint; expected a folder that holds checkpoints")
-    if getattr(getattr(model, "_mt_model", None), "between_backward_and_step", False):
+    if any(getattr(getattr(m, "_mt_model", None), "between_backward_and_step", False) for m in model.modules()):
         raise CheckpointError(
             'update="backward" has updated the parameters, and optimizer.step() has not ended the step; save after it'
         )

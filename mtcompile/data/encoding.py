@@ -9,6 +9,7 @@ too.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +80,10 @@ def load_tokenizer(folder: Path, chat_template: Path | None = None) -> Any:
             "the model's fast tokenizer there"
         )
     if chat_template is not None:
-        tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+        try:
+            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"expected {chat_template} to be UTF-8 text, found something else at byte {error.start}") from None
     return tokenizer
 
 
@@ -88,6 +92,7 @@ def encode(records: Iterable[Record], tokenizer: Any, seq: int, too_long: TooLon
     one token, so that each token but the first is a target once. ``too_long``: what to do with a conversation that is longer.
     Samples without targets are left out. Raises ValueError with the record's place."""
     pieces: list[tuple[Any, Any]] = []
+    added, has_end, place = _added(tokenizer), True, ""
     long: list[tuple[str, int]] = []
     for number, record in enumerate(records, 1):
         progress.tell(f"tokenizing, {number:,} records")
@@ -97,6 +102,8 @@ def encode(records: Iterable[Record], tokenizer: Any, seq: int, too_long: TooLon
             pieces += [(piece, np.arange(len(piece)) > 0) for piece in cut]
             continue
         ids, trained = conversation(record, tokenizer)
+        if not place:
+            has_end, place = not added.isdisjoint(ids[trained].tolist()), record.place
         if len(ids) > seq:
             long.append((record.place, len(ids)))
         if len(ids) <= seq or too_long == "cut":
@@ -106,6 +113,12 @@ def encode(records: Iterable[Record], tokenizer: Any, seq: int, too_long: TooLon
         others = f" ({len(long) - 1} more are too long, the longest of {most})" * (len(long) > 1)
         raise ValueError(
             f"{place}: expected at most {seq} tokens, found {count}{others}: give --seq {most}, or --too-long cut or drop"
+        )
+    if not has_end:
+        warnings.warn(
+            f"{place}: the chat template ends the assistant's messages with text, not with a token of the tokenizer's own: the "
+            "model will not learn where to stop. Give --chat-template a template with such a token",
+            stacklevel=2,
         )
     pieces = [(ids, trained) for ids, trained in pieces if trained.any()]
     if not pieces:
@@ -139,7 +152,7 @@ def conversation(record: Record, tokenizer: Any) -> tuple[Any, Any]:
     else:
         whole = _rendered(record, tokenizer, record.messages)
         encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
-        targets = _targets(encoded, whole, list(_spans(record, tokenizer, whole)), _special(tokenizer))
+        targets = _targets(encoded, whole, list(_spans(record, tokenizer, whole)), _added(tokenizer))
     targets[:1] = False
     if not targets.any():
         raise ValueError(
@@ -148,21 +161,22 @@ def conversation(record: Record, tokenizer: Any) -> tuple[Any, Any]:
     return np.array(encoded["input_ids"], np.int32), targets
 
 
-def _special(tokenizer: Any) -> set[int]:
-    return {*tokenizer.all_special_ids, *(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)}
+def _added(tokenizer: Any) -> set[int]:
+    """Returns the tokens that are no pieces of text, such as those that end a turn. Some tokenizers call these not special."""
+    return {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
 
 
-def _targets(encoded: Any, whole: str, spans: Sequence[tuple[int, int]], special: Collection[int]) -> Any:
-    """Returns which tokens of a text lie in one of its ``spans``, or are the special token behind one, with the white space
+def _targets(encoded: Any, whole: str, spans: Sequence[tuple[int, int]], added: Collection[int]) -> Any:
+    """Returns which tokens of a text lie in one of its ``spans``, or are the added token behind one, with the white space
     between them."""
     ids, places = encoded["input_ids"], np.array(encoded["offset_mapping"]).reshape(-1, 2)
     targets = np.zeros(len(ids), bool)
     for start, stop in spans:
         targets |= (places[:, 1] > start) & (places[:, 0] < stop)
         behind = end = int(np.searchsorted(places[:, 0], stop))
-        while end < len(ids) and ids[end] not in special and not whole[slice(*places[end])].strip():
+        while end < len(ids) and ids[end] not in added and not whole[slice(*places[end])].strip():
             end += 1
-        if end < len(ids) and ids[end] in special:
+        if end < len(ids) and ids[end] in added:
             targets[behind : end + 1] = True
     return targets
 
@@ -204,7 +218,9 @@ def _end(record: Record, tokenizer: Any, whole: str, number: int) -> int:
     shown = _rendered(record, tokenizer, record.messages[: number + 1])
     if not whole.startswith(shown):
         raise ValueError(f"{record.place}: messages[{number}]: {_UNKNOWN_PLACE}")
-    return len(shown)
+    shown = shown.rstrip()
+    ends = [token for number in _added(tokenizer) if shown.endswith(token := tokenizer.convert_ids_to_tokens(number))]
+    return len(shown) - max(map(len, ends), default=0)
 
 
 def _changed(record: Record, tokenizer: Any, number: int, content: str) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mtcompile.capture.refusals import first_line
 from mtcompile.data.files import files_of, text_of
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -98,8 +99,8 @@ def _parsed(data: bytes, place: str, step: str) -> Any:
         return json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError(f"{place}: expected UTF-8 text, found something else at byte {error.start}") from None
-    except (json.JSONDecodeError, RecursionError) as error:
-        where = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "it is nested too deep"
+    except (ValueError, RecursionError) as error:  # a plain ValueError: a number of thousands of digits
+        where = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else first_line(error)
         raise ValueError(f"{place}: expected JSON, found something else ({where}): {step}") from None
 
 
@@ -145,6 +146,12 @@ def _message(item: Any, place: str) -> dict[str, Any]:
     if item.get("tool_calls") and item.get("content") is None:
         return {**item, "content": ""}
     _string(item, "content", place, ".")
+    for field in ("weight", "train"):
+        if field in item and item[field] not in (1, None):
+            raise ValueError(
+                f"{place}.{field}: expected all messages of the assistant to be trained, found {item[field]!r:.80}: delete the "
+                "field"
+            )
     return item
 
 
@@ -203,6 +210,13 @@ def _string(value: Mapping[str, Any], field: str, place: str, joint: str = ": ")
     text = value[field]
     if not isinstance(text, str):
         raise ValueError(f"{place}{joint}{field}: expected text, found {_kind(text)}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{place}{joint}{field}: expected text, found half of a character (\\u{ord(text[error.start]):x}) at "
+            f"{error.start}: fix or delete the record"
+        ) from None
     return text
 
 

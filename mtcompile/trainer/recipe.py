@@ -78,12 +78,13 @@ def check(recipe: Recipe) -> None:
         raise ValueError(f"expected a batch that is a multiple of accumulate={recipe.accumulate}, found {recipe.batch}")
     if recipe.run_ahead and recipe.update != "backward":
         raise ValueError("expected --run-ahead with --update backward only")
-    if recipe.clip < 0:
-        raise ValueError(f"expected clip of 0 (none) or more, found {recipe.clip}")
     if recipe.steps is not None and recipe.epochs is not None:
         raise ValueError(f"expected either --steps or --epochs, found --steps {recipe.steps} and --epochs {recipe.epochs:g}")
-    if recipe.epochs is not None and not recipe.epochs > 0:
-        raise ValueError(f"expected --epochs above 0, found {recipe.epochs:g}")
+    if recipe.epochs is not None and not 0 < recipe.epochs < math.inf:
+        raise ValueError(f"expected --epochs to be a number above 0, found {recipe.epochs:g}")
+    for option, value in (("--lr", recipe.rate), ("--weight-decay", recipe.weight_decay), ("--clip", recipe.clip)):
+        if not 0 <= value < math.inf:
+            raise ValueError(f"expected {option} to be a number of 0 or more, found {value:g}")
     if recipe.save_every and recipe.save is None:
         raise ValueError(f"expected --save with --save-every {recipe.save_every}, found no folder to save into")
     _check_kind(recipe)

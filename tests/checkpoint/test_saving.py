@@ -142,3 +142,13 @@ def test_a_hook_that_fails_is_told_with_what_was_loaded(tmp_path: Path) -> None:
     hooked(refuse)
     with pytest.raises(CheckpointError, match=r"not this optimizer.*Loaded so far: the model, and not the optimizer"):
         run.load(tmp_path)
+
+
+def test_a_model_inside_another_is_not_saved_between_backward_and_step(tmp_path: Path) -> None:
+    run = Run(WAYS["backward"])
+    outer = nn.Sequential(run.model)
+    tokens = torch.arange(8)
+    run.model(tokens, tokens).backward()
+    for save in (checkpoint.save, checkpoint.save_in_background):
+        with pytest.raises(CheckpointError, match="has not ended the step; save after it"):
+            save(tmp_path, outer, run.optimizer, step=1)

@@ -37,7 +37,7 @@ def equal_programs(seeds: range) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [*range(2), *(pytest.param(part, marks=pytest.mark.long) for part in range(2, 6))])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, 6))])
 def test_programs_have_the_bits_of_the_plain_run(part: int) -> None:
     assert equal_programs(range(part * 10, part * 10 + 10)) >= 9
 

@@ -14,6 +14,7 @@ from mtcompile.data.records import Record, record_of
 from tests.data.folders import CHAT, SPECIAL, folder_of, tokenizer_of
 
 pytest.importorskip("transformers")
+AddedToken = pytest.importorskip("tokenizers").AddedToken
 TALK = (
     {"role": "system", "content": "Be terse."},
     {"role": "user", "content": "Two and two?"},
@@ -192,3 +193,28 @@ def test_a_tokenizer_is_read_from_the_folder_and_nothing_of_it_is_run(tmp_path: 
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="found one that cannot be loaded"):
         load_tokenizer(folder)
+
+
+QWEN = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ '<|im_start|>user\n' + m.content + '<|im_end|>\n' }}"
+    "{% elif m.tool_calls %}{{ '<|im_start|>assistant' }}{% for c in m.tool_calls %}{{ '\n' + c.function.name }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_turn_ends_once_also_behind_calls_of_tools_and_at_tokens_that_are_not_special(special: bool) -> None:
+    tokenizer = tokenizer_of(QWEN)
+    tokenizer.add_tokens([AddedToken(name, special=special, normalized=False) for name in ("<|im_start|>", "<|im_end|>")])
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    answer = {"role": "assistant", "content": "seven"}
+    talk = [{"role": "user", "content": "a"}, call, {"role": "tool", "content": "7"}, answer]
+    assert trained_parts(tokenizer, record_of({"messages": talk}, "here").messages)[1] == ["f<|im_end|>", "seven<|im_end|>"]
+
+
+def test_a_template_whose_turns_end_with_text_is_said() -> None:
+    tokenizer = tokenizer_of("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}")
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "yes"}]
+    with pytest.warns(UserWarning, match="will not learn where to stop"):
+        encode([record_of({"messages": talk}, "f, line 1")], tokenizer, 64)

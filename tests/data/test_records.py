@@ -120,3 +120,22 @@ def test_files_without_records_are_refused(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
         with pytest.raises(ValueError, match=rf"{name}: .*{said}"):
             list(read_records([tmp_path / name]))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (r'{"text": "a \ud800 b"}', r"line 1: text: expected text, found half of a character \(.ud800\) at 2"),
+        ('{"text": "a", "n": ' + "9" * 5000 + "}", "line 1: expected JSON"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]}',
+            r"messages\[1\].weight: expected all messages of the assistant to be trained",
+        ),
+    ],
+    ids=["half a character", "digits", "weight"],
+)
+def test_records_that_only_look_right(line: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(line)
+    with pytest.raises(ValueError, match=said):
+        list(read_records([path]))

@@ -69,7 +69,7 @@ def test_a_model_with_resident_parameters_is_captured_once(
             compiled(**on(device, data))
     compare(compiled, optimizer, model, data, device)
     assert {p.device.type for p in compiled.parameters()} == {device.type}
-    assert len(described) == (1 if first == "training" else 2)
+    assert len(described) == 1
 
 
 def test_a_step_may_be_driven_from_host_tensors_and_from_a_model_on_the_device(device: torch.device) -> None:

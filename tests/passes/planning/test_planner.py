@@ -39,8 +39,8 @@ pytestmark = pytest.mark.slow  # it compiles many models
 @pytest.mark.parametrize(
     "name",
     [
-        *("chain", "tied"),
-        *(pytest.param(name, marks=pytest.mark.long) for name in CASES if name not in ("chain", "tied", "t5")),
+        "tied",
+        *(pytest.param(name, marks=pytest.mark.long) for name in CASES if name not in ("tied", "t5")),
     ],
 )  # t5 takes minutes: ten plans of two stacks
 def test_ten_budgets_from_floor_to_resident(name: str) -> None:
@@ -144,7 +144,7 @@ def test_runs_are_recomputed_recursively() -> None:
 
 @pytest.mark.parametrize(
     "policy",
-    [p if p in ("megatrain", "checkpoint-all") else pytest.param(p, marks=pytest.mark.long) for p in POLICIES],
+    [p if p == "megatrain" else pytest.param(p, marks=pytest.mark.long) for p in POLICIES],
 )
 def test_fixed_policies_are_the_same_step(policy: str) -> None:
     traced = traced_case("llama")
