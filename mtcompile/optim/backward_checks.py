@@ -40,19 +40,21 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 def check_memory(inputs: Mapping[str, Tensor], updated: Mapping[str, nn.Parameter]) -> None:
     """Raise StepError if another input of the forward shares memory with a parameter that the backward updates: it may be read
     while it changes."""
+    order = {name: place for place, name in enumerate(inputs)}
+    shared: list[list[str]] = []
     before: list[tuple[int, str]] = []  # where those end that begin before, with their names
     spans = ((tensor.device.type, tensor.data_ptr(), span_nbytes(tensor), name) for name, tensor in inputs.items())
     for _, on_device in itertools.groupby(sorted(span for span in spans if span[2]), operator.itemgetter(0)):
         before.clear()
         for _, start, nbytes, name in on_device:
             before = [each for each in before if each[0] > start]
-            for _, other in before:
-                if name in updated or other in updated:
-                    raise StepError(
-                        f'{other} and {name} share memory; with update="backward" one may be read while the other is updated. '
-                        'Use one Parameter for both, or update="step"'
-                    )
+            shared += [sorted((name, other), key=order.__getitem__) for _, other in before if {name, other} & updated.keys()]
             before.append((start + nbytes, name))
+    for name, other in sorted(shared, key=lambda pair: order[pair[0]])[:1]:
+        raise StepError(
+            f'{name} and {other} share memory; with update="backward" one may be read while the other is updated. '
+            'Use one Parameter for both, or update="step"'
+        )
 
 
 def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:

@@ -11,6 +11,7 @@ from mtcompile import checkpoint
 from mtcompile.checkpoint.shards import stored_tensors
 from mtcompile.data.encoding import TooLong
 from mtcompile.models.loading import check_shape
+from mtcompile.options import parse_bytes
 
 _FINAL_RATE = 0.1  # share of the highest learning rate at the end of the cosine
 
@@ -85,6 +86,10 @@ def check(recipe: Recipe) -> None:
     for option, value in (("--lr", recipe.rate), ("--weight-decay", recipe.weight_decay), ("--clip", recipe.clip)):
         if not 0 <= value < math.inf:
             raise ValueError(f"expected {option} to be a number of 0 or more, found {value:g}")
+    for size in (recipe.memory, recipe.host):
+        parse_bytes(size)  # or it raises ValueError
+    if recipe.metrics is not None and recipe.metrics.is_dir():
+        raise ValueError(f"expected --metrics to name a file, found the folder {recipe.metrics}")
     if recipe.save_every and recipe.save is None:
         raise ValueError(f"expected --save with --save-every {recipe.save_every}, found no folder to save into")
     _check_kind(recipe)

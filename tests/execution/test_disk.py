@@ -179,7 +179,8 @@ def test_a_plan_for_forwards_that_wait_together_leaves_room_for_them(tmp_path: P
     assert report["planned_peak_host_bytes"] + held <= report["budget_host_bytes"] and report["peak_disk_bytes"] > 0
 
 
-@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("shared", [False, True])
 def test_forwards_that_turn_out_to_wait_together_send_more_to_disk(shared: bool, tmp_path: Path) -> None:
     plain = Model()
     model, optimizer = compiled(tmp_path, plain)

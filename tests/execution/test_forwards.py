@@ -168,6 +168,8 @@ _LONG = (
     "first backward first",
     "two losses, the second first",
     "two lengths",
+    "two losses",
+    "retained",
     "any order",
 )
 

@@ -106,7 +106,7 @@ def plain(kind: type[nn.Module]) -> nn.Module:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", [Glue, pytest.param(Looping, marks=pytest.mark.long), OwnGenerator, pytest.param(Scripted, marks=pytest.mark.long)]
+    "kind", [OwnGenerator, *(pytest.param(kind, marks=pytest.mark.long) for kind in (Glue, Looping, Scripted))]
 )
 @pytest.mark.filterwarnings("ignore:the forward is compiled in parts")
 def test_bits_are_equal_at_three_budgets(kind: type[nn.Module]) -> None:

@@ -139,7 +139,8 @@ def test_a_fixed_policy_lets_no_gradients_wait_where_the_host_has_no_room_for_th
     assert (short.feasible, short.short_bytes, short.tier, short.peak_bytes["host"]) == (False, 1, "host", least)
 
 
-@pytest.mark.parametrize(("solve", "memory"), [("seq", "30MiB"), pytest.param("batch", "20MiB", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("solve", "memory"), [("seq", "30MiB"), ("batch", "20MiB")])
 def test_solving_finds_the_largest_size_that_fits(solve: str, memory: str) -> None:
     forecast = mtcompile.plan(tower, batch=2, seq=256, memory=memory, machine=Machine(), solve=solve)
     assert forecast.feasible and forecast.solved is not None and forecast.peak_expressions is not None

@@ -592,6 +592,7 @@ def planned(host_gbps: float, **options: Any) -> mtcompile.Forecast:
     return mtcompile.plan(decoder_of_4, batch=2, seq=64, memory="10MB", machine=machine, precision="bf16-master32", **options)
 
 
+@pytest.mark.long
 def test_updates_add_next_to_nothing_where_the_host_has_less_to_do() -> None:
     """The simulator says so; after the backward, updates would add the time they take."""
     after, along = planned(3), planned(3, update="backward")

@@ -109,6 +109,7 @@ def smallest_budget(model: nn.Module) -> int:
     return int(caught.value.minimum_bytes)
 
 
+@pytest.mark.long
 def test_a_used_expert_that_is_left_out_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: what is not fetched is NaN, and a product with it too."""
     monkeypatch.setenv("MT_CHECK", "1")

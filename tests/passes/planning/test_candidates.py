@@ -218,7 +218,7 @@ CASTING = {
     ("wall", "way"),
     [
         ("the host is the wall", "as gradients arrive"),
-        ("the link is the wall", "behind the forward"),
+        pytest.param("the link is the wall", "behind the forward", marks=pytest.mark.long),
         pytest.param("the host is the wall", "behind the forward", marks=pytest.mark.long),
         pytest.param("the link is the wall", "as gradients arrive", marks=pytest.mark.long),
     ],
