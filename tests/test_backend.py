@@ -132,6 +132,7 @@ def test_graph_breaks_and_five_batch_sizes_give_equal_bits() -> None:
     assert same(expected, actual)
 
 
+@pytest.mark.long
 def test_an_earlier_graph_makes_room_by_running_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget that one graph's saved values leave too little of for the next: its forward runs again in the backward."""
     torch.manual_seed(0)

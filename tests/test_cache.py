@@ -74,6 +74,7 @@ def test_the_second_run_does_not_search(searches: list[int], monkeypatch: pytest
     assert same(expected, run(model, memory)[0]) and len(searches) == 1
 
 
+@pytest.mark.long
 def test_a_search_serves_every_budget(searches: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Gpt(layers=1)

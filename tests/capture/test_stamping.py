@@ -247,7 +247,13 @@ def inputs_traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("case", [*STAMPED, *WHOLE])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.long] * (case in ("two stacks", "one weight read by all", "counted")))
+        for case in (*STAMPED, *WHOLE)
+    ],
+)
 def test_the_graph_is_that_of_all_blocks(case: str, inputs_traced: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model = {**STAMPED, **WHOLE}[case]()
     x = torch.randn(2, 5, WIDTH)

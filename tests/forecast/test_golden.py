@@ -41,7 +41,9 @@ def printed(name: str) -> str:
 
 
 @pytest.mark.skipif(not torch.__version__.startswith(TORCH), reason=f"golden plans are of torch {TORCH}")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n == "gpt2")) for n in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n in ("gpt2", "cnn", "constants"))) for n in MODELS]
+)
 def test_plans_change_only_on_purpose(name: str) -> None:
     expected = (FOLDER / f"{name}.txt").read_text()
     assert printed(name) == expected, "if this was meant: python -m tests.forecast.test_golden"

@@ -103,6 +103,7 @@ def test_a_planned_module_is_left_as_it_was() -> None:
             assert after[name] is parameter and parameter.requires_grad and torch.equal(parameter, values)
 
 
+@pytest.mark.long
 def test_precisions_and_updates_count_their_own_bytes() -> None:
     sizes = {}
     for precision, update in (("fp32", "step"), ("bf16", "step"), ("bf16-master32", "step"), ("bf16-master32", "backward")):

@@ -33,9 +33,7 @@ from tests.helpers.tracing import equal, interpret, lowered, random_plan, trace,
 pytestmark = pytest.mark.slow  # it compiles many models
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.long] * (n in ("gpt2", "llama"))) for n in CASES]
-)  # t5 has all they have
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in ("gpt2", "t5"))) for n in CASES])
 def test_bits_after_every_pass(name: str) -> None:
     traced = traced_case(name)
     expected = interpret(traced.step, traced.inputs)

@@ -69,7 +69,7 @@ def test_a_run_goes_on_where_one_of_the_same_commit_stopped(tmp_path: Path, monk
     assert run.Results(path, "cpu").rows == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_error_of_a_child_is_its_last_line() -> None:
     error = run.in_child(["--one", "step-11m/nobody/None"])["error"]
     assert "step-11m/nobody" not in error and "nobody" in error

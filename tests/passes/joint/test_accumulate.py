@@ -107,7 +107,7 @@ def test_parameters_come_in_once_for_all_micro_batches(count: int) -> None:
     assert h2d_nbytes(count) / count == alone / count
 
 
-@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("update", [pytest.param("step", marks=pytest.mark.long), "backward"])
 def test_masters_add_up_in_fp32_as_the_ordinary_loop_does(update: str) -> None:
     whole, count = batch(0, 4), 2
     ordinary, bound = compiled(made(), 1, precision="bf16-master32")
