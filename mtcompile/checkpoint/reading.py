@@ -19,10 +19,10 @@ from mtcompile.checkpoint.encoding import decoded
 from mtcompile.checkpoint.files import MANIFEST, Manifest, checkpoints, read_manifest, verify_files
 from mtcompile.checkpoint.generators import set_generator_states
 from mtcompile.checkpoint.saving import wait_for_saving
+from mtcompile.checkpoint.shards import INDEX
 from mtcompile.errors import CheckpointError, StepError
 from mtcompile.runtime.devices.arena import overlaps
 
-_INDEX = ".safetensors.index.json"
 _LIKE_PARAMETERS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum", "master")
 
 
@@ -153,8 +153,8 @@ def _tensors(folder: Path, manifest: Manifest, stem: str) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     names = [f"{stem}.safetensors"]
-    if stem + _INDEX in manifest.files:
-        names = sorted(set(json.loads((folder / (stem + _INDEX)).read_text(encoding="utf-8"))["weight_map"].values()))
+    if stem + INDEX in manifest.files:
+        names = sorted(set(json.loads((folder / (stem + INDEX)).read_text(encoding="utf-8"))["weight_map"].values()))
     tensors: dict[str, Tensor] = {}
     for name in names:
         if name not in manifest.files:

@@ -15,7 +15,7 @@ from torch import nn
 
 from mtcompile.checkpoint.writing import Content, content_of, write
 from mtcompile.errors import BudgetError
-from mtcompile.machine.system_files import memory_rooms
+from mtcompile.machine.system_files import memory_rooms, smallest_room
 from mtcompile.runtime.schedule import gib
 
 
@@ -66,11 +66,11 @@ def save_in_background(
     """
     finish_saving(folder)
     content = content_of(Path(folder), model, optimizer, step, others, extra, keep).with_files(files or {})
-    rooms = memory_rooms()
-    limit = min(rooms, key=lambda name: rooms[name], default=None)
-    if limit is not None and content.nbytes > rooms[limit]:
+    smallest = smallest_room(memory_rooms())
+    if smallest is not None and content.nbytes > smallest[1]:
+        limit, room = smallest
         raise BudgetError(
-            f"expected {gib(content.nbytes)} of host memory for a copy of what is saved, found {gib(rooms[limit])} {limit}. "
+            f"expected {gib(content.nbytes)} of host memory for a copy of what is saved, found {gib(room)} {limit}. "
             "Nothing was saved. Use checkpoint.save, which copies nothing, or free memory",
             content.nbytes,
         )

@@ -80,8 +80,8 @@ def examine(device: Device, quick: bool = False, progress: Callable[[str], objec
         return Report(None, (), (), rows, versions(), parts(device), knobs.listed(), "", ("mtcompile doctor --quick",))
     file = remember(device.where, measured)
     machine, hints = measured.machine, hints_of(measured.machine)
-    found = machine, measured.measurements, hints, rows, versions(), parts(device), knobs.listed(), str(file or "")
-    return Report(*found, commands(rows, device, file))
+    examined = machine, measured.measurements, hints, rows, versions(), parts(device), knobs.listed(), str(file or "")
+    return Report(*examined, commands(rows, device, file))
 
 
 def commands(limits: tuple[Limit, ...], device: Device, file: Path | None) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 _NO_LIMIT = 2**60  # control groups of version 1 write a number near 2**63 if there is no limit
@@ -67,6 +67,11 @@ def memory_rooms(root: Path = Path("/")) -> dict[str, int]:
         if (limit := ulimits.get(name)) is not None:
             rooms[f"left of ulimit {flag} ({name})"] = limit - used.get(field, 0)
     return rooms
+
+
+def smallest_room(rooms: Mapping[str, int]) -> tuple[str, int] | None:
+    """Returns what limits the memory that may still be taken most, and its bytes; None if nothing is known."""
+    return min(rooms.items(), key=lambda room: room[1], default=None)
 
 
 def group_kills(root: Path) -> int:

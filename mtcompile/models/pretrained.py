@@ -15,7 +15,7 @@ from mtcompile.api import compile
 from mtcompile.capture.refusals import first_line
 from mtcompile.checkpoint.shards import StoredTensor, stored_tensors
 from mtcompile.errors import BudgetError, CheckpointError
-from mtcompile.machine.system_files import memory_rooms
+from mtcompile.machine.system_files import memory_rooms, smallest_room
 from mtcompile.models.loading import configuration
 from mtcompile.optim.precision import Precision, precision_named
 from mtcompile.options import parse_bytes
@@ -81,20 +81,21 @@ def _check_room(folder: Path, nbytes: int, largest: int, dtype: torch.dtype | No
     rooms, needed = memory_rooms(), nbytes + largest
     if host is not None:
         rooms["in the budget host="] = host
-    limit = min(rooms, key=lambda name: rooms[name], default=None)
-    if limit is None or needed <= rooms[limit]:
+    smallest = smallest_room(rooms)
+    if smallest is None or needed <= smallest[1]:
         return
+    limit, room = smallest
     kind = "of several dtypes" if dtype is None else f"as {str(dtype).removeprefix('torch.')}"
     shortage = (
         f"expected {gib(needed)} of host memory to load {folder} ({gib(nbytes)} of weights {kind}, and the largest tensor "
     )
     half = nbytes // 2 + largest
-    step = f"free {gib(needed - rooms[limit])} more, or use a machine that has them"
+    step = f"free {gib(needed - room)} more, or use a machine that has them"
     if limit.startswith("in the budget"):
         step = f'host="{-(-needed // 2**20)}MiB"'
-    elif dtype == torch.float32 and half <= rooms[limit]:
+    elif dtype == torch.float32 and half <= room:
         step = f'precision="bf16", which takes {gib(half)}'
-    raise BudgetError(f"{shortage}while it is read), found {gib(rooms[limit])} {limit}. Nothing was read. Try: {step}", needed)
+    raise BudgetError(f"{shortage}while it is read), found {gib(room)} {limit}. Nothing was read. Try: {step}", needed)
 
 
 # ------------------------------------------------------------------------------------------------------------ Transformers

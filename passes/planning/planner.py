@@ -84,8 +84,8 @@ def resized(plan: Plan, base: Plan, blocks: Sequence[Block], params: Mapping[str
                 decisions.append(replace(each, nbytes=sizes[each.subject], reason=_AS_BEFORE))
         else:
             return None
-    kept = {"lookahead": plan.lookahead, "span": plan.span, "narrow": plan.narrow, "updates": plan.updates}
-    return replace(base, decisions=(*base.decisions, *decisions), **kept)
+    together = (*base.decisions, *decisions)
+    return replace(base, decisions=together, lookahead=plan.lookahead, span=plan.span, narrow=plan.narrow, updates=plan.updates)
 
 
 def resident_plan(problem: PlanningProblem) -> Planned | None:

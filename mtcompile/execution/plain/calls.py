@@ -63,15 +63,8 @@ class _Modules:
     """Modules that need care. ``keeping``: those that hold parameters in other places too. ``scripted``: those whose code reads
     them from C++."""
 
-    references: tuple[tuple[weakref.ref[nn.Module], ...], tuple[weakref.ref[nn.Module], ...]]
-
-    @property
-    def keeping(self) -> list[nn.Module]:
-        return [module for reference in self.references[0] if (module := reference()) is not None]
-
-    @property
-    def scripted(self) -> list[nn.Module]:
-        return [module for reference in self.references[1] if (module := reference()) is not None]
+    keeping: tuple[weakref.ref[nn.Module], ...]
+    scripted: tuple[weakref.ref[nn.Module], ...]
 
 
 class GradientFreeCalls:
@@ -148,7 +141,8 @@ class GradientFreeCalls:
                 return self.call(*args, **kwargs), 0
             order = self._order or [id(home) for home in homes.lent]
             lent = Lending(homes.lent, order, self._fetcher(), room.lent, homes.unseen)
-            output = call_lending(functools.partial(self.call, *args, **kwargs), model, lent, self._modules(model).keeping)
+            keeping = _alive(self._modules(model).keeping)
+            output = call_lending(functools.partial(self.call, *args, **kwargs), model, lent, keeping)
             self._order = lent.reads or self._order
             self._warn_of_torn(model, lent.torn)
             return output, lent.most_nbytes
@@ -181,7 +175,7 @@ class GradientFreeCalls:
     def _modules(self, model: nn.Module) -> _Modules:
         if self._care is None:
             scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
-            self._care = _Modules((tuple(map(weakref.ref, keepers(model))), tuple(map(weakref.ref, scripted))))
+            self._care = _Modules(tuple(map(weakref.ref, keepers(model))), tuple(map(weakref.ref, scripted)))
         return self._care
 
     def _homes(self, model: nn.Module) -> _Homes:
@@ -189,7 +183,9 @@ class GradientFreeCalls:
         tensors: list[torch.Tensor] = [p for _, p in nn.Module.named_parameters(model) if tiers.get(id(p)) != "device"]
         if self._where.type != "cpu":
             tensors += model.buffers()
-        scripted = {id(t) for m in self._modules(model).scripted for t in (*m._parameters.values(), *m._buffers.values())}
+        scripted = {
+            id(t) for m in _alive(self._modules(model).scripted) for t in (*m._parameters.values(), *m._buffers.values())
+        }
         homes = _Homes([], [], [], changed_unseen(model) if self._where.type != "cpu" else set())
         for tensor in tensors:
             if tensor.device.type != "cpu":
@@ -284,3 +280,7 @@ def _without_cast_cache() -> Iterator[None]:
 def _versions(model: nn.Module) -> list[tuple[int, int]]:
     """Returns what tells whether a forward has changed buffers."""
     return [(id(buffer), version_of(buffer)) for buffer in model.buffers()]
+
+
+def _alive(references: tuple[weakref.ref[nn.Module], ...]) -> list[nn.Module]:
+    return [module for reference in references if (module := reference()) is not None]
