@@ -39,11 +39,11 @@ class Still(CpuMemory):
 
     fresh: dict[str, torch.Tensor]
 
-    def alloc(self, name: str) -> None:
-        if self.schedule.buffers[name].kind == "placed":
+    def alloc(self, name: str, filled: bool = False) -> None:
+        if filled or self.schedule.buffers[name].kind == "placed":
             self.tensors[name] = self.fresh[name]
         else:
-            super().alloc(name)
+            super().alloc(name, filled)
 
     def copy(self, reads: Any, writes: Any) -> None:
         for write in writes:

@@ -170,7 +170,7 @@ def _made(call: fx.Node, item: fx.Node, leaves: bool) -> Buffer:
     if call.target is prefetch_slices:  # of a value whose other slices are not there
         buffer = replace(buffer, value=f"{buffer.value}[{source(call.args[-1]).name}]")
     if is_move(call) or is_convert(call):
-        return replace(buffer, kind="home" if leaves else "placed")
+        return replace(buffer, kind="home" if leaves else "pooled" if meta.get("pooled") else "placed")
     if call.target is update:
         position: Any = item.args[1]
         return replace(buffer, kind="home", version_of=str(call.args[position]))

@@ -23,13 +23,20 @@ def add_call(graph: fx.Graph, call: fx.Node, outputs: list[tuple[str, dict[str, 
 
 
 def add_move(
-    graph: fx.Graph, target: Any, values: list[fx.Node], phase: Phase, block: int, name: str, ends: fx.Node | None = None
+    graph: fx.Graph,
+    target: Any,
+    values: list[fx.Node],
+    about: tuple[Phase, int],
+    name: str,
+    ends: fx.Node | None = None,
+    pooled: bool = False,
 ) -> list[fx.Node]:
-    """Appends one move of ``values`` (a prefetch, say) and returns the moved values. ``ends``: of a prefetch of slices."""
+    """Appends one move of ``values`` (a prefetch, say) and returns the moved values. ``about``: phase and block. ``ends``: of a
+    prefetch of slices. ``pooled``: what arrives comes from the allocator instead of having a slot."""
     tier = TIER_OF_MOVE[target]
     call = graph.create_node("call_function", target, (*values, *(() if ends is None else (ends,))), name=name)
-    call.meta.update(phase=phase, block=block)
-    outputs = [(f"{value.name}_{tier}", dict(value.meta, tier=tier)) for value in values]
+    call.meta.update(phase=about[0], block=about[1])
+    outputs = [(f"{value.name}_{tier}", dict(value.meta, tier=tier, pooled=pooled)) for value in values]
     return add_call(graph, call, outputs)
 
 

@@ -66,7 +66,8 @@ def lower_without_deps(
     """Returns the schedule of a rewritten step graph or of a draft of it, without dependencies.
 
     ``resident_nbytes``: persistent bytes per tier, counted at all times. ``workspace``: bytes a kernel needs beside its
-    operands and results (measured, or by shapes). Moves write placed slots, regions make pooled values.
+    operands and results (measured, or by shapes). Moves write placed slots, or pooled values where the plan says so; regions
+    make pooled values.
     Peaks are computed here and proven by ``runtime/verify``.
     """
     buffers = _buffers(step)
@@ -111,7 +112,7 @@ def _buffers(step: fx.GraphModule) -> dict[str, Buffer]:
             elif is_update(call):
                 add(item, "pooled" if item.meta["tier"] == "device" else "placed")
             else:
-                add(item, "home" if item in outputs else "placed")
+                add(item, "home" if item in outputs else "pooled" if item.meta.get("pooled") else "placed")
     return buffers
 
 

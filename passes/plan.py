@@ -11,7 +11,7 @@ from typing import Any, Literal
 from mtcompile.runtime.schedule import gib
 
 FORMAT = "mtcompile-plan-2"
-Choice = Literal["device", "host", "disk", "save", "keep", "recompute"]
+Choice = Literal["device", "host", "disk", "save", "keep", "recompute", "again"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,12 @@ class Decision:
 
     ``kind``: ``params`` (where a block's parameters, their gradients and optimizer state are at home: device, host or disk),
     ``variant`` (what of a block's saved values stays for its backward: ``save`` all, ``keep`` those in ``values``,
-    ``recompute`` all) or ``activation`` (where a value waits between its uses: device, host, or nowhere, as its region
-    is run again: recompute; subject ``*`` is all values without a decision of their own).
+    ``recompute`` all), ``activation`` (where a value waits between its uses: device, host, or nowhere, as its region
+    is run again: recompute; subject ``*`` is all values without a decision of their own) or ``fetch`` (what was fetched of a
+    block's parameters for the forward stays for the backward: keep; it is fetched again otherwise: again).
     """
 
-    kind: Literal["params", "variant", "activation"]
+    kind: Literal["params", "variant", "activation", "fetch"]
     subject: str
     choice: Choice
     nbytes: int
@@ -90,6 +91,8 @@ class Plan:
     bytes per tier. ``step_time_us``: forward and backward as the simulator predicts them; ``update_us``: what the optimizer's
     update adds to them. ``certificate``: how fast any plan within these budgets could be. ``updates``: how parameters are
     updated in the backward; None: by optimizer.step(). ``narrow``: casts run on the side of the link where fewer bytes cross.
+    ``pooled``: what is fetched comes from the device's allocator, beside what regions make, and both share its bytes; otherwise
+    it has slots, whose bytes are held at all times. What stays from the forward to the backward is pooled in any case.
     ``numerics``: the contract in words."""
 
     decisions: tuple[Decision, ...] = ()
@@ -104,6 +107,7 @@ class Plan:
     limiting_resource: str = ""
     machine: str = ""
     numerics: str = ""
+    pooled: bool = False
     certificate: Certificate | None = None
     updates: Updates | None = None
     narrow: bool = True
@@ -130,6 +134,11 @@ class Plan:
         """The home tier of a block's parameters, their gradients and optimizer state."""
         decision = self.find("params", block)
         return decision.choice if decision else "host"
+
+    def stays(self, block: str) -> bool:
+        """Says whether a block's parameters, fetched for the forward, stay on the device until the backward has read them."""
+        decision = self.find("fetch", block)
+        return decision is not None and decision.choice == "keep" and self.params(block) != "device"
 
     def activation(self, value: str) -> Choice:
         """The tier where a value waits between uses, or ``recompute``."""
@@ -180,7 +189,9 @@ class Plan:
             lines.append(f"  {self.certificate.of(self.total_us)}")
         lines.append(f"  smallest device budget that works: {gib(self.minimum_device_bytes)}")
         runs = f"; runs of recomputed blocks are halved down to {self.span}" if self.span else ""
-        lines.append(f"  training state: {gib(self.state_bytes)}; prefetch {self.lookahead} region(s) ahead{runs}")
+        where = "pooled" if self.pooled else "in slots"
+        state = gib(self.state_bytes)
+        lines.append(f"  training state: {state}; prefetch {self.lookahead} region(s) ahead, {where}{runs}")
         if self.disk_read_bytes or self.disk_write_bytes:
             traffic = disk_traffic(self.disk_read_bytes, self.disk_write_bytes, self.disk_days)
             lines.append(f"  {traffic}; reads are {self.disk_lookahead} region(s) before the fetch")

@@ -56,7 +56,8 @@ class Fence(Protocol):
 class Memory(Protocol):
     """The bytes of one step on one device: what each buffer name is bound to."""
 
-    def alloc(self, name: str) -> None: ...
+    def alloc(self, name: str, filled: bool) -> None:
+        """Make room for a buffer. ``filled``: a copy will write it."""
 
     def free(self, name: str) -> None: ...
 
@@ -74,13 +75,15 @@ class Memory(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Item:
     """An instruction as a queue's worker meets it. ``waits``: (queue, index) pairs; ``previous_step_deps``: indices of
-    instructions on queue host in the previous step; ``signals``: whether anyone waits for it."""
+    instructions on queue host in the previous step; ``signals``: whether anyone waits for it; ``filled``: of an alloc, whether
+    a copy will write the buffer."""
 
     index: int
     instruction: Instruction
     waits: tuple[tuple[str, int], ...]
     previous_step_deps: tuple[int, ...]
     signals: bool
+    filled: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +99,12 @@ def prepare(schedule: Schedule, phase: Phase) -> Prepared:
     makes queue host await before it starts one."""
     listed = dict(schedule.phase(phase))
     awaited = {dep for each in schedule.instructions for dep in (*each.deps, *each.previous_step_deps)}
+    filled = {name for each in listed.values() if each.op == "copy" for name in each.writes}
     lanes: dict[Queue, list[_Item]] = {}
     for index, instruction in listed.items():
         waits = tuple((listed[dep].queue, dep) for dep in instruction.deps if dep in listed)
-        item = _Item(index, instruction, waits, instruction.previous_step_deps, index in awaited)
+        room = instruction.op == "alloc" and instruction.writes[0] in filled
+        item = _Item(index, instruction, waits, instruction.previous_step_deps, index in awaited, room)
         lanes.setdefault(instruction.queue, []).append(item)
     return Prepared(phase, {queue: tuple(items) for queue, items in lanes.items()})
 
@@ -225,7 +230,7 @@ class _PhaseRun:
                 time.sleep(sleep.random() * delays.longest_us / 1e6)
             instruction = item.instruction
             if instruction.op == "alloc":
-                memory.alloc(instruction.writes[0])
+                memory.alloc(instruction.writes[0], item.filled)
             elif instruction.op == "free":
                 memory.free(instruction.writes[0])
             else:

@@ -94,6 +94,12 @@ def held_between_phases(schedule: Schedule) -> dict[str, int]:
     return {"device": aligned(pooled), "host": schedule.arena_nbytes.get("host", 0)}
 
 
+def pooled_weights(schedule: Schedule, index: int) -> int:
+    """Returns the bytes of fetched parameters that the device holds outside of its arena once instruction ``index`` starts."""
+    pooled = (c for c in changes(schedule) if (c.tier, c.place, c.role) == ("device", "pooled", "param"))
+    return sum(change.nbytes for change in pooled if change.instruction <= index)
+
+
 def most_in_slots(schedule: Schedule, tier: Tier, role: str) -> int:
     """Returns the most bytes of a tier's arena that buffers of one role take at once, with their padding."""
     live = most = 0

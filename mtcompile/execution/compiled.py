@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from mtcompile.passes.step_graph import (
     OutputSpec,
     has_random,
     inputs_of,
+    is_convert,
     kernel_of,
     outputs_of,
     placeholders,
@@ -89,7 +91,7 @@ def compiled_step(tangents: Tangents, planned: Planned, problem: PlanningProblem
     outputs = tuple((spec, node.name) for spec, node in outputs_of(step))
     by_name = {node.name: node for node in step.graph.nodes}
     backward_reads = {name for _, i in schedule.phase("backward") for name in i.reads}
-    values = {source(by_name[name]).name for name in backward_reads}
+    values = {_first(by_name[name]).name for name in backward_reads}
     training = any(spec.role == "tangent" for spec, _ in inputs)  # even if its backward has nothing to do
     return CompiledStep(
         tangents,
@@ -101,13 +103,22 @@ def compiled_step(tangents: Tangents, planned: Planned, problem: PlanningProblem
         inputs,
         outputs,
         frozenset(spec.index for spec, _ in outputs if spec.kind == "mutation"),
-        frozenset(spec.index for spec, name in inputs if name in backward_reads and spec.role in ("param", "input", "buffer")),
+        frozenset(spec.index for spec, name in inputs if name in values and spec.role in ("param", "input", "buffer")),
         frozenset(spec.index for spec, name in outputs if spec.kind == "output" and name in values),
         _read_by_place(step),
         any(buffer.role == "rng" for buffer in schedule.buffers.values()) or has_random(step),
         {phase: prepare(schedule, phase) for phase in PHASES if phase == "forward" or training},
         problem,
     )
+
+
+def _first(value: fx.Node) -> fx.Node:
+    """Returns the value that another is a copy of, or that it is cast from on the host."""
+    value = source(value)
+    while value.target is operator.getitem and is_convert(value.args[0]):  # type: ignore[arg-type]
+        call: Any = value.args[0]
+        value = source(call.args[int(value.args[1])])  # type: ignore[arg-type]
+    return value
 
 
 def _read_by_place(step: fx.GraphModule) -> frozenset[int]:

@@ -31,7 +31,7 @@ from mtcompile.passes.step_graph import inputs_of
 from mtcompile.runtime.schedule import gib
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us, exposed_us, time_of
-from mtcompile.runtime.usage import most_in_slots, walk
+from mtcompile.runtime.usage import most_in_slots, pooled_weights, walk
 from mtcompile.runtime.verify import verify
 
 
@@ -140,7 +140,9 @@ def _ledger(unplanned: Forecast, candidates: Candidates, planned: Planned) -> di
         if tier != "disk":
             parts["staging" if tier == "device" else "activations"] = arena
         if tier == "device":
-            parts |= {"activations": fullest.pooled + fullest.tangents, "workspace": fullest.workspace}
+            fetched = pooled_weights(schedule, fullest.index)
+            parts["staging"] += fetched
+            parts |= {"activations": fullest.pooled - fetched + fullest.tangents, "workspace": fullest.workspace}
         parts["other"] = schedule.resident_nbytes[tier] - held[tier]
         assert sum(parts.values()) == schedule.peak_nbytes[tier], "expected parts that add up to the peak"
         ledger[tier] = parts

@@ -44,6 +44,6 @@ class QuickCandidates(Candidates):
         decided = {} if first is None else {first: True}  # it is updated last and read first: compute would wait for it
         plans = []
         for share, ahead in product(_SHARES, _AHEAD):
-            budget, base = int(share * device), replace(least, lookahead=ahead)
+            budget, base = int(share * device), replace(least, lookahead=ahead, pooled=True)
             plans.append(Seeds(self._relaxed, base, self.blocks, self.sizes, (budget, budget), decided)[0])
         return [self._paced(plan) for plan in plans]

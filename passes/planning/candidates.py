@@ -112,7 +112,7 @@ class Candidates:
     def ladders(self) -> tuple[Ladder, ...]:
         """Lists of candidates from the floor up: by density, and by linear programs."""
         least, device = self._by_density[0][0], (self.floor, self._everything.plan.peak_bytes["device"])
-        bases = [replace(least, lookahead=ahead) for ahead in _AHEAD]
+        bases = [replace(least, lookahead=ahead, pooled=True) for ahead in _AHEAD]
         homes = list(self.open_params)
         # The first and the last home are updated last and read first: what they would keep waiting says little of the others.
         ends = [{homes[0]: True}, {homes[0]: True, homes[-1]: True}] if len(homes) > 1 else []

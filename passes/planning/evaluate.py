@@ -31,7 +31,7 @@ def identity(plan: Plan) -> bytes:
     """Returns a key that is equal for plans with equal figures: of all that they decide, in any order, without reasons. It is a
     digest, as plans of large models make hundreds of decisions."""
     first = {(d.kind, d.subject): (d.choice, d.values) for d in reversed(plan.decisions)}  # as ``Plan.find``
-    everything = sorted(first.items()), plan.lookahead, plan.span, plan.updates, plan.narrow, plan.disk_lookahead
+    everything = sorted(first.items()), plan.lookahead, plan.span, plan.pooled, plan.updates, plan.narrow, plan.disk_lookahead
     return hashlib.blake2b(repr(everything).encode(), digest_size=16).digest()
 
 

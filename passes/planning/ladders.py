@@ -60,7 +60,7 @@ def ladders(
     param_upgrades = _param_upgrades(param_nbytes, machine)
     crossing_upgrades = [u for b in blocks for u in _crossing_upgrades(b, machine)]
     variant_upgrades = [u for b in blocks for u in _variant_upgrades(b)]
-    ahead = replace(base, lookahead=1)
+    ahead = replace(base, lookahead=1, pooled=True)
     stays = Decision("activation", "*", "device", 0, "what is kept stays on the device")
     device = ahead.with_decision(stays)
     searched: list[Ladder] = []
@@ -75,7 +75,8 @@ def ladders(
     else:
         searched.append((replace(device, lookahead=0),))
         searched.append(_ladder(device, [*_by_density(variant_upgrades), *param_upgrades]))
-    searched += [(plan if host else plan.with_decision(stays),) for plan in floors[1:]]
+    leanest = [*floors[1:], replace(base, pooled=True)]
+    searched += [(plan if host else plan.with_decision(stays),) for plan in leanest]
     for length in _chain_lengths(len(blocks)):
         searched += [(_with(start, _chains(blocks, length)),) for start in ((device, base) if host else (device,))]
     if not host:  # values that cannot go home: recompute recursively, in halves of halves

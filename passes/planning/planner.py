@@ -79,13 +79,21 @@ def resized(plan: Plan, base: Plan, blocks: Sequence[Block], params: Mapping[str
             positions = tuple(i for i, value in enumerate(saved) if plan.keeps(each.subject, value.name))
             variant = Variant(positions, sum(saved[i].meta["nbytes"] for i in positions), 0.0)
             decisions.append(variant_decision(each.subject, saved, variant, _AS_BEFORE))
-        elif each.subject in (sizes := params if each.kind == "params" else nbytes):
+        elif each.subject in (sizes := params if each.kind in ("params", "fetch") else nbytes):
             if base.find(each.kind, each.subject) is None:
                 decisions.append(replace(each, nbytes=sizes[each.subject], reason=_AS_BEFORE))
         else:
             return None
     together = (*base.decisions, *decisions)
-    return replace(base, decisions=together, lookahead=plan.lookahead, span=plan.span, narrow=plan.narrow, updates=plan.updates)
+    return replace(
+        base,
+        decisions=together,
+        lookahead=plan.lookahead,
+        span=plan.span,
+        pooled=plan.pooled,
+        narrow=plan.narrow,
+        updates=plan.updates,
+    )
 
 
 def resident_plan(problem: PlanningProblem) -> Planned | None:

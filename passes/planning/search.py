@@ -27,7 +27,8 @@ def signature(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, in
     for block in blocks:
         saved = [value for value in block.saved if plan.keeps(block.name, value.name)]
         values.append(tuple((v.name, plan.activation(v.name)) for v in (*saved, *block.crossing, *block.others)))
-    return plan.lookahead, plan.span, homes, tuple(values)
+    staying = tuple(plan.stays(home) for home in param_nbytes)
+    return plan.lookahead, plan.span, plan.pooled, homes, staying, tuple(values)
 
 
 def neighbours(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, int], host: bool) -> Iterator[Plan]:
@@ -36,6 +37,9 @@ def neighbours(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, i
     for home, nbytes in param_nbytes.items():
         other: Choice = "host" if plan.params(home) == "device" else "device"
         yield plan.with_decision(Decision("params", home, other, nbytes, _WHY))
+        if plan.params(home) == "host":
+            other = "again" if plan.stays(home) else "keep"
+            yield plan.with_decision(Decision("fetch", home, other, nbytes, _WHY))
     for one, other in itertools.combinations(param_nbytes, 2) if len(param_nbytes) <= _FEW else ():
         if plan.params(one) != plan.params(other):
             exchanged = plan.with_decision(Decision("params", one, plan.params(other), param_nbytes[one], _WHY))
@@ -45,6 +49,7 @@ def neighbours(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, i
     for lookahead in LOOKAHEADS:
         if lookahead != plan.lookahead:
             yield replace(plan, lookahead=lookahead)
+    yield replace(plan, pooled=not plan.pooled)
 
 
 def _block_neighbours(plan: Plan, block: Block, host: bool) -> Iterator[Plan]:

@@ -3,6 +3,8 @@ that the plan sends home go there and come back."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import fx
 
 from mtcompile.passes.analysis.slices import read_by_slices
@@ -19,13 +21,15 @@ from mtcompile.passes.step_graph import (
     regions,
     results,
 )
+from mtcompile.runtime.schedule import PHASES
 
 
 def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     """Puts before each region one prefetch per home block of the host values it reads (parameters, buffers, inputs), and one
     read before the prefetch of what is on disk.
 
-    Parameters whose home is the device are marked so and read in place.
+    Parameters whose home is the device are marked so and read in place. Those that stay are not fetched again in the backward:
+    it reads what the forward fetched last.
     """
     homes = step.meta["homes"]
     for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
@@ -33,11 +37,14 @@ def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         if spec.role == "param" and home is not None and (tier := plan.params(home)) in ("device", "disk"):
             node.meta["tier"] = tier
     order = regions(step)
+    staying: dict[fx.Node, fx.Node] = {}  # parameters, and what the forward fetched of them
     for position, region in enumerate(order):
         groups: dict[tuple[str, fx.Node | None], list[fx.Node]] = {}
-        ends = _ends_of_slices(step, region)
+        ends, backward = _ends_of_slices(step, region), region.meta["phase"] == PHASES[1]
         for operand in region.all_input_nodes:
-            if operand.op == "placeholder" and operand.meta["tier"] != "device":
+            if backward and operand in staying:
+                region.replace_input_with(operand, staying[operand])
+            elif operand.op == "placeholder" and operand.meta["tier"] != "device":
                 home = homes.get(operand.meta["name"], "")
                 groups.setdefault((home, ends.get(operand)), []).append(operand)
         for (home, end), values in groups.items():
@@ -45,14 +52,17 @@ def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
             at_home = values
             if values[0].meta["tier"] == "disk":
                 with step.graph.inserting_before(_issue_point(order, position, plan.lookahead + plan.disk_lookahead)):
-                    at_home = add_move(step.graph, read, values, *about, f"read_{name}")
+                    at_home = add_move(step.graph, read, values, about, f"read_{name}")
             # Which slices have rows is known once the region has run that computes it.
             ahead = plan.lookahead if end is None else min(plan.lookahead, position - order.index(end.args[0]) - 1)
             with step.graph.inserting_before(_issue_point(order, position, ahead)):
                 target = prefetch if end is None else prefetch_slices
-                moved = add_move(step.graph, target, at_home, *about, f"fetch_{name}", end)
+                stays = not backward and end is None and bool(home) and plan.stays(home)
+                moved = add_move(step.graph, target, at_home, about, f"fetch_{name}", end, plan.pooled or stays)
             for value, arrived in zip(values, moved, strict=True):
                 region.replace_input_with(value, arrived)
+                if stays:
+                    staying[value] = arrived
     return step
 
 
@@ -76,14 +86,13 @@ def _ends_of_slices(step: fx.GraphModule, region: fx.Node) -> dict[fx.Node, fx.N
 
 def offload_activations(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     """Sends the activations that the plan keeps at home there after their last use in a row, and back before each later use."""
-    order = regions(step)
-    index = {region: i for i, region in enumerate(order)}
+    order = {region: position for position, region in enumerate(regions(step))}
     for producer in order:
         for value in results(producer):
             if value.meta["role"] != "activation" or plan.activation(value.name) != "host":
                 continue
-            uses = sorted((u for u in value.users if is_region(u)), key=index.__getitem__)
-            _offload_between(step, value, producer, uses, order, index, plan.lookahead)
+            uses = sorted((u for u in value.users if is_region(u)), key=order.__getitem__)
+            _offload_between(step, value, producer, uses, order, plan)
     return step
 
 
@@ -92,33 +101,25 @@ def _offload_between(
     value: fx.Node,
     producer: fx.Node,
     uses: list[fx.Node],
-    order: list[fx.Node],
-    index: dict[fx.Node, int],
-    lookahead: int,
+    order: Mapping[fx.Node, int],
+    plan: Plan,
 ) -> None:
     """Puts one offload after the production, and a prefetch where the gap since the last use is more than one region or where
     a prefetched copy would have to wait from one phase to the other."""
-    previous, current, at_home = producer, value, None
+    previous, current, at_home, regions_in_order = producer, value, None, list(order)
     for use in uses:
         same_phase = previous.meta["phase"] == use.meta["phase"]
-        near = index[use] - index[previous] <= 1 and (same_phase or current is value)
+        near = order[use] - order[previous] <= 1 and (same_phase or current is value)
         if not near:
             if at_home is None:
                 with step.graph.inserting_before(results(producer)[-1].next):
-                    (at_home,) = add_move(
-                        step.graph,
-                        offload,
-                        [value],
-                        producer.meta["phase"],
-                        producer.meta["block"],
-                        f"save_{value.name}",
-                    )
-            ahead = min(lookahead, index[use] - index[previous] - 1)
-            before = _issue_point(order, index[use], ahead)
+                    about = producer.meta["phase"], producer.meta["block"]
+                    (at_home,) = add_move(step.graph, offload, [value], about, f"save_{value.name}")
+            ahead = min(plan.lookahead, order[use] - order[previous] - 1)
+            before = _issue_point(regions_in_order, order[use], ahead)
             with step.graph.inserting_before(before):
-                (current,) = add_move(
-                    step.graph, prefetch, [at_home], use.meta["phase"], use.meta["block"], f"load_{value.name}"
-                )
+                about = use.meta["phase"], use.meta["block"]
+                (current,) = add_move(step.graph, prefetch, [at_home], about, f"load_{value.name}", pooled=plan.pooled)
         if current is not value:
             use.replace_input_with(value, current)
         previous = use
@@ -146,7 +147,7 @@ def offload_gradients(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
             name = f"store_{region.name}" + (f"_{home.replace('.', '_')}" if len(by_home) > 1 else "")
             with step.graph.inserting_before(behind):
                 gradients = [values[position] for position in positions]
-                moved = add_move(step.graph, offload, gradients, region.meta["phase"], region.meta["block"], name)
+                moved = add_move(step.graph, offload, gradients, (region.meta["phase"], region.meta["block"]), name)
             for position, at_home in zip(positions, moved, strict=True):
                 values[position] = at_home
     output.args = (tuple(values),)

@@ -136,7 +136,7 @@ def _scales(step: fx.GraphModule, groups: list[_Group]) -> dict[str, fx.Node]:
             (norm,) = add_call(graph, node, [(f"norm_{group.call.name}", _scalar_meta(value, group.tier))])
             if group.tier == "device":
                 block, name = group.call.meta["block"], f"store_norm_{group.call.name}"
-                (norm,) = add_move(graph, offload, [norm], "backward", block, name)
+                (norm,) = add_move(graph, offload, [norm], ("backward", block), name)
         norms.append(norm)
     last = groups[-1]
     with graph.inserting_before(graph.output_node()):
@@ -146,7 +146,7 @@ def _scales(step: fx.GraphModule, groups: list[_Group]) -> dict[str, fx.Node]:
         (scale,) = add_call(graph, node, [("scale", _scalar_meta(one, "host"))])
         scales = {"host": scale}
         if any(group.tier == "device" for group in groups):
-            (scales["device"],) = add_move(graph, prefetch, [scale], "backward", last.call.meta["block"], "fetch_scale")
+            (scales["device"],) = add_move(graph, prefetch, [scale], ("backward", last.call.meta["block"]), "fetch_scale")
     return scales
 
 

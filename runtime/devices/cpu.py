@@ -74,11 +74,15 @@ class CpuMemory:
     def bind(self, name: str, tensor: torch.Tensor) -> None:
         self.tensors[name] = tensor
 
-    def alloc(self, name: str) -> None:
+    def alloc(self, name: str, filled: bool = False) -> None:
         buffer = self.schedule.buffers[name]
         if buffer.kind == "pooled":
             self._reserve(buffer.nbytes, name)
             self.live += buffer.nbytes
+            if filled:  # by a copy; kernels bring the memory of what they make
+                layout = self.layouts[name]
+                where = self.arenas.device.device
+                self.tensors[name] = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=where)
             return
         slot = self.views.get(name)
         if slot is None:

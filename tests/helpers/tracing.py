@@ -126,7 +126,7 @@ def run(
 
 def random_plan(step: fx.GraphModule, choose: Any) -> Plan:
     """A plan with every decision drawn by ``choose(options)``."""
-    plan = Plan(lookahead=choose([0, 1, 2]), span=choose([0, 1, 2]), narrow=choose([True, False]))
+    plan = Plan(lookahead=choose([0, 1, 2]), span=choose([0, 1, 2]), narrow=choose([True, False]), pooled=choose([True, False]))
     names = step.meta["blocks"]
     forward = [region for region in regions(step) if region.meta["phase"] == "forward"]
     for region in forward:
@@ -135,6 +135,7 @@ def random_plan(step: fx.GraphModule, choose: Any) -> Plan:
         plan = plan.with_decision(Decision("variant", names[region.meta["block"]], choice, 0, "drawn", kept))
     for block in dict.fromkeys(step.meta["homes"].values()):
         plan = plan.with_decision(Decision("params", block, choose(["device", "host"]), 0, "drawn"))
+        plan = plan.with_decision(Decision("fetch", block, choose(["keep", "again"]), 0, "drawn"))
     for call in regions(step):
         for item in results(call):
             if item.meta["role"] == "activation":

@@ -19,10 +19,10 @@ from mtcompile.passes.analysis.memory import body_peak
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.check import SameComputationError, same_computation
 from mtcompile.passes.check_schedule import Given, check_schedule
-from mtcompile.passes.plan import Plan, plan_from_json
+from mtcompile.passes.plan import Decision, Plan, plan_from_json
 from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.problem import PlanningProblem
-from mtcompile.passes.step_graph import is_seed, kernel_of, listing, regions
+from mtcompile.passes.step_graph import is_seed, kernel_of, listing, placeholders, regions
 from mtcompile.runtime.schedule import from_json
 from mtcompile.runtime.verify import ScheduleError, verify
 from tests.helpers.models import CASES
@@ -148,6 +148,24 @@ def test_plans_are_deterministic_round_trip_and_explain_themselves() -> None:
         assert all(decision.reason for decision in one.decisions)
         text = str(one)
         assert "peak" in text and "numerics" in text and "smallest device budget" in text
+
+
+def test_weights_that_stay_are_fetched_once() -> None:
+    """What stays is in memory from the forward to the backward, beside what regions make; all else is fetched in both."""
+    traced = traced_case("gpt2")
+    homes = list(dict.fromkeys(traced.step.meta["homes"].values()))
+    stays = Plan(lookahead=1).with_decision(Decision("fetch", homes[-1], "keep", 0, "stays"))
+    for plan in (stays, replace(stays, pooled=True)):
+        step = rewrite(traced.step, plan)
+        schedule = lowered(step, plan)
+        fetches = [i for i in schedule.instructions if i.queue == "h2d"]
+        for home in homes:
+            names = {node.name for node in placeholders(step.graph) if step.meta["homes"].get(node.meta["name"]) == home}
+            read = [i.phase for i in fetches if names & {*i.reads}]
+            assert ("backward" in read) == (home != homes[-1]), home
+            kinds = {schedule.buffers[w].kind for i in fetches if names & {*i.reads} for w in i.writes}
+            assert kinds == {"pooled" if plan.pooled or home == homes[-1] else "placed"}
+        assert bool(schedule.arena_nbytes["device"]) != plan.pooled
 
 
 def test_listings_read_well() -> None:

@@ -129,7 +129,8 @@ def _fetch_again(problem: PlanningProblem, block: Block, terms: Terms, operands:
     for (home, positions), nbytes in alike.items():
         if home in terms.away and nbytes >= _FEWEST_BYTES * sizes[home]:
             again = terms.program.variable()
-            terms.program.at_most({terms.away[home]: 1.0, again: -1.0, _spared(terms, operands, positions): -1.0})
+            somewhere = (again, _spared(terms, operands, positions), terms.staying[home])
+            terms.program.at_most({terms.away[home]: 1.0} | dict.fromkeys(somewhere, -1.0))
             terms.loads["h2d", "backward"].append(Load(*read_in, {again: problem.machine.copy_us(nbytes, "h2d")}))
             terms.copied["backward"][again] += nbytes
 

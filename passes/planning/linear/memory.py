@@ -17,12 +17,24 @@ from mtcompile.passes.step_graph import kernel_of, regions, results
 
 
 def live_at(blocks: Sequence[Block], terms: Terms, choices: Choices) -> list[dict[int, float]]:
-    """Returns the bytes that wait on the device at each block: of homes, and what it and all blocks before it keep."""
-    live, lives = dict(terms.held["device"]), []
+    """Returns the bytes that wait on the device at each block: of homes, and what it and all blocks before it keep, with the
+    weights that stay once these have read them."""
+    live, lives, staying = dict(terms.held["device"]), [], _staying(blocks, terms)
     for block in blocks:
         lives.append(terms.program.summed(added(live, choices.saved[block.index]), 1 << 30))
-        live = added(lives[-1], choices.leaving[block.index])
+        live = added(lives[-1], choices.leaving[block.index], staying[block.index])
     return lives
+
+
+def _staying(blocks: Sequence[Block], terms: Terms) -> dict[int, dict[int, float]]:
+    """Returns the bytes of weights, by variable, that stay behind each block: of the last block that reads a home in the
+    forward, as its copy is the one that stays."""
+    last = {home: (block.index, nbytes) for block in blocks for home, nbytes in terms.needs[block.region].read.items()}
+    staying: dict[int, dict[int, float]] = defaultdict(dict)
+    for home, (index, nbytes) in last.items():
+        if home in terms.staying:
+            staying[index][terms.staying[home]] = float(nbytes)
+    return staying
 
 
 def hold_memory(
@@ -36,6 +48,7 @@ def hold_memory(
     """The rows that say what memory holds at each block's forward and backward: what is live then (``lives``), what it reads
     and makes, and what is on its way: weights, saved values and gradients of the blocks near by."""
     weights = {block.index: terms.by_share(terms.needs[block.region].read) for block in blocks}
+    again = {index: terms.again(nbytes) for index, nbytes in weights.items()}  # fetched in the backward
     stored: dict[int, dict[int, float]] = defaultdict(dict)
     needed: dict[int, dict[int, float]] = defaultdict(dict)  # weights that a backward in one region reads, less casts' room
     for region in terms.of_phase("backward"):
@@ -49,7 +62,7 @@ def hold_memory(
         before, after = blocks[max(0, place - ahead) : place], blocks[place + 1 : place + 1 + ahead]
         beside, whole = _beside(problem, block)
         near = [needed[index], back[index]] if whole else []
-        near += [nbytes[other.index] for other in before for nbytes in (weights, back)]
+        near += [nbytes[other.index] for other in before for nbytes in (again, back)]
         near += [stored[other.index] for other in after]
         beyond = choices.leaving[index] if ahead else {}  # a plan may let it go later than it must
         terms.program.holds(ahead, "device", added(live, beyond, *near), always + beside)

@@ -27,12 +27,14 @@ from mtcompile.runtime.schedule import PHASES
 
 @dataclass(frozen=True, slots=True)
 class Relaxed:
-    """The optimum. ``bound_us``: no plan is faster. ``resident``: home -> share on the device. ``options``: block -> share of
+    """The optimum. ``bound_us``: no plan is faster. ``resident``: home -> share on the device; ``staying``: share that is on
+    the host and stays on the device from its forward to its backward. ``options``: block -> share of
     each option. ``crossing``: block -> shares on the device and on the host of what leaves it. ``gains_us``: finds
     those of a Certificate."""
 
     bound_us: float
     resident: Mapping[str, float]
+    staying: Mapping[str, float]
     options: Mapping[int, tuple[tuple[Option, float], ...]]
     crossing: Mapping[int, tuple[float, float]]
     gains_us: Callable[[], dict[str, float]]
@@ -67,6 +69,7 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
         return Relaxed(
             float(solution.fun),
             {home: 1.0 - float(values[variable]) for home, variable in terms.away.items()},
+            {home: float(values[variable]) for home, variable in terms.staying.items()},
             {index: tuple((option, float(values[v])) for option, v in shares) for index, shares in choices.options.items()},
             {index: _places(places, values) for index, places in choices.crossing.items()},
             partial(gains_us, rows, values, -solution.ineqlin.marginals),
@@ -82,10 +85,14 @@ def _place_homes(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms:
         if home in terms.away:
             terms.program.equal.append(({terms.away[home]: 1.0}, 0.0 if tier == "device" else 1.0))
     for home, variable in terms.away.items():
-        cost, low, high = costs[home], *terms.blocks[home]
+        cost, low, high, stays = costs[home], *terms.blocks[home], terms.staying[home]
+        terms.program.at_most({stays: 1.0, variable: -1.0})
         for phase in PHASES:
-            terms.loads["h2d", phase].append(Load(low, high, {variable: cost.fetch_us[phase]}))
-            terms.copied[phase][variable] += cost.fetched[phase]
+            not_again = {} if phase == "forward" else {stays: -1.0}
+            fetches = {variable: 1.0} | not_again
+            terms.loads["h2d", phase].append(Load(low, high, {v: n * cost.fetch_us[phase] for v, n in fetches.items()}))
+            for v, n in fetches.items():
+                terms.copied[phase][v] += n * cost.fetched[phase]
         terms.copied["backward"][variable] += cost.stored
         terms.loads["d2h", "backward"].append(Load(low, high, {variable: cost.store_us}))
         terms.loads["host", "backward"].append(Load(low, high, {variable: cost.update_us}))

@@ -86,6 +86,9 @@ def rounded(relaxed: Relaxed, base: Plan, blocks: Sequence[Block], sizes: Mappin
         if base.params(home) == "disk":
             continue
         decisions.append(Decision("params", home, "device" if share > 0.5 else "host", sizes[home], _WHY))
+    on_host = {home: share for home, share in relaxed.staying.items() if relaxed.resident[home] <= 0.5}
+    for home in _chosen(on_host, sizes):
+        decisions.append(Decision("fetch", home, "keep", sizes[home], _WHY))
     alike: dict[int, list[Block]] = defaultdict(list)
     for block in blocks:
         alike[id(block.variants)].append(block)

@@ -28,7 +28,8 @@ class Load:
 class Terms:
     """``time``: the variable for the whole step, in µs; ``span``: phase -> the variable for its time. ``loads``: (queue, phase)
     -> what the queue does; ``copied``: phase -> bytes by variable; ``held``: tier -> bytes by variable, at the start of the
-    backward. ``away``: home -> the variable for its share on the host. ``needs``: of each region. ``blocks``: home -> the
+    backward. ``away``: home -> the variable for its share on the host; ``staying``: for the share that is there and, once
+    fetched for the forward, stays for the backward. ``needs``: of each region. ``blocks``: home -> the
     first and the last block of the regions that read it or make its gradients. ``sums``: what ``work`` returned, by range."""
 
     program: Program
@@ -38,6 +39,7 @@ class Terms:
     copied: dict[str, dict[int, float]]
     held: dict[str, dict[int, float]]
     away: Mapping[str, int]
+    staying: Mapping[str, int]
     needs: Mapping[fx.Node, Needs]
     blocks: Mapping[str, tuple[int, int]]
     sums: dict[tuple[str, str], dict[tuple[int, int], Work]]
@@ -64,6 +66,11 @@ class Terms:
         """Returns amounts by home, such as bytes, as amounts by variable."""
         return {self.away[home]: float(n) for home, n in amounts.items() if home in self.away}
 
+    def again(self, amounts: Mapping[int, float]) -> dict[int, float]:
+        """Returns amounts by the share on the host as amounts by the part of it that does not stay from the forward on."""
+        stays = {self.away[home]: variable for home, variable in self.staying.items()}
+        return {**amounts, **{stays[variable]: -n for variable, n in amounts.items()}}
+
 
 def terms_of(step: fx.GraphModule) -> Terms:
     """Returns the terms of a step graph, with its variables for time and homes and nothing taken yet."""
@@ -80,6 +87,7 @@ def terms_of(step: fx.GraphModule) -> Terms:
         defaultdict(list),
         {phase: defaultdict(float) for phase in PHASES},
         {tier: defaultdict(float) for tier in ("device", "host")},
+        {home: program.variable() for home in param_nbytes(step)},
         {home: program.variable() for home in param_nbytes(step)},
         needs,
         {home: (min(indices, default=0), max(indices, default=0)) for home, indices in users.items()},

@@ -144,12 +144,14 @@ MACHINES = (
 
 def varied(candidates: Candidates, rnd: random.Random) -> Plan:
     """A plan with many decisions made at random, some of them alike."""
-    plan = replace(candidates.base, lookahead=rnd.choice([0, 1, 2, 3]), narrow=rnd.random() < 0.7)
+    ahead, pooled = rnd.choice([0, 1, 2, 3]), rnd.random() < 0.5
+    plan = replace(candidates.base, lookahead=ahead, narrow=rnd.random() < 0.7, pooled=pooled)
     homes = rnd.choice([["device", "host"], ["device"], ["host"]])
     tiers = rnd.choice([["device", "device", "host"], ["device"], ["host"]])
     keeps = rnd.choice(["a variant", "some", "all", "nothing"])
     for home, nbytes in candidates.sizes.items():
         plan = plan.with_decision(Decision("params", home, rnd.choice(homes), nbytes, ""))
+        plan = plan.with_decision(Decision("fetch", home, rnd.choice(["keep", "again"]), nbytes, ""))
     for block in candidates.blocks:
         some = tuple(i for i in range(len(block.saved)) if keeps == "all" or (keeps == "some" and rnd.random() < 0.5))
         positions = rnd.choice(block.variants).positions if keeps == "a variant" else some
