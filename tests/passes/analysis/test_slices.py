@@ -87,7 +87,6 @@ def test_of_64_experts_the_4_that_are_used_are_fetched(experts: str, monkeypatch
     expected = steps_of(plain, adamw(plain), lambda: None)
     for layer in plain.layers:
         assert [len(used) for used in layer[1].used] == [4] * 4 and len(set(layer[1].used)) >= 3
-    least = smallest_budget(model)
     trained, least = copy.deepcopy(model), smallest_budget(model)
     optimizer = adamw(trained)
     compiled = mtcompile.compile(trained, memory=least, optimizer=optimizer, experts=experts)
@@ -147,7 +146,7 @@ def test_every_plan_keeps_the_bits_without_the_other_slices() -> None:
     expected, rng = interpret(traced.step, traced.inputs), Random(5)
     same_computation(traced.joint, traced.step)
     copies = 0
-    for seed, plan in enumerate((Plan(), Plan(lookahead=2), *(random_plan(traced.step, rng.choice) for _ in range(4)))):
+    for seed, plan in enumerate((Plan(), Plan(lookahead=2), *(random_plan(traced.step, rng.choice) for _ in range(2)))):
 
         def after(name: str, step: fx.GraphModule) -> None:
             assert equal(interpret(step, traced.inputs), expected), name
@@ -162,7 +161,7 @@ def test_every_plan_keeps_the_bits_without_the_other_slices() -> None:
         assert equal(actual, expected)
         assert equal(expected, on_fake(step, schedule, traced.inputs, FakeCuda(seed, seed / 6)))
         copies += len(by_slices(schedule))
-    assert copies >= 20
+    assert copies >= 12
 
 
 def test_a_read_of_other_slices_is_no_plain_computation() -> None:
