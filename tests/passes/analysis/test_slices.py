@@ -146,7 +146,7 @@ def test_every_plan_keeps_the_bits_without_the_other_slices() -> None:
     expected, rng = interpret(traced.step, traced.inputs), Random(5)
     same_computation(traced.joint, traced.step)
     copies = 0
-    for seed, plan in enumerate((Plan(), Plan(lookahead=2), *(random_plan(traced.step, rng.choice) for _ in range(2)))):
+    for seed, plan in enumerate((Plan(), Plan(lookahead=2), *(random_plan(traced.step, rng.choice) for _ in range(4)))):
 
         def after(name: str, step: fx.GraphModule) -> None:
             assert equal(interpret(step, traced.inputs), expected), name
@@ -161,7 +161,7 @@ def test_every_plan_keeps_the_bits_without_the_other_slices() -> None:
         assert equal(actual, expected)
         assert equal(expected, on_fake(step, schedule, traced.inputs, FakeCuda(seed, seed / 6)))
         copies += len(by_slices(schedule))
-    assert copies >= 12
+    assert copies >= 20
 
 
 def test_a_read_of_other_slices_is_no_plain_computation() -> None:
