@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import gc
+import linecache
+from collections import defaultdict
+from typing import Any
 
 import pytest
+import torch
+from torch import fx
+from torch._dynamo import guards
 
+from mtcompile import compiler
+from mtcompile.capture.joint import joint_key
+from mtcompile.kernels.eager import Built, EagerKernels
 from mtcompile.passes.planning import candidates, frontier
+from mtcompile.passes.step_graph import copy_step
 
 # These look at how good plans are. What all other tests show does not depend on it.
 _SEARCHED_WHOLE = ("tests/passes/planning/", "tests/forecast/test_golden.py")
+# These look at what is traced and measured.
+_TRACED_EACH = ("tests/capture/", "tests/kernels/", "tests/torch_private/")
 _FEW = 2  # plans of a local search, and of each ladder of candidates
 
 
@@ -35,3 +47,53 @@ def short_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(candidates, "MOST_POINTS", _FEW)
         monkeypatch.setattr(candidates, "_AHEAD", (1,))
         monkeypatch.setattr(frontier, "ROUNDS", 1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_captures() -> None:
+    """Lets Dynamo neither time its guards, for which it empties the processor's caches, nor look whether sources changed."""
+    guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[attr-defined]
+    linecache.checkcache = lambda filename=None: None
+
+
+@pytest.fixture(scope="module")
+def traced_graphs() -> dict[Any, fx.GraphModule]:
+    """The joint graphs that the tests of a file have traced."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def measured_kernels() -> defaultdict[str, dict[tuple[str, int], Built]]:
+    """The eager kernels that the tests of a file have measured, by device."""
+    return defaultdict(dict)
+
+
+@pytest.fixture(autouse=True)
+def equal_graphs_are_traced_and_measured_once(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    traced_graphs: dict[Any, fx.GraphModule],
+    measured_kernels: defaultdict[str, dict[tuple[str, int], Built]],
+) -> None:
+    """Lets the tests of a file share joint graphs, by the key under which these are cached between runs, and the bytes that
+    eager kernels need: most compile a model at several budgets. Tests that are long trace and measure for themselves."""
+    if request.node.nodeid.startswith(_TRACED_EACH) or request.node.get_closest_marker("long"):
+        return
+    trace, start = compiler.joint_of, EagerKernels.__init__
+
+    def joint_of(captured: Any, target: Any) -> fx.GraphModule:
+        key = None if target.options.fuses else joint_key(captured.description, captured.tangents)
+        where = key, str(target.device.where), captured.micro
+        if key is None or where not in traced_graphs:
+            joint = trace(captured, target)
+            if key is not None and not joint.meta["constants"]:
+                traced_graphs[where] = copy_step(joint)
+            return joint
+        return copy_step(traced_graphs[where])
+
+    def starting(kernels: EagerKernels, device: torch.device) -> None:
+        start(kernels, device)
+        kernels.known = measured_kernels[str(device)]
+
+    monkeypatch.setattr(compiler, "joint_of", joint_of)
+    monkeypatch.setattr(EagerKernels, "__init__", starting)

@@ -122,10 +122,13 @@ def test_every_budget_from_floor_to_resident_is_met_with_equal_bits(make: Any, o
     assert peaks == sorted(peaks)
 
 
-def test_graph_breaks_and_five_batch_sizes_give_equal_bits() -> None:
+@pytest.mark.parametrize(
+    ("breaks", "sizes"), [((0,), (4, 6, 4, 2)), pytest.param((0, 1), (4, 4, 6, 2, 8, 4, 5, 6), marks=pytest.mark.long)]
+)
+def test_graph_breaks_and_changing_batch_sizes_give_equal_bits(breaks: tuple[int, ...], sizes: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    model = Gpt(layers=3, breaks=(0, 1))
-    batches = [tokens(n) for n in (4, 4, 6, 2, 8, 4, 5, 6)]
+    model = Gpt(layers=len(breaks) + 1, breaks=breaks)
+    batches = [tokens(n) for n in sizes]
     plain = copy.deepcopy(model)
     expected, _ = train(plain, plain, batches)
     actual, _ = train(copied := copy.deepcopy(model), compiled(copied), batches)

@@ -37,12 +37,11 @@ def equal_programs(seeds: range) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, 6))])
-def test_programs_have_the_bits_of_the_plain_run(part: int) -> None:
-    assert equal_programs(range(part * 10, part * 10 + 10)) >= 9
+def test_programs_have_the_bits_of_the_plain_run() -> None:
+    assert equal_programs(range(6)) >= 5
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", range(50))
-def test_many_programs_have_the_bits_of_the_plain_run(part: int) -> None:
-    assert equal_programs(range(1000 + part * 10, 1000 + part * 10 + 10)) >= 9
+@pytest.mark.parametrize("first", [*range(0, 60, 10), *range(1000, 1500, 10)])
+def test_many_programs_have_the_bits_of_the_plain_run(first: int) -> None:
+    assert equal_programs(range(first, first + 10)) >= 9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import threading
 from typing import Any
@@ -27,8 +28,15 @@ from tests.helpers.training import adamw, loss_of
 MODELS = ("decoder", "dropping", "cnn", *(pytest.param(name, marks=pytest.mark.long) for name in ("tied", "chain")))
 
 
-def floor(model: nn.Module, data: dict[str, Any], device: torch.device) -> int:
-    copied = copy.deepcopy(model)
+def repeated(data: dict[str, Any], times: int) -> dict[str, Any]:
+    return {name: value.repeat(times, *([1] * (value.dim() - 1))) for name, value in data.items()}
+
+
+@functools.cache
+def floor(name: str, device: torch.device, times: int = 1) -> int:
+    """The smallest budget of a model for so many times its data."""
+    copied, data = make(name)
+    data = repeated(data, times)
     with pytest.raises(mtcompile.BudgetError) as error:
         mtcompile.compile(copied, memory=1, optimizer=adamw(copied.parameters()), device=device)(**on(device, data))
     return int(error.value.minimum_bytes)
@@ -43,7 +51,7 @@ def compiled_at(model: nn.Module, memory: int | None, device: torch.device, **op
 @pytest.mark.parametrize("name", MODELS)
 def test_bits_are_equal_and_budgets_met_from_the_floor_to_resident(name: str, device: torch.device) -> None:
     model, data = make(name)
-    least = floor(model, data, device)
+    least = floor(name, device)
     for memory in (least, 2 * least, None):
         compiled, optimizer = compiled_at(model, memory, device)
         compare(compiled, optimizer, model, data, device)
@@ -81,7 +89,7 @@ def test_a_step_may_be_driven_from_host_tensors_and_from_a_model_on_the_device(d
         optimizer.step()  # its state is where the parameters are before they go home
         optimizer.zero_grad()
         sent = 4096  # the tokens and labels that are sent there
-        least = floor(model, data, device) + sent
+        least = floor("decoder", device) + sent
         compiled = mtcompile.compile(copied, memory=least, optimizer=optimizer, device=device)
         plain = copy.deepcopy(model).to(device)
         for _ in range(2):
@@ -96,7 +104,7 @@ def test_a_step_may_be_driven_from_host_tensors_and_from_a_model_on_the_device(d
 
 def test_evaluation_and_a_second_size_between_steps_give_equal_bits(device: torch.device) -> None:
     model, data = make("tied")
-    compiled, optimizer = compiled_at(model, 2 * floor(model, data, device), device)
+    compiled, optimizer = compiled_at(model, 2 * floor("tied", device), device)
     compare(compiled, optimizer, model, data, device, steps=2)
     plain = copy.deepcopy(compiled).to(device)
     half = {name: value[: len(value) // 2] for name, value in on(device, data).items()}
@@ -157,8 +165,8 @@ def test_autocast_is_the_devices(device: torch.device) -> None:
 def test_a_parameter_that_was_resident_goes_home_when_a_larger_batch_needs_its_room(device: torch.device) -> None:
     model, data = make("tied")
     small = {name: value[:1] for name, value in data.items()}
-    large = {name: value.repeat(16, *([1] * (value.dim() - 1))) for name, value in data.items()}
-    compiled, optimizer = compiled_at(model, floor(model, large, device), device)
+    large = repeated(data, 16)
+    compiled, optimizer = compiled_at(model, floor("tied", device, 16), device)
     compare(compiled, optimizer, model, small, device, steps=2)
     resident = {p.device.type for p in compiled.parameters()}
     now = copy.deepcopy(compiled).cpu()
@@ -193,20 +201,20 @@ def test_checked_runs_poison_and_delay(device: torch.device, monkeypatch: pytest
     monkeypatch.setenv("MT_CHECK", "1")
     for name in ("decoder", "dropping"):
         model, data = make(name)
-        compiled, optimizer = compiled_at(model, floor(model, data, device), device)
+        compiled, optimizer = compiled_at(model, floor(name, device), device)
         compare(compiled, optimizer, model, data, device, steps=2)
 
 
 def test_a_hundred_steps_give_equal_bits(device: torch.device) -> None:
     model, data = make("dropping")
-    compiled, optimizer = compiled_at(model, floor(model, data, device), device)
+    compiled, optimizer = compiled_at(model, floor("dropping", device), device)
     compare(compiled, optimizer, model, data, device, steps=100)
 
 
 def test_a_trace_is_taken_by_the_devices_clock(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MT_TRACE", "1")
     model, data = make("decoder")
-    compiled, optimizer = compiled_at(model, floor(model, data, device), device)
+    compiled, optimizer = compiled_at(model, floor("decoder", device), device)
     compare(compiled, optimizer, model, data, device, steps=1)
     worked = [i for i, each in enumerate(compiled.schedule.instructions) if each.op in ("run", "copy")]
     assert sorted(record.index for record in compiled.last_trace.records) == worked
@@ -229,7 +237,7 @@ def test_numbers_drawn_on_the_host_are_refused(device: torch.device) -> None:
 
 def test_an_evaluation_between_forward_and_backward_leaves_one_arena(device: torch.device) -> None:
     model, data = make("decoder")
-    compiled, _ = compiled_at(model, int(1.5 * floor(model, data, device)), device)
+    compiled, _ = compiled_at(model, int(1.5 * floor("decoder", device)), device)
     plain = copy.deepcopy(model).to(device)
     data = on(device, data)
     half = {name: value[:1] for name, value in data.items()}
@@ -293,7 +301,7 @@ def test_bits_are_equal_when_copies_come_as_late_as_their_events_permit(
     name: str, device: torch.device, late: list[LateCopies]
 ) -> None:
     model, data = make(name)
-    least = floor(model, data, device)
+    least = floor(name, device)
     for memory in (least, 2 * least):
         compiled, optimizer = compiled_at(model, memory, device)
         compare(compiled, optimizer, model, data, device)
@@ -368,7 +376,7 @@ def test_late_copies_show_a_missing_event(device: torch.device, late: list[LateC
     """The test above can fail."""
     monkeypatch.setattr(cuda.Fence, "wait", lambda *_: None)
     model, data = make("decoder")
-    compiled, optimizer = compiled_at(model, floor(model, data, device), device)
+    compiled, optimizer = compiled_at(model, floor("decoder", device), device)
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
         compare(compiled, optimizer, model, data, device)
 
@@ -377,7 +385,7 @@ def test_where_pinning_is_refused_copies_are_staged_and_the_plan_says_so(
     device: torch.device, late: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, data = make("decoder")
-    compiled, optimizer = compiled_at(model, floor(model, data, device), device)
+    compiled, optimizer = compiled_at(model, floor("decoder", device), device)
 
     def refuse(self: Any, nbytes: int) -> torch.Tensor:
         raise NotPinned("as told")
@@ -393,7 +401,7 @@ def test_where_pinning_is_refused_copies_are_staged_and_the_plan_says_so(
 def test_a_loss_in_chunks_is_near_the_whole_one(device: torch.device) -> None:
     torch.manual_seed(0)
     model, data = make("tied")
-    compiled, optimizer = compiled_at(model, 2 * floor(model, data, device), device, loss_chunks="auto")
+    compiled, optimizer = compiled_at(model, 2 * floor("tied", device), device, loss_chunks="auto")
     plain = copy.deepcopy(model).to(device)
     loss, expected = compiled(**on(device, data)), plain(**on(device, data))
     assert torch.allclose(loss, expected)
@@ -422,7 +430,7 @@ def test_torchs_race_detector_finds_nothing(device: torch.device, monkeypatch: p
     """On a GPU it raises where two streams touch a pointer that no event orders. It sees what runs under its mode: the
     kernels and copies of our phases."""
     model, data = make("decoder")
-    compiled, optimizer = compiled_at(model, floor(model, data, device), device)
+    compiled, optimizer = compiled_at(model, floor("decoder", device), device)
     mode: Any = Seen()
     if device.type == "cuda":
         mode = importlib.import_module("torch.cuda._sanitizer").CUDASanitizerDispatchMode()

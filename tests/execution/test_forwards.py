@@ -4,6 +4,7 @@ the budget."""
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -138,9 +139,15 @@ def same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-def smallest(model: nn.Module, loop: Loop) -> int:
+def made(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+@functools.cache
+def smallest(make: Callable[[], nn.Module], loop: Loop) -> int:
     """The smallest budget that works, as the errors name it."""
-    memory = 1
+    model, memory = made(make), 1
     for _ in range(8):
         try:
             run(mtcompile.compile(copy.deepcopy(model), memory=memory), loop)
@@ -177,9 +184,8 @@ _LONG = (
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in _LONG)) for n in LOOPS])
 def test_bits_are_equal_at_three_budgets(name: str) -> None:
     make, loop = LOOPS[name]
-    torch.manual_seed(0)
-    model = make()
-    expected, least = run(copy.deepcopy(model), loop), smallest(model, loop)
+    least, model = smallest(make, loop), made(make)
+    expected = run(copy.deepcopy(model), loop)
     for memory in (1 << 30, 2 * least, least):
         compiled: Any = mtcompile.compile(copy.deepcopy(model), memory=memory)
         assert same(expected, run(compiled, loop)), f"at {memory} bytes, {least} of which are needed"
@@ -189,12 +195,11 @@ def test_bits_are_equal_at_three_budgets(name: str) -> None:
 
 
 def test_more_forwards_than_fit_are_refused_and_nothing_is_lost() -> None:
-    torch.manual_seed(0)
-    model = Net()
+    memory = smallest(Net, siamese)
+    model = made(Net)
     inputs = [data() for _ in range(3)]
     plain = copy.deepcopy(model)
     sum(plain(x).square().mean() for x in inputs[:2]).backward()
-    memory = smallest(model, siamese)
     compiled = mtcompile.compile(copy.deepcopy(model), memory=memory)
     torch.manual_seed(0)
     first, second = (compiled(x).square().mean() for x in inputs[:2])
@@ -232,8 +237,7 @@ def test_a_step_that_has_learned_how_many_wait_runs_no_forward_twice(monkeypatch
 
 
 def test_an_evicted_forward_notices_changed_weights() -> None:
-    torch.manual_seed(0)
-    model = mtcompile.compile(Net(), memory=smallest(Net(), siamese))
+    model = mtcompile.compile(made(Net), memory=smallest(Net, siamese))
     one, other = model(data()), model(data())
     with torch.no_grad():
         model.layers[0][0].weight.mul_(2)
@@ -270,10 +274,9 @@ def test_backward_runs_once_without_retain_graph() -> None:
 
 
 def test_a_penalty_that_does_not_fit_says_what_it_needs() -> None:
-    torch.manual_seed(0)
-    model = Critic()
+    model, least = made(Critic), smallest(Critic, in_any_order(0))
     with pytest.raises(mtcompile.BudgetError, match=r"create_graph=True.* plain PyTorch") as raised:
-        compiled = mtcompile.compile(copy.deepcopy(model), memory=smallest(model, in_any_order(0)))
+        compiled = mtcompile.compile(copy.deepcopy(model), memory=least)
         penalty(compiled, data(), data())
     compiled = mtcompile.compile(copy.deepcopy(model), memory=raised.value.minimum_bytes)
     torch.manual_seed(1)

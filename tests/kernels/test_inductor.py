@@ -43,13 +43,14 @@ def run(model: torch.nn.Module, memory: int | None, kernels: str) -> tuple[Any, 
         return train(compiled, optimizer, data(), steps=2), compiled
 
 
-def test_inductor_kernels_at_three_budgets(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("halfway", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_inductor_kernels_from_the_floor_to_resident(halfway: bool, capfd: pytest.CaptureFixture[str]) -> None:
     model = small()
     eager, compiled = run(model, None, "eager")
-    full = compiled.memory_report()["planned_peak_device_bytes"]
+    half = compiled.memory_report()["planned_peak_device_bytes"] // 2
     floor = minimum_bytes(model, data())
     by_kernels: dict[Any, Any] = {}
-    for memory in (None, full // 2, int(floor * 1.3)):
+    for memory in (None, *[half] * halfway, int(floor * 1.3)):
         rows, compiled = run(model, memory, "inductor")
         for row, expected in zip(rows[:-1], eager[:-1], strict=True):
             for one, other in zip(row, expected, strict=True):

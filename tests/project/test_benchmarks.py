@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -75,13 +75,17 @@ def test_an_error_of_a_child_is_its_last_line() -> None:
     assert "step-11m/nobody" not in error and "nobody" in error
 
 
-@pytest.mark.slow
-def test_without_a_gpu_nothing_is_run() -> None:
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("command", [("benchmarks.gpu",), ("benchmarks.run", "--suite", "gpu")])
+def test_without_a_gpu_nothing_is_run(
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    for command in (["benchmarks.gpu"], ["benchmarks.run", "--suite", "gpu"]):
-        made = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=False)
-        assert made.returncode == 0 and "nothing was run" in made.stdout
+    monkeypatch.setattr(sys, "argv", list(command))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(command[0], run_name="__main__")
+    assert ended.value.code == 0 and "nothing was run" in capsys.readouterr().out
 
 
 @pytest.mark.slow

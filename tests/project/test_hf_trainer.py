@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow  # it compiles a model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hf_trainer.py"
 QUIET = {"disable_tqdm": True, "use_cpu": True}
+ACCUMULATED = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "optim": "sgd", "warmup_steps": 2}
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +48,10 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize(
     "options",
     [
-        {"eval_strategy": "steps", "eval_steps": 4},
-        {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "optim": "sgd", "warmup_steps": 2},
-        pytest.param({"bf16": True}, marks=pytest.mark.long),
+        {"eval_strategy": "steps", "eval_steps": 4, **ACCUMULATED},
+        *(pytest.param(each, marks=pytest.mark.long) for each in ({}, ACCUMULATED, {"bf16": True})),
     ],
-    ids=["evaluated", "accumulated", "bf16"],
+    ids=["accumulated, evaluated", "plain", "accumulated", "bf16"],
 )
 def test_the_losses_are_those_of_a_plain_model(train: Any, options: dict[str, Any], tmp_path: Path) -> None:
     plain = train(str(tmp_path / "plain"), None, **QUIET, **options)

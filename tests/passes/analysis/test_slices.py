@@ -87,7 +87,6 @@ def test_of_64_experts_the_4_that_are_used_are_fetched(experts: str, monkeypatch
     expected = steps_of(plain, adamw(plain), lambda: None)
     for layer in plain.layers:
         assert [len(used) for used in layer[1].used] == [4] * 4 and len(set(layer[1].used)) >= 3
-    least = smallest_budget(model)
     trained, least = copy.deepcopy(model), smallest_budget(model)
     optimizer = adamw(trained)
     compiled = mtcompile.compile(trained, memory=least, optimizer=optimizer, experts=experts)

@@ -18,7 +18,7 @@ from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
 from tests.helpers.tracing import trace, traced_case
 
 pytestmark = pytest.mark.slow  # it searches for plans
-COUNTS = [6, pytest.param(20, marks=pytest.mark.long)]  # of budgets
+COUNTS = [4, pytest.param(20, marks=pytest.mark.long)]  # of budgets
 SHARES = {"decoder": 0.1, "experts": 0.8}  # of the device memory, while the host's varies
 
 
@@ -44,7 +44,7 @@ class Mixture(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Experts(4, 48) for _ in range(2))
+        self.layers = nn.ModuleList(Experts(3, 48) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
