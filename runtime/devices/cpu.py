@@ -51,6 +51,7 @@ class CpuMemory:
         self.trusted = trusted and not check
         self.views = {} if views is None else views
         self.tensors: dict[str, torch.Tensor] = {}
+        self.borrowed: set[str] = set()  # what was fetched by binding it to the user's own tensor
         self.live = 0  # pooled bytes that are reserved
         self.disk: DiskStore | None = None  # of homes on disk
         self.home_names: Mapping[str, str] = {}  # of homes, as the user knows them
@@ -98,7 +99,8 @@ class CpuMemory:
             self.live -= buffer.nbytes
         if self.check and tensor.numel():
             pooled = buffer.kind == "pooled"
-            self._poison(tensor if pooled else self.views[name], buffer.tier, whole=pooled)
+            if not pooled or name not in self.borrowed:
+                self._poison(tensor if pooled else self.views[name], buffer.tier, whole=pooled)
 
     def _poison(self, tensor: torch.Tensor, tier: Tier, whole: bool) -> None:
         """Overwrite a tensor's bytes; ``whole``: all of its storage, which no other value uses."""
@@ -110,6 +112,7 @@ class CpuMemory:
         for read, write, (target, source) in zip(reads, writes, self._pairs(reads, writes), strict=True):
             if source.data_ptr() % ALIGNMENT and self.schedule.buffers[read].role == "input":
                 self.tensors[write] = source  # such as data[5:10]: the bits of some kernels depend on the address
+                self.borrowed.add(write)
             else:
                 ctypes.memmove(target.data_ptr(), source.data_ptr(), span_nbytes(source))
 
