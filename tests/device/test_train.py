@@ -20,24 +20,11 @@ from mtcompile.execution import runner
 from mtcompile.runtime.devices import cuda
 from mtcompile.runtime.devices.pinned import NotPinned
 from tests.device.models import make
-from tests.device.reference import compare, on
+from tests.device.reference import compare, compiled_at, floor, on
 from tests.device.second import LateCopies
 from tests.helpers.training import adamw, loss_of
 
 MODELS = ("decoder", "dropping", "cnn", *(pytest.param(name, marks=pytest.mark.long) for name in ("tied", "chain")))
-
-
-def floor(model: nn.Module, data: dict[str, Any], device: torch.device) -> int:
-    copied = copy.deepcopy(model)
-    with pytest.raises(mtcompile.BudgetError) as error:
-        mtcompile.compile(copied, memory=1, optimizer=adamw(copied.parameters()), device=device)(**on(device, data))
-    return int(error.value.minimum_bytes)
-
-
-def compiled_at(model: nn.Module, memory: int | None, device: torch.device, **options: Any) -> tuple[Any, Any]:
-    copied = copy.deepcopy(model)
-    optimizer = adamw(copied.parameters())
-    return mtcompile.compile(copied, memory=memory, optimizer=optimizer, device=device, **options), optimizer
 
 
 @pytest.mark.parametrize("name", MODELS)
