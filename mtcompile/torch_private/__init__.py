@@ -41,8 +41,10 @@ from mtcompile.torch_private.dynamo import (
 )
 from mtcompile.torch_private.kernels import (
     AllocatorPeak,
+    attention_backend,
     inductor,
     inductor_cache,
+    kernel_choices,
     probe_inductor,
     profiler_runs,
 )
@@ -87,6 +89,7 @@ __all__ = [
     "accumulating",
     "accumulation_hooks",
     "after_initialization",
+    "attention_backend",
     "break_after",
     "building_without_memory",
     "caches_casts",
@@ -111,6 +114,7 @@ __all__ = [
     "is_graph_break",
     "joint_trace_key",
     "keeps_graph",
+    "kernel_choices",
     "lasting",
     "lazy_modules",
     "leave_out_of_graphs",
