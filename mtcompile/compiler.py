@@ -118,6 +118,8 @@ def compile_step(captured: CapturedStep, target: Target, placement: RunnablePlac
     while True:
         pinned = target.pinned
         best = fastest_loss_head(joint, captured, target, placement)
+        if placement.limit_host(best.planned.plan):
+            continue
         if probing is not None:
             probing.join()
         progress.tell("building kernels")

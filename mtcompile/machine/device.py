@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
 from mtcompile import knobs
+from mtcompile.errors import BudgetError
+from mtcompile.machine.system_files import memory_rooms, smallest_room
 from mtcompile.runtime.devices.cpu import CpuDevice
 from mtcompile.runtime.devices.cuda import CudaDevice
 from mtcompile.runtime.devices.protocol import Device
+from mtcompile.runtime.schedule import gib
 from mtcompile.torch_private import AllocatorPeak
 
+_HOST_RESERVE = 0.05  # share of the host's available memory left to others, so that the kernel need not end this process
 _LEFT_FREE = 0.1  # share of an accelerator's free memory left out of a default budget, for rounding and libraries
 
 
@@ -31,7 +36,27 @@ def choose(device: str | torch.device | None) -> Device:
     if not available:
         raise ValueError(f'expected device to be one that torch sees here, found {str(device)!r}; device="cpu" emulates one')
     where = where if where.index is not None else torch.device(where.type, module.current_device())
-    return CudaDevice(where, ranges=knobs.nvtx())
+    return CudaDevice(where, ranges=knobs.nvtx(), check_host=check_host)
+
+
+def host_room(root: Path = Path("/")) -> tuple[str, int] | None:
+    """Returns what limits the host memory that this process may still take, a control group or the machine, and how many bytes
+    that is, less a reserve; None where the system does not say."""
+    smallest = smallest_room(memory_rooms(root))
+    return None if smallest is None else (smallest[0], max(0, int(smallest[1] * (1 - _HOST_RESERVE))))
+
+
+def check_host(nbytes: int, failed: bool = False) -> None:
+    """Raises BudgetError if the host has no room for ``nbytes`` more, or if the system has refused them (``failed``)."""
+    limit, room = host_room() or ("available", nbytes)
+    if failed or nbytes > room:
+        refused = "the system refused them" if failed and nbytes <= room else f"found {gib(room)} ({limit}, less a reserve)"
+        raise BudgetError(
+            f"expected {gib(nbytes)} of host memory for one allocation, {refused}\n"
+            '  end other processes, pass a smaller host=, with disk="/path:SIZE" for what it has no room for, or see '
+            "mtcompile doctor",
+            nbytes,
+        )
 
 
 def free_nbytes(device: Device) -> int:
