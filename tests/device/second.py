@@ -115,6 +115,7 @@ def _module() -> Any:
         Event=DeviceEvent,
         Stream=DeviceStream,
         stream=stream,
+        device=stream,
         cudart=Driver,
         is_available=lambda: True,
         is_initialized=lambda: True,
