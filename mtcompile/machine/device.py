@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import torch
 
-from mtcompile import knobs
+from mtcompile import knobs, torch_private
 from mtcompile.errors import BudgetError
 from mtcompile.machine.system_files import memory_rooms, smallest_room
 from mtcompile.runtime.devices.cpu import CpuDevice
@@ -35,8 +35,22 @@ def choose(device: str | torch.device | None) -> Device:
         available = False
     if not available:
         raise ValueError(f'expected device to be one that torch sees here, found {str(device)!r}; device="cpu" emulates one')
+    if where.type == "cuda":
+        _set_up_allocator()
     where = where if where.index is not None else torch.device(where.type, module.current_device())
     return CudaDevice(where, ranges=knobs.nvtx(), check_host=check_host)
+
+
+def _set_up_allocator() -> None:
+    """Switches on expandable segments unless the user has set the allocator. Raises ValueError for an allocator that cannot say
+    what was requested from it."""
+    if (backend := torch.cuda.get_allocator_backend()) != "native":
+        raise ValueError(
+            f"expected torch's own allocator, found {backend} (PYTORCH_CUDA_ALLOC_CONF): it does not say what kernels take, "
+            "which a budget needs; leave backend: out of that variable"
+        )
+    if not knobs.allocator_is_the_users():
+        torch_private.expand_segments()
 
 
 def host_room(root: Path = Path("/")) -> tuple[str, int] | None:
@@ -67,6 +81,14 @@ def free_nbytes(device: Device) -> int:
     free, _ = module.mem_get_info(device.where)
     cached = module.memory_reserved(device.where) - module.memory_allocated(device.where)  # torch can reuse these
     return int((free + cached) * (1 - _LEFT_FREE))
+
+
+def peak_reserved_nbytes(device: Device) -> int:
+    """Returns the most bytes that an accelerator's allocator has reserved in this process; 0 for the emulated device."""
+    if device.where.type == "cpu":
+        return 0
+    stats = torch.get_device_module(device.where).memory_stats(device.where)
+    return int(stats.get("reserved_bytes.all.peak", 0))
 
 
 def total_nbytes(device: Device) -> int | None:

@@ -42,6 +42,7 @@ from mtcompile.torch_private.dynamo import (
 from mtcompile.torch_private.kernels import (
     AllocatorPeak,
     attention_backend,
+    expand_segments,
     inductor,
     inductor_cache,
     kernel_choices,
@@ -101,6 +102,7 @@ __all__ = [
     "computing_numpy",
     "counting_losses",
     "dispatch_mode",
+    "expand_segments",
     "expecting_values",
     "export_joint",
     "failed_inside",
