@@ -37,13 +37,14 @@ class Door(RunnablePlacement, Protocol):
     def limit_host(self, plan: Plan) -> bool:
         state = sum(nbytes for name, nbytes in self.state_nbytes().items() if name != "gradients")  # which may be yet to come
         held = min(state, psutil.Process().memory_info().rss)  # taken already, and counted by the plan
-        limit, room = host_room() or ("", plan.peak_bytes["host"])
-        if self.options.host is not None or plan.peak_bytes["host"] <= room + held:
+        needed = plan.peak_bytes.get("host", 0)
+        limit, room = host_room() or ("", needed)
+        if self.options.host is not None or needed <= room + held:
             return False
         there = f"{gib(room + held)} are there ({limit}, less a reserve, and what the model holds already)"
         warnings.warn(
-            f"the fastest plan takes {gib(plan.peak_bytes['host'])} of host memory; {there}, so this is its host= from now on. "
-            "Pass host= to choose it yourself",
+            f"the fastest plan takes {gib(needed)} of host memory; {there}, so this is its host= from now on. Pass host= to "
+            "choose it yourself",
             stacklevel=2,
         )
         self.options = replace(self.options, host=room + held)

@@ -70,7 +70,7 @@ def run_layer_backward(*args: Any) -> Any:
     buffer = torch.cat([grad.flatten() for grad in grads])  # which all gradients of weights are parts of
     parts = [part.view_as(grad) for part, grad in zip(buffer.split([grad.numel() for grad in grads]), grads, strict=True)]
     kept = [value if needed else None for value, needed in zip((dx, dhx, dcx), mask, strict=False)]
-    return (*kept, parts if mask[3] else [None for _ in parts])
+    return (*kept, parts if mask[3] else [])
 
 
 def run_norm(x: Tensor, weight: Tensor, bias: Any, mean: Any, var: Any, training: bool, *how: float) -> tuple[Tensor, ...]:
