@@ -206,6 +206,7 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (  # heading, field, format; a fiel
     ("start s", "start_s", "{:.1f}"),
     ("predicted/measured", "predicted_over_measured", "{:.2f}"),
     ("loss", "loss", "{:.6f}"),
+    ("attention", "attention", "{}"),
 )
 
 

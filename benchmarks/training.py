@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 import mtcompile
 from benchmarks.decoder import Checkpointed, build, text
+from mtcompile import torch_private
 from mtcompile.machine.device import allocator_peak
-from mtcompile.models.decoders import SHAPES, model_flops, parameter_counts
+from mtcompile.models.decoders import SHAPES, Shape, model_flops, parameter_counts
 
 WARMUPS, STEPS = 3, 5
 _SLOW_S, _FEW = 30.0, (1, 3)  # where a step takes longer, so many warm-ups and steps instead
@@ -154,7 +155,7 @@ def measure(name: str, peer: str, memory: int | None) -> dict[str, Any]:
     without = process.memory_info().rss - sum(p.nbytes for p in model.parameters())
     batch = tuple(t.to(device) for t in text(case.batch, case.seq))
     row: dict[str, Any] = {"case": name, "peer": peer, "parameters": parameters, "budget_bytes": memory}
-    row |= {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    row |= {"torch": torch.__version__, "threads": torch.get_num_threads(), "attention": _attention(shape, case.seq, device)}
     model, call, optimizer = PEERS[peer](model, device, memory)
 
     def step() -> tuple[float, float, float]:
@@ -198,6 +199,14 @@ def measure(name: str, peer: str, memory: int | None) -> dict[str, Any]:
     if device.type != "cuda":  # emulated: the allocator's own events, and what is held at all times
         row["peak_bytes"] = row.get("own_peak_bytes") or _peak(model, call, optimizer, batch)
     return row
+
+
+def _attention(shape: Shape, seq: int, device: torch.device) -> str:
+    """The backend that torch chooses for the attention of every peer."""
+    q, k = (
+        torch.empty(1, heads, seq, shape.head_dim, dtype=shape.dtype, device=device) for heads in (shape.heads, shape.kv_heads)
+    )
+    return torch_private.attention_backend(q, k, k)
 
 
 def _wait(device: torch.device) -> None:

@@ -37,7 +37,7 @@ from mtcompile.passes.check import same_computation
 from mtcompile.passes.check_schedule import Given, check_schedule
 from mtcompile.passes.joint.accumulate import Micro, repeat, weights_of
 from mtcompile.passes.joint.build import InputHomes, build
-from mtcompile.passes.joint.exceptions import exceptions
+from mtcompile.passes.joint.exceptions import attention_kernels, exceptions
 from mtcompile.passes.joint.loss_head import chunk_loss
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.lower import Workspace
@@ -118,6 +118,8 @@ def compile_step(captured: CapturedStep, target: Target, placement: RunnablePlac
     while True:
         pinned = target.pinned
         best = fastest_loss_head(joint, captured, target, placement)
+        if placement.limit_host(best.planned.plan):
+            continue
         if probing is not None:
             probing.join()
         progress.tell("building kernels")
@@ -158,6 +160,8 @@ def rewrite_joint(
     contract = [precision.contract(), FUSED if fuses else BIT_EQUAL]
     if not fuses and (differing := exceptions(joint)):
         contract[-1] += f", except ({') and ('.join(differing)})"
+    if kernels := attention_kernels(joint):
+        contract.insert(1, f"attention by {kernels}")
     rewritten = joint if chunks == 1 else copy_step(joint)
     chunks = chunks if chunks == 1 or chunk_loss(rewritten, chunks) else 1
     if micro is not None:

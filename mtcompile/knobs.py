@@ -98,6 +98,17 @@ def transformers_load_in_order() -> Iterator[None]:
             os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = before
 
 
+def products_in_one_order() -> bool:
+    """Lets cuBLAS add in one order, by CUBLAS_WORKSPACE_CONFIG, unless the user has chosen a workspace. Returns False if that
+    one lets it add in several. It counts from the first product of a process on."""
+    return os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8") in (":4096:8", ":16:8")
+
+
+def allocator_is_the_users() -> bool:
+    """Tells whether the user has set torch's allocator, by one of its two variables."""
+    return any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+
+
 def listed() -> dict[str, tuple[str | None, str]]:
     """Returns name -> (value or None, meaning) of every variable above, from the first line of each docstring."""
     variables = {}

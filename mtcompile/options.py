@@ -38,7 +38,7 @@ class DiskBudget:
 class Options:
     """The options of ``mtcompile.compile`` or of the torch.compile backend, checked.
 
-    ``memory``, ``host``: budgets in bytes; None: what is free on the device, no limit on the host. ``disk``: None for no disk;
+    ``memory``, ``host``: budgets in bytes; None: what is free, less a reserve. ``disk``: None for no disk;
     it takes what ``host`` has no room for. ``updates``: None for
     ``update="step"``. ``throttle``: the speeds of the emulated device; None: its own. ``offload``: whether activations may
     wait in host memory. Raises ValueError or TypeError for values that it cannot honour.

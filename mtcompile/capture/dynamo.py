@@ -8,6 +8,7 @@ buffers lifted to inputs.
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 import warnings
 from collections import Counter
@@ -87,22 +88,29 @@ def front_end(
     torch_private.leaving_out_absent_gradients()
     torch_private.tracing_wide_grouped_products()
 
-    variants: list[Callable[..., Any]] = []  # of ``fn``, each captured with other values; the one that ran last is the first
+    # ``fn`` by the settings that choose kernels: variants, each captured with other values; the one that ran last is the first
+    captures: dict[tuple[Any, ...], list[Callable[..., Any]]] = {}
+
+    def variant() -> Callable[..., Any]:
+        if state.in_parts:  # a backend of its own: Dynamo keeps captures of inner functions by their code and the backend
+            return torch.compile(_copied(fn), backend=functools.partial(checked_part), dynamic=False)
+        return torch.compile(_copied(fn), backend=checked, fullgraph=True, dynamic=False)
 
     @torch_private.one_at_a_time
     def call(*args: Any, **kwargs: Any) -> Any:
         if state.is_full():
-            variants.clear()
+            captures.clear()
             drop()
-        for variant in tuple(variants):
+        variants = captures.setdefault(torch_private.kernel_choices(), [])
+        for _ in tuple(variants):
             with contextlib.suppress(torch_private.OtherValues):
-                return captured(variant, args, kwargs)
+                return captured(variants, args, kwargs)
             variants.append(variants.pop(0))
-        variants.insert(0, torch.compile(_copied(fn), backend=checked, fullgraph=True, dynamic=False))
+        variants.insert(0, variant())
         with progress.doing("capturing the forward"):
-            return captured(variants[0], args, kwargs)
+            return captured(variants, args, kwargs)
 
-    def captured(variant: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def captured(variants: list[Callable[..., Any]], args: Any, kwargs: Any) -> Any:
         try:
             with (
                 settings[state.in_parts],
@@ -114,7 +122,7 @@ def front_end(
                 torch_private.computing_numpy(device),
                 torch_private.taking_known_values(state.takes, known_shapes.shaped),
             ):
-                return variant(*args, **kwargs)
+                return variants[0](*args, **kwargs)
         except torch_private.OtherValues:
             raise
         except Exception as error:
@@ -123,12 +131,12 @@ def front_end(
                 raise
             open_to_others = not isinstance(cause, MtcompileError) or type(cause) in (CaptureError, NotOneGraph)
             if open_to_others and state.concede():
-                return captured(variant, args, kwargs)
+                return captured(variants, args, kwargs)
             if in_parts and not state.in_parts and _breaks(cause, error):
                 state.part(*why_and_where(cause or error, str(error)))
-                variants[:] = [torch.compile(_copied(fn), backend=checked_part, dynamic=False)]
+                variants[:] = [variant()]
                 with torch_private.without_break_warnings():
-                    return captured(variants[0], args, kwargs)
+                    return captured(variants, args, kwargs)
             if isinstance(cause, MtcompileError):
                 refuse(with_place(cause, error), error)
             if cause is None or torch_private.failed_inside(error):

@@ -92,15 +92,12 @@ def joint_key(description: Description, tangents: Tangents) -> str | None:
 def trace_settings(device: torch.device) -> tuple[Any, ...]:
     """The settings that decide, beside the graph itself, which operations a trace for ``device`` consists of, as far as torch's
     key does not hold them."""
-    sdp = torch.backends.cuda
     return (
         autocast_state(device),
         torch.get_default_dtype(),
         str(torch.get_default_device()),
         torch.get_float32_matmul_precision(),
-        (sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled(), sdp.cudnn_sdp_enabled()),
-        torch.backends.mha.get_fastpath_enabled(),
-        torch.backends.mkldnn.enabled,
+        torch_private.kernel_choices(),
         torch.backends.cpu.get_cpu_capability(),
     )
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
+import psutil
 import torch
 
 from mtcompile.execution.compiled import Frame
 from mtcompile.execution.placement import RunnablePlacement
+from mtcompile.machine.device import host_room
+from mtcompile.options import Options
+from mtcompile.passes.plan import Plan
+from mtcompile.runtime.schedule import gib
 
 
 class Door(RunnablePlacement, Protocol):
@@ -24,6 +31,24 @@ class Door(RunnablePlacement, Protocol):
         """Tells whether forwards that wait at the same time need a plan under which all of them fit. Otherwise a forward that
         finds no room evicts the others, which run again before their backward."""
         return False
+
+    options: Options
+
+    def limit_host(self, plan: Plan) -> bool:
+        state = sum(nbytes for name, nbytes in self.state_nbytes().items() if name != "gradients")  # which may be yet to come
+        held = min(state, psutil.Process().memory_info().rss)  # taken already, and counted by the plan
+        needed = plan.peak_bytes.get("host", 0)
+        limit, room = host_room() or ("", needed)
+        if self.options.host is not None or needed <= room + held:
+            return False
+        there = f"{gib(room + held)} are there ({limit}, less a reserve, and what the model holds already)"
+        warnings.warn(
+            f"the fastest plan takes {gib(needed)} of host memory; {there}, so this is its host= from now on. Pass host= to "
+            "choose it yourself",
+            stacklevel=2,
+        )
+        self.options = replace(self.options, host=room + held)
+        return True
 
     sent_nbytes: int = 0  # device bytes of the arguments that the current call has sent there
 

@@ -24,8 +24,9 @@ from mtcompile.execution.plain.sizes import size_of_call, tensors_in
 from mtcompile.execution.plain.steps import PlainSteps, may_be_plain
 from mtcompile.execution.program import Collector, DifferentMicroBatches, MicroBatchCalls, Program
 from mtcompile.execution.session import Session
-from mtcompile.machine.device import free_nbytes, total_nbytes
+from mtcompile.machine.device import free_nbytes, peak_reserved_nbytes, total_nbytes
 from mtcompile.options import Options
+from mtcompile.runtime.devices.caching import needed_nbytes
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import gib
 
@@ -158,13 +159,22 @@ class CompiledModel:
             "budget_device_bytes": self.options.memory,
             "peak_device_bytes": session.peak_device_bytes,
             "planned_peak_device_bytes": session.planned_device_bytes,
-            "budget_host_bytes": self.options.host,
+            **self._reserved_report(),
+            "budget_host_bytes": self.door.options.host,
             "peak_host_bytes": session.peak_host_bytes,
             "planned_peak_host_bytes": planned.get("host", 0),
             **self._disk_report(planned),
             "state_bytes": sum(state.values()),
             **{f"{name}_bytes": nbytes for name, nbytes in state.items()},
         }
+
+    def _reserved_report(self) -> dict[str, int]:
+        """Returns what torch's allocator reserves on an accelerator: as simulated for the plan, and as measured."""
+        device, last = self.session.device, self.session.last
+        if device.where.type == "cpu":
+            return {}
+        planned = needed_nbytes(last.schedule) if last else 0
+        return {"planned_reserved_device_bytes": planned, "peak_reserved_device_bytes": peak_reserved_nbytes(device)}
 
     def _disk_report(self, planned: Mapping[str, int]) -> dict[str, Any]:
         if self.options.disk is None:

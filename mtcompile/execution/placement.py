@@ -13,6 +13,7 @@ from mtcompile.options import FEWEST, Options
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.generators import generator_nbytes
 from mtcompile.passes.joint.build import InputHomes
+from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.disk.limits import NotWorthwhile
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
 from mtcompile.passes.step_graph import calls, has_random, is_convert
@@ -38,6 +39,10 @@ class RunnablePlacement(Placement, Protocol):
 
     def give_up_residents(self, error: DoesNotFit) -> bool:
         """Sends resident parameters home if that may make planning succeed. Tells whether it sent any."""
+        return False
+
+    def limit_host(self, plan: Plan) -> bool:
+        """Sets the host budget that there is by default, if a plan takes more. Tells whether it has set one."""
         return False
 
     def refusal(self, error: DoesNotFit) -> BudgetError:

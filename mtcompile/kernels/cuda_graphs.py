@@ -30,11 +30,12 @@ class Graphs:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._side: Any = None  # one for all: the allocator keeps memory of each stream apart, for good
 
     def capture(self, call: Callable[[], Sequence[torch.Tensor]]) -> tuple[Callable[[], None], Sequence[torch.Tensor]]:
         """Records ``call``. Returns a function that replays it, and the results that each replay writes."""
         with torch.cuda.device(self.device):
-            side = torch.cuda.Stream()
+            side = self._side = self._side or torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):  # libraries allocate on their first run, which a graph cannot record
                 call()

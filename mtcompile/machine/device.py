@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from mtcompile import knobs
+from mtcompile import knobs, torch_private
+from mtcompile.errors import BudgetError
+from mtcompile.machine.system_files import memory_rooms, smallest_room
 from mtcompile.runtime.devices.cpu import CpuDevice
 from mtcompile.runtime.devices.cuda import CudaDevice
 from mtcompile.runtime.devices.protocol import Device
+from mtcompile.runtime.schedule import gib
 from mtcompile.torch_private import AllocatorPeak
 
+_HOST_RESERVE = 0.05  # share of the host's available memory left to others, so that the kernel need not end this process
 _LEFT_FREE = 0.1  # share of an accelerator's free memory left out of a default budget, for rounding and libraries
 
 
@@ -30,8 +35,42 @@ def choose(device: str | torch.device | None) -> Device:
         available = False
     if not available:
         raise ValueError(f'expected device to be one that torch sees here, found {str(device)!r}; device="cpu" emulates one')
+    if where.type == "cuda":
+        _set_up_allocator()
     where = where if where.index is not None else torch.device(where.type, module.current_device())
-    return CudaDevice(where, ranges=knobs.nvtx())
+    return CudaDevice(where, ranges=knobs.nvtx(), check_host=check_host)
+
+
+def _set_up_allocator() -> None:
+    """Switches on expandable segments unless the user has set the allocator. Raises ValueError for an allocator that cannot say
+    what was requested from it."""
+    if (backend := torch.cuda.get_allocator_backend()) != "native":
+        raise ValueError(
+            f"expected torch's own allocator, found {backend} (PYTORCH_CUDA_ALLOC_CONF): it does not say what kernels take, "
+            "which a budget needs; leave backend: out of that variable"
+        )
+    if not knobs.allocator_is_the_users():
+        torch_private.expand_segments()
+
+
+def host_room(root: Path = Path("/")) -> tuple[str, int] | None:
+    """Returns what limits the host memory that this process may still take, a control group or the machine, and how many bytes
+    that is, less a reserve; None where the system does not say."""
+    smallest = smallest_room(memory_rooms(root))
+    return None if smallest is None else (smallest[0], max(0, int(smallest[1] * (1 - _HOST_RESERVE))))
+
+
+def check_host(nbytes: int, failed: bool = False) -> None:
+    """Raises BudgetError if the host has no room for ``nbytes`` more, or if the system has refused them (``failed``)."""
+    limit, room = host_room() or ("available", nbytes)
+    if failed or nbytes > room:
+        refused = "the system refused them" if failed and nbytes <= room else f"found {gib(room)} ({limit}, less a reserve)"
+        raise BudgetError(
+            f"expected {gib(nbytes)} of host memory for one allocation, {refused}\n"
+            '  end other processes, pass a smaller host=, with disk="/path:SIZE" for what it has no room for, or see '
+            "mtcompile doctor",
+            nbytes,
+        )
 
 
 def free_nbytes(device: Device) -> int:
@@ -42,6 +81,14 @@ def free_nbytes(device: Device) -> int:
     free, _ = module.mem_get_info(device.where)
     cached = module.memory_reserved(device.where) - module.memory_allocated(device.where)  # torch can reuse these
     return int((free + cached) * (1 - _LEFT_FREE))
+
+
+def peak_reserved_nbytes(device: Device) -> int:
+    """Returns the most bytes that an accelerator's allocator has reserved in this process; 0 for the emulated device."""
+    if device.where.type == "cpu":
+        return 0
+    stats = torch.get_device_module(device.where).memory_stats(device.where)
+    return int(stats.get("reserved_bytes.all.peak", 0))
 
 
 def total_nbytes(device: Device) -> int | None:

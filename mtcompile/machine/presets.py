@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from mtcompile import cache, knobs
+from mtcompile import cache, knobs, progress
 from mtcompile.errors import did_you_mean, nearest_file
+from mtcompile.machine.cards import difference, scaled
 from mtcompile.machine.device import choose
 from mtcompile.machine.measure import MeasuredMachine, identity, measure
 from mtcompile.machine.timing import QUICK
@@ -55,9 +56,9 @@ _STAGED_GBPS = 6.0  # of copies through pageable memory: one thread copies into 
 
 
 def machine_of(where: torch.device, fuses: bool, staged: bool) -> Machine:
-    """Returns the machine that plans for a device assume: as ``mtcompile doctor`` measured it last, else by its preset; always
-    by its preset with MT_MEASURED=0. ``fuses``: kernels are Inductor's; ``staged``: host memory could not be pinned, so copies
-    go through a ring of pinned chunks."""
+    """Returns the machine that plans for a device assume: as measured last, by ``mtcompile doctor`` or because it is another
+    card than its preset's, else by its preset; always by its preset with MT_MEASURED=0. ``fuses``: kernels are Inductor's;
+    ``staged``: host memory could not be pinned, so copies go through a ring of pinned chunks."""
     machine = _measured_before(where) if knobs.measured() else None
     if machine is not None:
         machine = replace(machine, name=f"{machine.name}, measured by doctor")
@@ -77,9 +78,26 @@ def _accelerator(where: torch.device) -> Machine:
     properties: Any = torch.get_device_module(where).get_device_properties(where)
     name = str(properties.name)
     if parts := [part for part in _PRESET_OF if part in name]:
-        return PRESETS[_PRESET_OF[max(parts, key=len)]]
+        preset = PRESETS[_PRESET_OF[max(parts, key=len)]]
+        other = difference(properties, preset)
+        return preset if not other else _other_card(where, preset, other)
     units = int(getattr(properties, "multi_processor_count", 1))
     return Machine(name, _FLOPS_PER_UNIT * units, 20.0 * units, 25.0, 25.0)
+
+
+def _other_card(where: torch.device, preset: Machine, why: str) -> Machine:
+    """Measures a card that is not that of its preset, once: what is remembered serves from then on. By the preset's share where
+    it cannot be measured, and with MT_MEASURED=0."""
+    properties: Any = torch.get_device_module(where).get_device_properties(where)
+    if not knobs.measured():
+        return scaled(properties, preset)
+    try:
+        with progress.doing(f"measuring {properties.name}, which is no {preset.name}: {why}"):
+            measured = measure(choose(where), QUICK, scratch_folder())
+    except (RuntimeError, OSError):  # no room, on the card or on the host
+        return scaled(properties, preset)
+    remember(where, measured)
+    return measured.machine
 
 
 def named(machine: str | Machine) -> Machine:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mtcompile.parity.determinism import deterministic
 from mtcompile.parity.reference import CompiledSide, PlainSide
 from mtcompile.parity.workload import TrainingSetup, prepare_workload, setup_of
 from mtcompile.passes.generators import generator_state, rng_preserved, set_generator_state
@@ -173,17 +173,6 @@ def _compare_steps(
         reference=plain.about(),
         notes=tuple(comparison.notes),
     )
-
-
-@contextlib.contextmanager
-def deterministic(where: torch.device) -> Iterator[None]:
-    """Makes a GPU sum in one order, for both sides."""
-    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(before or where.type != "cpu", warn_only=warned or not before)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warned)
 
 
 def _beyond_rounding(difference: Difference, model: nn.Module) -> bool:

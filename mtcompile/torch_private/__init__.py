@@ -41,8 +41,11 @@ from mtcompile.torch_private.dynamo import (
 )
 from mtcompile.torch_private.kernels import (
     AllocatorPeak,
+    attention_backend,
+    expand_segments,
     inductor,
     inductor_cache,
+    kernel_choices,
     probe_inductor,
     profiler_runs,
 )
@@ -87,6 +90,7 @@ __all__ = [
     "accumulating",
     "accumulation_hooks",
     "after_initialization",
+    "attention_backend",
     "break_after",
     "building_without_memory",
     "caches_casts",
@@ -98,6 +102,7 @@ __all__ = [
     "computing_numpy",
     "counting_losses",
     "dispatch_mode",
+    "expand_segments",
     "expecting_values",
     "export_joint",
     "failed_inside",
@@ -111,6 +116,7 @@ __all__ = [
     "is_graph_break",
     "joint_trace_key",
     "keeps_graph",
+    "kernel_choices",
     "lasting",
     "lazy_modules",
     "leave_out_of_graphs",

@@ -1,4 +1,4 @@
-"""Inductor, one kernel at a time; and what kernels allocate, by the allocator's own events."""
+"""Inductor, one kernel at a time; what chooses kernels; and what they allocate, by the allocator's own events."""
 
 from __future__ import annotations
 
@@ -44,6 +44,29 @@ def inductor_cache() -> str:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return str(cache_dir())
+
+
+def kernel_choices() -> tuple[Any, ...]:
+    """The settings that choose, while a program is traced, which of several kernels it calls: the backends of attention that
+    are on, and their order; cuDNN, oneDNN, and the fast path of attention layers."""
+    sdp = torch.backends.cuda
+    backends = (sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled(), sdp.cudnn_sdp_enabled())
+    libraries = torch.backends.cudnn.enabled, torch.backends.mkldnn.enabled, torch.backends.mha.get_fastpath_enabled()
+    return backends, tuple(torch._C._get_sdp_priority_order()), *libraries
+
+
+def attention_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+    """Names the backend that torch chooses for causal attention of ``q`` (batch, heads, tokens, width) over ``k`` and ``v``."""
+    grouped = q.shape[1] != k.shape[1]
+    choice = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=grouped)
+    return torch.nn.attention.SDPBackend(choice).name.lower().removesuffix("_attention").replace("_", " ")
+
+
+def expand_segments() -> None:
+    """Lets torch's allocator on a GPU grow its segments from now on, page by page. Without that it leaves more of its memory
+    unused between what it has given out. Nothing changes where the system cannot do that."""
+    with contextlib.suppress(RuntimeError, AttributeError):
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 def profiler_runs() -> bool:

@@ -23,6 +23,8 @@ import torch
 from torch._C import DispatchKey
 from torch._ops import OpOverload, OpOverloadPacket
 
+from mtcompile.torch_private.cudnn import recurrent
+from mtcompile.torch_private.cudnn.batch_norm import cudnn_batch_norm
 from mtcompile.torch_private.thread_setting import ThreadSetting
 
 aten = torch.ops.aten
@@ -30,10 +32,12 @@ aten = torch.ops.aten
 # Python kernels that a trace needs, each with the reason.
 _NEEDED = {
     aten.native_batch_norm.default,  # changes its running statistics, which its schema does not say: so would the trace not
-    aten.cudnn_batch_norm.default,  # likewise
     aten.dropout.default,  # saves a mask of one byte per element, where the plain one saves numbers; the passes round it alike
 }
 _COMPOSED = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
+
+# Where eager runs cuDNN, and torch's Python kernel something else: what a trace runs.
+_STAND_INS = {aten.cudnn_batch_norm.default: cudnn_batch_norm, **recurrent.stand_ins()}
 
 _lock = threading.Lock()
 _taken: dict[OpOverload[..., Any], dict[Any, Any]] = {}  # the kernels that are out, by operator
@@ -64,6 +68,8 @@ def _take_python_kernels() -> None:
         if kernels := {key: operator.py_kernels.pop(key) for key in _COMPOSED if key in operator.py_kernels}:
             _taken[operator] = kernels
             operator._dispatch_cache.clear()
+    for operator, stand_in in _STAND_INS.items():
+        operator.py_kernels.update(dict.fromkeys(_taken.get(operator, ()), stand_in))
 
 
 def _put_python_kernels_back() -> None:

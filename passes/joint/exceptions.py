@@ -1,4 +1,4 @@
-"""Tells where a joint graph cannot have the bits of plain PyTorch, by what is in it."""
+"""Tells where a joint graph cannot have the bits of plain PyTorch, by what is in it, and which attention it calls."""
 
 from __future__ import annotations
 
@@ -39,6 +39,22 @@ def exceptions(joint: fx.GraphModule) -> list[str]:
     if cast := [f"{name} (to {dtype})" for name, dtype in _cast_at_each_use(joint)]:
         sentences.append(f"if autocast casts it, the gradient of {_listed(cast)}: plain PyTorch adds its uses up in that dtype")
     return sentences
+
+
+_ATTENTION = {  # parts of the names of ATen's operations -> the backend, as torch.nn.attention.SDPBackend names it
+    "_flash_attention": "flash",
+    "_efficient_attention": "memory-efficient",
+    "_cudnn_attention": "cuDNN",
+    "_fused_attention_overrideable": "overrideable",
+}
+
+
+def attention_kernels(joint: fx.GraphModule) -> str:
+    """Names the backends that torch chose for ``scaled_dot_product_attention``; "" if no call takes one: that of plain products
+    has no operation of its own."""
+    calls = [str(n.target) for n in joint.graph.nodes if n.op == "call_function" and "_scaled_dot_product" in str(n.target)]
+    chosen = [name for call in calls if "backward" not in call for part, name in _ATTENTION.items() if part in call]
+    return ", ".join(dict.fromkeys(chosen))
 
 
 def _by_values(joint: fx.GraphModule) -> Iterator[str]:

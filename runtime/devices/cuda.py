@@ -220,21 +220,32 @@ class CudaDevice:
     """One GPU (or what torch drives alike): its streams, its arenas, and the host memory that its copies reach.
 
     ``staging``: the rings that copies go through once the driver has refused to pin host memory; None before. ``ranges``:
-    whether to issue NVTX ranges.
+    whether to issue NVTX ranges. ``check_host(nbytes, failed)``: raises where the host has no room for an allocation, or has
+    refused it.
     """
 
-    def __init__(self, where: torch.device, api: Api | None = None, ranges: bool = False) -> None:
-        self.where, self.ranges = where, ranges
+    def __init__(
+        self,
+        where: torch.device,
+        api: Api | None = None,
+        ranges: bool = False,
+        check_host: Callable[[int, bool], None] = lambda nbytes, failed: None,
+    ) -> None:
+        self.where, self.ranges, self.check_host = where, ranges, check_host
         self.api = api or Api(where)
         self.streams = Streams(self.api)
         self.staging: dict[Queue, Staging] | None = None
 
     def arena(self, tier: Tier, nbytes: int) -> torch.Tensor:
-        """Return ``nbytes`` of a tier's memory."""
+        """Return ``nbytes`` of a tier's memory. Pinned memory cannot be swapped, so what does not fit is refused before."""
         if tier == "device":
             return arena(nbytes, self.where)
+        self.check_host(nbytes, False)
         try:
             return self.api.pin(nbytes) if nbytes else arena(0)
+        except OSError:  # of mmap
+            self.check_host(nbytes, True)
+            raise
         except NotPinned:
             if self.staging is None:
                 self.staging = {queue: Staging(self.api, self._chunks()) for queue in _COPYING}

@@ -70,7 +70,7 @@ class Api:
     def pin(self, nbytes: int) -> torch.Tensor:
         """Return page-locked host memory. Raises NotPinned."""
         try:
-            return pinned(nbytes, self.module.cudart(), self.synchronize)
+            return pinned(nbytes, self.module.cudart(), self.synchronize, lambda: self.module.device(self.device))
         except NotPinned:
             with contextlib.suppress(RuntimeError):  # the refusal stays the thread's last error until a launch reports it
                 torch.empty(1, device=self.device).fill_(0)

@@ -3,6 +3,7 @@ memory and a small ring of page-locked chunks."""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import weakref
 from collections import deque
@@ -65,21 +66,32 @@ class NotPinned(RuntimeError):
     """Raised when the driver refuses to pin so many bytes (a container's limit on locked memory, or WSL's on pinned)."""
 
 
-def pinned(nbytes: int, runtime: Any, synchronize: Callable[[], None]) -> torch.Tensor:
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+
+
+def pinned(
+    nbytes: int,
+    runtime: Any,
+    synchronize: Callable[[], None],
+    current: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> torch.Tensor:
     """Returns ``nbytes`` of page-locked host memory, rounded up to pages only (torch's own rounds up to powers of two).
 
     ``runtime``: torch.cuda.cudart(). ``synchronize``: waits for the device, whose copies may still be in flight when the
-    last tensor is freed. Raises NotPinned, and then holds nothing."""
+    last tensor is freed. ``current``: makes the device this thread's current one; the runtime would open a context on another.
+    Raises NotPinned, and then holds nothing; OSError where the system has no memory."""
     memory = mmap.mmap(-1, max(nbytes, 1))
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    code = int(runtime.cudaHostRegister(tensor.data_ptr(), len(memory), 0))
+    with current():
+        code = int(runtime.cudaHostRegister(tensor.data_ptr(), len(memory), _PORTABLE))
     if code:
         raise NotPinned(f"cudaHostRegister refused {nbytes} bytes with error {code}")
     pointer = tensor.data_ptr()
 
     def release() -> None:
-        synchronize()
-        runtime.cudaHostUnregister(pointer)
+        with current():
+            synchronize()
+            runtime.cudaHostUnregister(pointer)
 
     weakref.finalize(tensor.untyped_storage(), release).atexit = False  # the process takes its memory with it
     return tensor[:nbytes]

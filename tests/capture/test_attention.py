@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 import mtcompile
 
@@ -89,3 +92,38 @@ def test_an_encoder_asks_about_the_mask_of_each_call() -> None:
     with torch.no_grad():
         for mask in (WITH_A_GAP, PADDED, WITH_A_GAP):
             assert torch.equal(called(x, src_key_padding_mask=mask), model(x, src_key_padding_mask=mask))
+
+
+class Causal(nn.Module):
+    """``limit``: parts the forward, which looks at its result."""
+
+    def __init__(self, limit: float | None = None) -> None:
+        super().__init__()
+        self.project, self.limit = nn.Linear(16, 48), limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).view(2, 64, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        loss = scaled_dot_product_attention(q, k, v, is_causal=True).square().mean()
+        return loss * 2 if self.limit is not None and loss.item() > self.limit else loss
+
+
+@pytest.mark.parametrize("limit", [None, 1e9], ids=["whole", "in parts"])
+def test_a_call_takes_the_backend_that_is_chosen_around_it(limit: float | None) -> None:
+    torch.manual_seed(0)
+    plain, x = Causal(limit), torch.randn(2, 64, 16)
+    compiled = mtcompile.compile(copy.deepcopy(plain), memory="64MiB")
+    flash, products = SDPBackend.FLASH_ATTENTION, SDPBackend.MATH
+    different = []
+    for backend in (flash, products, flash):
+        with sdpa_kernel(backend), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of parts
+            gradients = [torch.autograd.grad(model(x), list(model.parameters())) for model in (plain, compiled)]
+        assert all(map(torch.equal, *gradients)), backend
+        different.append(gradients[0][0])
+    assert not torch.equal(different[0], different[1]), "the two backends round differently, or this shows nothing"
+
+
+def test_the_plan_names_the_backend() -> None:
+    model = mtcompile.compile(Causal(), memory="64MiB")
+    model(torch.randn(2, 64, 16)).backward()
+    assert "attention by flash" in model.plan.numerics

@@ -3,19 +3,17 @@ collected apart from the others, since loading that device changes the process."
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
+from mtcompile import knobs
 from tests.device import second
 
 CUDA = torch.cuda.is_available()
 collect_ignore_glob: list[str] = []
-if CUDA:  # kernels whose sums have one order, for both sides
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cudnn.deterministic = True
+if CUDA:  # kernels whose sums have one order, for both sides; torch only warns of attention's unless it is strict
+    knobs.products_in_one_order()
+    torch.use_deterministic_algorithms(True)
 elif torch.version.cuda is None:
     second.load()
 else:  # a CUDA build of torch allows no second device

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+import mtcompile
 from mtcompile.passes.generators import generator_state, set_generator_state
 from tests.helpers.training import MakeOptimizer, adamw, loss_of
 
@@ -70,3 +72,16 @@ def compare(
         optimizer.zero_grad()
         updates.zero_grad()
         plain.zero_grad()
+
+
+def floor(model: nn.Module, data: dict[str, Any], device: torch.device) -> int:
+    copied = copy.deepcopy(model)
+    with pytest.raises(mtcompile.BudgetError) as error:
+        mtcompile.compile(copied, memory=1, optimizer=adamw(copied.parameters()), device=device)(**on(device, data))
+    return int(error.value.minimum_bytes)
+
+
+def compiled_at(model: nn.Module, memory: int | None, device: torch.device, **options: Any) -> tuple[Any, Any]:
+    copied = copy.deepcopy(model)
+    optimizer = adamw(copied.parameters())
+    return mtcompile.compile(copied, memory=memory, optimizer=optimizer, device=device, **options), optimizer

@@ -50,19 +50,20 @@ class LateCopies(FakeCuda):
         self._do_next(stream)
 
 
-def built() -> Path:
-    """The shared library, compiled once per version of its source and of torch."""
+def built(source: Path = SOURCE) -> Path:
+    """The shared library of a source, compiled once per version of it and of torch."""
     from torch.utils import cpp_extension
 
-    key = hashlib.sha256(f"{torch.__version__} {sys.version} {SOURCE.read_text()}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{torch.__version__} {sys.version} {source.read_text()}".encode()).hexdigest()[:16]
     library = Path(tempfile.gettempdir(), f"mtcompile-second-device-{os.getuid()}", f"{key}.so")
     if not library.exists():
         library.parent.mkdir(exist_ok=True)
         new = library.with_suffix(f".{os.getpid()}")
         abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-        where = f"-L{Path(torch.__file__).parent / 'lib'}"
+        libraries = Path(torch.__file__).parent / "lib"
+        where = [f"-L{libraries}", f"-Wl,-rpath,{libraries}"]
         include = [f"-I{path}" for path in cpp_extension.include_paths()]
-        command = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", abi, *include, str(SOURCE), "-o", str(new), where]
+        command = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", abi, *include, str(source), "-o", str(new), *where]
         subprocess.run([*command, "-lc10", "-ltorch_cpu", "-ltorch"], check=True, capture_output=True)
         new.replace(library)
     return library
@@ -114,6 +115,7 @@ def _module() -> Any:
         Event=DeviceEvent,
         Stream=DeviceStream,
         stream=stream,
+        device=stream,
         cudart=Driver,
         is_available=lambda: True,
         is_initialized=lambda: True,

@@ -21,7 +21,8 @@ from mtcompile.execution import runner
 from mtcompile.runtime.devices import cuda
 from mtcompile.runtime.devices.pinned import NotPinned
 from tests.device.models import make
-from tests.device.reference import compare, on
+from tests.device.reference import compare, compiled_at, on
+from tests.device.reference import floor as floor_of
 from tests.device.second import LateCopies
 from tests.helpers.training import adamw, loss_of
 
@@ -35,17 +36,8 @@ def repeated(data: dict[str, Any], times: int) -> dict[str, Any]:
 @functools.cache
 def floor(name: str, device: torch.device, times: int = 1) -> int:
     """The smallest budget of a model for so many times its data."""
-    copied, data = make(name)
-    data = repeated(data, times)
-    with pytest.raises(mtcompile.BudgetError) as error:
-        mtcompile.compile(copied, memory=1, optimizer=adamw(copied.parameters()), device=device)(**on(device, data))
-    return int(error.value.minimum_bytes)
-
-
-def compiled_at(model: nn.Module, memory: int | None, device: torch.device, **options: Any) -> tuple[Any, Any]:
-    copied = copy.deepcopy(model)
-    optimizer = adamw(copied.parameters())
-    return mtcompile.compile(copied, memory=memory, optimizer=optimizer, device=device, **options), optimizer
+    model, data = make(name)
+    return floor_of(model, repeated(data, times), device)
 
 
 @pytest.mark.parametrize("name", MODELS)

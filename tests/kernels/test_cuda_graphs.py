@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,6 +25,26 @@ from tests.helpers.training import adamw, same, train
 pytestmark = pytest.mark.slow  # it compiles many models
 
 CPU = torch.device("cpu")
+
+
+def test_all_captures_are_on_one_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: list[Any] = []
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None: ...
+
+    def graph(graph: Any, stream: Any, capture_error_mode: str) -> contextlib.AbstractContextManager[None]:
+        streams.append(stream)
+        return contextlib.nullcontext()
+
+    main = Stream()
+    fakes = {"Stream": Stream, "current_stream": lambda: main, "graph": graph, "CUDAGraph": Mock}
+    for name, fake in {**fakes, "device": contextlib.nullcontext, "stream": contextlib.nullcontext}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    graphs = cuda_graphs.Graphs(torch.device("cuda", 0))
+    for _ in range(3):
+        graphs.capture(lambda: [torch.zeros(1)])
+    assert len(streams) == 3 and len({id(stream) for stream in streams}) == 1 and streams[0] is not main
 
 
 class Replaying:

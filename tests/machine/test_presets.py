@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from mtcompile.machine import presets
+from mtcompile.machine.measure import MeasuredMachine
 from mtcompile.machine.presets import PRESETS, named
+from mtcompile.passes.analysis.cost import Machine
 
 
 def test_machines_come_from_presets_and_files(tmp_path: Path) -> None:
@@ -23,3 +30,73 @@ def test_machines_come_from_presets_and_files(tmp_path: Path) -> None:
             named(str(path))
     with pytest.raises(ValueError, match="expected machine to be one of h200-sxm"):
         named("abacus")
+
+
+def card(name: str, units: int = 132, clock: int = 1980, gigabytes: int = 80) -> Any:
+    return SimpleNamespace(name=name, multi_processor_count=units, clock_rate=clock * 1000, total_memory=gigabytes * 10**9)
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Any], Machine]:
+    """Plans for a card of these properties; ``measured`` notes each that is measured."""
+    measured: list[str] = []
+
+    def planned(properties: Any, measurable: bool = True) -> Machine:
+        def measure(*_: Any) -> MeasuredMachine:
+            measured.append(properties.name)
+            if not measurable:
+                raise torch.OutOfMemoryError("no room")
+            return MeasuredMachine(Machine(properties.name, 1e14, 1000.0, 20.0, 20.0), ())
+
+        module = SimpleNamespace(get_device_properties=lambda where: properties)
+        monkeypatch.setattr(torch, "get_device_module", lambda where: module)
+        monkeypatch.setattr(presets, "choose", lambda where: None)
+        monkeypatch.setattr(presets, "measure", measure)
+        return presets.machine_of(torch.device("cuda", 1), fuses=False, staged=False)
+
+    monkeypatch.setenv("MT_CACHE", str(tmp_path))
+    planned.measured = measured  # type: ignore[attr-defined]
+    return planned
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        card("NVIDIA H100 PCIe", 114, 1755),
+        card("NVIDIA H100 NVL", 132, 1785, 94),
+        card("NVIDIA H200 NVL", 132, 1785, 141),
+        card("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 16, 1980, 10),
+        card("NVIDIA A100-SXM4-80GB", 108, 1410),
+        card("NVIDIA A100-PCIE-40GB", 108, 1410, 40),
+        card("NVIDIA H100 80GB HBM3", 132, 1200),
+    ],
+    ids=lambda properties: properties.name,
+)
+def test_another_card_than_the_presets_is_measured_once(properties: Any, accelerator: Any) -> None:
+    assert accelerator(properties).flops == 1e14
+    again = accelerator(properties)
+    assert again.flops == 1e14 and accelerator.measured == [properties.name]
+
+
+@pytest.mark.parametrize(
+    ("properties", "preset"),
+    [
+        (card("NVIDIA H100 80GB HBM3", 132, 1980, 85), "h100-sxm"),
+        (card("NVIDIA H200", 132, 1980, 150), "h200-sxm"),
+        (card("NVIDIA GH200 480GB", 132, 1980, 102), "gh200"),
+        (card("NVIDIA A100-PCIE-80GB", 108, 1410, 85), "a100-pcie"),
+        (card("NVIDIA GeForce RTX 4090", 128, 2520, 25), "rtx4090"),
+    ],
+)
+def test_the_card_of_a_preset_is_planned_by_it(properties: Any, preset: str, accelerator: Any) -> None:
+    assert accelerator(properties) is not None and accelerator.measured == []
+    assert accelerator(properties).flops == PRESETS[preset].flops
+
+
+def test_a_card_that_cannot_be_measured_has_its_share_of_the_preset(accelerator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    slice_ = card("NVIDIA H100 80GB HBM3 MIG 2g.20gb", 33, 1980, 20)
+    machine = accelerator(slice_, measurable=False)
+    assert machine.flops == PRESETS["h100-sxm"].flops / 4 and "h100-sxm at 25%" in machine.name
+    assert machine.device_nbytes == 20 * 10**9
+    monkeypatch.setenv("MT_MEASURED", "0")
+    assert accelerator(slice_).flops == machine.flops and len(accelerator.measured) == 1

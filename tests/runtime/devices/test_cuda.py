@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from mtcompile.passes.step_graph import step_outputs
 from mtcompile.runtime.devices.arena import Layout, arena, view
 from mtcompile.runtime.devices.cpu import Arenas
 from mtcompile.runtime.devices.cuda import CudaDevice, CudaMemory, Fence, NamedMemory, Streams, runs_of_bytes
+from mtcompile.runtime.devices.cuda_driver import Api
 from mtcompile.runtime.devices.pinned import NotPinned, pinned
 from mtcompile.runtime.executor import PhaseOptions, execute, prepare
 from mtcompile.runtime.schedule import Schedule
@@ -263,6 +266,35 @@ def test_pinned_memory_has_its_exact_size() -> None:
     with pytest.raises(NotPinned, match="refused 4096 bytes with error 2"):
         pinned(4096, Runtime(), lambda: None)
     assert len(calls) == 4
+
+
+def test_memory_is_pinned_and_let_go_on_its_own_device() -> None:
+    """The runtime's calls act on the thread's current device, and would open a context on another one."""
+    current, calls = [0], list[tuple[str, int, int]]()
+
+    @contextlib.contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], device.index
+        yield
+        current[0] = before
+
+    class Runtime:
+        def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:
+            calls.append(("register", current[0], flags))
+            return 0
+
+        def cudaHostUnregister(self, pointer: int) -> int:
+            calls.append(("unregister", current[0], 0))
+            return 0
+
+    api = object.__new__(Api)
+    api.device = torch.device("cuda", 1)
+    api.module = SimpleNamespace(
+        device=on, cudart=Runtime, synchronize=lambda device: calls.append(("wait", current[0], device.index))
+    )
+    api.pin(100)
+    portable = 1
+    assert calls == [("register", 1, portable), ("wait", 1, 1), ("unregister", 1, 0)] and current == [0]
 
 
 def twice_forward(own: Subject, cuda: FakeCuda, fence: type[Fence], first: Subject) -> list[torch.Tensor]:

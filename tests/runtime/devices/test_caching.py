@@ -1,0 +1,125 @@
+"""A simulator of torch's caching allocator, by cases worked out by hand, and what it reserves for schedules."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+import mtcompile
+from mtcompile import knobs
+from mtcompile.machine import device
+from mtcompile.runtime.devices.caching import MIB, CachingAllocator, OutOfMemory, fits, needed_nbytes, reserved_nbytes
+from tests.helpers.proof.subjects import few_subjects, subjects
+
+PAGE = 20 * MIB
+
+
+def test_requests_take_segments_of_documented_sizes() -> None:
+    allocator = CachingAllocator(expandable=False)
+    for nbytes, reserved in ((1, 2), (MIB, 2), (5 * MIB, 22), (14 * MIB, 22), (30 * MIB + 1, 54)):
+        allocator.allocate(nbytes)
+        assert allocator.reserved == reserved * MIB, nbytes
+
+
+def test_the_smallest_block_that_is_large_enough_is_split_and_joined_again() -> None:
+    allocator = CachingAllocator(expandable=False)
+    blocks = [allocator.allocate(n * MIB) for n in (4, 2, 6, 8)]  # 20 MiB, one segment
+    assert allocator.reserved == PAGE
+    allocator.free(blocks[0])
+    allocator.free(blocks[2])
+    again = allocator.allocate(3 * MIB)
+    assert again.offset == 0 and again.nbytes == 4 * MIB, "the rest, of 1 MiB, is not split off"
+    allocator.free(again)
+    for block in (blocks[1], blocks[3]):
+        allocator.free(block)
+    assert allocator.allocate(PAGE).offset == 0 and allocator.reserved == PAGE
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_free_memory_is_given_back_before_a_request_fails(expandable: bool) -> None:
+    for limit, retries in ((None, 0), (160 * MIB, 1)):
+        allocator = CachingAllocator(expandable, limit)
+        held = [allocator.allocate(40 * MIB) for _ in range(4)]
+        for block in held[::2]:
+            allocator.free(block)
+        allocator.allocate(60 * MIB)  # fits in neither hole
+        assert (allocator.retries, allocator.peak // MIB) == (retries, 220 if limit is None else 160)
+
+
+def test_a_limit_is_kept_and_pages_within_free_blocks_are_given_back() -> None:
+    for expandable, fails in ((False, True), (True, False)):
+        allocator = CachingAllocator(expandable, limit=5 * PAGE)
+        whole = allocator.allocate(5 * PAGE)
+        allocator.free(whole)
+        held = [allocator.allocate(PAGE) for _ in range(5)]  # parts of it
+        allocator.free(held[0])
+        allocator.free(held[2])
+        if fails:  # the segment holds something, so no part of it can be given back
+            with pytest.raises(OutOfMemory):
+                allocator.allocate(2 * PAGE)
+        else:
+            assert allocator.allocate(2 * PAGE).nbytes == 2 * PAGE
+        assert allocator.reserved <= 5 * PAGE
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_blocks_in_use_never_overlap_and_nothing_is_lost(expandable: bool) -> None:
+    chance = random.Random(0)
+    allocator = CachingAllocator(expandable, limit=400 * MIB)
+    used = []
+    for _ in range(3000):
+        if used and chance.random() < 0.5:
+            allocator.free(used.pop(chance.randrange(len(used))))
+        try:
+            used.append(allocator.allocate(int(2 ** chance.uniform(5, 26))))
+        except OutOfMemory:
+            allocator.free(used.pop())
+        assert sum(block.nbytes for block in used) <= allocator.reserved <= 400 * MIB
+    spans = sorted((block.is_small, block.segment, block.offset, block.offset + block.nbytes) for block in used)
+    assert all(a[:2] != b[:2] or a[3] <= b[2] for a, b in itertools.pairwise(spans))
+    for block in used:
+        allocator.free(block)
+    allocator.release()
+    assert allocator.reserved == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_schedules_fit_what_a_default_budget_leaves(every: bool) -> None:
+    """A default budget is nine tenths of what is free: the rest is enough for pages and for what lies between blocks."""
+    for case in subjects(2) if every else itertools.islice(few_subjects(), 3):
+        schedule = case.schedule
+        peak, needed = schedule.peak_nbytes["device"], needed_nbytes(schedule)
+        assert reserved_nbytes(schedule) > 0 and not fits(schedule, peak - MIB), case.name
+        assert needed <= peak / 0.9 + 2 * PAGE, case.name
+        assert fits(schedule, needed), case.name
+
+
+@pytest.mark.long
+def test_a_large_step_reserves_no_more_than_a_tenth_beside_its_budget() -> None:
+    forecast = mtcompile.plan("qwen2.5-7b", batch=16, seq=4096, machine="h200-sxm")
+    assert forecast.planned is not None
+    schedule = forecast.planned.schedule
+    peak = schedule.peak_nbytes["device"]
+    assert peak <= needed_nbytes(schedule) <= peak / 0.9
+    assert needed_nbytes(schedule, expandable=False) > needed_nbytes(schedule)
+
+
+def test_segments_expand_unless_the_user_has_set_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: list[str] = []
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    device._set_up_allocator()
+    assert settings == ["expandable_segments:True"]
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    assert knobs.allocator_is_the_users()
+    device._set_up_allocator()
+    assert len(settings) == 1
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    with pytest.raises(ValueError, match=r"expected torch's own allocator, found cudaMallocAsync"):
+        device._set_up_allocator()
