@@ -95,7 +95,7 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     run = Run()
     with pytest.raises(TypeError, match=r"found object at extra\['a'\]\[1\]"):
         run.save(tmp_path, extra={"a": [1, object()]})
-    with pytest.raises(ValueError, match="whole numbers"):
+    with pytest.raises(ValueError, match="whole number of 0 or more, found -1"):
         run.save(tmp_path, step=-1)
     assert not list(tmp_path.iterdir())
 
