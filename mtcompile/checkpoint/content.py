@@ -143,6 +143,11 @@ def _compiled(model: nn.Module) -> Iterator[Any]:
             yield compiled
 
 
+def may_be_on_disk(model: nn.Module) -> bool:
+    """Tells whether some of a model's state may be too large for memory."""
+    return any(compiled.options.disk is not None for compiled in _compiled(model))
+
+
 def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields what the next backward adds to. Raises TypeError for a gradient that a file cannot hold."""
     for name, parameter in model.named_parameters():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mtcompile.capture.refusals import first_line
-from mtcompile.checkpoint.content import with_state
+from mtcompile.checkpoint.content import may_be_on_disk, with_state
 from mtcompile.checkpoint.encoding import decoded
 from mtcompile.checkpoint.files import MANIFEST, Manifest, checkpoints, read_manifest, verify_files
 from mtcompile.checkpoint.generators import set_generator_states
@@ -73,7 +73,7 @@ def load(
     """
     path, manifest = _opened(Path(folder))
     verify_files(path, manifest)
-    state, weights = _state(path, manifest, copied=True)
+    state, weights = _state(path, manifest, copied=not may_be_on_disk(model))
     others, others_state = with_state(others), state["others"]
     _compare(path, model, weights)
     _compare_gradients(path, model, state.get("gradients") or {})
@@ -149,7 +149,8 @@ def _state(path: Path, manifest: Manifest, copied: bool = False) -> tuple[dict[s
     """Returns the saved state by part, and the model's state dictionary. Raises CheckpointError.
 
     The tensors of the state lie in its file, which may change or go, and at addresses for which some kernels round otherwise.
-    ``copied``: they are copies, as an optimizer that keeps them needs."""
+    ``copied``: they are copies, as an optimizer that keeps them needs; not for a model with a disk, whose state need not fit
+    into memory: its updates round the same at any address, and the first step writes to the disk what belongs there."""
     try:
         tensors = _tensors(path, manifest, "state")
         saved = [tensors[str(number)] for number in range(len(tensors))]

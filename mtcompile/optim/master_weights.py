@@ -346,7 +346,8 @@ class Masters:
             entry = optimizer.state[parameter]
             for name, value in saved.items():
                 if name != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
-                    entry[name] = torch.empty_like(parameter, dtype=torch.float32).copy_(value)
+                    whole = value.dtype == torch.float32 and value.stride() == parameter.stride()
+                    entry[name] = value if whole else torch.empty_like(parameter, dtype=torch.float32).copy_(value)
             if isinstance(value := entry.pop(MASTER, None), Tensor):
                 self.set(master, value)
 
