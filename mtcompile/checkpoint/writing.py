@@ -14,14 +14,16 @@ from mtcompile.checkpoint.files import (
     FileEntry,
     Manifest,
     checkpoints,
-    checksum,
+    checksum_of,
     delete,
     delete_unfinished,
     locked,
+    make_folder,
     on_disk,
     read_manifest,
     step_folder,
     unfinished,
+    write_bytes,
     write_manifest,
 )
 from mtcompile.checkpoint.shard_writer import write_shard
@@ -35,7 +37,7 @@ def write(folder: Path, content: Content) -> Path:
     """Writes a checkpoint, and deletes old ones. Returns its folder. Raises CheckpointError and OSError as ``save`` does."""
     step, keep = content.step, content.keep
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with locked(folder):
             delete_unfinished(folder)
             before = checkpoints(folder)
@@ -86,9 +88,8 @@ def _write_shards(folder: Path, stem: str, tensors: Mapping[str, Storable]) -> d
 
 
 def _write_bytes(path: Path, data: bytes) -> FileEntry:
-    path.write_bytes(data)
-    on_disk(path)
-    return FileEntry(path.stat().st_size, checksum(path))
+    write_bytes(path, data)
+    return FileEntry(len(data), checksum_of(data))
 
 
 def _renamed(new: Path, folder: Path, step: int, serial: int) -> Path:
