@@ -22,6 +22,7 @@ from mtcompile.checkpoint.generators import set_generator_states
 from mtcompile.checkpoint.saving import wait_for_saving
 from mtcompile.checkpoint.shards import INDEX
 from mtcompile.errors import CheckpointError, StepError
+from mtcompile.reading import interrupts_later
 from mtcompile.runtime.devices.arena import overlaps
 
 _LIKE_PARAMETERS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum", "master")
@@ -177,7 +178,8 @@ def _tensors(folder: Path, manifest: Manifest, stem: str) -> dict[str, Tensor]:
     for name in names:
         if name not in manifest.files:
             raise ValueError(f"expected {name} in the manifest")
-        tensors |= load_file(folder / name)
+        with interrupts_later():  # it only maps the file
+            tensors |= load_file(folder / name)
     return tensors
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mtcompile import checkpoint
+from mtcompile.checkpoint.shards import stored_tensors
 from mtcompile.errors import CheckpointError
 from tests.checkpoint.power_cuts import Op, Recorder, disk_after, make, volatile
 
@@ -148,3 +150,36 @@ def test_writes_that_take_a_part_of_their_bytes(tmp_path: Path, monkeypatch: pyt
         recorder.install(patch)
         save(tmp_path / "run", 1)
     assert loaded(tmp_path / "run") == 1 and sum(op.what == "write" for op in recorder.ops) > 40
+
+
+def places(path: Path) -> list[int]:
+    """Bytes of every region of a file: all of a header's, or of text, by steps; the ends and the middle of each tensor."""
+    nbytes = path.stat().st_size
+    if path.suffix != ".safetensors":
+        return [*range(0, nbytes, max(1, nbytes // 150)), nbytes - 1]
+    tensors = stored_tensors(path).values()
+    header = min((tensor.offset for tensor in tensors if tensor.nbytes), default=nbytes)
+    inside = [
+        tensor.offset + part for tensor in tensors for part in (0, tensor.nbytes // 2, tensor.nbytes - 1) if tensor.nbytes
+    ]
+    return [*range(8), *range(8, header, 5), *inside]
+
+
+@pytest.mark.slow
+def test_one_flipped_bit_in_every_region_is_found_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtcompile.checkpoint.writing.SHARD_NBYTES", 600)  # two files of weights, with an index
+    path = save(tmp_path, 1)
+    generator, names = random.Random(0), {file.name for file in path.iterdir()}
+    assert len(names) == 6 and "model.safetensors.index.json" in names
+    for name in sorted(names):
+        data = (path / name).read_bytes()
+        for place in places(path / name):
+            changed = bytearray(data)
+            changed[place] ^= 1 << generator.randrange(8)
+            (path / name).write_bytes(changed)
+            model = Small(0)
+            with pytest.raises(CheckpointError, match=re.escape(name)):
+                checkpoint.load(path, model, generators=False)
+            assert not any(bool(part.any()) for part in model.state_dict().values()), "nothing was loaded"
+        (path / name).write_bytes(data)
+    assert loaded(tmp_path) == 1

@@ -19,7 +19,7 @@ from tests.project.sources import LAYERS, ROOT, module_name, name_of, parse, sou
 ROOT_FILES = {
     f"{name}.py"
     for name in (
-        "__init__", "__main__", "api", "options", "compiler", "backend", "cache", "errors", "knobs", "progress",
+        "__init__", "__main__", "api", "options", "compiler", "backend", "cache", "errors", "knobs", "progress", "reading",
     )
 } | {"py.typed"}  # fmt: skip
 ROOMS = {
@@ -30,7 +30,7 @@ LINKS = {"passes", "runtime"}
 MOST_FILES, MOST_LINES, MOST_PARAMETERS = 12, 400, 7
 PUBLIC_DOORS = {  # the functions of more parameters: options as users write them, and kernels in Triton's language
     "mtcompile/api.py": {"compile"},
-    "mtcompile/checkpoint/": {"save", "save_in_background"},
+    "mtcompile/checkpoint/": {"autosave", "save", "save_in_background"},
     "mtcompile/forecast/": {"plan"},
     "mtcompile/parity/": {"verify"},
     "mtcompile/cli/": {"bench", "explain", "graph", "plan", "trace", "train", "verify", "viz"},
