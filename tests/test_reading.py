@@ -64,7 +64,7 @@ def test_text_that_no_reader_can_hold(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     for text in ("[" * 30_000, '{"a":' * 10_000, '{"name": ' + "9" * 5000 + "}"):
         path.write_text(text)
-        with pytest.raises((ValueError, CheckpointError, ScheduleFormatError), match="expected|no index"):
+        with pytest.raises((ValueError, CheckpointError, ScheduleFormatError), match=r"expected|no index"):
             READERS[name](path) if name != "run.yaml" else list(_checked_entries(path))
     with path.open("wb") as file:
         file.truncate(3 << 30)

@@ -18,7 +18,7 @@ from mtcompile.capture.refusals import first_line
 from mtcompile.checkpoint.content import may_be_on_disk, with_state
 from mtcompile.checkpoint.encoding import decoded
 from mtcompile.checkpoint.files import MANIFEST, Manifest, checkpoints, read_manifest, verify_files
-from mtcompile.checkpoint.generators import set_generator_states
+from mtcompile.checkpoint.generators import check_generator_states, set_generator_states
 from mtcompile.checkpoint.saving import wait_for_saving
 from mtcompile.checkpoint.shards import INDEX
 from mtcompile.errors import CheckpointError, StepError
@@ -162,6 +162,7 @@ def _state(path: Path, manifest: Manifest, copied: bool = False) -> tuple[dict[s
         weights.update({name: weights[other] for name, other in manifest.tied.items()})
         if not all(isinstance(state.get(name, {}), dict) for name in ("others", "extra", "gradients")):
             raise ValueError("expected others, extra and gradients to be dictionaries")
+        check_generator_states(state["generators"])
     except Exception as error:  # the library that reads tensors has errors of its own
         raise CheckpointError(f"{path} cannot be used: {first_line(error)}") from error
     return state, weights

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import mtcompile
 from mtcompile import checkpoint
-from mtcompile.checkpoint import files
+from mtcompile.checkpoint import files, generators
 from mtcompile.errors import CheckpointError
 from tests.checkpoint.runs import WAYS, Net, Run, seeded
 
@@ -313,6 +313,23 @@ def test_a_manifest_from_a_stranger(content: str, tmp_path: Path) -> None:
     run = Run()
     before = run.state()
     with pytest.raises(CheckpointError):
+        run.load(path)
+    assert all(map(torch.equal, before, run.state()))
+
+
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [("numpy", ("MT19937", [2**40] * 624, 1, 0, 0.0)), ("python", (3, (1, 2), None)), ("torch", torch.zeros(3)), ("torch", 5)],
+)
+def test_generators_that_nothing_can_be_put_in(name: str, state: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by fuzzing: the model had been loaded before the error."""
+    plain = generators.generator_states()
+    monkeypatch.setattr("mtcompile.checkpoint.content.generator_states", lambda: {**plain, name: state})
+    path = Run().save(tmp_path)
+    run = Run()
+    run.step()
+    before = run.state()
+    with pytest.raises(CheckpointError, match="states of the random generators cannot be used"):
         run.load(path)
     assert all(map(torch.equal, before, run.state()))
 
