@@ -140,7 +140,7 @@ def reader(name: str, folder: Path) -> Callable[[Path], Any]:
         "graph": lambda path: graph_from_json(path.read_text(errors="replace")),
         "config": configuration,
         "yaml": lambda path: list(_entries(path)),
-        "bin": lambda path: read_tokens([path], 256),
+        "bin": lambda path: read_tokens([path], 1 << 16),
         "npy": lambda path: read_tokens([path], 256),
         "text": lambda path: read_tokens([path], None),
     }

@@ -140,7 +140,8 @@ def test_a_record_of_a_line_without_end(tmp_path: Path, monkeypatch: pytest.Monk
 def test_an_array_that_claims_more_than_it_has(tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", np.arange(10))
     data = (tmp_path / "tokens.npy").read_bytes()
-    for shape in (b"(9999999999,)", b"(-5,)", b"(1e9,)", b"(" * 10 + b"1" + b",)" * 10):
+    unclosed = b"(9,),tran_order': False, 'shape':"  # found by fuzzing: an error of Python's tokenizer
+    for shape in (unclosed, b"(9999999999,)", b"(-5,)", b"(1e9,)", b"(" * 10 + b"1" + b",)" * 10):
         (tmp_path / "tokens.npy").write_bytes(data.replace(b"(10,)", shape))
         with pytest.raises(ValueError, match="expected"):
             read_tokens([tmp_path / "tokens.npy"], 256)
