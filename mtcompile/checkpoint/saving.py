@@ -113,8 +113,9 @@ class BackgroundSave:
         self.written_s = time.perf_counter() - began
 
     def _rest(self, seconds: float) -> None:
-        """Leaves the cores to the training, unless somebody waits for the save."""
-        self._hurried.wait(min(_MOST_REST_S, seconds * _RESTS))
+        """Leaves the cores to the training, unless somebody waits for the save or the program has ended."""
+        if threading.main_thread().is_alive():
+            self._hurried.wait(min(_MOST_REST_S, seconds * _RESTS))
 
     def wait(self) -> Path:
         """Waits until the checkpoint is on the disk. Returns its folder. Raises what ``save`` would have raised."""
