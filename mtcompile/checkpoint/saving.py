@@ -19,9 +19,6 @@ from mtcompile.errors import BudgetError
 from mtcompile.machine.system_files import memory_rooms, smallest_room
 from mtcompile.runtime.schedule import gib
 
-_RESTS = 4  # seconds of rest for one of writing: a fifth of a core
-_MOST_REST_S = 0.5
-
 
 def save(
     folder: str | os.PathLike[str],
@@ -99,23 +96,17 @@ class BackgroundSave:
         self.written_s: float | None = None
         self._folder, self._path = folder, Path()
         self._error: BaseException | None = None
-        self._hurried = threading.Event()
         self._thread = threading.Thread(target=self._write, args=([copied],), name="mtcompile saves")
         self._thread.start()
 
     def _write(self, contents: list[Content]) -> None:
         began = time.perf_counter()
         try:
-            self._path = write(self._folder, contents.pop(), self._rest)
+            self._path = write(self._folder, contents.pop())
         except BaseException as error:
             self._error = error
             warnings.warn(f"step {self.step} could not be saved in the background: {error}", stacklevel=1)
         self.written_s = time.perf_counter() - began
-
-    def _rest(self, seconds: float) -> None:
-        """Leaves the cores to the training, unless somebody waits for the save or the program has ended."""
-        if threading.main_thread().is_alive():
-            self._hurried.wait(min(_MOST_REST_S, seconds * _RESTS))
 
     def wait(self) -> Path:
         """Waits until the checkpoint is on the disk. Returns its folder. Raises what ``save`` would have raised."""
@@ -126,7 +117,6 @@ class BackgroundSave:
 
     def join(self) -> None:
         """Waits until it has ended, well or not."""
-        self._hurried.set()
         self._thread.join()
 
     def __repr__(self) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import queue
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -24,46 +22,32 @@ _HEADER_ALIGNMENT = 8
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 
 
-Rest = Callable[[float], object]  # called with the seconds that a piece took
-
-
-def write_shard(path: Path, tensors: Mapping[str, Storable], rest: Rest | None = None) -> FileEntry:
+def write_shard(path: Path, tensors: Mapping[str, Storable]) -> FileEntry:
     """Writes a new file of dense tensors to the disk. Needs host memory for three pieces of 8 MiB, if they come from another
-    device, and for a whole tensor if its elements are not in row-major order. ``rest``: is called between pieces, and the
-    checksum is taken in this thread, so that a training beside it has most of the time. Raises OSError."""
+    device, and for a whole tensor if its elements are not in row-major order. Raises OSError."""
     nbytes = 0
     number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        with _Digest(threaded=rest is None) as digest:
+        with _Digest() as digest:
             for piece in _pieces(tensors):
-                began, done = time.perf_counter(), 0
                 digest.add(piece)
+                done = 0
                 while done < len(piece):
                     done += os.pwrite(number, piece[done:], nbytes + done)
                 nbytes += len(piece)
-                if rest is not None:
-                    _write_back(number, nbytes - len(piece), len(piece))
-                    rest(time.perf_counter() - began)
         os.fsync(number)
     finally:
         os.close(number)
     return FileEntry(nbytes, digest.hexdigest)
 
 
-def _write_back(number: int, start: int, nbytes: int) -> None:
-    """Lets the system begin to write a part of a file to the disk, so that the sync at the end has little to do."""
-    if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(number, start, nbytes, os.POSIX_FADV_DONTNEED)
-
-
 class _Digest:
-    """The XXH3-128 of pieces, ``threaded``: taken in a thread while they are written."""
+    """The XXH3-128 of pieces, taken in a thread while they are written."""
 
-    def __init__(self, threaded: bool) -> None:
+    def __init__(self) -> None:
         import xxhash
 
-        self._digest, self._threaded = xxhash.xxh3_128(), threaded
+        self._digest = xxhash.xxh3_128()
         self._pieces: queue.Queue[memoryview | None] = queue.Queue(_DIGESTED_LATER)
         self._thread = threading.Thread(target=self._take, name="mtcompile digests")
 
@@ -73,24 +57,19 @@ class _Digest:
 
     def add(self, piece: memoryview) -> None:
         """Adds a piece. Waits if too many are still to be taken."""
-        if self._threaded:
-            self._pieces.put(piece)
-        else:
-            self._digest.update(piece)
+        self._pieces.put(piece)
 
     @property
     def hexdigest(self) -> str:
         return str(self._digest.hexdigest())
 
     def __enter__(self) -> _Digest:
-        if self._threaded:
-            self._thread.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._threaded:
-            self._pieces.put(None)
-            self._thread.join()
+        self._pieces.put(None)
+        self._thread.join()
 
 
 def _pieces(tensors: Mapping[str, Storable]) -> Iterator[memoryview]:

@@ -26,16 +26,15 @@ from mtcompile.checkpoint.files import (
     write_bytes,
     write_manifest,
 )
-from mtcompile.checkpoint.shard_writer import Rest, write_shard
+from mtcompile.checkpoint.shard_writer import write_shard
 from mtcompile.checkpoint.shards import INDEX
 from mtcompile.errors import CheckpointError
 
 SHARD_NBYTES = 4 << 30
 
 
-def write(folder: Path, content: Content, rest: Rest | None = None) -> Path:
-    """Writes a checkpoint, and deletes old ones. Returns its folder. ``rest``: as for ``write_shard``. Raises CheckpointError
-    and OSError as ``save`` does."""
+def write(folder: Path, content: Content) -> Path:
+    """Writes a checkpoint, and deletes old ones. Returns its folder. Raises CheckpointError and OSError as ``save`` does."""
     step, keep = content.step, content.keep
     try:
         make_folder(folder)
@@ -45,8 +44,7 @@ def write(folder: Path, content: Content, rest: Rest | None = None) -> Path:
             serial = 1 + max((manifest.serial for _, manifest in before), default=0)
             new = unfinished(folder, step_folder(step))
             try:
-                files = _write_shards(new, "model", content.weights, rest)
-                files |= _write_shards(new, "state", content.tensors, rest)
+                files = _write_shards(new, "model", content.weights) | _write_shards(new, "state", content.tensors)
                 files |= {name: _write_bytes(new / name, data) for name, data in content.files.items()}
                 write_manifest(new, Manifest(serial, step, files, content.tied, content.state))
                 on_disk(new)
@@ -67,7 +65,7 @@ def write(folder: Path, content: Content, rest: Rest | None = None) -> Path:
     return target
 
 
-def _write_shards(folder: Path, stem: str, tensors: Mapping[str, Storable], rest: Rest | None) -> dict[str, FileEntry]:
+def _write_shards(folder: Path, stem: str, tensors: Mapping[str, Storable]) -> dict[str, FileEntry]:
     """Writes tensors into one file, or into several with an index. Returns the files."""
     shards: list[dict[str, Storable]] = [{}]
     nbytes = 0
@@ -78,9 +76,9 @@ def _write_shards(folder: Path, stem: str, tensors: Mapping[str, Storable], rest
         shards[-1][name] = tensor
         nbytes += tensor.nbytes
     if len(shards) == 1:
-        return {f"{stem}.safetensors": write_shard(folder / f"{stem}.safetensors", shards[0], rest)}
+        return {f"{stem}.safetensors": write_shard(folder / f"{stem}.safetensors", shards[0])}
     names = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    files = {file: write_shard(folder / file, shard, rest) for file, shard in zip(names, shards, strict=True)}
+    files = {file: write_shard(folder / file, shard) for file, shard in zip(names, shards, strict=True)}
     index = {
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
         "weight_map": {name: file for file, shard in zip(names, shards, strict=True) for name in shard},
