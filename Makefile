@@ -3,6 +3,7 @@
 # make test    lint, types, all tests
 # make long    some of them with more values, budgets and machines
 # make soak    ten thousand steps and a hundred models: does anything grow? (ARGS="--steps 1000")
+# make fuzz    ten minutes of inputs that nobody wrote, for every reader of files (ARGS="--minutes 60")
 # make coverage  other people's models, plainly and compiled, into docs/coverage.md (ARGS="--only 'causal/*'"): hours
 # make gpu     on a GPU: its tests, fixtures and benchmark (ARGS="tests"), by GPU_PYTHON, whose torch sees it
 # make clean   remove what was built, .venv included
@@ -26,7 +27,7 @@ READY := $(VENV)/.ready
 # Test processes share the cores, so each computes on one thread. They read no plans of earlier runs.
 PYTEST := MT_CACHE=$$(mktemp -d) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: demo check test long soak coverage gpu env lint types clean
+.PHONY: demo check test long soak fuzz coverage gpu env lint types clean
 .DEFAULT_GOAL := check
 
 # Its matrices are small: a second thread mostly spins, and on a busy machine it slows every step down many times.
@@ -46,6 +47,10 @@ long: $(READY)
 soak: $(READY)
 	@OMP_NUM_THREADS=1 MT_CACHE=$$(mktemp -d) $(BIN)/python -m benchmarks.soak $(filter-out --compare,$(ARGS))
 
+fuzz: $(READY)
+	@$(PIP) install atheris
+	@MT_CACHE=$$(mktemp -d) nice $(BIN)/python -m benchmarks.fuzz $(filter-out --compare,$(ARGS))
+
 # Goes on where an earlier run of the same sources stopped.
 coverage: $(READY)
 	@nice $(BIN)/python -m benchmarks.coverage --jobs $(JOBS) $(filter-out --compare,$(ARGS))
@@ -55,10 +60,12 @@ gpu:
 
 env: $(READY)
 
-# torch comes first and from constraints.txt; without build isolation nothing else can fetch another one.
-$(READY): pyproject.toml constraints.txt setup.py runtime/optim/update.c
+# What hashes.txt has comes first. Then torch, from constraints.txt: without build isolation nothing else can fetch another one.
+$(READY): pyproject.toml constraints.txt hashes.txt setup.py runtime/optim/update.c
 	@echo "setting up $(VENV) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@if $(BIN)/python -c "import sys; sys.exit(sys.version_info < (3, 11))"; then \
+		$(PIP) install --require-hashes --no-deps --only-binary :all: -r hashes.txt; fi
 	@$(PIP) install -c constraints.txt torch setuptools wheel
 	@$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev]"
 	@touch $@

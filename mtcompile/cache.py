@@ -30,6 +30,7 @@ from mtcompile.passes.analysis.state import is_trained
 from mtcompile.passes.graph_json import GraphFormatError, graph_from_json, graph_to_json
 from mtcompile.passes.plan import Plan, plan_from_json
 from mtcompile.passes.step_graph import inputs_of, kernel_of, listing, regions
+from mtcompile.reading import parsed_json
 
 if TYPE_CHECKING:
     from mtcompile.passes.planning.problem import Planned
@@ -108,7 +109,7 @@ def read_times(key: str) -> Times | None:
     """Reads measured times; None if there are none, or if they are not all finite and at least 0."""
     text = _read("times", key)
     try:
-        data = json.loads(text) if text else {}
+        data = parsed_json(text, "times") if text else {}
         times = {q: {name: (float(us), float(formula)) for name, (us, formula) in rows.items()} for q, rows in data.items()}
     except (ValueError, TypeError, AttributeError):
         return None

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal, get_args
 
 from mtcompile.runtime.schedule import gib
 
 FORMAT = "mtcompile-plan-2"
 Choice = Literal["device", "host", "disk", "save", "keep", "recompute", "again"]
+Kind = Literal["params", "variant", "activation", "fetch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Decision:
     block's parameters for the forward stays for the backward: keep; it is fetched again otherwise: again).
     """
 
-    kind: Literal["params", "variant", "activation", "fetch"]
+    kind: Kind
     subject: str
     choice: Choice
     nbytes: int
@@ -219,15 +220,42 @@ def disk_traffic(read: int, written: int, days: float | None) -> str:
 
 
 def plan_from_json(text: str) -> Plan:
-    """The plan that ``to_json`` wrote. Raises ValueError when it is not one."""
-    data: dict[str, Any] = json.loads(text)
-    if data.pop("format", None) != FORMAT:
-        raise ValueError(f"expected a plan of format {FORMAT!r}; write one with plan.to_json()")
-    decisions = tuple(Decision(**{**row, "values": tuple(row.get("values", ()))}) for row in data.pop("decisions"))
-    updates, certificate = data.pop("updates", None), data.pop("certificate", None)
-    return Plan(
-        decisions=decisions,
-        updates=None if updates is None else Updates(**{**updates, "order": tuple(updates.get("order", ()))}),
-        certificate=None if certificate is None else Certificate(**certificate),
-        **data,
-    )
+    """The plan that ``to_json`` wrote. Raises ValueError, with the field, when it is not one."""
+    try:
+        data: Any = json.loads(text)
+        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+            raise ValueError(f"expected a plan of format {FORMAT!r}; write one with plan.to_json()")
+        decisions = tuple(Decision(**_checked(Decision, row)) for row in data.pop("decisions"))
+        updates, certificate = data.pop("updates", None), data.pop("certificate", None)
+        return Plan(
+            decisions=decisions,
+            updates=None if updates is None else Updates(**_checked(Updates, updates)),
+            certificate=None if certificate is None else Certificate(**_checked(Certificate, certificate)),
+            **_checked(Plan, data),
+        )
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"expected a plan, found a field that is missing or of the wrong type: {error!r}") from None
+
+
+_MOST = 2.0**63
+_IS_TYPE: dict[str, Callable[[Any], bool]] = {  # by annotation; all other annotations are kinds of strings
+    "int": lambda v: type(v) is int and abs(v) < _MOST,
+    "float": lambda v: type(v) in (int, float) and abs(v) < _MOST,
+    "float | None": lambda v: v is None or (type(v) in (int, float) and abs(v) < _MOST),
+    "bool": lambda v: type(v) is bool,
+    "tuple[str, ...]": lambda v: type(v) is tuple and all(type(x) is str for x in v),
+    "Choice": lambda v: v in get_args(Choice),
+    "Kind": lambda v: v in get_args(Kind),
+    "Mapping[str, int | None]": lambda v: type(v) is dict and all(x is None or _IS_TYPE["int"](x) for x in v.values()),
+    "Mapping[str, int]": lambda v: type(v) is dict and all(map(_IS_TYPE["int"], v.values())),
+    "Mapping[str, float]": lambda v: type(v) is dict and all(map(_IS_TYPE["float"], v.values())),
+}
+
+
+def _checked(kind: type[Any], row: Any) -> dict[str, Any]:
+    """Returns the fields of one object, with lists as tuples. Raises TypeError where a value is not of its field's type."""
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    for f in fields(kind):
+        if f.name in values and not _IS_TYPE.get(str(f.type), lambda v: type(v) is str)(values[f.name]):
+            raise TypeError(f"{kind.__name__} {f.name}: expected {f.type}, found {row[f.name]!r:.80}")
+    return values

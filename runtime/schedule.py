@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from math import isfinite
 from typing import Any, Literal, get_args
 
 Op = Literal["alloc", "free", "copy", "run"]
@@ -39,6 +38,7 @@ ALIGNMENT = 64  # bytes; what torch's CPU allocator aligns to, so that a slot gi
 PLACEMENT = 256
 
 FORMAT = "mtcompile-schedule-2"
+MOST_NBYTES = 2**62  # of anything in a schedule that is read: sums of them fit into 64 bits
 
 
 def aligned(nbytes: int) -> int:
@@ -172,7 +172,7 @@ def from_json(text: str) -> Schedule:
     """Reads what ``to_json`` wrote. Raises ScheduleFormatError, which names the field at fault."""
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ScheduleFormatError(f"expected a JSON object, found {error}") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         name = data.get("format") if isinstance(data, dict) else type(data).__name__
@@ -192,9 +192,9 @@ def from_json(text: str) -> Schedule:
 
 
 _IS_TYPE: dict[str, Callable[[Any], bool]] = {  # by annotation; all other annotations are kinds of strings
-    "int": lambda v: type(v) is int,
-    "int | None": lambda v: v is None or type(v) is int,
-    "float": lambda v: type(v) in (int, float) and isfinite(v),
+    "int": lambda v: type(v) is int and abs(v) < MOST_NBYTES,
+    "int | None": lambda v: v is None or (type(v) is int and abs(v) < MOST_NBYTES),
+    "float": lambda v: type(v) in (int, float) and abs(v) < MOST_NBYTES,  # not for NaN
     "bool": lambda v: type(v) is bool,
     "tuple[str, ...]": lambda v: type(v) is tuple and all(type(x) is str for x in v),
     "tuple[int, ...]": lambda v: type(v) is tuple and all(type(x) is int for x in v),
@@ -206,7 +206,7 @@ def _typed(kind: type[Buffer] | type[Instruction], row: dict[str, Any]) -> dict[
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
     for f in fields(kind):
         if f.name in values and not _IS_TYPE.get(str(f.type), lambda v: type(v) is str)(values[f.name]):
-            raise TypeError(f"{kind.__name__} {f.name}: expected {f.type}, found {row[f.name]!r}")
+            raise TypeError(f"{kind.__name__} {f.name}: expected {f.type}, found {row[f.name]!r:.80}")
     return values
 
 
@@ -220,8 +220,8 @@ def _check_form(schedule: Schedule, rows: int) -> None:
     need(len(schedule.buffers) == rows, "two buffers share a name")
     for table in (schedule.arena_nbytes, schedule.resident_nbytes, schedule.budget_nbytes, schedule.peak_nbytes):
         for tier, nbytes in table.items():
-            known = tier in TIERS and type(nbytes) is int and nbytes >= 0
-            need(known, f"expected bytes per tier of {TIERS}, found {tier}: {nbytes!r}")
+            known = tier in TIERS and type(nbytes) is int and 0 <= nbytes < MOST_NBYTES
+            need(known, f"expected bytes per tier of {TIERS}, found {tier}: {nbytes!r:.80}")
     for buffer in schedule.buffers.values():
         need(buffer.tier in TIERS, f"buffer {buffer.name}: tier {buffer.tier!r} is not one of {TIERS}")
         need(buffer.kind in ("home", "placed", "pooled"), f"buffer {buffer.name}: unknown kind {buffer.kind!r}")

@@ -10,7 +10,20 @@
 before it changes anything.
 """
 
+from mtcompile.checkpoint.autosave import Autosave, autosave
+from mtcompile.checkpoint.hf_trainer import autosave_trainer
 from mtcompile.checkpoint.reading import Loaded, inspect, latest, load
 from mtcompile.checkpoint.saving import BackgroundSave, save, save_in_background
 
-__all__ = ["BackgroundSave", "Loaded", "inspect", "latest", "load", "save", "save_in_background"]
+__all__ = [
+    "Autosave",
+    "BackgroundSave",
+    "Loaded",
+    "autosave",
+    "autosave_trainer",
+    "inspect",
+    "latest",
+    "load",
+    "save",
+    "save_in_background",
+]

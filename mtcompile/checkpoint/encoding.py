@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mtcompile.checkpoint.shards import DTYPES
+from mtcompile.optim.master_weights import JoinedLater
 
 _MOST_DEPTH = 64
 
@@ -26,15 +27,18 @@ def storable(tensor: Tensor, where: str) -> Tensor:
     return tensor
 
 
-def encoded(value: Any, tensors: list[Tensor], where: str, depth: int = 0) -> Any:
+Storable = Tensor | JoinedLater
+
+
+def encoded(value: Any, tensors: list[Storable], where: str, depth: int = 0) -> Any:
     """Returns ``value`` as what JSON can say, and appends its tensors to ``tensors``. ``where``: its name in an error. Raises
     TypeError for other objects than numbers, text, tensors, dtypes, and lists, tuples and dictionaries of them."""
     if depth > _MOST_DEPTH:
         raise TypeError(f"expected state that is nested at most {_MOST_DEPTH} deep in a checkpoint, found more at {where[:80]}")
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, Tensor):
-        tensors.append(storable(value, where))
+    if isinstance(value, Storable):
+        tensors.append(storable(value, where) if isinstance(value, Tensor) else value)
         return {"tensor": len(tensors) - 1}
     if isinstance(value, (list, tuple)):
         items = [encoded(item, tensors, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]

@@ -71,10 +71,31 @@ def checksum(path: Path) -> str:
     return str(digest.hexdigest())
 
 
-def _checksum_of(text: str) -> str:
+def checksum_of(data: bytes) -> str:
+    """Returns the XXH3-128 of bytes."""
     import xxhash
 
-    return str(xxhash.xxh3_128(text.encode()).hexdigest())
+    return str(xxhash.xxh3_128(data).hexdigest())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Writes a new file to the disk. Raises OSError."""
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        place, done = memoryview(data), 0
+        while done < len(place):
+            done += os.write(number, place[done:])
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder and those above it, all of them on the disk. Raises OSError."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        on_disk(path.parent)
 
 
 def on_disk(path: Path) -> None:
@@ -91,16 +112,14 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     files = {name: [entry.nbytes, entry.checksum] for name, entry in manifest.files.items()}
     body = {"serial": manifest.serial, "step": manifest.step, "files": files, "tied": manifest.tied, "state": manifest.state}
     text = json.dumps(body)
-    whole = {"format": FORMAT, "checksum": _checksum_of(text), "content": text}
+    whole = {"format": FORMAT, "checksum": checksum_of(text.encode()), "content": text}
     data = json.dumps(whole)
     if len(data) > _MOST_MANIFEST_NBYTES:
         raise ValueError(
             f"expected at most {_MOST_MANIFEST_NBYTES} bytes of numbers and text in a checkpoint, found {len(data)}; put long "
             "lists into tensors"
         )
-    path = folder / MANIFEST
-    path.write_text(data, encoding="utf-8")
-    on_disk(path)
+    write_bytes(folder / MANIFEST, data.encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -111,7 +130,7 @@ def read_manifest(folder: Path) -> Manifest:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"expected the format {FORMAT}")
         text = data["content"]
-        if _checksum_of(text) != data["checksum"]:
+        if checksum_of(text.encode()) != data["checksum"]:
             raise ValueError("expected other bytes: its checksum is wrong")
         body = json.loads(text)
         files = {name: FileEntry(int(nbytes), str(digest)) for name, (nbytes, digest) in body["files"].items()}

@@ -20,6 +20,20 @@ def generator_states() -> dict[str, Any]:
     return states
 
 
+def check_generator_states(states: dict[str, Any]) -> None:
+    """Raises ValueError for states that no generators can be put in. Changes none."""
+    import numpy as np
+
+    try:
+        random.Random().setstate(states["python"])
+        np.random.RandomState().set_state(states["numpy"])
+        torch.Generator().set_state(states["torch"])
+        if not all(isinstance(state, torch.Tensor) and state.dtype == torch.uint8 for state in states.get("cuda", ())):
+            raise TypeError("expected the states of the GPUs' generators to be bytes")
+    except Exception as error:  # each library has its own
+        raise ValueError(f"the states of the random generators cannot be used: {type(error).__name__}: {error}") from None
+
+
 def set_generator_states(states: dict[str, Any]) -> None:
     """Puts the generators in states that ``generator_states`` gave. Raises ValueError, TypeError or RuntimeError for others."""
     import numpy as np

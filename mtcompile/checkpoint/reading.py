@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from mtcompile.capture.refusals import first_line
+from mtcompile.checkpoint.content import may_be_on_disk, with_state
 from mtcompile.checkpoint.encoding import decoded
 from mtcompile.checkpoint.files import MANIFEST, Manifest, checkpoints, read_manifest, verify_files
-from mtcompile.checkpoint.generators import set_generator_states
+from mtcompile.checkpoint.generators import check_generator_states, set_generator_states
 from mtcompile.checkpoint.saving import wait_for_saving
 from mtcompile.checkpoint.shards import INDEX
 from mtcompile.errors import CheckpointError, StepError
+from mtcompile.reading import interrupts_later
 from mtcompile.runtime.devices.arena import overlaps
 
 _LIKE_PARAMETERS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum", "master")
@@ -50,6 +52,11 @@ def inspect(folder: str | os.PathLike[str]) -> Loaded:
     return Loaded(path, manifest.step, copy.deepcopy(state["extra"]))
 
 
+def saved_generators(path: Path) -> dict[str, Any]:
+    """Returns the states of the random generators of a checkpoint. Raises CheckpointError."""
+    return dict(_state(path, _opened(path)[1], copied=True)[0]["generators"])
+
+
 def load(
     folder: str | os.PathLike[str],
     model: nn.Module,
@@ -60,23 +67,26 @@ def load(
 ) -> Loaded:
     """Loads a checkpoint: ``folder`` itself, or the one that was saved last into it.
 
-    ``optimizer`` and ``others`` are as for ``save``. ``generators=False`` leaves the random generators alone. Call it before or
-    after ``mtcompile.compile``, with any budget: the training goes on with the same bits. Raises CheckpointError if there is no
-    checkpoint, or if it is damaged or of another model; nothing has changed then.
+    ``optimizer`` and ``others`` are as for ``save``. ``generators=False`` leaves the random generators alone. Gradients become
+    those that were saved, or None. Call it before or after ``mtcompile.compile``, with any budget: the training goes on with
+    the same bits. Raises CheckpointError if there is no checkpoint, or if it is damaged or of another model; nothing has
+    changed then.
     """
     path, manifest = _opened(Path(folder))
     verify_files(path, manifest)
-    state, weights = _state(path, manifest, copied=True)
-    others_state = state["others"]
+    state, weights = _state(path, manifest, copied=not may_be_on_disk(model))
+    others, others_state = with_state(others), state["others"]
     _compare(path, model, weights)
+    _compare_gradients(path, model, state.get("gradients") or {})
     if optimizer is not None:
         _compare_optimizer(path, optimizer, state["optimizer"])
-    for name in others or {}:
+    for name in others:
         if name not in others_state:
             known = ", ".join(sorted(others_state)) or "none"
             raise CheckpointError(f"{path}: expected a state of {name!r} among those of others, found {known}")
-    with _all_or_none(others or {}, others_state):
+    with _all_or_none(others, others_state):
         _load_training(path, model, weights, optimizer, state["optimizer"])
+    _set_gradients(model, state.get("gradients") or {})
     if generators:
         set_generator_states(state["generators"])
     return Loaded(path, manifest.step, dict(state["extra"]))
@@ -117,6 +127,14 @@ def _load_training(
         ) from error
 
 
+def _set_gradients(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    for name, parameter in model.named_parameters():
+        gradient = saved.get(name)
+        parameter.grad = None
+        if gradient is not None:
+            parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+
+
 def _opened(folder: Path) -> tuple[Path, Manifest]:
     """Returns the checkpoint that ``folder`` is or has, complete as far as sizes tell. Raises CheckpointError."""
     wait_for_saving(folder)
@@ -132,7 +150,8 @@ def _state(path: Path, manifest: Manifest, copied: bool = False) -> tuple[dict[s
     """Returns the saved state by part, and the model's state dictionary. Raises CheckpointError.
 
     The tensors of the state lie in its file, which may change or go, and at addresses for which some kernels round otherwise.
-    ``copied``: they are copies, as an optimizer that keeps them needs."""
+    ``copied``: they are copies, as an optimizer that keeps them needs; not for a model with a disk, whose state need not fit
+    into memory: its updates round the same at any address, and the first step writes to the disk what belongs there."""
     try:
         tensors = _tensors(path, manifest, "state")
         saved = [tensors[str(number)] for number in range(len(tensors))]
@@ -141,8 +160,9 @@ def _state(path: Path, manifest: Manifest, copied: bool = False) -> tuple[dict[s
         weights: dict[str, Any] = state["model"]
         weights.update(_tensors(path, manifest, "model"))
         weights.update({name: weights[other] for name, other in manifest.tied.items()})
-        if not isinstance(state["others"], dict) or not isinstance(state["extra"], dict):
-            raise ValueError("expected others and extra to be dictionaries")
+        if not all(isinstance(state.get(name, {}), dict) for name in ("others", "extra", "gradients")):
+            raise ValueError("expected others, extra and gradients to be dictionaries")
+        check_generator_states(state["generators"])
     except Exception as error:  # the library that reads tensors has errors of its own
         raise CheckpointError(f"{path} cannot be used: {first_line(error)}") from error
     return state, weights
@@ -159,7 +179,8 @@ def _tensors(folder: Path, manifest: Manifest, stem: str) -> dict[str, Tensor]:
     for name in names:
         if name not in manifest.files:
             raise ValueError(f"expected {name} in the manifest")
-        tensors |= load_file(folder / name)
+        with interrupts_later():  # it only maps the file
+            tensors |= load_file(folder / name)
     return tensors
 
 
@@ -189,6 +210,14 @@ def _compare(path: Path, model: nn.Module, weights: Mapping[str, Any]) -> None:
                 f"expected a tensor whose elements have places of their own to load {name} into, found one that was expanded: "
                 "make it contiguous first"
             )
+
+
+def _compare_gradients(path: Path, model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for gradients that are not those of the model's parameters."""
+    shapes = {name: (tuple(p.shape), p.dtype) for name, p in nn.Module.named_parameters(model)}
+    for name, gradient in saved.items():
+        if not isinstance(gradient, Tensor) or shapes.get(name) != (tuple(gradient.shape), gradient.dtype):
+            raise CheckpointError(f"{path}: the gradient of {name} is not one of this model: save after zero_grad()")
 
 
 def _first(names: list[str]) -> str:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mtcompile.checkpoint.writing import Content, content_of, write
+from mtcompile.checkpoint.content import Content, content_of, moment
+from mtcompile.checkpoint.writing import write
 from mtcompile.errors import BudgetError
 from mtcompile.machine.system_files import memory_rooms, smallest_room
 from mtcompile.runtime.schedule import gib
@@ -44,7 +45,8 @@ def save(
     then as they were.
     """
     finish_saving(folder)
-    return write(Path(folder), content_of(Path(folder), model, optimizer, step, others, extra, keep).with_files(files or {}))
+    content = content_of(Path(folder), model, optimizer, moment(step, others, extra), keep).with_files(files or {})
+    return write(Path(folder), content)
 
 
 def save_in_background(
@@ -65,7 +67,12 @@ def save_in_background(
     memory has no room for the copy. A later error is a warning, and is raised by ``wait`` or by the next save into ``folder``.
     """
     finish_saving(folder)
-    content = content_of(Path(folder), model, optimizer, step, others, extra, keep).with_files(files or {})
+    content = content_of(Path(folder), model, optimizer, moment(step, others, extra), keep).with_files(files or {})
+    return begin(Path(folder), content)
+
+
+def begin(folder: Path, content: Content) -> BackgroundSave:
+    """Copies the content and begins to write it. Raises BudgetError."""
     smallest = smallest_room(memory_rooms())
     if smallest is not None and content.nbytes > smallest[1]:
         limit, room = smallest
@@ -74,7 +81,7 @@ def save_in_background(
             "Nothing was saved. Use checkpoint.save, which copies nothing, or free memory",
             content.nbytes,
         )
-    saving = _saving[_key(folder)] = BackgroundSave(Path(folder), content)
+    saving = _saving[_key(folder)] = BackgroundSave(folder, content)
     return saving
 
 

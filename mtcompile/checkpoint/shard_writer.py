@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mtcompile.checkpoint.encoding import Storable
 from mtcompile.checkpoint.files import FileEntry
 from mtcompile.checkpoint.shards import DTYPES
 
@@ -21,7 +22,7 @@ _HEADER_ALIGNMENT = 8
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
+def write_shard(path: Path, tensors: Mapping[str, Storable]) -> FileEntry:
     """Writes a new file of dense tensors to the disk. Needs host memory for three pieces of 8 MiB, if they come from another
     device, and for a whole tensor if its elements are not in row-major order. Raises OSError."""
     nbytes = 0
@@ -71,13 +72,13 @@ class _Digest:
         self._thread.join()
 
 
-def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+def _pieces(tensors: Mapping[str, Storable]) -> Iterator[memoryview]:
     """Yields the header, then the bytes of each tensor. Wider dtypes come first, so that elements are aligned in the file."""
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in ordered:
-        start, end = end, end + tensor.numel() * tensor.element_size()
+        start, end = end, end + tensor.nbytes
         header[name] = {"dtype": _NAME_OF[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)
@@ -86,7 +87,11 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
         yield from _bytes_of(tensor)
 
 
-def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
+def _bytes_of(tensor: Storable) -> Iterator[memoryview]:
+    if not isinstance(tensor, Tensor):
+        for values in tensor.pieces(_PIECE_NBYTES // tensor.dtype.itemsize):
+            yield from _bytes_of(values)
+        return
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     plain = torch.view_as_real(plain) if plain.is_complex() else plain
     for piece in plain.view(-1).view(torch.uint8).split(_PIECE_NBYTES) if plain.numel() else ():

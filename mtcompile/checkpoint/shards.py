@@ -20,6 +20,7 @@ from torch import Tensor
 from mtcompile.capture.refusals import first_line
 from mtcompile.checkpoint.files import regular
 from mtcompile.errors import CheckpointError
+from mtcompile.reading import interrupts_later
 
 SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"
@@ -158,7 +159,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
 
     tensors = {}
     try:
-        with safe_open(path, framework="pt", backend="pread") as file:
+        with interrupts_later(), safe_open(path, framework="pt", backend="pread") as file:
             slices = {name: file.get_slice(name) for name in file.offset_keys()}
             places = [(name, str(each.get_dtype()), tuple(each.get_shape())) for name, each in slices.items()]
             del slices

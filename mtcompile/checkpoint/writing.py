@@ -5,34 +5,27 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from mtcompile.api import plain_class
-from mtcompile.checkpoint.encoding import encoded, storable
+from mtcompile.checkpoint.content import Content
+from mtcompile.checkpoint.encoding import Storable
 from mtcompile.checkpoint.files import (
-    MANIFEST,
     FileEntry,
     Manifest,
     checkpoints,
-    checksum,
+    checksum_of,
     delete,
     delete_unfinished,
     locked,
-    may_be_added,
+    make_folder,
     on_disk,
     read_manifest,
     step_folder,
     unfinished,
+    write_bytes,
     write_manifest,
 )
-from mtcompile.checkpoint.generators import generator_states
 from mtcompile.checkpoint.shard_writer import write_shard
 from mtcompile.checkpoint.shards import INDEX
 from mtcompile.errors import CheckpointError
@@ -40,78 +33,11 @@ from mtcompile.errors import CheckpointError
 SHARD_NBYTES = 4 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
-    """All that a checkpoint of ``step`` is to hold. ``tied``: name -> the parameter that it shares all of its memory with.
-    ``tensors``: those of ``state``, by their numbers. ``files``: further files as bytes by name, config.json among them."""
-
-    step: int
-    keep: int
-    weights: Mapping[str, Tensor]
-    tied: Mapping[str, str]
-    tensors: Mapping[str, Tensor]
-    state: Mapping[str, Any]
-    files: Mapping[str, bytes]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.weights.values(), *self.tensors.values()))
-
-    def copied(self) -> Content:
-        """Returns the same content in host memory of its own."""
-        return replace(self, weights=_copied(self.weights), tensors=_copied(self.tensors))
-
-    def with_files(self, files: Mapping[str, bytes]) -> Content:
-        """Returns the same content with the caller's files. Raises ValueError for a name that they cannot have."""
-        for name in files:
-            if name in (MANIFEST, "config.json") or name.endswith(INDEX) or not may_be_added(name):
-                raise ValueError(
-                    f"expected files= to have names of their own that end in .json, .jinja, .txt or .model, found {name!r}"
-                )
-        return replace(self, files={**self.files, **files})
-
-
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-
-
-def content_of(
-    folder: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    step: int,
-    others: Mapping[str, Any] | None,
-    extra: Mapping[str, Any] | None,
-    keep: int,
-) -> Content:
-    """Returns what to save: tensors of the model and of the states, not copies. Raises as ``save`` does."""
-    if type(step) is not int or type(keep) is not int or not 0 <= step < 10**12 or keep < 0:
-        raise ValueError(f"expected step and keep to be whole numbers of 0 or more, found step={step!r}, keep={keep!r}")
-    if os.path.lexists(folder / MANIFEST):
-        raise CheckpointError(f"{folder} is itself a checkpoint; expected a folder that holds checkpoints")
-    if any(getattr(getattr(m, "_mt_model", None), "between_backward_and_step", False) for m in model.modules()):
-        raise CheckpointError(
-            'update="backward" has updated the parameters, and optimizer.step() has not ended the step; save after it'
-        )
-    weights, others_of_model, tied = _weights(model)
-    tensors: list[Tensor] = []
-    parts: dict[str, Any] = {
-        "model": others_of_model,
-        "optimizer": None if optimizer is None else optimizer.state_dict(),
-        "others": {name: other.state_dict() for name, other in (others or {}).items()},
-        "generators": generator_states(),
-        "extra": dict(extra or {}),
-    }
-    state = {name: encoded(part, tensors, name) for name, part in parts.items()}
-    numbered = {str(number): tensor for number, tensor in enumerate(tensors)}
-    return Content(step, keep, weights, tied, numbered, state, _configuration(model))
-
-
 def write(folder: Path, content: Content) -> Path:
     """Writes a checkpoint, and deletes old ones. Returns its folder. Raises CheckpointError and OSError as ``save`` does."""
     step, keep = content.step, content.keep
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with locked(folder):
             delete_unfinished(folder)
             before = checkpoints(folder)
@@ -139,35 +65,9 @@ def write(folder: Path, content: Content) -> Path:
     return target
 
 
-def _weights(model: nn.Module) -> tuple[dict[str, Tensor], OrderedDict[str, Any], dict[str, str]]:
-    """Returns a model's tensors by name, what else its state dictionary has (versions of modules among it), and the names that
-    share a tensor with an earlier one, with that."""
-    state: Any = model.state_dict()
-    weights: dict[str, Tensor] = {}
-    others: OrderedDict[str, Any] = OrderedDict()
-    others._metadata = getattr(state, "_metadata", {})  # type: ignore[attr-defined]
-    tied: dict[str, str] = {}
-    first_of: dict[tuple[object, ...], str] = {}
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            others[name] = value
-            continue
-        if name == "__metadata__":
-            raise TypeError("expected another name for a tensor than __metadata__, which safetensors files use themselves")
-        value = storable(value, name)
-        signs = value.is_conj(), value.is_neg()
-        place = value.device, value.dtype, value.data_ptr(), tuple(value.shape), value.stride(), signs
-        first = first_of.setdefault(place, name) if value.numel() else name
-        if first == name:
-            weights[name] = value
-        else:
-            tied[name] = first
-    return weights, others, tied
-
-
-def _write_shards(folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> dict[str, FileEntry]:
+def _write_shards(folder: Path, stem: str, tensors: Mapping[str, Storable]) -> dict[str, FileEntry]:
     """Writes tensors into one file, or into several with an index. Returns the files."""
-    shards: list[dict[str, Tensor]] = [{}]
+    shards: list[dict[str, Storable]] = [{}]
     nbytes = 0
     for name, tensor in tensors.items():
         if shards[-1] and nbytes + tensor.nbytes > SHARD_NBYTES:
@@ -188,22 +88,8 @@ def _write_shards(folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> dic
 
 
 def _write_bytes(path: Path, data: bytes) -> FileEntry:
-    path.write_bytes(data)
-    on_disk(path)
-    return FileEntry(path.stat().st_size, checksum(path))
-
-
-def _configuration(model: nn.Module) -> dict[str, bytes]:
-    """Returns config.json of a Transformers model, with the name of the plain class, so that ``from_pretrained`` builds it."""
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "to_json_string"):
-        return {}
-    fields = json.loads(config.to_json_string(use_diff=False))
-    fields["architectures"] = [plain_class(type(model)).__name__]
-    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    if len(kinds) == 1:  # a precision of its own, such as masters that were split
-        fields["dtype"] = str(kinds.pop()).removeprefix("torch.")
-    return {"config.json": (json.dumps(fields, indent=2) + "\n").encode()}
+    write_bytes(path, data)
+    return FileEntry(len(data), checksum_of(data))
 
 
 def _renamed(new: Path, folder: Path, step: int, serial: int) -> Path:

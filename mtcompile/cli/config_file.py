@@ -10,6 +10,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from mtcompile.cli.options import RecipeOptions
+from mtcompile.reading import read_text
+
+_MOST_NBYTES = 1 << 16  # the parser is slow
 
 
 def set_defaults(context: typer.Context, path: Path | None) -> Path | None:
@@ -63,8 +66,8 @@ def _entries(path: Path) -> Iterator[tuple[str, str, list[str] | str | None]]:
     except ImportError:
         raise ValueError(f'{path}: a YAML file needs the package PyYAML: pip install "mtcompile[hf]"') from None
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        root = yaml.compose(read_text(path, _MOST_NBYTES), Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         reason = getattr(error, "problem", None) or "it is not text"

@@ -128,9 +128,10 @@ class RecipeOptions(TrainingOptions):
     metrics: Annotated[Path | None, typer.Option(help="a file for one JSON object per step")] = None
     save: Annotated[
         Path | None,
-        typer.Option(help="a folder for checkpoints; one is written at the end"),
+        typer.Option(help="a folder for checkpoints; one is written at the end, and if an error ends the training"),
     ] = None
     save_every: Annotated[int, typer.Option(min=0, help="steps between checkpoints; 0: only at the end")] = 0
+    save_minutes: Annotated[float, typer.Option(min=0, help="minutes between checkpoints; 0: only at the end")] = 0.0
     resume: Annotated[Path | None, typer.Option(help="a folder that --save wrote, to continue from")] = None
 
 

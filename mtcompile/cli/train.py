@@ -84,7 +84,7 @@ def _stopping() -> Iterator[Callable[[], bool]]:
         interrupted = True
         restore()
         print(
-            "\nmtcompile train: stopping after this step; Ctrl-C again stops now, and saves nothing",
+            "\nmtcompile train: stopping after this step; Ctrl-C again stops now",
             file=sys.stderr,
             flush=True,
         )

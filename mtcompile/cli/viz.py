@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,6 +9,7 @@ import typer
 
 from mtcompile.cli.common import fitting_forecast
 from mtcompile.cli.options import StepOptions
+from mtcompile.reading import parsed_json, read_text
 from mtcompile.runtime.schedule import FORMAT, Schedule, from_json
 
 
@@ -40,13 +40,10 @@ def viz(
 
 def dumped(path: str) -> Schedule | None:
     """Reads the schedule in a file; None if the file is something else. Raises ScheduleFormatError for a broken schedule."""
-    if not path.endswith(".json") or not Path(path).is_file():
+    if not path.endswith(".json") or not Path(path).exists():
         return None
-    text = Path(path).read_text(encoding="utf-8")
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"expected a schedule or a configuration in {path}, found no JSON: {error}") from None
+    text = read_text(Path(path))
+    data = parsed_json(text, path)
     return from_json(text) if isinstance(data, dict) and data.get("format") == FORMAT else None
 
 

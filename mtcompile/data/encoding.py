@@ -20,6 +20,7 @@ import numpy as np
 from mtcompile import progress
 from mtcompile.capture.refusals import first_line
 from mtcompile.data.records import Record
+from mtcompile.reading import FEW_NBYTES, read_text
 
 TooLong = Literal["stop", "cut", "drop"]
 _MARK = "\ue000"  # a character for private use, which no record should have
@@ -80,10 +81,7 @@ def load_tokenizer(folder: Path, chat_template: Path | None = None) -> Any:
             "the model's fast tokenizer there"
         )
     if chat_template is not None:
-        try:
-            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"expected {chat_template} to be UTF-8 text, found something else at byte {error.start}") from None
+        tokenizer.chat_template = read_text(chat_template, FEW_NBYTES)
     return tokenizer
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mtcompile.errors import nearest_file
+from mtcompile.machine.system_files import memory_rooms, smallest_room
+from mtcompile.reading import read_bytes
 
 STDLIB_BYTES = 16 * 2**20  # length of the default text
 
@@ -31,7 +33,7 @@ def _files(path: Path) -> list[Path]:
 
 def text_of(file: Path, strict: bool) -> bytes:
     """Reads a text file. Returns nothing for a file that is not text, unless ``strict``: then raises ValueError."""
-    data = file.read_bytes()
+    data = read_bytes(file, available_nbytes())
     try:
         data.decode()
     except UnicodeDecodeError as error:
@@ -39,6 +41,12 @@ def text_of(file: Path, strict: bool) -> bytes:
             raise ValueError(f"expected UTF-8 text, found something else in {file} at byte {error.start}") from None
         return b""
     return b"" if b"\0" in data and not strict else data
+
+
+def available_nbytes() -> int:
+    """Returns the bytes of memory that a file may take, at most 2**40."""
+    room = smallest_room(memory_rooms())
+    return 2**40 if room is None else max(0, room[1])
 
 
 def standard_library() -> bytes:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,11 @@ from typing import Any
 
 from mtcompile.capture.refusals import first_line
 from mtcompile.data.files import files_of, text_of
+from mtcompile.reading import read_bytes, regular_nbytes
 
+_MOST_LINE_NBYTES = 1 << 26
+_MOST_LIST_NBYTES = 1 << 30  # Python's objects take several times as much
+_PARQUET_ROWS = 256  # that are in memory at a time
 _ROLES = ("system", "user", "assistant", "tool")
 _ROLE_OF = {  # in ShareGPT's "from"
     **{name: name for name in _ROLES},
@@ -48,7 +53,7 @@ def read_records(paths: Sequence[Path]) -> Iterator[Record]:
                 "only random weights are trained on tokens"
             )
         if read := _READERS.get(file.suffix):
-            if not file.stat().st_size:
+            if not regular_nbytes(file):
                 raise ValueError(f"{file}: expected records, found an empty file")
             empty = True
             for place, value in read(file):
@@ -64,14 +69,19 @@ def read_records(paths: Sequence[Path]) -> Iterator[Record]:
 
 def _lines(file: Path) -> Iterator[tuple[str, Any]]:
     with file.open("rb") as opened:
-        for number, line in enumerate(opened, 1):
+        for number in itertools.count(1):
+            place = f"{file}, line {number}"
+            line = opened.readline(_MOST_LINE_NBYTES + 1)
+            if not line:
+                return
+            if len(line) > _MOST_LINE_NBYTES:
+                raise ValueError(f"{place}: expected a record of at most {_MOST_LINE_NBYTES:,} bytes a line, found more")
             if line.strip():
-                place = f"{file}, line {number}"
                 yield place, _parsed(line.strip(), place, "fix or delete the line")
 
 
 def _list(file: Path) -> Iterator[tuple[str, Any]]:
-    values = _parsed(file.read_bytes(), str(file), "one object per line belongs into a .jsonl file")
+    values = _parsed(read_bytes(file, _MOST_LIST_NBYTES), str(file), "one object per line belongs into a .jsonl file")
     if not isinstance(values, list):
         raise ValueError(f"{file}: expected a list of records, found {_kind(values)}")
     yield from ((f"{file}, record {number}", value) for number, value in enumerate(values, 1))
@@ -86,7 +96,7 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
     number = 0
     try:
         with ParquetFile(file) as opened:
-            for batch in opened.iter_batches():
+            for batch in opened.iter_batches(_PARQUET_ROWS):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{file}, row {number}", {name: value for name, value in row.items() if value is not None}

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from mtcompile.capture.refusals import first_line
 from mtcompile.data.batch import HELD_OUT, Batch, Order, in_batches
 from mtcompile.data.files import files_of, standard_library, text_of
+from mtcompile.reading import regular_nbytes
 
 BYTES = 256  # the vocabulary of text
 
@@ -38,16 +40,17 @@ def read_tokens(paths: Sequence[Path], vocabulary: int | None) -> tuple[Any, int
 
 def _numbers(file: Path, vocabulary: int) -> Any:
     """Maps a file of tokens. A .bin file holds 16-bit numbers, or 32-bit ones if the vocabulary needs them."""
+    nbytes = regular_nbytes(file)
     if file.suffix == ".bin":
         dtype = np.dtype(np.uint16 if vocabulary <= 2**16 else np.uint32)
-        if file.stat().st_size % dtype.itemsize or not file.stat().st_size:
-            raise ValueError(f"expected tokens of {dtype.itemsize} bytes in {file}, found {file.stat().st_size} bytes")
+        if nbytes % dtype.itemsize or not nbytes:
+            raise ValueError(f"expected tokens of {dtype.itemsize} bytes in {file}, found {nbytes} bytes")
         array: Any = np.memmap(file, dtype, "r")
     else:
         try:
             array = np.load(file, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError) as error:
-            raise ValueError(f"expected an array of numbers in {file}: {error}") from None
+        except Exception as error:  # numpy reads the header as Python's own text, with errors of Python's tokenizer
+            raise ValueError(f"expected an array of numbers in {file}: {first_line(error)}") from None
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueError(f"expected one row of whole numbers in {file}, found {array.dtype} of shape {array.shape}")
     if len(array) and (int(array.max()) >= vocabulary or int(array.min()) < 0):

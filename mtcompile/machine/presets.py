@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from dataclasses import asdict, replace
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from mtcompile.machine.device import choose
 from mtcompile.machine.measure import MeasuredMachine, identity, measure
 from mtcompile.machine.timing import QUICK
 from mtcompile.passes.analysis.cost import Machine
+from mtcompile.reading import FEW_NBYTES, parsed_json, read_text
 
 # A drive: GB/s of reads and writes, TB, and TB that may be written in its life, by data sheets.
 _PCIE4, _PCIE5 = (6.8, 5.0, 2, 1200), (11.0, 9.0, 2, 1200)  # consumer drives
@@ -159,23 +159,27 @@ def to_json(machine: Machine) -> str:
 def _from_file(path: Path) -> Machine:
     if not path.exists():
         raise ValueError(f"expected a machine file, found no such file: {path}{nearest_file(path)}")
-    try:
-        text = path.read_text()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"machine file {path}: {error}") from None
-    return _from_text(text, path)
+    return _from_text(read_text(path, FEW_NBYTES), path)
+
+
+_LEAST, _MOST = 1e-6, 1e21  # of a speed; far beyond any machine's, and times and sums of them are numbers
+_RANGES = {float: f"a number from {_LEAST:g} to {_MOST:g}", int: "a whole number from 0 to 2**62", bool: "true or false"}
+
+
+def _sound(kind: type, value: Any) -> bool:
+    return _LEAST <= value <= _MOST if kind is float else 0 <= value <= 2**62 if kind is int else True
 
 
 def _from_text(text: str, path: Path) -> Machine:
     try:
-        data = json.loads(text)
+        data = parsed_json(text, "its text")
         kinds = {name: type(value) for name, value in asdict(Machine()).items() if name != "measured"}
         if not isinstance(data, dict) or set(data) - set(kinds):
             raise ValueError(f"expected an object with fields among {', '.join(kinds)}")
         for name, value in data.items():
             kind = float if kinds[name] is float and type(value) is int else type(value)
-            if kind is not kinds[name] or (kind is float and not 0 < value < inf) or (kind is int and value < 0):
-                raise ValueError(f"{name}: expected a {kinds[name].__name__}{' above 0' * (kind is float)}, found {value!r}")
+            if kind is not kinds[name] or not _sound(kind, value):
+                raise ValueError(f"{name}: expected {_RANGES.get(kinds[name], kinds[name].__name__)}, found {value!r:.80}")
         return Machine(**{"name": path.stem, **data})
-    except (RecursionError, OverflowError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"machine file {path}: {error}") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 from mtcompile.capture.refusals import first_line
 from mtcompile.errors import did_you_mean, nearest_file
 from mtcompile.models.decoders import SHAPES, fake
+from mtcompile.reading import FEW_NBYTES, parsed_json, read_text
 
 ModelAndData = tuple[nn.Module, Mapping[str, Any]]  # and the keyword arguments of its call
 
@@ -161,7 +161,7 @@ def configuration(path: Path, **defaults: Any) -> tuple[Any, torch.dtype | None]
             f"expected a Hugging Face config file with a model_type, found no such file: {path}{nearest_file(path)}"
         )
     try:
-        fields = _local(json.loads(path.read_text()))
+        fields = _local(parsed_json(read_text(path, FEW_NBYTES), path.name))
         config = AutoConfig.for_model(**{**defaults, **fields})
     except Exception as error:  # a field of the wrong type has an exception of its own
         text = first_line(error)

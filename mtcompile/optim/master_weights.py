@@ -10,6 +10,8 @@ A write into ``p.data`` moves no counter: a checksum catches it under MT_CHECK=1
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,9 +45,38 @@ class Master:
     checksum: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class JoinedLater:
+    """The fp32 values of a parameter that is split, for a file that is written piece by piece: all of them together would take
+    4 bytes per parameter of host memory."""
+
+    high: Tensor
+    remainder: Tensor
+    dtype = torch.float32
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.high.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.high.numel() * self.dtype.itemsize
+
+    def values(self) -> Tensor:
+        return joined(self.high, self.remainder)
+
+    def pieces(self, count: int) -> Iterator[Tensor]:
+        """Yields the values in row-major order, ``count`` at a time."""
+        high, remainder = self.high.reshape(-1), self.remainder.reshape(-1)
+        yield from itertools.starmap(joined, zip(high.split(count), remainder.split(count), strict=True))
+
+
 class Masters:
     """The masters of one model's floating-point parameters that are trained. Frozen ones become bf16 and have none, until they
-    are trained; ``_frozen``: their names by id, and whether their bf16 values are exact."""
+    are trained; ``_frozen``: their names by id, and whether their bf16 values are exact. ``join``: makes the values that an
+    optimizer's ``state_dict`` holds."""
+
+    join: Callable[[Tensor, Tensor], Tensor | JoinedLater] = staticmethod(joined)
 
     def __init__(self, model: nn.Module) -> None:
         self.by_parameter: dict[int, Master] = {}
@@ -286,13 +317,22 @@ class Masters:
 
     # ------------------------------------------------------------------------------------------ the optimizer's state_dict
 
+    @contextlib.contextmanager
+    def joining_later(self) -> Iterator[None]:
+        """Lets ``state_dict`` hold masters as ``JoinedLater``."""
+        self.join = JoinedLater
+        try:
+            yield
+        finally:
+            self.join = joined
+
     def _with_masters(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Put each master beside its parameter's state."""
         entries = dict(state["state"])
         for index, parameter in _numbered(optimizer, state):
             if (master := self.by_parameter.get(id(parameter))) is not None:
                 self._notice_writes(master)
-                entries[index] = {**entries.get(index, {}), MASTER: joined(parameter.detach(), master.remainder)}
+                entries[index] = {**entries.get(index, {}), MASTER: self.join(parameter.detach(), master.remainder)}
         return {**state, "state": entries}
 
     def _load(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -306,7 +346,8 @@ class Masters:
             entry = optimizer.state[parameter]
             for name, value in saved.items():
                 if name != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
-                    entry[name] = torch.empty_like(parameter, dtype=torch.float32).copy_(value)
+                    whole = value.dtype == torch.float32 and value.stride() == parameter.stride()
+                    entry[name] = value if whole else torch.empty_like(parameter, dtype=torch.float32).copy_(value)
             if isinstance(value := entry.pop(MASTER, None), Tensor):
                 self.set(master, value)
 

@@ -21,6 +21,7 @@ from mtcompile.data.windows import Windows, read_tokens
 from mtcompile.machine.device import choose
 from mtcompile.models.loading import configuration, language_model, returning_loss
 from mtcompile.models.pretrained import from_pretrained
+from mtcompile.reading import read_bytes
 from mtcompile.trainer.recipe import Recipe, check, check_resumed
 
 
@@ -81,9 +82,9 @@ def _fine_tuning(recipe: Recipe) -> Job:
     rows = replace(rows, mask=lambda documents: document_mask(model.config, documents, model.dtype))
     optimizer = _optimizer(recipe, model)
     model.bind(optimizer)
-    files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
+    files = {name: read_bytes(folder / name) for name in TOKENIZER_FILES if (folder / name).exists()}
     if recipe.chat_template is not None:
-        files["chat_template.jinja"] = recipe.chat_template.read_bytes()
+        files["chat_template.jinja"] = read_bytes(recipe.chat_template)
     return Job(recipe, steps, model, optimizer, rows, {"seed": recipe.seed, "data": digest}, files, str(rows))
 
 

@@ -20,9 +20,10 @@ _FINAL_RATE = 0.1  # share of the highest learning rate at the end of the cosine
 class Recipe:
     """The settings of a training. ``model``: a built-in shape, a Hugging Face config.json, or a folder of pretrained weights;
     ``data``: files and folders (none: the standard library's sources); ``memory``, ``host``, ``disk``: bytes as text; ``clip``:
-    0 for no clipping; ``evaluate_every`` and ``save_every``: in steps, 0 for never; ``resume``, ``save``: folders; ``metrics``:
-    a file of JSON lines; ``packing``, ``too_long``, ``chat_template``: for a folder. The others are ``compile``'s and AdamW's.
-    If ``seq``, ``steps`` or ``lr`` is None, ``length``, ``steps_of`` and ``rate`` say what is taken."""
+    0 for no clipping; ``evaluate_every`` and ``save_every``: in steps, ``save_minutes``: in minutes, 0 for never; ``resume``,
+    ``save``: folders; ``metrics``: a file of JSON lines; ``packing``, ``too_long``, ``chat_template``: for a folder. The others
+    are ``compile``'s and AdamW's. If ``seq``, ``steps`` or ``lr`` is None, ``length``, ``steps_of`` and ``rate`` say what is
+    taken."""
 
     model: str
     data: tuple[Path, ...] = ()
@@ -51,6 +52,7 @@ class Recipe:
     metrics: Path | None = None
     save: Path | None = None
     save_every: int = 0
+    save_minutes: float = 0.0
     resume: Path | None = None
 
     @property
@@ -92,6 +94,10 @@ def check(recipe: Recipe) -> None:
         raise ValueError(f"expected --metrics to name a file, found the folder {recipe.metrics}")
     if recipe.save_every and recipe.save is None:
         raise ValueError(f"expected --save with --save-every {recipe.save_every}, found no folder to save into")
+    if not 0 <= recipe.save_minutes < math.inf:
+        raise ValueError(f"expected --save-minutes to be a number of 0 or more, found {recipe.save_minutes:g}")
+    if recipe.save_minutes and recipe.save is None:
+        raise ValueError(f"expected --save with --save-minutes {recipe.save_minutes:g}, found no folder to save into")
     _check_kind(recipe)
     if recipe.resume is not None:
         checkpoint.inspect(recipe.resume)

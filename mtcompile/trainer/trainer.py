@@ -79,19 +79,21 @@ def run(job: Job, report: Report = lambda row, model: None, stop: Callable[[], b
     rows: list[Row] = []
     evaluation: Evaluation | None = None
     interrupted = False
-    with saving(job, rows) as save, metrics_file(recipe) as write:
+    with saving(job) as saver, metrics_file(recipe) as write:
         while step < job.steps and not interrupted:
             step += 1
             rows.append(one_step(job, step))
+            if saver is not None:
+                saver.note(step, job.extra)
             write(rows[-1])
             report(rows[-1], job.model)
             if recipe.evaluate_every and (step % recipe.evaluate_every == 0 or step == job.steps):
                 evaluation = evaluate(job, step)
                 write(evaluation)
                 report(evaluation, job.model)
+            if saver is not None:
+                saver.after(step, job.extra)
             interrupted = step < job.steps and stop()
-            if recipe.save_every and step % recipe.save_every == 0 and step < job.steps and not interrupted:
-                save()
     return summary(job, step, rows, evaluation, interrupted)
 
 
@@ -135,22 +137,13 @@ def evaluate(job: Job, step: int) -> Evaluation:
     return Evaluation(step, total / count, count)
 
 
-@contextlib.contextmanager
-def saving(job: Job, rows: list[Row]) -> Iterator[Callable[[], None]]:
-    """Saves a checkpoint at the end, and if a full disk or a closed pipe ends the training between two steps. Yields a function
-    that saves one now."""
-    folder = job.recipe.save
-
-    def save() -> None:
-        if folder is not None and rows:
-            checkpoint.save(folder, job.model, job.optimizer, step=rows[-1].step, extra=job.extra, files=job.files)
-
-    try:
-        yield save
-    except OSError:
-        save()
-        raise
-    save()
+def saving(job: Job) -> contextlib.AbstractContextManager[checkpoint.Autosave | None]:
+    """Saves checkpoints of what is trained inside, if there is a folder for them."""
+    recipe = job.recipe
+    if recipe.save is None:
+        return contextlib.nullcontext()
+    options: dict[str, Any] = {"every": recipe.save_every, "minutes": recipe.save_minutes, "files": job.files}
+    return checkpoint.autosave(recipe.save, job.model, job.optimizer, on_sigterm=False, **options)
 
 
 @contextlib.contextmanager

@@ -302,7 +302,7 @@ class Candidates:
     def _stored_points(self) -> list[Point]:
         """Returns the points that an earlier search stored; none if there are none or they cannot be read."""
         text = self.store.read() if self.store else None
-        with contextlib.suppress(ValueError, TypeError, KeyError, IndexError, AttributeError):
+        with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
             return points_from_json(text, self.ladders) if text else []
         return []
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 
 import mtcompile
 from mtcompile import checkpoint
-from mtcompile.checkpoint import files
+from mtcompile.checkpoint import files, generators
 from mtcompile.errors import CheckpointError
 from tests.checkpoint.runs import WAYS, Net, Run, seeded
 
@@ -95,7 +93,7 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     run = Run()
     with pytest.raises(TypeError, match=r"found object at extra\['a'\]\[1\]"):
         run.save(tmp_path, extra={"a": [1, object()]})
-    with pytest.raises(ValueError, match="whole numbers"):
+    with pytest.raises(ValueError, match="whole number of 0 or more, found -1"):
         run.save(tmp_path, step=-1)
     assert not list(tmp_path.iterdir())
 
@@ -319,6 +317,23 @@ def test_a_manifest_from_a_stranger(content: str, tmp_path: Path) -> None:
     assert all(map(torch.equal, before, run.state()))
 
 
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [("numpy", ("MT19937", [2**40] * 624, 1, 0, 0.0)), ("python", (3, (1, 2), None)), ("torch", torch.zeros(3)), ("torch", 5)],
+)
+def test_generators_that_nothing_can_be_put_in(name: str, state: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by fuzzing: the model had been loaded before the error."""
+    plain = generators.generator_states()
+    monkeypatch.setattr("mtcompile.checkpoint.content.generator_states", lambda: {**plain, name: state})
+    path = Run().save(tmp_path)
+    run = Run()
+    run.step()
+    before = run.state()
+    with pytest.raises(CheckpointError, match="states of the random generators cannot be used"):
+        run.load(path)
+    assert all(map(torch.equal, before, run.state()))
+
+
 def test_a_checkpoint_of_another_training(tmp_path: Path) -> None:
     run = Run()
     path = run.save(tmp_path)
@@ -355,49 +370,6 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {".lock", path.name}
     run.load(tmp_path)
     assert all(map(torch.equal, expected, run.state()))
-
-
-def test_a_fault_in_any_call_leaves_the_old_or_the_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, other = Run(), Run()
-    run.step()
-    run.save(tmp_path)
-    old = run.state()
-    run.step()
-    new = run.state()
-    for fails_at in range(1, 60):
-        calls = []
-
-        def failing(plain: Callable[..., Any], fails_at: int = fails_at, calls: list[int] = calls) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                calls.append(1)
-                if len(calls) == fails_at:
-                    raise OSError(5, "Input/output error")
-                return plain(*args, **kwargs)
-
-            return call
-
-        with monkeypatch.context() as patched:
-            for owner, name in (
-                (os, "fsync"),
-                (os, "open"),
-                (Path, "rename"),
-                (Path, "write_bytes"),
-                (Path, "write_text"),
-                (os, "mkdir"),
-            ):
-                patched.setattr(owner, name, failing(getattr(owner, name)))
-            patched.setattr(os, "pwrite", failing(os.pwrite))
-            failed = False
-            try:
-                run.save(tmp_path, step=3, keep=0)
-            except (OSError, CheckpointError):
-                failed = True
-        loaded = other.load(tmp_path)
-        assert all(map(torch.equal, other.state(), old if loaded.step == 2 else new))
-        assert (failed or loaded.step == 3) and not list(tmp_path.glob(".step-*"))
-        if len(calls) < fails_at:
-            break
-    assert not failed and fails_at > 8
 
 
 _WRITER = """
@@ -450,17 +422,3 @@ def test_two_writers_take_turns_or_are_refused(tmp_path: Path) -> None:
         process.communicate()
     assert said.count("saved") > 5 and set(said) <= {"saved", "refused"}
     consistent(tmp_path)
-
-
-def test_a_writer_that_is_killed_leaves_a_whole_checkpoint(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    kills = 40 if request.config.getoption("-m") == "long" else 6
-    generator = random.Random(0)
-    for kill in range(kills):
-        process = writer(tmp_path, kill + 1)
-        assert process.stdout is not None and process.stdout.readline() == "saved\n"
-        time.sleep(generator.random() * 0.05)
-        process.kill()
-        process.communicate()
-        assert consistent(tmp_path) >= 1
-    Run().save(tmp_path)
-    assert not list(tmp_path.glob(".step-*"))

@@ -97,4 +97,4 @@ def test_what_is_wrong_is_said_with_file_line_and_key(tmp_path: Path, text: str,
 
 def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
     assert "No such file" in train("--config", tmp_path / "none.yaml")
-    assert "expected a file that can be used" in train("--config", tmp_path)
+    assert "expected a file, found a folder" in train("--config", tmp_path)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch
 from torch import nn
 
 import mtcompile
+from mtcompile import checkpoint
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -71,6 +75,46 @@ def test_a_resumed_training_has_the_same_bits_and_its_files_load_plainly(train: 
     shutil.rmtree(saved)
     resumed = train(str(tmp_path), "2MiB", resume=True, **QUIET)
     assert history(resumed) == history(whole) and equal(weights(resumed), expected)
+
+
+@pytest.mark.parametrize("stop", [("error", 5), pytest.param(("sigterm", 3), marks=pytest.mark.long)], ids=["error", "sigterm"])
+def test_a_training_that_saves_itself_goes_on_with_the_same_bits(train: Any, stop: tuple[str, int], tmp_path: Path) -> None:
+    """With dropout, accumulation and a schedule; the checkpoint is read by a compiled and by a plain training."""
+    transformers.set_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32, attention_dropout=0.1
+    )
+    rows = [{"input_ids": torch.arange(8) + n % 9, "labels": torch.arange(8) + n % 9} for n in range(20)]
+
+    class Stops(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
+        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == stop[1] and stop[0] == "error":
+                raise ZeroDivisionError
+            if state.global_step == stop[1] - 1 and stop[0] == "sigterm":
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def training(memory: str | None, folder: Path | None, callbacks: list[Any]) -> Any:
+        transformers.set_seed(0)
+        model = transformers.LlamaForCausalLM(config)
+        if memory is not None:
+            model = mtcompile.compile(model, memory=memory)
+        options = {"num_train_epochs": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "report_to": []}
+        arguments = transformers.TrainingArguments(str(tmp_path / "out"), save_strategy="no", **QUIET, **options)
+        trainer = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=callbacks)
+        saves = contextlib.nullcontext() if folder is None else checkpoint.autosave_trainer(trainer, folder, every=2)
+        with saves as before, contextlib.suppress(ZeroDivisionError):
+            trainer.train(resume_from_checkpoint=before)
+        return trainer
+
+    whole = weights(training(None, None, []))
+    training("2MiB", tmp_path / "run", [Stops()])
+    assert checkpoint.inspect(tmp_path / "run").step == stop[1]
+    again = transformers.AutoModelForCausalLM.from_pretrained(checkpoint.latest(tmp_path / "run"))
+    assert type(again) is transformers.LlamaForCausalLM
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    for memory, folder in ((None, tmp_path / "run"), ("2MiB", tmp_path / "copy")):
+        resumed = training(memory, folder, [])
+        assert resumed.state.global_step == 10 and equal(weights(resumed), whole)
 
 
 def with_accelerate(order: str) -> list[torch.Tensor]:

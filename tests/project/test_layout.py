@@ -19,7 +19,7 @@ from tests.project.sources import LAYERS, ROOT, module_name, name_of, parse, sou
 ROOT_FILES = {
     f"{name}.py"
     for name in (
-        "__init__", "__main__", "api", "options", "compiler", "backend", "cache", "errors", "knobs", "progress",
+        "__init__", "__main__", "api", "options", "compiler", "backend", "cache", "errors", "knobs", "progress", "reading",
     )
 } | {"py.typed"}  # fmt: skip
 ROOMS = {
@@ -30,7 +30,7 @@ LINKS = {"passes", "runtime"}
 MOST_FILES, MOST_LINES, MOST_PARAMETERS = 12, 400, 7
 PUBLIC_DOORS = {  # the functions of more parameters: options as users write them, and kernels in Triton's language
     "mtcompile/api.py": {"compile"},
-    "mtcompile/checkpoint/": {"save", "save_in_background"},
+    "mtcompile/checkpoint/": {"autosave", "save", "save_in_background"},
     "mtcompile/forecast/": {"plan"},
     "mtcompile/parity/": {"verify"},
     "mtcompile/cli/": {"bench", "explain", "graph", "plan", "trace", "train", "verify", "viz"},
@@ -150,3 +150,21 @@ def test_the_wheel_holds_the_update_kernels_and_no_other_file(wheel: Path) -> No
 def test_the_layers_are_imported_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     program = "import mtcompile.passes, mtcompile.runtime; print(mtcompile.runtime.__file__)"
     assert output_of(program, wheel, tmp_path).startswith(str(wheel))
+
+
+def test_every_pinned_version_is_installed_by_hash() -> None:
+    """But torch's, and what only some builds of it need."""
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        name, _, rest = line.partition("==")
+        if rest and "python_version < " not in rest:
+            pins[name.lower().replace("_", "-")] = rest.partition(";")[0].strip()
+    hashed, last = {}, ""
+    for line in (ROOT / "hashes.txt").read_text().splitlines():
+        if "==" in line and not line.startswith(("#", " ")):
+            last, _, rest = line.partition("==")
+            hashed[last] = (rest.split()[0], 0)
+        elif "--hash=sha256:" in line:
+            hashed[last] = (hashed[last][0], hashed[last][1] + 1)
+    wrong = {name for name, version in pins.items() if hashed.get(name, ("", 0))[0] != version}
+    assert wrong == {"torch", "triton"} and all(count for _, count in hashed.values())

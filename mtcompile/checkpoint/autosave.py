@@ -1,0 +1,163 @@
+"""``autosave``: a training that is saved every few steps or minutes, on SIGTERM, at its end, and when an error ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtcompile.capture.refusals import first_line
+from mtcompile.checkpoint.content import Moment, content_of, moment
+from mtcompile.checkpoint.saving import begin, finish_saving
+from mtcompile.checkpoint.writing import write
+
+_SMALL_NBYTES = 1 << 20
+
+
+@contextlib.contextmanager
+def autosave(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    every: int = 0,
+    minutes: float = 0.0,
+    others: Mapping[str, Any] | None = None,
+    keep: int = 2,
+    files: Mapping[str, bytes] | None = None,
+    background: bool = False,
+    on_sigterm: bool = True,
+) -> Iterator[Autosave]:
+    """Saves checkpoints of the training inside. Call ``after(step)`` where a step has ended, after ``zero_grad()``.
+
+    every, minutes   save after so many steps, or when so many minutes have passed; 0: not for that reason
+    background       write while the training goes on, as ``save_in_background`` does
+    on_sigterm       at SIGTERM, save after the current step; ``after`` then returns False. A second one ends the process
+
+    The others are as for ``save``. The last step is saved when the training ends. If an error ends it, such as a loss that is
+    not finite, the last step that ``after`` was told of is saved as it was then, unless the parameters may have changed since.
+    A resumed training has the same bits. Raises as ``save`` does.
+    """
+    saver = Autosave(Path(folder), model, optimizer, others or {}, keep, files or {}, background, every, minutes * 60)
+    with contextlib.ExitStack() as stack:
+        if optimizer is not None:
+            stack.callback(optimizer.register_step_pre_hook(saver._stepping).remove)
+        if on_sigterm and threading.current_thread() is threading.main_thread():
+            stack.enter_context(_ends_at_sigterm(saver))
+        try:
+            yield saver
+        except GeneratorExit:
+            raise
+        except BaseException:
+            saver.save_after_error()
+            raise
+        saver.end()
+
+
+@dataclass(slots=True)
+class Autosave:
+    """The saves of one training, see ``autosave``. ``stopping``: the training should end, as SIGTERM came."""
+
+    folder: Path
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    others: Mapping[str, Any]
+    keep: int
+    files: Mapping[str, bytes]
+    background: bool
+    every: int
+    seconds: float
+    stopping: bool = False
+    _last: Moment | None = None
+    _whole: bool = False  # nothing has changed the parameters since
+    _saved_step: int | None = None
+    _saved_at: float = field(default_factory=lambda: time.monotonic())
+    _buffers: dict[str, tuple[Tensor, int, Tensor]] = field(default_factory=dict)  # itself, its version, a copy
+
+    def after(self, step: int, extra: Mapping[str, Any] | None = None) -> bool:
+        """Notes that a step has ended, and saves if it is time. Returns whether the training should go on. ``extra``: as for
+        ``save``."""
+        self.note(step, extra)
+        due = bool(self.every) and step % self.every == 0
+        if due or (self.seconds and time.monotonic() - self._saved_at >= self.seconds) or self.stopping:
+            self.save()
+        return not self.stopping
+
+    def note(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
+        """Notes that a step has ended: what an error after it would save. ``after`` does so too."""
+        self._last, self._whole = moment(step, self.others, extra), True
+        self._copy_buffers()
+
+    def save(self) -> None:
+        """Saves the last step, unless it has been saved. Raises as ``save`` of this package does."""
+        if (last := self._last) is None or last.step == self._saved_step:
+            return
+        finish_saving(self.folder)
+        content = content_of(self.folder, self.model, self.optimizer, last, self.keep, gradients=False).with_files(self.files)
+        if self.background and not self.stopping:
+            begin(self.folder, content)
+        else:
+            write(self.folder, content)
+        self._saved_step, self._saved_at = last.step, time.monotonic()
+
+    def end(self) -> None:
+        """Saves the last step, and waits until it is on the disk. Raises as ``save`` of this package does."""
+        self.background = False
+        self.save()
+        finish_saving(self.folder)
+
+    def save_after_error(self) -> None:
+        """Saves the last step as it was when it had ended, if it still can be, and says so in a warning."""
+        try:
+            finish_saving(self.folder)
+        except Exception:  # the thread has warned of it
+            self._saved_step = None
+        if self._last is None or self._last.step == self._saved_step:
+            return
+        step, outcome = self._last.step, "was saved"
+        if not self._whole:
+            outcome = "is not saved: the optimizer has begun another step"
+        else:
+            buffers = {name: copy for name, (_, _, copy) in self._buffers.items()}
+            self._last, self.background = replace(self._last, buffers=buffers), False
+            try:
+                self.save()
+            except Exception as error:
+                outcome = f"could not be saved: {first_line(error)}"
+        warnings.warn(f"an error ended the training. Step {step}, the last that had ended, {outcome}", stacklevel=4)
+
+    def _stepping(self, *_: Any) -> None:
+        self._whole = False
+
+    def _copy_buffers(self) -> None:
+        """Keeps the values that buffers have now, such as running statistics, which a forward changes. Kernels change those
+        without counting their version up; a large buffer, such as a mask, is copied again only if that has counted up."""
+        for name, buffer in self.model.named_buffers():
+            before, version = self._buffers.get(name), buffer._version
+            if before is None or before[0] is not buffer or before[1] != version:
+                self._buffers[name] = buffer, version, buffer.detach().clone()
+            elif buffer.nbytes <= _SMALL_NBYTES:
+                before[2].copy_(buffer)
+
+
+@contextlib.contextmanager
+def _ends_at_sigterm(saver: Autosave) -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        saver.stopping = True
+        signal.signal(signal.SIGTERM, before)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

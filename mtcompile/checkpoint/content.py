@@ -1,0 +1,198 @@
+"""The content of a checkpoint: the state of a training between two steps."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtcompile.api import plain_class
+from mtcompile.checkpoint.encoding import Storable, encoded, storable
+from mtcompile.checkpoint.files import MANIFEST, may_be_added
+from mtcompile.checkpoint.generators import generator_states
+from mtcompile.checkpoint.shards import INDEX
+from mtcompile.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """All that a checkpoint of ``step`` is to hold. ``tied``: name -> the parameter that it shares all of its memory with.
+    ``tensors``: those of ``state``, by their numbers. ``files``: further files as bytes by name, config.json among them."""
+
+    step: int
+    keep: int
+    weights: Mapping[str, Tensor]
+    tied: Mapping[str, str]
+    tensors: Mapping[str, Storable]
+    state: Mapping[str, Any]
+    files: Mapping[str, bytes]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.weights.values(), *self.tensors.values()))
+
+    def copied(self) -> Content:
+        """Returns the same content in host memory of its own."""
+        weights = {name: _copy(tensor) for name, tensor in self.weights.items()}
+        return replace(self, weights=weights, tensors={name: _copy(tensor) for name, tensor in self.tensors.items()})
+
+    def with_files(self, files: Mapping[str, bytes]) -> Content:
+        """Returns the same content with the caller's files. Raises ValueError for a name that they cannot have."""
+        for name in files:
+            if name in (MANIFEST, "config.json") or name.endswith(INDEX) or not may_be_added(name):
+                raise ValueError(
+                    f"expected files= to have names of their own that end in .json, .jinja, .txt or .model, found {name!r}"
+                )
+        return replace(self, files={**self.files, **files})
+
+
+def _copy(tensor: Storable) -> Tensor:
+    return tensor.detach().to("cpu", copy=True) if isinstance(tensor, Tensor) else tensor.values().cpu()
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What changes beside the model and its optimizer, as it was at the end of a step. ``tensors``: of ``others`` and
+    ``extra``; ``generators``: as ``generator_states`` gives them; ``buffers``: of the model, by name, as they were then, if
+    they may have changed since."""
+
+    step: int
+    others: Any
+    extra: Any
+    tensors: tuple[Storable, ...]
+    generators: Mapping[str, Any]
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def moment(step: int, others: Mapping[str, Any] | None, extra: Mapping[str, Any] | None) -> Moment:
+    """Returns what there is now. Warns of ``others`` without state. Raises ValueError and TypeError as ``save`` does."""
+    if type(step) is not int or not 0 <= step < 10**12:
+        raise ValueError(f"expected step to be a whole number of 0 or more, found {step!r}")
+    tensors: list[Storable] = []
+    states = {name: other.state_dict() for name, other in with_state(others).items()}
+    saved = encoded(states, tensors, "others"), encoded(dict(extra or {}), tensors, "extra")
+    return Moment(step, *saved, tuple(tensors), generator_states())
+
+
+def with_state(others: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns those of ``others`` that have a state to save and load. Warns of the others."""
+    stateful = {}
+    for name, other in (others or {}).items():
+        if callable(getattr(other, "state_dict", None)) and callable(getattr(other, "load_state_dict", None)):
+            stateful[name] = other
+        else:
+            warnings.warn(
+                f"{name} is a {type(other).__name__} without state_dict() and load_state_dict(): its position in the data is "
+                "not saved, so a resumed training sees other data. Use a loader with state, such as torchdata's "
+                "StatefulDataLoader, or save the position in extra= and skip to it",
+                stacklevel=4,
+            )
+    return stateful
+
+
+def content_of(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    now: Moment,
+    keep: int,
+    gradients: bool = True,
+) -> Content:
+    """Returns what to save: tensors of the model and of the states, not copies. ``gradients``: also those that there are.
+    Raises as ``save`` does."""
+    if type(keep) is not int or keep < 0:
+        raise ValueError(f"expected keep to be a whole number of 0 or more, found {keep!r}")
+    if os.path.lexists(folder / MANIFEST):
+        raise CheckpointError(f"{folder} is itself a checkpoint; expected a folder that holds checkpoints")
+    if any(compiled.between_backward_and_step for compiled in _compiled(model)):
+        raise CheckpointError(
+            'update="backward" has updated the parameters, and optimizer.step() has not ended the step; save after it'
+        )
+    weights, others_of_model, tied = _weights(model)
+    weights.update({name: buffer for name, buffer in now.buffers.items() if name in weights})
+    tensors = list(now.tensors)
+    with contextlib.ExitStack() as stack:
+        for compiled in _compiled(model):
+            if compiled.door.masters is not None:
+                stack.enter_context(compiled.door.masters.joining_later())
+        optimizer_state = None if optimizer is None else optimizer.state_dict()
+    parts: dict[str, Any] = {
+        "model": others_of_model,
+        "optimizer": optimizer_state,
+        "gradients": dict(_gradients(model)) if gradients else {},
+        "generators": now.generators,
+    }
+    state = {name: encoded(part, tensors, name) for name, part in parts.items()} | {"others": now.others, "extra": now.extra}
+    numbered = {str(number): tensor for number, tensor in enumerate(tensors)}
+    return Content(now.step, keep, weights, tied, numbered, state, _configuration(model))
+
+
+def _compiled(model: nn.Module) -> Iterator[Any]:
+    """Yields what is behind each compiled module in a model."""
+    for module in model.modules():
+        if (compiled := getattr(module, "_mt_model", None)) is not None:
+            yield compiled
+
+
+def may_be_on_disk(model: nn.Module) -> bool:
+    """Tells whether some of a model's state may be too large for memory."""
+    return any(compiled.options.disk is not None for compiled in _compiled(model))
+
+
+def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields what the next backward adds to. Raises TypeError for a gradient that a file cannot hold."""
+    for name, parameter in model.named_parameters():
+        if (gradient := parameter.grad) is not None:
+            if gradient.layout != torch.strided:
+                raise TypeError(
+                    f"expected dense gradients in a checkpoint, found {gradient.layout} for {name}: save after zero_grad()"
+                )
+            yield name, gradient
+
+
+def _weights(model: nn.Module) -> tuple[dict[str, Tensor], OrderedDict[str, Any], dict[str, str]]:
+    """Returns a model's tensors by name, what else its state dictionary has (versions of modules among it), and the names that
+    share a tensor with an earlier one, with that."""
+    state: Any = model.state_dict()
+    weights: dict[str, Tensor] = {}
+    others: OrderedDict[str, Any] = OrderedDict()
+    others._metadata = getattr(state, "_metadata", {})  # type: ignore[attr-defined]
+    tied: dict[str, str] = {}
+    first_of: dict[tuple[object, ...], str] = {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            others[name] = value
+            continue
+        if name == "__metadata__":
+            raise TypeError("expected another name for a tensor than __metadata__, which safetensors files use themselves")
+        value = storable(value, name)
+        signs = value.is_conj(), value.is_neg()
+        place = value.device, value.dtype, value.data_ptr(), tuple(value.shape), value.stride(), signs
+        first = first_of.setdefault(place, name) if value.numel() else name
+        if first == name:
+            weights[name] = value
+        else:
+            tied[name] = first
+    return weights, others, tied
+
+
+def _configuration(model: nn.Module) -> dict[str, bytes]:
+    """Returns config.json of a Transformers model, with the name of the plain class, so that ``from_pretrained`` builds it."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string"):
+        return {}
+    fields = json.loads(config.to_json_string(use_diff=False))
+    fields["architectures"] = [plain_class(type(model)).__name__]
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if len(kinds) == 1:  # a precision of its own, such as masters that were split
+        fields["dtype"] = str(kinds.pop()).removeprefix("torch.")
+    return {"config.json": (json.dumps(fields, indent=2) + "\n").encode()}

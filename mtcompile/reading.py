@@ -1,0 +1,91 @@
+"""Reads files that anybody may have written: regular ones, up to a size, and JSON that Python can hold."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+MANY_NBYTES = 1 << 28  # of a file that programs write
+FEW_NBYTES = 1 << 20  # of a file that people write
+_PIECE_NBYTES = 1 << 20
+
+
+def read_bytes(path: Path, most_nbytes: int = MANY_NBYTES) -> bytes:
+    """Reads a regular file, or one that a link leads to. Raises ValueError for a larger one and for pipes, devices and folders,
+    which are not waited for, and OSError."""
+    if (nbytes := regular_nbytes(path)) > most_nbytes:
+        raise ValueError(f"{path}: expected at most {most_nbytes:,} bytes, found {nbytes:,}")
+    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    with open(number, "rb") as file:
+        about = os.fstat(number)  # the file may be another one by now
+        _check(path, about)
+        data = file.read(min(most_nbytes, about.st_size) + 1) or b""
+        while len(data) <= most_nbytes and (piece := file.read(_PIECE_NBYTES)):  # files of the system say that they are empty
+            data += piece
+    if len(data) > most_nbytes:
+        raise ValueError(f"{path}: expected at most {most_nbytes:,} bytes, found more")
+    return data
+
+
+def read_text(path: Path, most_nbytes: int = MANY_NBYTES) -> str:
+    """Reads a file of UTF-8 text. Raises as ``read_bytes``, and ValueError for other bytes."""
+    try:
+        return read_bytes(path, most_nbytes).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: expected UTF-8 text, found something else at byte {error.start}") from None
+
+
+def regular_nbytes(path: Path) -> int:
+    """Returns the size of a regular file, or of one that a link leads to. Raises ValueError for anything else, and OSError."""
+    about = os.stat(path)
+    _check(path, about)
+    return about.st_size
+
+
+def _check(path: Path, about: os.stat_result) -> None:
+    if not stat.S_ISREG(about.st_mode):
+        kinds = {stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket"}
+        kind = next((name for test, name in kinds.items() if test(about.st_mode)), "a device")
+        raise ValueError(f"{path}: expected a file, found {kind}")
+
+
+def parsed_json(text: str, place: object) -> Any:
+    """Parses JSON. Raises ValueError with ``place`` and what is wrong, also for lists that are nested too deep and for whole
+    numbers of more than 64 bits."""
+    try:
+        return json.loads(text, parse_int=_whole)
+    except RecursionError:
+        raise ValueError(f"{place}: expected JSON, found lists or objects that are nested too deep") from None
+    except ValueError as error:
+        raise ValueError(f"{place}: expected JSON, found something else: {error}") from None
+
+
+@contextlib.contextmanager
+def interrupts_later() -> Iterator[None]:
+    """Holds Ctrl-C back while a library runs that would lose it, or tell of it as of an error in a file."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    interrupts: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *arguments: interrupts.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if interrupts:
+            before(*interrupts[0])
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > 20 or not -(2**63) <= (number := int(digits)) < 2**64:
+        raise ValueError(f"a whole number of {len(digits)} digits, which 64 bits do not hold")
+    return number

@@ -1,0 +1,196 @@
+"""Trainings that save themselves: after steps, after minutes, at SIGTERM, at their end and when an error ends them; and what a
+save in the middle of an accumulation holds."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mtcompile
+from mtcompile import checkpoint
+from mtcompile.checkpoint import shard_writer
+from tests.checkpoint.runs import WAYS, Net, Run, seeded
+
+pytestmark = pytest.mark.slow  # it compiles models
+AHEAD = {"memory": "40KiB", "update": "backward", "run_ahead": True}
+
+
+def autosaved(run: Run, folder: Path, **options: Any) -> Any:
+    return checkpoint.autosave(folder, run.model, run.optimizer, others={"scheduler": run.scheduler}, **options)
+
+
+def uninterrupted(steps: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses and final state of a plain run."""
+    seeded()
+    run = Run()
+    return [run.step() for _ in range(steps)], run.state()
+
+
+def goes_on(folder: Path, steps: int) -> int:
+    """Loads into a plain run and trains on. Returns the step that it began at. The bits must be those of a plain run."""
+    losses, state = uninterrupted(steps)
+    run = Run()
+    step = run.load(folder).step
+    assert all(map(torch.equal, losses[step:], [run.step() for _ in range(step, steps)]))
+    assert all(map(torch.equal, state[:7], run.state()[:7]))  # parameters and buffers
+    return step
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_it_saves_every_few_steps_and_at_the_end(background: bool, tmp_path: Path) -> None:
+    seeded()
+    run = Run()
+    with autosaved(run, tmp_path, every=2, keep=0, background=background) as saver:
+        for step in range(1, 6):
+            run.step()
+            assert saver.after(step, {"seen": step})
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002", "step-00000004", "step-00000005"]
+    assert checkpoint.inspect(tmp_path).extra == {"seen": 5} and goes_on(tmp_path / "step-00000002", 6) == 2
+
+
+def test_it_saves_when_minutes_have_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    with checkpoint.autosave(tmp_path, nn.Linear(2, 2), minutes=10, keep=0) as saver:
+        for step in range(1, 9):
+            now[0] += 240.0
+            saver.after(step)
+    assert [path.name[-1] for path in sorted(tmp_path.glob("step-*"))] == ["3", "6", "8"]
+
+
+def test_sigterm_saves_and_ends_it(tmp_path: Path) -> None:
+    seeded()
+    run, before, step = Run(), signal.getsignal(signal.SIGTERM), 0
+    with autosaved(run, tmp_path) as saver:
+        while not saver.stopping:
+            if (step := step + 1) == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            run.step()
+            assert saver.after(step) == (step < 3)
+        assert (tmp_path / "step-00000003").exists()
+    assert signal.getsignal(signal.SIGTERM) is before and goes_on(tmp_path, 5) == 3
+
+
+class Fault(Exception):
+    pass
+
+
+@pytest.mark.parametrize("way", [None, WAYS["small"], AHEAD], ids=["plain", "small", "run ahead"])
+@pytest.mark.parametrize("where", ["before", "forward", "backward", "step"])
+def test_an_error_saves_the_last_whole_step(way: dict[str, Any] | None, where: str, tmp_path: Path) -> None:
+    """Running statistics, generators and the scheduler are those of that step, though the next one has begun."""
+    seeded()
+    run = Run(way)
+    lost = where == "step" or (where == "backward" and way is AHEAD)
+    said = "Step 2, the last that had ended, " + ("(is not|could not be) saved" if lost else "was saved")
+    with pytest.warns(UserWarning, match=said), pytest.raises(Fault), autosaved(run, tmp_path) as saver:
+        for step in (1, 2):
+            run.step()
+            saver.after(step)
+        torch.rand(3)
+        if where != "before":
+            loss = run.model(torch.arange(8), torch.arange(8))
+            if where != "forward":
+                loss.backward()
+            if where == "step":
+                run.optimizer.step()
+        raise Fault
+    assert (checkpoint.latest(tmp_path) is None) == lost
+    assert lost or goes_on(tmp_path, 4) == 2
+
+
+def test_a_loss_that_is_not_finite_stops_and_saves(tmp_path: Path) -> None:
+    seeded()
+    run = Run({"memory": "64MiB", "update": "backward", "nonfinite": "stop"})
+    said = "Step 2, the last that had ended, was saved"
+    with pytest.warns(UserWarning, match=said), pytest.raises(mtcompile.StepError), autosaved(run, tmp_path) as saver:
+        for step in (1, 2):
+            run.step()
+            saver.after(step)
+        (run.model(torch.arange(8), torch.arange(8)) * float("nan")).backward()
+    assert goes_on(tmp_path, 4) == 2
+
+
+def accumulated(options: dict[str, Any] | None, folder: Path | None = None, before: Path | None = None) -> list[Tensor]:
+    """Two steps of three micro-batches, with a scaler. ``folder``: saves there in the middle of the second; ``before``: goes on
+    from there."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    others = {"scaler": scaler}
+    if options is not None:
+        model = mtcompile.compile(model, optimizer=optimizer, **options)
+    done = 0
+    if before is not None:
+        model(torch.randn(4, 16)).sum().backward()  # gradients of something else
+        done = checkpoint.load(before, model, optimizer, others=others).step
+    for batch in range(done, 6):
+        scaler.scale(model(torch.randn(4, 16)).square().mean() / 3).backward()
+        if batch == 4 and folder is not None:
+            checkpoint.save(folder, model, optimizer, step=batch + 1, others=others)
+        if batch % 3 == 2:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    moments = [value for entry in optimizer.state.values() for key, value in sorted(entry.items())]
+    return [torch.tensor(scaler.get_scale()), *(p.detach().clone() for p in model.parameters()), *moments]
+
+
+@pytest.mark.parametrize("options", [None, {"memory": "40KiB"}, {"memory": "64MiB"}], ids=["plain", "small", "resident"])
+def test_a_save_in_the_middle_of_an_accumulation(options: dict[str, Any] | None, tmp_path: Path) -> None:
+    expected = accumulated(None)
+    assert all(map(torch.equal, expected, accumulated(options, tmp_path)))
+    assert all(map(torch.equal, expected, accumulated(options, before=tmp_path)))
+
+
+def test_gradients_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.arange(2)).sum().backward()
+    with pytest.raises(TypeError, match=r"expected dense gradients.* found torch.sparse_coo for weight"):
+        checkpoint.save(tmp_path, embedding, step=1)
+    embedding.zero_grad()
+    checkpoint.save(tmp_path, embedding, step=1)
+    checkpoint.load(tmp_path, embedding)
+
+
+def test_a_loader_without_state_gets_a_warning(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    loader: Any = torch.utils.data.DataLoader([torch.ones(2)])
+    for use in (
+        lambda: checkpoint.save(tmp_path, model, step=1, others={"loader": loader}),
+        lambda: checkpoint.load(tmp_path, model, others={"loader": loader}),
+    ):
+        with pytest.warns(UserWarning, match="loader is a DataLoader without state_dict"):
+            use()
+
+
+def test_masters_are_joined_while_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not before: all of them take 4 bytes per parameter."""
+    monkeypatch.setattr(shard_writer, "_PIECE_NBYTES", 64)
+    options = {"memory": "64MiB", "precision": "bf16-master32"}
+    seeded()
+    run = Run(options, Net(norm=nn.LayerNorm))
+    run.step()
+    largest = []
+    plain = mtcompile.optim.master_weights.joined
+
+    def counted(high: Tensor, low: Tensor) -> Tensor:
+        largest.append(high.numel())
+        return plain(high, low)
+
+    monkeypatch.setattr(mtcompile.optim.master_weights, "joined", counted)
+    path = run.save(tmp_path)
+    assert max(largest) == 16
+    monkeypatch.undo()
+    masters = mtcompile.master_parameters(run.model)
+    other = Run(options, Net(norm=nn.LayerNorm))
+    other.load(path)
+    assert all(torch.equal(masters[name], value) for name, value in mtcompile.master_parameters(other.model).items())
+    assert isinstance(run.optimizer.state_dict()["state"][0]["master"], Tensor)
