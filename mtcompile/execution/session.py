@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -24,10 +25,12 @@ from mtcompile.execution.door import Door
 from mtcompile.execution.dump import dump
 from mtcompile.execution.memory.arenas import ArenaPool
 from mtcompile.execution.memory.parameters import ParameterStore
+from mtcompile.execution.memory.shortage import with_retry
 from mtcompile.execution.runner import PhaseRun, Runner, version_of, without_autocast
 from mtcompile.kernels.toolchain import toolchain_for
 from mtcompile.options import Options
 from mtcompile.passes.generators import rng_preserved, set_generator_state
+from mtcompile.references import weakly
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.disk.errors import DiskError
 from mtcompile.runtime.schedule import Schedule, gib
@@ -63,9 +66,10 @@ class Session:
         self.machine = speeds(device, options)
         self.calibrator = Calibrator(device, options)
         self.listeners: list[StepListener] = []
-        self.arenas = ArenaPool(device, frames, self.drain)
-        self.runner = Runner(device, frames, self.arenas, parameters, self, paced=options.throttle is not None)
+        self.arenas = ArenaPool(device, frames, weakly(self.drain))
+        self.runner = Runner(device, frames, self.arenas, parameters, weakref.proxy(self), paced=options.throttle is not None)
         self._searched: dict[bytes, Searched] = {}
+        self.closed = False
         self.last: CompiledStep | None = None
         self.last_trace: Trace | None = None
         self.last_step: tuple[Schedule, Trace] | None = None
@@ -76,6 +80,17 @@ class Session:
     def drain(self) -> None:
         """Waits for updates that the last backward left to run during a forward. Raises the error that stopped them, if any."""
         self.runner.drain()
+
+    def release(self) -> None:
+        """Frees arenas, what the last steps left, and the homes of parameters, which keep their values."""
+        self.runner.release()
+        self.arenas.release()
+        self.parameters.release()
+        self.toolchain = toolchain_for(self.device.where, self.options.fuses)
+        self.last = self.last_trace = self.last_step = self.last_ran = None
+        self.calibrator.phases.clear()
+        self.listeners.clear()
+        self._searched.clear()
 
     # ------------------------------------------------------------------------------------------------------- compiling
 
@@ -210,14 +225,21 @@ class Session:
         expected = captured.description.backward_autocast
         again = frame.evicted or pattern != frame.compiled.tangents or autocast != expected
         check_versions(frame, captured.description, again)
-        if again:
-            self.frames.in_backward = True
-            description = replace(captured.description, backward_autocast=autocast)
-            try:
-                frame = self._run_again(frame, compile_again(replace(captured, description=description, tangents=pattern)))
-            finally:
-                self.frames.in_backward = False
-        return self.runner.backward(frame, tangents)
+        description = replace(captured.description, backward_autocast=autocast)
+        traced = replace(captured, description=description, tangents=pattern)
+
+        def run(again: bool) -> tuple[torch.Tensor | None, ...]:
+            nonlocal frame
+            if again:
+                check_versions(frame, captured.description, again)  # of all that the forward reads
+                self.frames.in_backward = True
+                try:
+                    frame = self._run_again(frame, compile_again(traced))
+                finally:
+                    self.frames.in_backward = False
+            return self.runner.backward(frame, tangents)
+
+        return with_retry(self, lambda retried: run(again or retried), self.door.may_run_again)
 
     def _make_room_beside(self, frame: Frame) -> None:
         """Evicts the other forwards if a backward would not fit beside them, since it runs in another order than the plans

@@ -53,6 +53,7 @@ class Masters:
         self._loaded_values: Mapping[str, Any] = {}
         self._bound: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._hidden_gradients: list[tuple[nn.Parameter, Tensor]] = []
+        self.updating: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None  # called before a step's first update
         self.adopt(model, (parameter for parameter in model.parameters() if not nn.parameter.is_lazy(parameter)))
         model.register_load_state_dict_pre_hook(self._before_loading)
         model.register_load_state_dict_post_hook(self._after_loading)
@@ -206,6 +207,8 @@ class Masters:
         rows = [(p, p.grad, group) for p, group in pairs if p.grad is not None and id(p) in own]
         self.check(optimizer, (parameter for parameter, _, _ in rows))
         scale, skip = grad_scaling(optimizer)
+        if rows and not skip:
+            self.updating(optimizer)
         for parameter, grad, group in rows:
             if not skip:
                 self.update(optimizer, parameter, grad, group, scale)

@@ -19,7 +19,7 @@ from tests.project.sources import LAYERS, ROOT, module_name, name_of, parse, sou
 ROOT_FILES = {
     f"{name}.py"
     for name in (
-        "__init__", "__main__", "api", "options", "compiler", "backend", "cache", "errors", "knobs", "progress",
+        "__init__", "__main__", "api", "options", "compiler", "backend", "cache", "errors", "knobs", "progress", "references",
     )
 } | {"py.typed"}  # fmt: skip
 ROOMS = {

@@ -59,11 +59,21 @@ class ArenaPool:
         """Frees the device's arena until a program needs it again."""
         self._replace("device", 0)
 
-    def _replace(self, tier: Tier, nbytes: int) -> None:
-        self._drain()  # pending updates would create new views of the old arena
+    def release(self) -> None:
+        """Frees both arenas until a program needs them again."""
+        self._forget_views()
+        if self._arenas:
+            self._device.synchronize()
+            self._arenas.clear()
+
+    def _forget_views(self) -> None:
         for views in self._slot_views:  # they would keep the old arena alive
             views.clear()
         self._slot_views.clear()
+
+    def _replace(self, tier: Tier, nbytes: int) -> None:
+        self._drain()  # pending updates would create new views of the old arena
+        self._forget_views()
         if tier in self._arenas:
             self._device.synchronize()  # copies of a dropped step may still be under way
             del self._arenas[tier]

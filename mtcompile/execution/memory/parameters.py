@@ -167,6 +167,14 @@ class ParameterStore:
         self.version += 1
         self.provisional = False
 
+    def release(self) -> None:
+        """Lets go of all memory. Parameters keep what they have there."""
+        self.places.clear()
+        self.slabs.clear()
+        self._gradients.clear()
+        self.disk = None
+        self.version += 1
+
     def send_home(self) -> None:
         """Decides that every slab on the device belongs on the host; the next ``adopt`` moves them."""
         for slab in self.slabs.values():
