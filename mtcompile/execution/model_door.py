@@ -17,6 +17,7 @@ from mtcompile.capture.refusals import lazy_modules_in
 from mtcompile.errors import BudgetError, CaptureError, StepError
 from mtcompile.execution.compiled import Frame, LiveFrames
 from mtcompile.execution.door import Door
+from mtcompile.execution.memory.host_room import check_plan, checked_before_first_step
 from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, disk_error, host_error, random_reserve_nbytes
 from mtcompile.optim.backward_update import UpdatesInBackward
@@ -70,6 +71,7 @@ class ModelDoor(Door):
         """Takes the optimizer that steps the model from now on."""
         if self.wholeness.bind(optimizer) and self.updates is None:
             self.wholeness.watch(optimizer, masters=self.masters is not None)
+            checked_before_first_step(optimizer, weakly(self._missing_state_nbytes))
         # updates before masters: the hooks of updates look at p.grad, which those of masters hide
         if self.updates is not None and optimizer is not self.optimizer:
             self.updates.bind(optimizer)
@@ -170,23 +172,24 @@ class ModelDoor(Door):
             return state_nbytes(self.optimizer, parameters)
         return master_state_nbytes(self.optimizer, parameters, self.masters.trained())
 
+    def _missing_state_nbytes(self) -> int:
+        held = self.state_nbytes()
+        return sum(self._optimizer_state(self._parameters()).values()) - held["optimizer"] - held["masters"]
+
     def _fixed_homes(self, step: fx.GraphModule) -> Mapping[str, str]:
         blocks, tiers = step.meta["homes"], self.parameters.tiers
         if tiers:
             parameters = self._parameters()
             new = {name: block for name, block in blocks.items() if name not in self.parameters.places}
             # Memory that the user has shared on the device stays there, and what is at home in its block goes there too.
-            shared = {block for name, block in new.items() if name in parameters and self._is_on_device(parameters[name])}
+            there = [name for name in new if name in parameters and parameters[name].device.type != "cpu"]
+            shared = {new[name] for name in there if parameters[name].device == self.device.where}
             return {**{block: "device" if block in shared else "host" for block in new.values()}, **tiers}
         if self.masters is not None and not self.masters.may_be_on(self.device.where, self.optimizer):
             return dict.fromkeys(blocks.values(), "host")
         # Memory that other tensors share stays where they see it.
         parameters = self._parameters()
         return {blocks[name]: "host" for name in blocks if name in parameters and shares_storage(parameters[name])}
-
-    def _is_on_device(self, parameter: nn.Parameter) -> bool:
-        where: torch.device = self.device.where
-        return where.type != "cpu" and parameter.device == where
 
     def _available_nbytes(self, step: fx.GraphModule, state: Mapping[str, int]) -> int | None:
         """Returns the device budget, less waiting forwards and resident parameters that this program does not read."""
@@ -237,6 +240,8 @@ class ModelDoor(Door):
     def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
         blocks = step.meta["homes"]
         tiers = {block: planned.plan.params(block) for block in blocks.values()}
+        if not self.parameters.slabs:
+            check_plan(planned.schedule, self.state_nbytes(), self.device.where.type == "cpu")
         if planned.plan.peak_bytes.get("disk", 0):
             self._open_disk(step, planned.plan)
         self.parameters.adopt(blocks, tiers, dict(self._model().named_parameters()))

@@ -24,6 +24,7 @@ from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames, PlainG
 from mtcompile.execution.door import Door
 from mtcompile.execution.dump import dump
 from mtcompile.execution.memory.arenas import ArenaPool
+from mtcompile.execution.memory.host_room import Watchdog
 from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.execution.memory.shortage import with_retry
 from mtcompile.execution.runner import PhaseRun, Runner, version_of, without_autocast
@@ -70,6 +71,7 @@ class Session:
         self.runner = Runner(device, frames, self.arenas, parameters, weakref.proxy(self), paced=options.throttle is not None)
         self._searched: dict[bytes, Searched] = {}
         self.closed = False
+        self._watchdog = Watchdog()
         self.last: CompiledStep | None = None
         self.last_trace: Trace | None = None
         self.last_step: tuple[Schedule, Trace] | None = None
@@ -199,7 +201,9 @@ class Session:
         return outputs
 
     def forward(self, compiled: CompiledStep, inputs: tuple[torch.Tensor, ...]) -> tuple[Frame, tuple[torch.Tensor, ...]]:
-        """Runs a training forward. Its frame waits for the backward."""
+        """Runs a training forward. Its frame waits for the backward. Raises BudgetError if the host has no room for it."""
+        if self.device.where.type == "cpu":  # where everything that is not placed is allocated anew
+            self._watchdog.before_step(pooled_nbytes(compiled.schedule))
         self.last = compiled
         frame, outputs = self.runner.forward(compiled, inputs)
         frame.sent_nbytes = self.door.sent_nbytes
@@ -354,6 +358,12 @@ class Session:
         state = max(0, sum(self.door.state_nbytes().values()) - resident - self.door.on_disk_nbytes())
         beside = self.arenas.all_host_nbytes() + self.door.disk_staging_nbytes()
         self.peak_host_bytes = max(self.peak_host_bytes, state + beside)
+
+
+def pooled_nbytes(schedule: Schedule) -> int:
+    """Returns the most device bytes that a step allocates beside its arena and resident parameters."""
+    placed = schedule.arena_nbytes.get("device", 0) + schedule.resident_nbytes.get("device", 0)
+    return schedule.peak_nbytes["device"] - placed
 
 
 def check_versions(frame: Frame, description: Description, again: bool) -> None:

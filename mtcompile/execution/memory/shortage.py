@@ -6,16 +6,30 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from mtcompile.errors import BudgetError
+from mtcompile.execution.compiled import LiveFrames
+from mtcompile.execution.memory.arenas import ArenaPool
+from mtcompile.options import Options
+from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.executor import instruction_of
 from mtcompile.runtime.schedule import HOST_QUEUES, gib
 
-if TYPE_CHECKING:
-    from mtcompile.execution.session import Session
+
+class Session(Protocol):
+    """A session, as far as its memory goes."""
+
+    device: Device
+    options: Options
+    frames: LiveFrames
+    arenas: ArenaPool
+
+    def held_nbytes(self) -> int:
+        """Returns the device bytes that are held between phases."""
+
 
 V = TypeVar("V")
 _LESS = 0.9  # of the last budget, or of what the device turned out to have
