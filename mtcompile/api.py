@@ -24,6 +24,7 @@ from mtcompile.optim.update_options import update_options
 from mtcompile.options import FASTEST, Options, Size, parse_bytes, parse_disk
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.plan import Plan
+from mtcompile.references import is_weak
 from mtcompile.report.live_timeline import Viewable, timelines, view
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.trace import Trace
@@ -39,7 +40,7 @@ class CompiledModule(nn.Module):
     """
 
     _mt_model: CompiledModel | None = None
-    _mt_masters: Masters | None = None  # of a model that was closed
+    _mt_masters: Masters | None = None  # of a model that was closed, as is its ``_mt_wholeness``
 
     @property
     def _mt_open(self) -> CompiledModel:
@@ -133,6 +134,7 @@ class CompiledModule(nn.Module):
         if self._mt_model is not None:
             self._mt_model.close()
             object.__setattr__(self, "_mt_masters", self._mt_model.door.masters)
+            object.__setattr__(self, "_mt_wholeness", self._mt_model.door.wholeness)  # whose hooks go on
             object.__setattr__(self, "_mt_model", None)
 
     def __enter__(self) -> CompiledModule:
@@ -189,9 +191,13 @@ class CompiledModule(nn.Module):
             self._mt_model.session.drain()
             self._mt_model.door.wholeness.check()
         state = super().__reduce_ex__(4)[2]  # of the class's own __getstate__, if it has one
-        return (
-            {name: value for name, value in state.items() if not name.startswith("_mt_")} if isinstance(state, dict) else state
-        )
+        if not isinstance(state, dict):
+            return state
+        state = {name: value for name, value in state.items() if not name.startswith("_mt_")}
+        for name in ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
+            if name in state:  # without those of this model
+                state[name] = type(state[name])((key, hook) for key, hook in state[name].items() if not is_weak(hook))
+        return state
 
     def _plain_copy(self, state: Any) -> nn.Module:
         plain: Any = plain_class(type(self))

@@ -16,4 +16,10 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
         alive = reference()
         return None if alive is None else alive(*args)
 
+    call.is_weak = True  # type: ignore[attr-defined]
     return call
+
+
+def is_weak(hook: Any) -> bool:
+    """Tells whether a hook, perhaps wrapped by torch, is one of ``weakly``, which copies of a module go without."""
+    return bool(getattr(getattr(hook, "hook", hook), "is_weak", False))

@@ -174,7 +174,9 @@ def test_a_closed_model_says_so(tmp_path: Path) -> None:
             ask()
     model.synchronize()
     assert model.double() is model and next(model.parameters()).dtype == torch.float64
-    assert isinstance(copy.deepcopy(model), Small)
+    copied = copy.deepcopy(model)
+    assert isinstance(copied, Small) and not copied._state_dict_pre_hooks and not copied._load_state_dict_pre_hooks
+    torch.save(model, tmp_path / "model.pt")
     with pytest.raises(ValueError, match="of the user's"), Training("step", tmp_path).model as model:
         raise ValueError("of the user's")
     assert model._mt_model is None

@@ -155,6 +155,7 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, program: Program, compiled: CompiledStep, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.program, ctx.used = program, frozenset()
+        ctx.model = getattr(program.session.door, "model", lambda: None)()  # a backward may have to plan, which looks at it
         ctx.frame, outputs = program.session.forward(compiled, inputs)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
@@ -184,7 +185,7 @@ class _Step(torch.autograd.Function):
             wanted = ctx.needs_input_grad[2:]
             ctx.used = ctx.used if keeps else ctx.used | arriving
             return None, None, *differentiable_gradients(session, program.description, frame, tangents, wanted)
-        ctx.frame = None
+        ctx.frame = ctx.model = None
         if not arriving:
             return (None,) * (2 + len(frame.inputs))
         first = not frame.repeated

@@ -51,7 +51,7 @@ class UpdatesInBackward:
         self.stepped = True  # optimizer.step() has been called since the last backward
         self._backward: Backward | None = None
         self._threads = torch.get_num_threads()
-        model.register_load_state_dict_post_hook(lambda *_: self._loaded())
+        model.register_load_state_dict_post_hook(weakly(self._loaded))
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Update through this optimizer from now on. Raises as ``check_optimizer``."""

@@ -24,6 +24,7 @@ from mtcompile.optim.disk_state import DiskState, Staged
 from mtcompile.optim.precision import Precision
 from mtcompile.optim.state_sizes import STATES
 from mtcompile.optim.written_update import class_name, grad_scaling, written_update
+from mtcompile.references import weakly
 from mtcompile.runtime.optim import device_kernels, host_kernels
 from mtcompile.runtime.optim.operands import Operands, joined, split
 
@@ -55,8 +56,8 @@ class Masters:
         self._hidden_gradients: list[tuple[nn.Parameter, Tensor]] = []
         self.updating: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None  # called before a step's first update
         self.adopt(model, (parameter for parameter in model.parameters() if not nn.parameter.is_lazy(parameter)))
-        model.register_load_state_dict_pre_hook(self._before_loading)
-        model.register_load_state_dict_post_hook(self._after_loading)
+        model.register_load_state_dict_pre_hook(weakly(self._before_loading))
+        model.register_load_state_dict_post_hook(weakly(self._after_loading))
 
     def adopt(self, model: nn.Module, parameters: Iterable[Tensor]) -> None:
         """Makes masters of those parameters of ``model``, and bf16 parameters of them."""

@@ -9,6 +9,7 @@ An error or an interrupt among updates leaves some parameters updated and others
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Mapping
@@ -38,9 +39,9 @@ class Wholeness:
         self._saved_step: int | None = None
         # Of each optimizer that has been bound: the versions when its step began, None while there is none.
         self._begun: weakref.WeakKeyDictionary[torch.optim.Optimizer, Versions | None] = weakref.WeakKeyDictionary()
-        model.register_load_state_dict_pre_hook(lambda *_: self._before_loading())
-        model.register_load_state_dict_post_hook(lambda *_: self._loaded("model"))
-        model.register_state_dict_pre_hook(lambda *_: self._before_saving())
+        model.register_load_state_dict_pre_hook(weakly(self._before_loading))
+        model.register_load_state_dict_post_hook(weakly(self._model_loaded))
+        model.register_state_dict_pre_hook(weakly(self._before_saving))
 
     def bind(self, optimizer: torch.optim.Optimizer) -> bool:
         """Takes an optimizer whose state belongs to the model's. Tells whether it is a new one."""
@@ -102,6 +103,9 @@ class Wholeness:
     def _loaded(self, part: str) -> None:
         self._broken.pop(part, None)
 
+    def _model_loaded(self, *_: Any) -> None:
+        self._loaded("model")
+
     def _state_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         self._loaded("optimizer")
 
@@ -109,13 +113,32 @@ class Wholeness:
         if not torch.compiler.is_compiling():
             self.check()
 
-    def _step_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a step that torch.compile traces is not watched
-            return
+            return None
         if self._begun[optimizer] is not None and _is_running(optimizer):  # a step that calls the step of its base class
-            return
+            return None
         self.check()
         self._begun[optimizer] = _versions(optimizer)
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._watched(optimizer, args[1]), *args[2:]), kwargs
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": self._watched(optimizer, kwargs["closure"])}
+        return None
+
+    def _watched(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Returns a closure that ends the watch if it raises before anything has changed: what changes later is no step's."""
+
+        @functools.wraps(closure)
+        def watched() -> Any:
+            try:
+                return closure()
+            except BaseException:
+                if (versions := self._begun[optimizer]) is not None and not _changed(versions, _versions(optimizer)):
+                    self._begun[optimizer] = None
+                raise
+
+        return watched
 
     def _step_ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not torch.compiler.is_compiling() and not _is_running(optimizer):

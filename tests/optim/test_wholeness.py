@@ -165,9 +165,11 @@ def test_a_closure_that_raises_changes_nothing(precision: str) -> None:
 
     with pytest.raises(ValueError, match="a closure"):
         training.optimizer.step(fail)
+    with torch.no_grad():
+        next(training.model.parameters()).mul_(0.5)  # which the step did not do
     assert not training.refuses()
     training.restore()
-    training.optimizer.step(training.backward)
+    training.optimizer.step(closure=training.backward)
     assert equal(training.weights(), training.after)
 
 
