@@ -185,7 +185,7 @@ class _Step(torch.autograd.Function):
             wanted = ctx.needs_input_grad[2:]
             ctx.used = ctx.used if keeps else ctx.used | arriving
             return None, None, *differentiable_gradients(session, program.description, frame, tangents, wanted)
-        ctx.frame = ctx.model = None
+        ctx.frame = None
         if not arriving:
             return (None,) * (2 + len(frame.inputs))
         first = not frame.repeated
@@ -199,4 +199,6 @@ class _Step(torch.autograd.Function):
         if repeated is not None:
             session.frames.repeated.add(repeated)
             ctx.frame, ctx.used = repeated, used
+        else:
+            ctx.model = None
         return (None, None, *gradients)
