@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 import mtcompile
 from mtcompile.runtime.devices.cpu import CpuMemory
-from tests.execution import test_disk_updates as disk_tests
 from tests.helpers.models import Mixture
+from tests.helpers.stacks import WIDTH, Residual
 from tests.helpers.training import minimum_bytes
 
 pytestmark = pytest.mark.slow  # it compiles many models
@@ -65,6 +65,14 @@ class Small(nn.Module):
         return x.square().mean()
 
 
+class Model(Residual):
+    """Whose second block is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].requires_grad_(False)
+
+
 @functools.cache
 def least_bytes(way: str) -> int:
     return minimum_bytes(*subject(way), **WAYS[way])
@@ -76,7 +84,7 @@ def subject(way: str) -> tuple[nn.Module, dict[str, Any]]:
         torch.manual_seed(0)
         return Mixture(1, experts=16, active=2), {"tokens": torch.arange(6).view(1, 6)}
     if way == "disk":
-        return disk_tests.Model(), {"x": torch.linspace(-1, 1, 16 * disk_tests.WIDTH).view(16, -1)}
+        return Model(), {"x": torch.linspace(-1, 1, 16 * WIDTH).view(16, -1)}
     dtype = torch.bfloat16 if "masters" in way else torch.float32
     return Small(nn.LayerNorm if "masters" in way else nn.BatchNorm1d), {
         "x": torch.linspace(-1, 1, 8 * 32).view(8, 32).to(dtype)
@@ -90,7 +98,7 @@ class Training:
         model, self.batch = subject(way)
         options = {"memory": 0, **WAYS[way]}
         if way == "disk":
-            options |= {**disk_tests.SMALL, "host": "2.6MB", "disk": f"{folder}:16MiB"}
+            options |= {"memory": "1500KB", "policy": "megatrain", "host": "2.6MB", "disk": f"{folder}:16MiB"}
         else:
             options["memory"] = int(least_bytes(way) * 1.2)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
