@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import copyreg
 from pathlib import Path
@@ -11,17 +12,19 @@ import torch
 from torch import nn
 
 from mtcompile import torch_private
-from mtcompile.errors import MtcompileError
+from mtcompile.errors import MtcompileError, StepError
 from mtcompile.execution.calibration import Calibration
 from mtcompile.execution.memory.parameters import changes_of, check_movable
 from mtcompile.execution.model import CompiledModel
 from mtcompile.machine.device import choose
 from mtcompile.machine.presets import named
+from mtcompile.optim.master_weights import Masters
 from mtcompile.optim.precision import precision_named
 from mtcompile.optim.update_options import update_options
 from mtcompile.options import FASTEST, Options, Size, parse_bytes, parse_disk
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.plan import Plan
+from mtcompile.references import is_weak
 from mtcompile.report.live_timeline import Viewable, timelines, view
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.trace import Trace
@@ -36,19 +39,29 @@ class CompiledModule(nn.Module):
     ``compile`` changes the model in place (its class gains this one), so existing references see the compiled model.
     """
 
-    _mt_model: CompiledModel
+    _mt_model: CompiledModel | None = None
+    _mt_masters: Masters | None = None  # of a model that was closed, as is its ``_mt_wholeness``
+
+    @property
+    def _mt_open(self) -> CompiledModel:
+        """Its plans and memory. Raises StepError if it was closed."""
+        if self._mt_model is None:
+            raise StepError(
+                "expected a compiled model, found one that was closed; mtcompile.compile(model, ...) compiles it again"
+            )
+        return self._mt_model
 
     @property
     def plan(self) -> Plan | None:
         """The plan of the program that last trained; None before the first training call."""
-        last = self._mt_model.session.last
+        last = self._mt_open.session.last
         return last.plan if last else None
 
     @property
     def schedule(self) -> Viewable | None:
         """The schedule of that program. Print it to read it; ``.show()`` opens its timeline. None before the first
         training call."""
-        session = self._mt_model.session
+        session = self._mt_open.session
         if (last := session.last) is None:
             return None
         measured = session.last_step[1] if session.last_step and session.last_step[0] is last.schedule else None
@@ -57,7 +70,7 @@ class CompiledModule(nn.Module):
     @property
     def last_trace(self) -> Trace | None:
         """The trace of the last step, or of its forward until the backward has run: when each instruction started and ended."""
-        return self._mt_model.session.last_trace
+        return self._mt_open.session.last_trace
 
     def explain(self, name: str) -> Explanation:
         """Explains where and when the values of a parameter, module or block (``"layers.3.mlp"``) live, which decisions put
@@ -68,7 +81,7 @@ class CompiledModule(nn.Module):
         """
         from mtcompile.report.explain import explain_program
 
-        session = self._mt_model.session
+        session = self._mt_open.session
         return explain_program(session.last, session.calibrator.phases, name)
 
     def memory_report(self) -> dict[str, Any]:
@@ -84,38 +97,63 @@ class CompiledModule(nn.Module):
         """
         from mtcompile.report.programs import MemoryReport, rows
 
-        session = self._mt_model.session
-        programs = rows(self._mt_model.programs, session.last)
-        return MemoryReport({**self._mt_model.report(), **session.fetched_nbytes()}, programs=programs)
+        session = self._mt_open.session
+        programs = rows(self._mt_open.programs, session.last)
+        return MemoryReport({**self._mt_open.report(), **session.fetched_nbytes()}, programs=programs)
 
     def calibrate(self) -> Calibration:
         """Stores how long the kernels and copies of the last steps took. Programs compiled later on this machine are planned
         with these times. Print the result for a summary. Raises StepError before the second step."""
-        return self._mt_model.session.calibrator.calibrate(self._mt_model.session.last)
+        return self._mt_open.session.calibrator.calibrate(self._mt_open.session.last)
 
     def bind(self, optimizer: torch.optim.Optimizer) -> CompiledModule:
         """Tells the planner which optimizer will step this model, if you created it after ``compile``. Returns the model."""
         _check_optimizer(optimizer)
-        self._mt_model.door.bind(optimizer)
+        self._mt_open.door.bind(optimizer)
         return self
 
     @property
     def grad_norm(self) -> float | None:
         """The norm of the last step's gradients before clipping, with ``max_grad_norm`` or ``nonfinite="skip"``; else None."""
-        updates = self._mt_model.door.updates
+        updates = self._mt_open.door.updates
         return None if updates is None else updates.grad_norm
 
     def synchronize(self) -> None:
         """Waits for updates that ``run_ahead`` left running. Raises the error that stopped them, if any."""
-        self._mt_model.session.drain()
+        if self._mt_model is not None:
+            self._mt_model.session.drain()
+
+    def close(self) -> None:
+        """Ends compilation: waits for updates, gives the weights back to plain memory, and frees all that mtcompile holds: on
+        the device, in pinned memory and on disk. May be called again.
+
+        The model goes on as plain PyTorch on the CPU, with the same weights, class and optimizer; fp32 masters stay with the
+        optimizer. ``with mtcompile.compile(...) as model:`` closes it at the end. Raises the error that stopped updates, if
+        any; and BudgetError, before anything changes, if host memory has no room for what is on disk.
+        """
+        if self._mt_model is not None:
+            self._mt_model.close()
+            object.__setattr__(self, "_mt_masters", self._mt_model.door.masters)
+            object.__setattr__(self, "_mt_wholeness", self._mt_model.door.wholeness)  # whose hooks go on
+            object.__setattr__(self, "_mt_model", None)
+
+    def __enter__(self) -> CompiledModule:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is None:
+            self.close()
+        else:  # which matters more than one of closing
+            with contextlib.suppress(MtcompileError, OSError):
+                self.close()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch_private.in_capture() and (compiled := getattr(self, "_mt_model", None)) is not None:
-            compiled.session.drain()  # the caller may read them
+        if not torch_private.in_capture() and self._mt_model is not None:
+            self._mt_model.session.drain()  # the caller may read them
         return super().named_parameters(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch_private.in_capture():  # while the model's own forward is being captured
+        if self._mt_model is None or torch_private.in_capture():  # while its own forward is being captured
             return super().__call__(*args, **kwargs)
         return self._mt_model(*args, **kwargs)
 
@@ -128,6 +166,8 @@ class CompiledModule(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> CompiledModule:
         """Does nothing for ``.to(device)``, ``.cuda()`` and ``.cpu()``, which training libraries call: parameters stay where
         the plan says. Raises MtcompileError for what would change dtypes, strides or values."""
+        if self._mt_model is None:
+            return super()._apply(fn, recurse)  # type: ignore[no-any-return,no-untyped-call]
         if changes := changes_of(fn, {t.dtype for t in (*self.parameters(), *self.buffers())}):
             raise MtcompileError(
                 f"expected only a device in .to() of a compiled model, found a change of {changes}. Convert the model first, "
@@ -146,9 +186,18 @@ class CompiledModule(nn.Module):
         return copied
 
     def _plain_state(self) -> Any:
-        """Returns the state that a copy of the plain model takes."""
+        """Returns the state that a copy of the plain model takes. Raises StepError for a model between two steps."""
+        if self._mt_model is not None:
+            self._mt_model.session.drain()
+            self._mt_model.door.wholeness.check()
         state = super().__reduce_ex__(4)[2]  # of the class's own __getstate__, if it has one
-        return {name: value for name, value in state.items() if name != "_mt_model"} if isinstance(state, dict) else state
+        if not isinstance(state, dict):
+            return state
+        state = {name: value for name, value in state.items() if not name.startswith("_mt_")}
+        for name in ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
+            if name in state:  # without those of this model
+                state[name] = type(state[name])((key, hook) for key, hook in state[name].items() if not is_weak(hook))
+        return state
 
     def _plain_copy(self, state: Any) -> nn.Module:
         plain: Any = plain_class(type(self))
@@ -171,10 +220,12 @@ def master_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises TypeError for any other model.
     """
     compiled: CompiledModel | None = getattr(model, "_mt_model", None)
-    if compiled is None or compiled.door.masters is None:
+    masters: Masters | None = getattr(model, "_mt_masters", None) if compiled is None else compiled.door.masters
+    if masters is None:
         raise TypeError('expected a model compiled with precision="bf16-master32", found one without fp32 masters')
-    compiled.session.drain()
-    return compiled.door.masters.tensors()
+    if compiled is not None:
+        compiled.session.drain()
+    return masters.tensors()
 
 
 def compile(
@@ -283,9 +334,15 @@ def _compiled(model: Any, options: Options, device: Device, optimizer: torch.opt
         _check_optimizer(optimizer)
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected an nn.Module or a class of modules, found {type(model).__name__}")
-    if isinstance(model, CompiledModule):
+    if isinstance(model, CompiledModule) and model._mt_model is not None:
         raise TypeError("the model is compiled already; expected a plain nn.Module")
-    model.__class__ = _compiled_class(type(model))
+    if getattr(model, "_mt_masters", None) is not None:
+        raise TypeError(
+            "the model was closed with fp32 masters, which its optimizer keeps; expected a new model and optimizer, into which "
+            "you load a checkpoint"
+        )
+    if not isinstance(model, CompiledModule):
+        model.__class__ = _compiled_class(type(model))
     _attach(model, options, device, optimizer)
     return model
 
@@ -324,7 +381,7 @@ def plain_class(cls: type) -> type:
 def _attach(model: nn.Module, options: Options, device: Device, optimizer: torch.optim.Optimizer | None) -> None:
     plain = plain_class(type(model))
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:  # not of this very model, which it would keep
         return plain.__call__(model, *args, **kwargs)
 
     if any(t.device.type != "cpu" for t in (*model.parameters(), *model.buffers())):

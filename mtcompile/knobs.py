@@ -18,6 +18,11 @@ def disk_check() -> bool:
     return os.environ.get("MT_DISK_CHECK", "0") not in ("", "0")
 
 
+def host_check() -> bool:
+    """MT_HOST_CHECK=0: allocate host memory without asking the system whether there is room for it."""
+    return os.environ.get("MT_HOST_CHECK", "1") not in ("", "0")
+
+
 def disk_slowdown() -> float:
     """MT_DISK_SLOWDOWN=n: refuse plans whose step takes more than n times what it would with a disk that costs no time (default
     10); 0: never."""

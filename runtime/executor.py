@@ -24,6 +24,7 @@ from mtcompile.runtime.trace import Record
 from mtcompile.runtime.workers import DeferredQueue, Progress, Worker
 
 _AWAKE_NS = 200_000  # at the end of a paced instruction
+_FAILED_AT = "mt_instruction"  # of an error
 
 
 class Fence(Protocol):
@@ -229,12 +230,16 @@ class _PhaseRun:
             if sleep is not None and delays is not None:
                 time.sleep(sleep.random() * delays.longest_us / 1e6)
             instruction = item.instruction
-            if instruction.op == "alloc":
-                memory.alloc(instruction.writes[0], item.filled)
-            elif instruction.op == "free":
-                memory.free(instruction.writes[0])
-            else:
-                self._work(queue, item.index, instruction)
+            try:
+                if instruction.op == "alloc":
+                    memory.alloc(instruction.writes[0], item.filled)
+                elif instruction.op == "free":
+                    memory.free(instruction.writes[0])
+                else:
+                    self._work(queue, item.index, instruction)
+            except Exception as error:
+                setattr(error, _FAILED_AT, (item.index, instruction))
+                raise
             if item.signals:
                 if self.fence is not None:
                     self.fence.signal(queue, item.index)
@@ -280,6 +285,12 @@ class _PhaseRun:
             kernel = self.kernels[instruction.kernel]
             self.memory.run(kernel, instruction.reads, instruction.writes, instruction.workspace)
         return 1.0
+
+
+def instruction_of(error: BaseException) -> tuple[int, Instruction] | None:
+    """Returns the instruction that raised an error, with its index; None if none did."""
+    failed: tuple[int, Instruction] | None = getattr(error, _FAILED_AT, None)
+    return failed
 
 
 def wait_until(clock_ns: int) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NoReturn
 
-from torch import fx
+import torch
+from torch import fx, nn
 
-from mtcompile import knobs
+from mtcompile import knobs, torch_private
 from mtcompile.errors import CaptureError, MtcompileError
 
 _DATA = (
@@ -129,3 +130,18 @@ def refuse(refusal: MtcompileError, error: BaseException) -> NoReturn:
 
 def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def lazy_modules_in(model: nn.Module, where: torch.device) -> Mapping[nn.Module, str]:
+    """Returns the lazy modules, which the next forward initializes, and their names. Raises CaptureError for those that would
+    not get the random numbers of a plain run."""
+    modules = torch_private.lazy_modules(model)
+    tensors = (*nn.Module.named_parameters(model), *model.named_buffers())
+    lazy = [name for name, tensor in tensors if nn.parameter.is_lazy(tensor)]
+    others = [name for name in lazy if model.get_submodule(name.rpartition(".")[0]) not in modules]
+    if others or (lazy and where.type != "cpu"):
+        raise CaptureError(
+            f"{(others or lazy)[0]} is not initialized yet; expected parameters with values: call the plain model once "
+            "before mtcompile.compile, as in model(example)"
+        )
+    return modules

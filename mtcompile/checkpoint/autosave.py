@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mtcompile.capture.refusals import first_line
 from mtcompile.checkpoint.content import Moment, content_of, moment
-from mtcompile.checkpoint.saving import begin, finish_saving
+from mtcompile.checkpoint.saving import begin, finish_saving, note
 from mtcompile.checkpoint.writing import write
 
 _SMALL_NBYTES = 1 << 20
@@ -105,9 +105,9 @@ class Autosave:
         finish_saving(self.folder)
         content = content_of(self.folder, self.model, self.optimizer, last, self.keep, gradients=False).with_files(self.files)
         if self.background and not self.stopping:
-            begin(self.folder, content)
+            begin(self.folder, content).note_to(self.model)
         else:
-            write(self.folder, content)
+            note(self.model, write(self.folder, content))
         self._saved_step, self._saved_at = last.step, time.monotonic()
 
     def end(self) -> None:

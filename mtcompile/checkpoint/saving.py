@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import nn
@@ -19,7 +21,29 @@ from mtcompile.errors import BudgetError
 from mtcompile.machine.system_files import memory_rooms, smallest_room
 from mtcompile.runtime.schedule import gib
 
+P = ParamSpec("P")
 
+
+def _noted(save: Callable[P, Path]) -> Callable[P, Path]:
+    """Lets ``save`` tell a compiled model where its last checkpoint is, which it names if an error leaves it half updated."""
+
+    @functools.wraps(save)
+    def noting(*args: P.args, **kwargs: P.kwargs) -> Path:
+        path = save(*args, **kwargs)
+        note(args[1] if len(args) > 1 else kwargs["model"], path)
+        return path
+
+    return noting
+
+
+def note(model: Any, path: Path) -> None:
+    """Tells a compiled model that its last checkpoint is ``path``."""
+    for module in model.modules():
+        if (compiled := getattr(module, "_mt_model", None)) is not None:
+            compiled.door.wholeness.saved_in = str(path)
+
+
+@_noted
 def save(
     folder: str | os.PathLike[str],
     model: nn.Module,
@@ -68,7 +92,9 @@ def save_in_background(
     """
     finish_saving(folder)
     content = content_of(Path(folder), model, optimizer, moment(step, others, extra), keep).with_files(files or {})
-    return begin(Path(folder), content)
+    saving = begin(Path(folder), content)
+    saving.note_to(model)
+    return saving
 
 
 def begin(folder: Path, content: Content) -> BackgroundSave:
@@ -96,6 +122,7 @@ class BackgroundSave:
         self.written_s: float | None = None
         self._folder, self._path = folder, Path()
         self._error: BaseException | None = None
+        self._model: weakref.ref[nn.Module] | None = None
         self._thread = threading.Thread(target=self._write, args=([copied],), name="mtcompile saves")
         self._thread.start()
 
@@ -103,10 +130,21 @@ class BackgroundSave:
         began = time.perf_counter()
         try:
             self._path = write(self._folder, contents.pop())
+            self._note()
         except BaseException as error:
             self._error = error
             warnings.warn(f"step {self.step} could not be saved in the background: {error}", stacklevel=1)
         self.written_s = time.perf_counter() - began
+
+    def note_to(self, model: nn.Module) -> None:
+        """Lets the model know where the checkpoint is, once it is on the disk."""
+        self._model = weakref.ref(model)
+        self._note()
+
+    def _note(self) -> None:
+        model = None if self._model is None else self._model()
+        if model is not None and self._path.name:
+            note(model, self._path)
 
     def wait(self) -> Path:
         """Waits until the checkpoint is on the disk. Returns its folder. Raises what ``save`` would have raised."""

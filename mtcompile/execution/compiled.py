@@ -171,6 +171,12 @@ class Frame:
         buffers = self.compiled.schedule.buffers.values()
         return sum(b.nbytes for b in buffers if b.returned and b.role == "output")
 
+    @property
+    def skipped(self) -> bool:
+        """True if the caller skipped this step because no loss was finite; a variable may still hold that loss."""
+        losses = [t for ref in self.outputs if (t := ref()) is not None and t.numel() == 1 and t.is_floating_point()]
+        return bool(losses) and not any(bool(t.detach().isfinite()) for t in losses)
+
     def evict(self) -> None:
         """Frees what the forward saved; the backward will run the forward again."""
         self.memory.tensors.clear()
@@ -206,7 +212,7 @@ class LiveFrames:
         self._frames: list[weakref.ref[Frame]] = []
         self.repeated: weakref.WeakSet[Frame] = weakref.WeakSet()
         self.plain: weakref.WeakSet[PlainGraph] = weakref.WeakSet()
-        self.plain_nbytes = self.glue_nbytes = 0
+        self.plain_nbytes = self.glue_nbytes = self.lost_nbytes = 0
         self.in_backward = False  # True while a backward runs its forward again
         self.expected = self._together = 1  # together: the most that waited since none did
         self.leaving = False
@@ -239,7 +245,12 @@ class LiveFrames:
         """Returns the device bytes that waiting forwards hold, and those that graphs of autograd's own hold or need."""
         held = ((f.outputs_nbytes if self.leaving else f.memory.live, f.sent_nbytes) for f in self.waiting())
         plain = self.glue_nbytes + max(self.plain_nbytes, sum(graph.nbytes for graph in self.plain))
-        return sum(aligned(live) + sent for live, sent in held) + sum(frame.sent_nbytes for frame in self.repeated) + plain
+        return (
+            sum(aligned(live) + sent for live, sent in held)
+            + sum(frame.sent_nbytes for frame in self.repeated)
+            + plain
+            + self.lost_nbytes
+        )
 
     def host_nbytes(self) -> int:
         """Returns the bytes of the host arenas in which waiting forwards keep saved values."""

@@ -76,6 +76,10 @@ class Door(RunnablePlacement, Protocol):
         """Surrounds a backward. ``node``: its node in autograd's graph. Raises StepError if it cannot start."""
         return nullcontext()
 
+    def may_run_again(self) -> bool:
+        """Tells whether a backward that has failed has changed nothing."""
+        return True
+
     def before_accumulation(self, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         """Called before autograd adds gradients to existing ones."""
         return

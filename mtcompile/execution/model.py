@@ -18,6 +18,7 @@ from mtcompile.capture.dynamo import front_end
 from mtcompile.capture.surroundings import Surroundings
 from mtcompile.errors import told_briefly
 from mtcompile.execution.compiled import LiveFrames
+from mtcompile.execution.memory.host_room import check_room
 from mtcompile.execution.model_door import ModelDoor
 from mtcompile.execution.plain.calls import GradientFreeCalls
 from mtcompile.execution.plain.sizes import size_of_call, tensors_in
@@ -26,6 +27,7 @@ from mtcompile.execution.program import Collector, DifferentMicroBatches, MicroB
 from mtcompile.execution.session import Session
 from mtcompile.machine.device import free_nbytes, peak_reserved_nbytes, total_nbytes
 from mtcompile.options import Options
+from mtcompile.references import weakly
 from mtcompile.runtime.devices.caching import needed_nbytes
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import gib
@@ -45,7 +47,7 @@ class CompiledModel:
         self.options = options if options.memory is not None else replace(options, memory=free_nbytes(device))
         self.device = device
         frames = LiveFrames()
-        self.door = ModelDoor(model, self.options, device, frames, lambda: self.session.drain())
+        self.door = ModelDoor(model, self.options, device, frames, weakly(self._drain))
         title = type(model).__name__
         self.session = Session(device, self.options, self.door, self.door.parameters, frames, title)
         if optimizer is not None:
@@ -58,16 +60,53 @@ class CompiledModel:
         # The programs that Dynamo may call, by the functions that it has for them.
         self._programs: MutableMapping[Callable[..., Any], Program] = weakref.WeakKeyDictionary()
         in_parts = options.updates is None and options.accumulate == 1
-        self._without_gradients = GradientFreeCalls(self.session, call, _weak(self._run))
+        self._without_gradients = GradientFreeCalls(self.session, call, weakly(self._run))
         may = may_be_plain(self.options, self.door.masters is not None)
         self._plain = PlainSteps(self.session, self._without_gradients.plain_step) if may else None
-        self._captured = front_end(call, _weak(self._backend), device.where, in_parts, self._programs.clear)
+        self._captured = front_end(call, weakly(self._backend), device.where, in_parts, self._programs.clear)
         self._has_new_parts = False
+        # Its own objects refer to each other, and would hold memory until the next garbage collection.
+        self._at_end = weakref.finalize(model, self.release)
+        self._at_end.atexit = False
+
+    def _drain(self) -> None:
+        self.session.drain()
+
+    @told_briefly
+    @torch_private.one_at_a_time
+    def close(self) -> None:
+        """Ends the use of plans: waits for updates, gives parameters memory of their own, and frees everything else. Raises the
+        error that stopped updates, if any, after all that; and BudgetError, before anything has changed, if host memory has no
+        room for what is on disk."""
+        check_room(self.door.on_disk_nbytes(), "what is on disk", "save a checkpoint and leave the model as it is")
+        failure: BaseException | None = None
+        try:
+            self.session.drain()
+        except Exception as error:
+            failure = error
+        self.session.closed = True
+        for frame in self.session.frames.waiting():
+            frame.evict()
+        self.door.give_back()
+        self.release()
+        self._at_end.detach()
+        if failure is not None:
+            raise failure
+
+    def release(self) -> None:
+        """Frees arenas, programs, and the homes of parameters, which keep their values."""
+        for program in self.programs:
+            program.release()
+        self._programs.clear()
+        self.session.release()
+        self.door.release()
 
     @told_briefly
     @torch_private.one_at_a_time
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the model. Sends host tensors among the arguments to the device first."""
+        """Calls the model. Sends host tensors among the arguments to the device first. Raises StepError for a model that an
+        error has left between two steps."""
+        self.door.wholeness.check()
         if self.device.where.type != "cpu":
             (args, kwargs), self.door.sent_nbytes = sent((args, kwargs), self.device.where)
         if self._may_be_lazy:
@@ -98,7 +137,7 @@ class CompiledModel:
             size = size_of_call(model, args, kwargs, self.device.where)
             if (needed := self._plain.room_for(model, size)) is not None:
                 return self._plain(model, size, needed, args, kwargs)
-        output = self._captured(*args, **kwargs)
+        output = self._captured(model, *args, **kwargs)
         if self._has_new_parts and trains:
             self._has_new_parts = False
             self.door.count_glue(torch_private.leaves_outside(output, "_StepBackward"))
@@ -118,7 +157,7 @@ class CompiledModel:
         self._collector.batch = MicroBatchCalls(self.options.accumulate, self.door.masters is not None)
         try:
             for micro_args, micro_kwargs in micro_batches((args, kwargs), self.options.accumulate):
-                output = self._captured(*micro_args, **micro_kwargs)
+                output = self._captured(self.door.model(), *micro_args, **micro_kwargs)
             return output
         finally:
             self._collector.batch = None
@@ -136,7 +175,7 @@ class CompiledModel:
             # Dynamo guards on the devices of parameters when this returns. Send them where they will stay, or the second
             # call is captured again.
             program.compile()
-        call = _weak(program.__call__)
+        call = weakly(program.__call__)
         self._programs[call] = program
         return torch_private.after_initialization(call)
 
@@ -193,16 +232,3 @@ def _needs_gradients(model: nn.Module, args: Any, kwargs: Any) -> bool:
         return False
     parameters = (parameter for _, parameter in nn.Module.named_parameters(model))  # the model's own methods wait for updates
     return any(tensor.requires_grad for tensor in itertools.chain(parameters, tensors_in((args, kwargs))))
-
-
-def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that calls a method, but does not keep its object. Dynamo keeps all backends that it was given and
-    all functions that they returned, until it is reset."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        alive = reference()
-        assert alive is not None, "only calls of the model lead here"
-        return alive(*args)
-
-    return call

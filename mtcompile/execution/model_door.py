@@ -13,21 +13,26 @@ import torch
 from torch import fx, nn
 
 from mtcompile import knobs, torch_private
+from mtcompile.capture.refusals import lazy_modules_in
 from mtcompile.errors import BudgetError, CaptureError, StepError
 from mtcompile.execution.compiled import Frame, LiveFrames
 from mtcompile.execution.door import Door
+from mtcompile.execution.memory.host_room import check_plan, checked_before_first_step
 from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, disk_error, host_error, random_reserve_nbytes
 from mtcompile.optim.backward_update import UpdatesInBackward
 from mtcompile.optim.disk_state import PIECE, DiskState, OnDisk
 from mtcompile.optim.master_weights import Masters, cast
 from mtcompile.optim.state_sizes import average_copies, is_elementwise, master_state_nbytes, state_nbytes
+from mtcompile.optim.training_state import state_moved, training_nbytes
+from mtcompile.optim.wholeness import Wholeness
 from mtcompile.options import Options
 from mtcompile.passes.analysis.state import Budgets, is_trained, update_staging_nbytes
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
 from mtcompile.passes.step_graph import inputs_of
+from mtcompile.references import weakly
 from mtcompile.runtime.devices.arena import overlaps, span_nbytes
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.disk.file import free_nbytes
@@ -50,23 +55,42 @@ class ModelDoor(Door):
         self.model = weakref.ref(model)
         self.optimizer: torch.optim.Optimizer | None = None
         self.masters: Masters | None = cast(model, options.precision)
-        self.parameters = ParameterStore(device, self._moved, self._replaced)
-        self.parameters.to_disk = self._to_disk
+        self.parameters = ParameterStore(device, weakly(self._moved), weakly(self._replaced))
+        self.parameters.to_disk = weakly(self._to_disk)
+        self.wholeness = Wholeness(model, drain)
         self.updates: UpdatesInBackward | None = None
         if options.updates is not None:
-            self.updates = UpdatesInBackward(model, options.updates, self.masters, drain)
+            self.updates = UpdatesInBackward(model, options.updates, self.masters, self.wholeness)
+        elif self.masters is not None:
+            self.masters.updating = self.wholeness.updating
         self.disk: DiskState | None = None
         self._beside = 0  # device bytes beside the step that was planned last
         self.sent_nbytes = 0  # bytes of the arguments, which are on the device during the call
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the optimizer that steps the model from now on."""
+        if self.wholeness.bind(optimizer) and self.updates is None:
+            self.wholeness.watch(optimizer, masters=self.masters is not None)
+            checked_before_first_step(optimizer, weakly(self._missing_state_nbytes))
         # updates before masters: the hooks of updates look at p.grad, which those of masters hide
         if self.updates is not None and optimizer is not self.optimizer:
             self.updates.bind(optimizer)
         if self.masters is not None and optimizer is not self.optimizer:
             self.masters.bind(optimizer)
         self.optimizer = optimizer
+
+    def give_back(self) -> None:
+        """Gives parameters, and the state that is on disk, memory of their own."""
+        self.parameters.forget()
+        if self.disk is not None:
+            entries = () if self.optimizer is None else self.optimizer.state.values()
+            self.disk.give_back(entries, self.masters or ())
+        torch_private.allow_clipping(self._parameters().values())
+
+    def release(self) -> None:
+        self.disk = None
+        if self.updates is not None:
+            self.updates.release()
 
     # ------------------------------------------------------------------------------------------------ placement of a step
 
@@ -148,23 +172,24 @@ class ModelDoor(Door):
             return state_nbytes(self.optimizer, parameters)
         return master_state_nbytes(self.optimizer, parameters, self.masters.trained())
 
+    def _missing_state_nbytes(self) -> int:
+        held = self.state_nbytes()
+        return sum(self._optimizer_state(self._parameters()).values()) - held["optimizer"] - held["masters"]
+
     def _fixed_homes(self, step: fx.GraphModule) -> Mapping[str, str]:
         blocks, tiers = step.meta["homes"], self.parameters.tiers
         if tiers:
             parameters = self._parameters()
             new = {name: block for name, block in blocks.items() if name not in self.parameters.places}
             # Memory that the user has shared on the device stays there, and what is at home in its block goes there too.
-            shared = {block for name, block in new.items() if name in parameters and self._is_on_device(parameters[name])}
+            there = [name for name in new if name in parameters and parameters[name].device.type != "cpu"]
+            shared = {new[name] for name in there if parameters[name].device == self.device.where}
             return {**{block: "device" if block in shared else "host" for block in new.values()}, **tiers}
         if self.masters is not None and not self.masters.may_be_on(self.device.where, self.optimizer):
             return dict.fromkeys(blocks.values(), "host")
         # Memory that other tensors share stays where they see it.
         parameters = self._parameters()
         return {blocks[name]: "host" for name in blocks if name in parameters and shares_storage(parameters[name])}
-
-    def _is_on_device(self, parameter: nn.Parameter) -> bool:
-        where: torch.device = self.device.where
-        return where.type != "cpu" and parameter.device == where
 
     def _available_nbytes(self, step: fx.GraphModule, state: Mapping[str, int]) -> int | None:
         """Returns the device budget, less waiting forwards and resident parameters that this program does not read."""
@@ -215,6 +240,8 @@ class ModelDoor(Door):
     def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
         blocks = step.meta["homes"]
         tiers = {block: planned.plan.params(block) for block in blocks.values()}
+        if not self.parameters.slabs:
+            check_plan(planned.schedule, self.state_nbytes(), self.device.where.type == "cpu")
         if planned.plan.peak_bytes.get("disk", 0):
             self._open_disk(step, planned.plan)
         self.parameters.adopt(blocks, tiers, dict(self._model().named_parameters()))
@@ -225,7 +252,7 @@ class ModelDoor(Door):
         parameters, budgets = self.parameters, self.constraints(step)[0]
         if parameters.disk is None:
             parameters.disk = DiskStore(self.options.disk.folder, piece_nbytes(self.parameters_nbytes()))
-            self.disk = DiskState(parameters.disk, self._wrote_on_disk, lambda: knobs.check() or knobs.disk_check())
+            self.disk = DiskState(parameters.disk, weakly(self._wrote_on_disk), lambda: knobs.check() or knobs.disk_check())
             if self.updates is not None:
                 self.updates.disk = self.disk
         parameters.disk.reserve(plan.peak_bytes["disk"])
@@ -257,7 +284,7 @@ class ModelDoor(Door):
         if self.frames.waiting():
             gc.collect()  # frees a loss that only a reference cycle holds
         waiting = self.frames.waiting()
-        if waiting and _skipped(waiting[-1]):
+        if waiting and waiting[-1].skipped:
             waiting[-1].spent = True
         elif waiting:
             raise StepError(
@@ -292,6 +319,9 @@ class ModelDoor(Door):
         if self.masters is not None:
             self.masters.widen(t for t, gradient in zip(inputs, gradients, strict=True) if gradient is not None)
 
+    def may_run_again(self) -> bool:
+        return self.updates is None or not self.updates.has_updated
+
     def updates_failed(self) -> None:
         if self.updates is not None:
             self.updates.failed_behind()
@@ -301,14 +331,9 @@ class ModelDoor(Door):
 
     def state_nbytes(self) -> dict[str, int]:
         """Returns the current bytes of weights, masters, gradients and optimizer state."""
-        parameters = self._parameters().values()
-        weights = sum(p.nbytes for p in parameters)
-        widths = ((p, p if p.grad is None else p.grad) for p in parameters if p.requires_grad)  # accumulated ones are wider
-        gradients = sum(p.numel() * like.element_size() for p, like in widths) if self.updates is None else 0
-        entries = [] if self.optimizer is None else self.optimizer.state.values()
-        state = sum(v.nbytes for entry in entries for v in entry.values() if isinstance(v, torch.Tensor))
         masters = self.masters.nbytes() if self.masters is not None else 0
-        return {"weights": weights, "masters": masters, "gradients": gradients, "optimizer": state}
+        nbytes = training_nbytes(self._parameters().values(), self.optimizer, self.updates is None)
+        return {"weights": nbytes.pop("weights"), "masters": masters, **nbytes}
 
     def on_disk_nbytes(self) -> int:
         return self.parameters.held_on_disk_nbytes() + (0 if self.disk is None else self.disk.nbytes)
@@ -337,19 +362,8 @@ class ModelDoor(Door):
             self.frames.evict()  # they were planned without it
 
     def lazy_modules(self) -> Mapping[nn.Module, str]:
-        """Returns the lazy modules, which the next forward initializes, and their names. Raises CaptureError for those that
-        would not get the random numbers of a plain run."""
-        model = self._model()
-        modules = torch_private.lazy_modules(model)
-        tensors = (*nn.Module.named_parameters(model), *model.named_buffers())
-        lazy = [name for name, tensor in tensors if nn.parameter.is_lazy(tensor)]
-        others = [name for name in lazy if model.get_submodule(name.rpartition(".")[0]) not in modules]
-        if others or (lazy and self.device.where.type != "cpu"):
-            raise CaptureError(
-                f"{(others or lazy)[0]} is not initialized yet; expected parameters with values: call the plain model once "
-                "before mtcompile.compile, as in model(example)"
-            )
-        return modules
+        """Returns the lazy modules, which the next forward initializes. Raises as ``lazy_modules_in``."""
+        return lazy_modules_in(self._model(), self.device.where)
 
     def initialized(self, parameters: Sequence[torch.Tensor]) -> None:
         """Takes the parameters that a lazy module has got."""
@@ -362,17 +376,9 @@ class ModelDoor(Door):
         return model
 
     def _moved(self, parameter: nn.Parameter) -> None:
-        """Moves optimizer state to its parameter's device (a step counter only if the optimizer wants it there)."""
         if self.masters is not None:
             self.masters.moved(parameter)
-        state = self.optimizer.state.get(parameter) if self.optimizer is not None else None
-        if self.optimizer is None or not state:
-            return
-        group = next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
-        counters_too = parameter.device.type == "cpu" or group.get("fused") or group.get("capturable")
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and (value.dim() > 0 or counters_too):
-                state[key] = value.to(parameter.device)
+        state_moved(self.optimizer, parameter)
 
     def _to_disk(self, name: str, parameter: nn.Parameter) -> None:
         """Sends what belongs to a parameter that has moved to disk after it."""
@@ -392,9 +398,3 @@ class ModelDoor(Door):
 def _trains(graph: fx.GraphModule) -> bool:
     """Tells whether a joint or step graph computes gradients."""
     return any(spec.kind == "grad" for spec in graph.meta["outputs"])
-
-
-def _skipped(frame: Frame) -> bool:
-    """Tells whether the caller skipped this step because no loss was finite; a variable may still hold that loss."""
-    losses = [t for ref in frame.outputs if (t := ref()) is not None and t.numel() == 1 and t.is_floating_point()]
-    return bool(losses) and not any(bool(t.detach().isfinite()) for t in losses)

@@ -14,6 +14,7 @@ from mtcompile.capture.outputs import Constant, Passed, rebuilt
 from mtcompile.compiler import CapturedStep
 from mtcompile.errors import CaptureError, StepError, told_briefly
 from mtcompile.execution.compiled import CompiledStep, Frame
+from mtcompile.execution.memory.shortage import with_retry
 from mtcompile.execution.second_order import differentiable_gradients
 from mtcompile.execution.session import CompiledSteps, Session
 from mtcompile.passes.joint.accumulate import Micro
@@ -63,6 +64,12 @@ class Program:
         """The programs that run several calls of this one as micro-batches."""
         return tuple(self._of_micro_batches.values())
 
+    def release(self) -> None:
+        """Forgets all that was compiled."""
+        for program in (self, *self.of_micro_batches()):
+            program.compiled.clear()
+        self._of_micro_batches.clear()
+
     @property
     def trains(self) -> bool:
         """True if a call now is a training forward."""
@@ -78,11 +85,14 @@ class Program:
         if self.trains:
             names = (spec.name for spec in self.description.inputs)
             self.session.door.before_forward(dict(zip(names, inputs, strict=True)))
-            # Before autograd looks at the inputs: planning may send a parameter to another device.
-            computed = _Step.apply(self, self.compile(), *self._differentiated(inputs))  # type: ignore[no-untyped-call]
-        else:
-            computed = self.session.infer(self.compile(), inputs)
+        computed = with_retry(self.session, lambda again: self._computed(inputs))
         return tuple(rebuilt(output, inputs, computed) for output in self.description.outputs)
+
+    def _computed(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        compiled = self.compile()  # before autograd looks at the inputs: planning may send a parameter to another device
+        if self.trains:
+            return _Step.apply(self, compiled, *self._differentiated(inputs))  # type: ignore[no-any-return,no-untyped-call]
+        return self.session.infer(compiled, inputs)
 
     def _differentiated(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """The inputs, detached where no gradient can flow back. An input may be a result of the previous call, such as the
@@ -145,6 +155,7 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, program: Program, compiled: CompiledStep, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.program, ctx.used = program, frozenset()
+        ctx.model = getattr(program.session.door, "model", lambda: None)()  # a backward may have to plan, which looks at it
         ctx.frame, outputs = program.session.forward(compiled, inputs)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
@@ -156,6 +167,10 @@ class _Step(torch.autograd.Function):
     @told_briefly
     @torch_private.one_at_a_time
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if ctx.program.session.closed:
+            raise StepError(
+                "backward was called after model.close(), for a forward before it; call it before you close the model"
+            )
         frame: Frame | None = ctx.frame
         arriving = frozenset(i for i, tangent in enumerate(tangents) if tangent is not None)
         if frame is None or frame.spent or arriving & ctx.used:
@@ -184,4 +199,6 @@ class _Step(torch.autograd.Function):
         if repeated is not None:
             session.frames.repeated.add(repeated)
             ctx.frame, ctx.used = repeated, used
+        else:
+            ctx.model = None
         return (None, None, *gradients)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,7 +24,7 @@ from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.executor import Delays, PhaseOptions, execute
 from mtcompile.runtime.schedule import Instruction, Phase, Queue, placed
 from mtcompile.runtime.trace import Record, shifted
-from mtcompile.runtime.workers import DeferredQueue
+from mtcompile.runtime.workers import DeferredQueue, Worker
 from mtcompile.torch_private import profiler_runs
 
 _TRIES = 3  # to write buffers, against interrupts
@@ -82,6 +83,13 @@ class Runner:
                 self.pending.queue.drain()
             finally:
                 self._close_pending()
+
+    def release(self) -> None:
+        """Waits for pending updates and forgets them, well or not. Inside them, which goes on then, it does not wait."""
+        if self.pending is not None and not isinstance(threading.current_thread(), Worker):
+            with contextlib.suppress(Exception):
+                self.pending.queue.drain()
+        self.pending = None
 
     def forward(
         self,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -23,11 +24,14 @@ from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames, PlainG
 from mtcompile.execution.door import Door
 from mtcompile.execution.dump import dump
 from mtcompile.execution.memory.arenas import ArenaPool
+from mtcompile.execution.memory.host_room import Watchdog
 from mtcompile.execution.memory.parameters import ParameterStore
+from mtcompile.execution.memory.shortage import with_retry
 from mtcompile.execution.runner import PhaseRun, Runner, version_of, without_autocast
 from mtcompile.kernels.toolchain import toolchain_for
 from mtcompile.options import Options
 from mtcompile.passes.generators import rng_preserved, set_generator_state
+from mtcompile.references import weakly
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.disk.errors import DiskError
 from mtcompile.runtime.schedule import Schedule, gib
@@ -63,9 +67,11 @@ class Session:
         self.machine = speeds(device, options)
         self.calibrator = Calibrator(device, options)
         self.listeners: list[StepListener] = []
-        self.arenas = ArenaPool(device, frames, self.drain)
-        self.runner = Runner(device, frames, self.arenas, parameters, self, paced=options.throttle is not None)
+        self.arenas = ArenaPool(device, frames, weakly(self.drain))
+        self.runner = Runner(device, frames, self.arenas, parameters, weakref.proxy(self), paced=options.throttle is not None)
         self._searched: dict[bytes, Searched] = {}
+        self.closed = False
+        self._watchdog = Watchdog()
         self.last: CompiledStep | None = None
         self.last_trace: Trace | None = None
         self.last_step: tuple[Schedule, Trace] | None = None
@@ -76,6 +82,17 @@ class Session:
     def drain(self) -> None:
         """Waits for updates that the last backward left to run during a forward. Raises the error that stopped them, if any."""
         self.runner.drain()
+
+    def release(self) -> None:
+        """Frees arenas, what the last steps left, and the homes of parameters, which keep their values."""
+        self.runner.release()
+        self.arenas.release()
+        self.parameters.release()
+        self.toolchain = toolchain_for(self.device.where, self.options.fuses)
+        self.last = self.last_trace = self.last_step = self.last_ran = None
+        self.calibrator.phases.clear()
+        self.listeners.clear()
+        self._searched.clear()
 
     # ------------------------------------------------------------------------------------------------------- compiling
 
@@ -184,7 +201,9 @@ class Session:
         return outputs
 
     def forward(self, compiled: CompiledStep, inputs: tuple[torch.Tensor, ...]) -> tuple[Frame, tuple[torch.Tensor, ...]]:
-        """Runs a training forward. Its frame waits for the backward."""
+        """Runs a training forward. Its frame waits for the backward. Raises BudgetError if the host has no room for it."""
+        if self.device.where.type == "cpu":  # where everything that is not placed is allocated anew
+            self._watchdog.before_step(pooled_nbytes(compiled.schedule))
         self.last = compiled
         frame, outputs = self.runner.forward(compiled, inputs)
         frame.sent_nbytes = self.door.sent_nbytes
@@ -210,14 +229,21 @@ class Session:
         expected = captured.description.backward_autocast
         again = frame.evicted or pattern != frame.compiled.tangents or autocast != expected
         check_versions(frame, captured.description, again)
-        if again:
-            self.frames.in_backward = True
-            description = replace(captured.description, backward_autocast=autocast)
-            try:
-                frame = self._run_again(frame, compile_again(replace(captured, description=description, tangents=pattern)))
-            finally:
-                self.frames.in_backward = False
-        return self.runner.backward(frame, tangents)
+        description = replace(captured.description, backward_autocast=autocast)
+        traced = replace(captured, description=description, tangents=pattern)
+
+        def run(again: bool) -> tuple[torch.Tensor | None, ...]:
+            nonlocal frame
+            if again:
+                check_versions(frame, captured.description, again)  # of all that the forward reads
+                self.frames.in_backward = True
+                try:
+                    frame = self._run_again(frame, compile_again(traced))
+                finally:
+                    self.frames.in_backward = False
+            return self.runner.backward(frame, tangents)
+
+        return with_retry(self, lambda retried: run(again or retried), self.door.may_run_again)
 
     def _make_room_beside(self, frame: Frame) -> None:
         """Evicts the other forwards if a backward would not fit beside them, since it runs in another order than the plans
@@ -332,6 +358,12 @@ class Session:
         state = max(0, sum(self.door.state_nbytes().values()) - resident - self.door.on_disk_nbytes())
         beside = self.arenas.all_host_nbytes() + self.door.disk_staging_nbytes()
         self.peak_host_bytes = max(self.peak_host_bytes, state + beside)
+
+
+def pooled_nbytes(schedule: Schedule) -> int:
+    """Returns the most device bytes that a step allocates beside its arena and resident parameters."""
+    placed = schedule.arena_nbytes.get("device", 0) + schedule.resident_nbytes.get("device", 0)
+    return schedule.peak_nbytes["device"] - placed
 
 
 def check_versions(frame: Frame, description: Description, again: bool) -> None:

@@ -4,9 +4,6 @@ The user's optimizer keeps its class, groups, state, hooks and schedulers. What 
 done here to a few of them at a time, by a stand-in that shares its state; ``p.grad`` stays None, so that its own ``step()``
 then finds nothing to do. That call still ends a step: hyper-parameters are read when a backward begins, and a second
 backward without it raises, since gradients that were meant to be added up would have been used one by one.
-
-A fault after the first update leaves a model between two steps. It refuses to go on until ``load_state_dict`` of both the
-model and the optimizer has put it right.
 """
 
 from __future__ import annotations
@@ -34,42 +31,41 @@ from mtcompile.optim.backward_kernels import KERNELS, Backward
 from mtcompile.optim.disk_state import DiskState
 from mtcompile.optim.master_weights import Masters
 from mtcompile.optim.update_options import UpdateOptions
+from mtcompile.optim.wholeness import Wholeness
 from mtcompile.passes.plan import Updates
 from mtcompile.passes.step_graph import calls, is_update
+from mtcompile.references import weakly
 
 
 class UpdatesInBackward:
     """Updates of one model's parameters in its backward: their options, and the state of the backward that runs or ran last.
 
-    ``drain`` waits for the updates that run behind a forward. ``steps`` counts the backwards that have ended.
+    ``wholeness``: of the model, which an error after the first update spoils.
     """
 
-    def __init__(self, model: nn.Module, options: UpdateOptions, masters: Masters | None, drain: Callable[[], None]) -> None:
-        self.options, self.masters, self._drain = options, masters, drain
+    def __init__(self, model: nn.Module, options: UpdateOptions, masters: Masters | None, wholeness: Wholeness) -> None:
+        self.options, self.masters, self._wholeness = options, masters, wholeness
         self.model = weakref.ref(model)
         self.optimizer: torch.optim.Optimizer | None = None
         self.disk: DiskState | None = None
-        self.steps = 0
         self.stepped = True  # optimizer.step() has been called since the last backward
-        self._must_be_loaded: dict[str, str] = {}  # model, optimizer -> why it has to be loaded again
-        self._saved_step: int | None = None
         self._backward: Backward | None = None
         self._threads = torch.get_num_threads()
-        model.register_load_state_dict_pre_hook(lambda *_: drain())
-        model.register_load_state_dict_post_hook(lambda *_: self._loaded("model"))
-        model.register_state_dict_pre_hook(lambda *_: self._before_saving())
+        model.register_load_state_dict_post_hook(weakly(self._loaded))
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Update through this optimizer from now on. Raises as ``check_optimizer``."""
         check_optimizer(optimizer)
         self.optimizer = optimizer
-        optimizer.register_step_pre_hook(lambda stepped, *_: self._before_step(stepped))
-        optimizer.register_step_post_hook(lambda *_: self._after_step())
-        optimizer.register_state_dict_pre_hook(lambda *_: self._before_saving())
-        optimizer.register_load_state_dict_pre_hook(lambda *_: self._drain())
-        optimizer.register_load_state_dict_post_hook(lambda *_: self._loaded("optimizer"))
+        optimizer.register_step_pre_hook(weakly(self._before_step))
+        optimizer.register_step_post_hook(weakly(self._after_step))
+        optimizer.register_load_state_dict_post_hook(weakly(self._loaded))
         model = self.model()
         torch_private.refuse_clipping(() if model is None else model.parameters(), CLIPPING_BY_HAND)
+
+    def release(self) -> None:
+        """Forgets the last backward."""
+        self.disk = self._backward = None
 
     # ---------------------------------------------------------------------------------------------------- for the plan
 
@@ -115,20 +111,11 @@ class UpdatesInBackward:
     # -------------------------------------------------------------------------------------------------- of one backward
 
     def before_forward(self, inputs: Mapping[str, Tensor]) -> None:
-        """Note the settings of the caller's thread; the backward may run in another. Raises as ``check`` and
-        ``check_memory``."""
+        """Note the settings of the caller's thread; the backward may run in another. Raises StepError for a model that is not
+        whole, and as ``check_memory``."""
         self._threads = torch.get_num_threads()
-        self.check()
+        self._wholeness.check()
         check_memory(inputs, self._parameters())
-
-    def check(self) -> None:
-        """Raise StepError for a model that a fault left between two steps."""
-        if self._must_be_loaded:
-            saved = "none was taken" if self._saved_step is None else f"the last was taken after step {self._saved_step}"
-            raise StepError(
-                f"{next(iter(self._must_be_loaded.values()))}. Load a checkpoint into the model and its "
-                f"optimizer (load_state_dict of both; {saved}) before going on"
-            )
 
     def begin_backward(
         self,
@@ -142,7 +129,7 @@ class UpdatesInBackward:
         ``planned``: the names when the forward ran; ``outputs``: those that are still alive; ``accumulating``: for each leaf,
         whether this backward adds to its gradient. Raises StepError.
         """
-        self.check()
+        self._wholeness.check()
         parameters, optimizer = self._parameters(), self.optimizer
         assert optimizer is not None
         if parameters.keys() != planned:
@@ -167,14 +154,14 @@ class UpdatesInBackward:
         if self.masters is not None:
             self.masters.check(optimizer, parameters.values())
         self._backward = Backward(
-            self.steps + 1, self.options, optimizer, self.masters, parameters, groups, self._threads, self.grad_norm
+            self._wholeness.steps + 1, self.options, optimizer, self.masters, parameters, groups, self._threads, self.grad_norm
         )
         self._backward.disk = self.disk
 
     def end_backward(self) -> None:
         """Note that all updates of the backward are done, or under way."""
         self.stepped = False
-        self.steps += 1
+        self._wholeness.steps += 1
 
     @contextlib.contextmanager
     def marking_failure(self) -> Iterator[None]:
@@ -193,8 +180,12 @@ class UpdatesInBackward:
     def _spoil(self, why: str) -> None:
         """Refuse to go on, from now until a checkpoint is loaded, with what the last backward has left."""
         assert self._backward is not None
-        why = f"step {self._backward.number} {why}"
-        self._must_be_loaded = {"model": why, "optimizer": why}
+        self._wholeness.spoil(f"step {self._backward.number} {why}")
+
+    @property
+    def has_updated(self) -> bool:
+        """True from the first update of the last backward on."""
+        return self._backward is not None and self._backward.has_updated
 
     @property
     def allocated_state(self) -> bool:
@@ -208,21 +199,15 @@ class UpdatesInBackward:
 
     # --------------------------------------------------------------------------------- hooks of the optimizer and model
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         unstepped, self.stepped = not self.stepped, True
         if unstepped and self._backward is not None and optimizer is self.optimizer:
             if any(parameter.grad is not None for parameter in self._backward.parameters.values()):
                 self._spoil("updated parameters without gradients from outside the model's call")
             check_step(self._backward, optimizer)
 
-    def _after_step(self) -> None:
+    def _after_step(self, *_: Any) -> None:
         self.stepped = True  # also where a closure ran a backward in the meantime
 
-    def _before_saving(self) -> None:
-        self._drain()
-        self.check()
-        self._saved_step = self.steps
-
-    def _loaded(self, part: str) -> None:
-        self._must_be_loaded.pop(part, None)
+    def _loaded(self, *_: Any) -> None:
         self.stepped = True  # a step that was interrupted before optimizer.step() is gone

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import mmap
 import queue
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
@@ -92,6 +92,16 @@ class DiskState:
     def holds(self, tensor: Tensor) -> bool:
         """Tells whether a tensor is on disk."""
         return self.store.place_of(tensor.data_ptr()) is not None
+
+    def give_back(self, entries: Iterable[MutableMapping[str, Any]], masters: Iterable[Any]) -> None:
+        """Gives state on disk memory of its own: that of an optimizer's ``entries``, and the remainders of ``masters``."""
+        for entry in entries:
+            for key, value in entry.items():
+                if isinstance(value, Tensor) and self.holds(value):
+                    entry[key] = value.clone(memory_format=torch.preserve_format)
+        for master in masters:
+            if self.holds(master.remainder):
+                master.remainder = master.remainder.clone(memory_format=torch.preserve_format)
 
     def take(self, state: OnDisk) -> Tensor | None:
         """Sends the state of a parameter that is on disk now after it. Returns its remainder there."""

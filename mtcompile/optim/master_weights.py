@@ -26,6 +26,7 @@ from mtcompile.optim.disk_state import DiskState, Staged
 from mtcompile.optim.precision import Precision
 from mtcompile.optim.state_sizes import STATES
 from mtcompile.optim.written_update import class_name, grad_scaling, written_update
+from mtcompile.references import weakly
 from mtcompile.runtime.optim import device_kernels, host_kernels
 from mtcompile.runtime.optim.operands import Operands, joined, split
 
@@ -84,9 +85,10 @@ class Masters:
         self._loaded_values: Mapping[str, Any] = {}
         self._bound: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._hidden_gradients: list[tuple[nn.Parameter, Tensor]] = []
+        self.updating: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None  # called before a step's first update
         self.adopt(model, (parameter for parameter in model.parameters() if not nn.parameter.is_lazy(parameter)))
-        model.register_load_state_dict_pre_hook(self._before_loading)
-        model.register_load_state_dict_post_hook(self._after_loading)
+        model.register_load_state_dict_pre_hook(weakly(self._before_loading))
+        model.register_load_state_dict_post_hook(weakly(self._after_loading))
 
     def adopt(self, model: nn.Module, parameters: Iterable[Tensor]) -> None:
         """Makes masters of those parameters of ``model``, and bf16 parameters of them."""
@@ -237,6 +239,8 @@ class Masters:
         rows = [(p, p.grad, group) for p, group in pairs if p.grad is not None and id(p) in own]
         self.check(optimizer, (parameter for parameter, _, _ in rows))
         scale, skip = grad_scaling(optimizer)
+        if rows and not skip:
+            self.updating(optimizer)
         for parameter, grad, group in rows:
             if not skip:
                 self.update(optimizer, parameter, grad, group, scale)

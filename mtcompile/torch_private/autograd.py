@@ -89,6 +89,11 @@ def accumulation_hooks(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
+def move_to_front(hook: Any) -> None:
+    """Lets a hook, by its handle, be called before the others of its kind."""
+    hook.hooks_dict_ref().move_to_end(hook.id, last=False)
+
+
 def refuse_clipping(parameters: Iterable[torch.Tensor], why: str) -> None:
     """Make torch's functions that clip gradients raise StepError(why) for these parameters from now on. They would find no
     gradients and silently do nothing, and no hook of torch's sees that: the functions are wrapped where they are, once."""
@@ -103,6 +108,12 @@ def refuse_clipping(parameters: Iterable[torch.Tensor], why: str) -> None:
         for module in (clipping, torch.nn.utils):
             if getattr(module, name, None) is plain:
                 setattr(module, name, wrapped)
+
+
+def allow_clipping(parameters: Iterable[torch.Tensor]) -> None:
+    """Takes ``refuse_clipping`` of these parameters back."""
+    for parameter in parameters:
+        parameter.__dict__.pop("_mt_not_clipped", None)
 
 
 def _refusing(clip: Callable[..., Any]) -> Callable[..., Any]:

@@ -123,6 +123,7 @@ def _module() -> Any:
         current_device=lambda: 0,
         current_stream=lambda device=None: main,
         synchronize=lambda device=None: None,
+        empty_cache=lambda: None,
         get_rng_state=lambda device=None: torch.get_rng_state(),
         set_rng_state=lambda state, device=None: torch.set_rng_state(state),
         manual_seed_all=lambda seed: None,

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import mtcompile
 from mtcompile.passes.analysis.cost import Machine
@@ -130,6 +135,79 @@ def test_a_capture_beside_updates_of_the_step_before() -> None:
     optimizer, other = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain))
     one: Any = mtcompile.compile(model, memory=memory, optimizer=optimizer, throttle=slow_host, **AHEAD)
     assert all(map(torch.equal, trained(one, optimizer), trained(plain, other)))
+
+
+def small(**options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    model = Mlp(0)
+    memory = int(minimum_bytes(Mlp(0), {"x": batch(24)}) * 1.3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return mtcompile.compile(model, memory=memory, optimizer=optimizer, **options), optimizer
+
+
+@pytest.mark.long
+def test_signal_handlers_stay() -> None:
+    def handler(*_: Any) -> None: ...
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+    before = [signal.signal(number, handler) for number in numbers]
+    try:
+        trained(*small(**AHEAD), steps=2)
+        assert all(signal.getsignal(number) is handler for number in numbers)
+    finally:
+        for number, earlier in zip(numbers, before, strict=True):
+            signal.signal(number, earlier)
+
+
+_ENDS = """
+import sys
+from tests.execution.test_threads import AHEAD, batch, small
+model, optimizer = small(**AHEAD)
+for _ in range(3):
+    model(batch()).backward()
+    optimizer.step()
+{end}
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("end, code", [("", 0), ("sys.exit(7)", 7), ("raise ValueError('of the user')", 1)])
+def test_a_process_ends_with_updates_under_way(end: str, code: int) -> None:
+    ended = subprocess.run([sys.executable, "-c", _ENDS.format(end=end)], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == code, ended.stderr
+    assert ("ValueError: of the user" in ended.stderr) == (code == 1)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("options", [{}, AHEAD], ids=["step", "ahead"])
+def test_a_data_loader_forks_while_a_step_is_under_way(options: dict[str, Any]) -> None:
+    (model, optimizer), plain = small(**options), Mlp(0)
+    other = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for _ in range(2):
+        model(batch()).backward()
+        optimizer.step()  # updates may go on behind it
+        optimizer.zero_grad()
+        plain(batch()).backward()
+        other.step()
+        other.zero_grad()
+        for (rows,) in DataLoader(TensorDataset(batch()), batch_size=8, num_workers=2):
+            assert torch.equal(model(rows.clone()), plain(rows.clone()))
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def _loss_of_child(results: Any) -> None:
+    results.put(float(trained(*small(), steps=1)[0]))
+
+
+@pytest.mark.long
+def test_a_spawned_process_trains() -> None:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    child = context.Process(target=_loss_of_child, args=(results,))
+    child.start()
+    assert results.get(timeout=300) == float(trained_plainly(0)[0])
+    child.join(60)
+    assert child.exitcode == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")

@@ -8,6 +8,7 @@ import torch
 
 from mtcompile import torch_private
 from mtcompile.execution.compiled import CompiledStep, LiveFrames
+from mtcompile.execution.memory.host_room import host_arena
 from mtcompile.runtime.devices.cpu import Arenas, CpuMemory
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import Tier
@@ -44,7 +45,7 @@ class ArenaPool:
         if not private_host and ("host" not in self._arenas or self.nbytes("host") < needed.get("host", 0)):
             self._replace("host", needed.get("host", 0))
         if private_host:
-            return Arenas(self._arenas["device"], self._device.arena("host", needed.get("host", 0))), None
+            return Arenas(self._arenas["device"], self._host_arena(needed.get("host", 0))), None
         if not any(views is compiled.slot_views for views in self._slot_views):
             self._slot_views.append(compiled.slot_views)
         return Arenas(self._arenas["device"], self._arenas["host"]), compiled.slot_views
@@ -59,11 +60,21 @@ class ArenaPool:
         """Frees the device's arena until a program needs it again."""
         self._replace("device", 0)
 
-    def _replace(self, tier: Tier, nbytes: int) -> None:
-        self._drain()  # pending updates would create new views of the old arena
+    def release(self) -> None:
+        """Frees both arenas until a program needs them again."""
+        self._forget_views()
+        if self._arenas:
+            self._device.synchronize()
+            self._arenas.clear()
+
+    def _forget_views(self) -> None:
         for views in self._slot_views:  # they would keep the old arena alive
             views.clear()
         self._slot_views.clear()
+
+    def _replace(self, tier: Tier, nbytes: int) -> None:
+        self._drain()  # pending updates would create new views of the old arena
+        self._forget_views()
         if tier in self._arenas:
             self._device.synchronize()  # copies of a dropped step may still be under way
             del self._arenas[tier]
@@ -71,4 +82,7 @@ class ArenaPool:
             for frame in self._frames.waiting():
                 frame.memory.leave_device()
         with torch_private.lasting():
-            self._arenas[tier] = self._device.arena(tier, nbytes)
+            self._arenas[tier] = self._device.arena(tier, nbytes) if tier == "device" else self._host_arena(nbytes)
+
+    def _host_arena(self, nbytes: int) -> torch.Tensor:
+        return host_arena(self._device, nbytes, "values that wait there", "pass host= for a plan that takes less")

@@ -10,6 +10,7 @@ import torch
 
 from mtcompile import knobs
 from mtcompile.errors import MtcompileError, StepError
+from mtcompile.execution.memory.host_room import host_arena
 from mtcompile.passes.step_graph import span_nbytes
 from mtcompile.runtime.devices.arena import Layout, layout_of, part, view
 from mtcompile.runtime.devices.protocol import Device
@@ -167,6 +168,14 @@ class ParameterStore:
         self.version += 1
         self.provisional = False
 
+    def release(self) -> None:
+        """Lets go of all memory. Parameters keep what they have there."""
+        self.places.clear()
+        self.slabs.clear()
+        self._gradients.clear()
+        self.disk = None
+        self.version += 1
+
     def send_home(self) -> None:
         """Decides that every slab on the device belongs on the host; the next ``adopt`` moves them."""
         for slab in self.slabs.values():
@@ -192,8 +201,9 @@ class ParameterStore:
         if tier == "disk":
             assert self.disk is not None, "whoever plans for a disk opens its store"
             return torch.frombuffer(self.disk.map(nbytes), dtype=torch.uint8)
-        where = self._where(tier)
-        return self.device.arena("host" if where.type == "cpu" else "device", nbytes)  # type: ignore[no-any-return]
+        if self._where(tier).type != "cpu":
+            return self.device.arena("device", nbytes)  # type: ignore[no-any-return]
+        return host_arena(self.device, nbytes, "the weights of a block", 'pass disk="/path:SIZE"')
 
     def _give_home(self, place: ParameterPlace, layout: Layout, offset: int) -> None:
         memory = self.slabs[place.block].memory
@@ -293,7 +303,7 @@ class ParameterStore:
             if slab.numel() >= nbytes and storage_holders(slab) <= own_holders:
                 return slab
         self._gradients = [(s, own_holders) for s, own_holders in self._gradients if storage_holders(s) > own_holders]
-        memory: torch.Tensor = self.device.arena("host", nbytes)
+        memory = host_arena(self.device, nbytes, "gradients", 'pass update="backward", which holds none')
         self._gradients.append((memory, storage_holders(memory)))
         return memory
 

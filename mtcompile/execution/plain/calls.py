@@ -68,8 +68,8 @@ class _Modules:
 
 
 class GradientFreeCalls:
-    """Runs the gradient-free calls of one model. ``call``: its plain forward. ``planned``: its forward by a plan, for a model
-    whose tensors a plain forward would not find on the device."""
+    """Runs the gradient-free calls of one model. ``call``: the plain forward of a model that it is given. ``planned``:
+    its forward by a plan, for a model whose tensors a plain forward would not find on the device."""
 
     def __init__(self, session: Session, call: Callable[..., Any], planned: Callable[[Any, Any], Any]) -> None:
         self.session, self.call, self.planned = session, call, planned
@@ -138,11 +138,11 @@ class GradientFreeCalls:
         """Returns the forward's output, and the most bytes that were lent at once."""
         with _without_cast_cache():
             if not homes.lent:
-                return self.call(*args, **kwargs), 0
+                return self.call(model, *args, **kwargs), 0
             order = self._order or [id(home) for home in homes.lent]
             lent = Lending(homes.lent, order, self._fetcher(), room.lent, homes.unseen)
             keeping = _alive(self._modules(model).keeping)
-            output = call_lending(functools.partial(self.call, *args, **kwargs), model, lent, keeping)
+            output = call_lending(functools.partial(self.call, model, *args, **kwargs), model, lent, keeping)
             self._order = lent.reads or self._order
             self._warn_of_torn(model, lent.torn)
             return output, lent.most_nbytes
@@ -162,7 +162,7 @@ class GradientFreeCalls:
     def plain_step(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Runs the forward of a training step. Its parameters are on the device."""
         with buffers_on(self._where, model):
-            return self.call(*args, **kwargs)
+            return self.call(model, *args, **kwargs)
 
     def _fetcher(self) -> Fetcher:
         session = self.session

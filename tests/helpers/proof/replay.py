@@ -245,6 +245,11 @@ class _Replay:
         buffer = self.schedule.buffers[name]
         if buffer.kind == "placed":
             self._place(name, buffer)
+        elif any(i.op == "copy" and name in i.writes for i in self.schedule.instructions):  # it is fetched, and none makes it
+            val = self.vals[name]
+            self.tensors[name] = torch.empty_strided(tuple(val.shape), tuple(val.stride()), dtype=val.dtype)
+            self.places[name], self.held[name] = buffer.tier, _span(val)
+            self._declared(name, _span(val))
 
     def _place(self, name: str, buffer: Buffer) -> None:
         tier = "device" if buffer.tier == "device" else "host"

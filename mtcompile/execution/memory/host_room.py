@@ -1,0 +1,79 @@
+"""The room in host memory, asked for before it is taken: the kernel ends a process that takes more, without a message.
+
+Room is what the system says is available, and what is left in the process's control groups and of its ulimits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from mtcompile import knobs
+from mtcompile.errors import BudgetError
+from mtcompile.machine.system_files import memory_rooms, smallest_room
+from mtcompile.runtime.devices.protocol import Device
+from mtcompile.runtime.schedule import Schedule, gib
+
+_UNASKED = 64 << 20  # bytes that are taken without a look at the system's files, which takes a millisecond
+_EVERY_S = 5.0  # between looks for what each step takes
+
+
+def check_room(nbytes: int, what: str, way: str) -> None:
+    """Raises BudgetError if the system has no room for ``nbytes`` more of host memory. ``what``: they are for; ``way``: the
+    smallest thing to do."""
+    smallest = smallest_room(memory_rooms()) if nbytes > _UNASKED and knobs.host_check() else None
+    if smallest is not None and nbytes > smallest[1]:
+        limit, room = smallest
+        raise BudgetError(
+            f"expected {gib(nbytes)} of host memory for {what}, found {gib(room)} {limit}; nothing was changed. Free "
+            f"memory, or {way}. MT_HOST_CHECK=0 goes on, and the kernel may end the process",
+            nbytes,
+        )
+
+
+def host_arena(device: Device, nbytes: int, what: str, way: str) -> torch.Tensor:
+    """Allocates host memory for the device's copies. Raises BudgetError, before it does, if there is no room."""
+    check_room(nbytes, what, way)
+    arena: torch.Tensor = device.arena("host", nbytes)
+    return arena
+
+
+def check_plan(schedule: Schedule, state_nbytes: Mapping[str, int], emulated: bool) -> None:
+    """Raises BudgetError if there is no room for what a model's first plan takes beside its weights and state, of which all
+    but gradients are there. ``emulated``: its device is host memory too."""
+    held_nbytes = sum(nbytes for name, nbytes in state_nbytes.items() if name != "gradients")
+    total = schedule.peak_nbytes.get("host", 0) + (schedule.peak_nbytes.get("device", 0) if emulated else 0)
+    ways = 'pass update="backward" (no gradients are held), disk="/path:SIZE"' + (" or a smaller memory=" if emulated else "")
+    check_room(total - held_nbytes, "gradients, optimizer state and what else this plan adds", ways)
+
+
+class Watchdog:
+    """Looks now and then whether what every step takes anew still has room."""
+
+    def __init__(self) -> None:
+        self._next_s = 0.0
+
+    def before_step(self, nbytes: int) -> None:
+        """Raises BudgetError if a step cannot take ``nbytes`` of host memory now."""
+        if nbytes > _UNASKED and (now := time.monotonic()) >= self._next_s:
+            check_room(nbytes, "what a step computes", "pass a smaller batch or memory=")
+            self._next_s = now + _EVERY_S
+
+
+def checked_before_first_step(optimizer: torch.optim.Optimizer, missing_nbytes: Callable[[], int]) -> None:
+    """Lets the first ``optimizer.step()`` raise BudgetError, before it changes anything, if there is no room for the state that
+    it makes: ``missing_nbytes``."""
+    has_room = False
+
+    def check(*_: Any) -> None:
+        nonlocal has_room
+        if not has_room and not torch.compiler.is_compiling():
+            check_room(
+                missing_nbytes() or 0, "the optimizer's state", 'train with fewer parameters, or on a disk (update="backward")'
+            )
+            has_room = True
+
+    optimizer.register_step_pre_hook(check)

@@ -1,0 +1,32 @@
+"""The state of a training: its bytes, and moving it with its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+
+def state_moved(optimizer: torch.optim.Optimizer | None, parameter: torch.Tensor) -> None:
+    """Moves optimizer state to its parameter's device (a step counter only if the optimizer wants it there)."""
+    state = optimizer.state.get(parameter) if optimizer is not None else None
+    if optimizer is None or not state:
+        return
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    counters_too = parameter.device.type == "cpu" or group.get("fused") or group.get("capturable")
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and (value.dim() > 0 or counters_too):
+            state[key] = value.to(parameter.device)
+
+
+def training_nbytes(
+    parameters: Collection[torch.Tensor], optimizer: torch.optim.Optimizer | None, gradients: bool
+) -> dict[str, int]:
+    """Returns the current bytes of weights and optimizer state, and those of ``gradients``, if they are held."""
+    widths = ((p, p if p.grad is None else p.grad) for p in parameters if p.requires_grad)  # accumulated ones are wider
+    entries = [] if optimizer is None else optimizer.state.values()
+    return {
+        "weights": sum(p.nbytes for p in parameters),
+        "gradients": sum(p.numel() * like.element_size() for p, like in widths) if gradients else 0,
+        "optimizer": sum(v.nbytes for entry in entries for v in entry.values() if isinstance(v, torch.Tensor)),
+    }
