@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
-from mtcompile.execution.compiled import Frame
+from mtcompile.execution.compiled import CompiledStep, Frame
 from mtcompile.execution.placement import RunnablePlacement
+from mtcompile.runtime.schedule import Phase
 
 
 class Door(RunnablePlacement, Protocol):
@@ -49,6 +50,10 @@ class Door(RunnablePlacement, Protocol):
 
     def backward(self, node: Any, frame: Frame, tangents: Sequence[torch.Tensor | None]) -> AbstractContextManager[None]:
         """Surrounds a backward. ``node``: its node in autograd's graph. Raises StepError if it cannot start."""
+        return nullcontext()
+
+    def phase(self, compiled: CompiledStep, phase: Phase) -> AbstractContextManager[None]:
+        """Surrounds a phase of a step that trains, while its instructions run. Raises StepError if it cannot start."""
         return nullcontext()
 
     def before_accumulation(self, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:

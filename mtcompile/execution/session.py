@@ -186,7 +186,8 @@ class Session:
     def forward(self, compiled: CompiledStep, inputs: tuple[torch.Tensor, ...]) -> tuple[Frame, tuple[torch.Tensor, ...]]:
         """Runs a training forward. Its frame waits for the backward."""
         self.last = compiled
-        frame, outputs = self.runner.forward(compiled, inputs)
+        with self.door.phase(compiled, "forward"):
+            frame, outputs = self.runner.forward(compiled, inputs)
         frame.sent_nbytes = self.door.sent_nbytes
         self.frames.add(frame)
         frame.hand_out(outputs)
@@ -217,7 +218,8 @@ class Session:
                 frame = self._run_again(frame, compile_again(replace(captured, description=description, tangents=pattern)))
             finally:
                 self.frames.in_backward = False
-        return self.runner.backward(frame, tangents)
+        with self.door.phase(frame.compiled, "backward"):
+            return self.runner.backward(frame, tangents)
 
     def _make_room_beside(self, frame: Frame) -> None:
         """Evicts the other forwards if a backward would not fit beside them, since it runs in another order than the plans
@@ -274,7 +276,8 @@ class Session:
         with rng_preserved(device):
             if frame.generator is not None:
                 set_generator_state(device, frame.generator)
-            frame, _ = self.runner.forward(compiled, frame.inputs, frame.snapshots, write_back=False)
+            with self.door.phase(compiled, "forward"):
+                frame, _ = self.runner.forward(compiled, frame.inputs, frame.snapshots, write_back=False)
         return frame
 
     # ------------------------------------------------------------------------------------------- what the runner tells

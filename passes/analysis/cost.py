@@ -45,8 +45,8 @@ class Machine:
     """Speeds of one machine: GB/s of the device's memory, of the link per direction and of the host's memory, dense FLOP/s,
     and the microseconds one operation costs to issue. ``fuses``: its kernels are compiled. ``device_nbytes``: the memory of
     its device, 0 where it has what it is given. ``measured``: times measured on it, None for none. Of its disk: GB/s of reads
-    and writes, its bytes, and the bytes that may be written to it in its life, 0 where that is not known. The defaults are
-    of the emulated device on a small CPU."""
+    and writes, its bytes, and the bytes that may be written to it in its life, 0 where that is not known. Of the network
+    between hosts: GB/s per direction. The defaults are of the emulated device on a small CPU."""
 
     name: str = "emulated"
     flops: float = 5e10
@@ -62,6 +62,7 @@ class Machine:
     disk_write_gbps: float = 0.7
     disk_nbytes: int = 0
     disk_rated_nbytes: int = 0
+    network_gbps: float = 1.0
 
     def scale(self, queue: str) -> float:
         return 1.0 if self.measured is None else self.measured.scale.get(queue, 1.0)
@@ -81,6 +82,13 @@ class Machine:
         gradient and state, and writes weight and state, once each."""
         passes = 3 + 2 * state_copies
         return passes * (host_nbytes / self.host_gbps + device_nbytes / self.memory_gbps) / 1e3
+
+    def collective_us(self, nbytes: int, ranks: int, reduces: bool) -> float:
+        """The microseconds of a collective of ``ranks`` on one host over ``nbytes`` of each, through the host's memory: each
+        byte is written where the others see it, read there for the sum (by all ranks in shares), and read back; a broadcast
+        is written by one and read by all. All ranks share that memory."""
+        passes = 6 * ranks if reduces else 2 * (1 + ranks)
+        return passes * nbytes / self.host_gbps / 1e3
 
     def contention_us(self, nbytes: int) -> float:
         """The microseconds that copies of ``nbytes`` cost the kernels they hide behind: both go through the same memory."""

@@ -31,7 +31,8 @@ class Budgets:
     the disk go through. ``disk_updates``: whether weights that train may be on disk, with their state.
     ``update_piece``: the bytes of a parameter on disk that are updated at a time; 0: all. ``disk_slowdown``: how many times as
     long as without the disk's time a step may take; ``disk_days``: how many days of steps the drive must last; 0: any.
-    ``disk_takes``: homes that an earlier program put on the host and that may go to disk all the same."""
+    ``disk_takes``: homes that an earlier program put on the host and that may go to disk all the same. ``exchange``: bytes of
+    the host through which ranks combine gradients."""
 
     device: int | None = None
     host: int | None = None
@@ -47,6 +48,7 @@ class Budgets:
     disk_days: float = 0.0
     disk_takes: tuple[str, ...] = ()
     state: Mapping[str, int] | None = None
+    exchange: int = 0
 
     @property
     def grad_copies(self) -> int:
@@ -162,7 +164,7 @@ def persistent_nbytes(step: fx.GraphModule, plan: Plan, budgets: Budgets) -> dic
     totals = state_by_tier(step, plan, budgets)
     totals["device"] += budgets.reserve
     counters = sum(is_trained(spec) and spec.name in step.meta["homes"] for spec, _ in inputs_of(step))
-    totals["host"] += counters * SCALAR_STATE_NBYTES
+    totals["host"] += counters * SCALAR_STATE_NBYTES + budgets.exchange
     if budgets.disk is not None and uses_disk(plan):
         totals["host"] += budgets.disk_staging + update_staging_nbytes(step, plan, budgets)
     return totals
