@@ -94,6 +94,7 @@ def _graph(module: fx.GraphModule) -> dict[str, Any]:
         "homes": dict(module.meta.get("homes", {})),
         "sliced": list(module.meta.get("sliced", ())),
         "ranks": ranks_of(module),
+        "hosts": module.meta.get("hosts", 1),
     }
     kernels = {name: _graph(kernel) for name, kernel in module.named_children() if isinstance(kernel, fx.GraphModule)}
     return {"format": FORMAT, "name": module.meta.get("name", ""), "nodes": nodes, "kernels": kernels, "step": step}
@@ -182,6 +183,7 @@ def _module(data: Mapping[str, Any]) -> fx.GraphModule:
             homes=data["step"]["homes"],
             sliced=tuple(data["step"].get("sliced", ())),
             ranks=data["step"].get("ranks", 1),
+            hosts=data["step"].get("hosts", 1),
             constants={},
             kernels={kernel.meta["key"]: kernel for _, kernel in module.named_children()},
             memo={},

@@ -25,7 +25,6 @@ from mtcompile.passes.step_graph import (
     placeholders,
     prefetch,
     prefetch_slices,
-    ranks_of,
     read,
     recomputes,
     results,
@@ -142,7 +141,7 @@ def _instruction(step: fx.GraphModule, call: fx.Node, plan: Plan, machine: Machi
         time_us = (read_nbytes + written_nbytes) / machine.host_gbps / 1e3
     elif work == "collective":
         queue, moved_nbytes = "network", read_nbytes
-        time_us = machine.collective_us(read_nbytes, ranks_of(step), call.target is all_reduce)
+        time_us = machine.collective_us(read_nbytes, step.meta["hosts"], call.target is all_reduce)
     elif work == "update":
         queue = "host" if call.meta["tier"] == "host" else "compute"
         if call.target is update:

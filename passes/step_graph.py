@@ -24,7 +24,7 @@ Of every call: ``phase`` and ``block`` (the index of the forward block it belong
 it computes again.
 ``step.meta``: ``inputs`` (InputSpec per placeholder), ``outputs`` (OutputSpec per output), ``constants`` (tensors),
 ``blocks`` (their names), ``device`` (where its kernels run, as torch names it), ``homes`` (parameter -> home block) and
-``sliced`` (the parameters that are fetched by slices), ``ranks`` (how many train together) and
+``sliced`` (the parameters that are fetched by slices), ``ranks`` (how many train together, on ``hosts``) and
 ``updated`` (the parameters that a backward updates, if not all); ``build`` alone writes them. ``kernels`` and ``memo`` (kernels
 by body, and by what rewrites made them for) are shared by a step graph and all rewritten copies of it.
 ``fx.Interpreter(step).run(*inputs)`` is the reference execution, in which an update returns the gradients it is given: what

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import itertools
 import os
 import socket
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mtcompile import knobs
-from mtcompile.distributed.exchange import Exchange, exchange_nbytes
+from mtcompile.distributed.exchange import PIECE_NBYTES, Exchange, exchange_nbytes
 from mtcompile.distributed.meeting import Meeting, meeting_nbytes
 from mtcompile.distributed.shared_memory import shared_memory
 from mtcompile.errors import MtcompileError
@@ -27,18 +28,33 @@ RECORD_NBYTES = 1024
 @dataclass(frozen=True, slots=True)
 class Hosts:
     """The way between hosts: the ranks that have this one's place on each of them, in a gloo group. ``peers``: these, by host;
-    ``ranks``: all ranks of each host."""
+    ``ranks``: all ranks of each host. Both are in order of the ranks."""
 
     group: Any
     peers: tuple[int, ...]
     ranks: tuple[tuple[int, ...], ...]
 
-    def gather(self, share: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the same share of every host, in their order."""
-        shares = {peer: torch.empty_like(share) for peer in sorted(self.peers)}  # the order within a group
-        own = share.contiguous()
-        dist.all_gather([each.view(torch.uint8) for each in shares.values()], own.view(torch.uint8), group=self.group)
-        return [shares[peer] for peer in self.peers]
+    def gather(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the same rows of every host, in their order."""
+        gathered = [torch.empty_like(rows) for _ in self.peers]
+        dist.all_gather(gathered, rows.contiguous(), group=self.group)
+        return gathered
+
+    def add_up(self, share: torch.Tensor) -> None:
+        """Makes a 1-D share the sum of this share over all hosts, in their order; each host adds up a part of it."""
+        count, width, own = len(self.peers), share.element_size(), self.peers.index(dist.get_rank())
+        bounds = [len(share) * i // count for i in range(count + 1)]
+        parts = [share[start:stop] for start, stop in itertools.pairwise(bounds)]
+        received = share.new_empty(count * len(parts[own]))
+        sizes = [len(parts[own]) * width] * count, [len(part) * width for part in parts]
+        dist.all_to_all_single(received.view(torch.uint8), share.view(torch.uint8), *sizes, group=self.group)
+        first, *others = received.view(count, -1)
+        parts[own].copy_(first)
+        for other in others:
+            parts[own].add_(other)
+        for peer, part in zip(self.peers, parts, strict=True):
+            if len(part):
+                dist.broadcast(part.view(torch.uint8), peer, group=self.group)
 
     def broadcast(self, piece: torch.Tensor) -> None:
         """Makes ``piece`` that of the first host."""
@@ -80,6 +96,8 @@ def connect(process_group: Any = None) -> Connection | None:
     if len({len(ranks) for ranks in by_host.values()}) > 1:
         sizes = ", ".join(str(len(ranks)) for ranks in by_host.values())
         raise MtcompileError(f"expected the same number of ranks on each host, found {sizes}; start as many on each")
+    if [other for ranks in by_host.values() for other in ranks] != list(range(len(members))):
+        raise MtcompileError("expected the ranks of each host to follow each other, as torchrun starts them; found them mixed")
     host = tuple(by_host[host_ids[rank]])
     place = host.index(rank)
     hosts = None
@@ -97,7 +115,8 @@ def connect(process_group: Any = None) -> Connection | None:
     meeting = Meeting(meet, host, _visible(gather_here(os.getpid())), place, knobs.ranks_timeout())
     exchange = Exchange(pieces, meeting, hosts, len(members))
     tables = records[: 2 * len(members) * RECORD_NBYTES].view(2, len(members), RECORD_NBYTES)
-    return Connection(rank, len(members), host, hosts, meeting, exchange, placed(-(-sum(nbytes) // len(host))), tables)
+    own_nbytes = placed(-(-sum(nbytes) // len(host))) + (0 if hosts is None else placed(2 * PIECE_NBYTES // len(host)))
+    return Connection(rank, len(members), host, hosts, meeting, exchange, own_nbytes, tables)
 
 
 def _gloo(members: Sequence[int]) -> Any:

@@ -15,6 +15,7 @@ from mtcompile.errors import StepError
 from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames
 from mtcompile.execution.model_door import ModelDoor
 from mtcompile.options import Options
+from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets, is_trained
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.step_graph import inputs_of
@@ -38,7 +39,7 @@ class RanksDoor(ModelDoor):
         self.ranks = ranks
 
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
-        return replace(super().input_homes(joint), ranks=self.ranks.count)
+        return replace(super().input_homes(joint), ranks=self.ranks.count, hosts=self.ranks.hosts)
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
         budgets, fixed = super().constraints(step)
@@ -46,6 +47,9 @@ class RanksDoor(ModelDoor):
 
     def _fixed_homes(self, step: fx.GraphModule) -> Mapping[str, str]:
         return dict.fromkeys(step.meta["homes"].values(), "host") | self.parameters.tiers
+
+    def share_of(self, machine: Machine) -> Machine:
+        return machine.shared_by(self.ranks.count // self.ranks.hosts)
 
     def place_for_calls(self, tier: str) -> None:
         super().place_for_calls("host")

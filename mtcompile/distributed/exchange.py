@@ -28,8 +28,8 @@ PIECE_NBYTES = 8 * 2**20
 class Hosts(Protocol):
     """The way between hosts."""
 
-    def gather(self, share: torch.Tensor) -> list[torch.Tensor]:
-        """Return the same share of every host, in their order."""
+    def add_up(self, share: torch.Tensor) -> None:
+        """Make a 1-D share the sum of this share over all hosts, in their order."""
 
     def broadcast(self, piece: torch.Tensor) -> None:
         """Make ``piece`` that of the first host."""
@@ -76,10 +76,7 @@ class Exchange:
             for view in views[1:]:
                 total[share].add_(view[share])
             if self.hosts is not None:
-                first, *others = self.hosts.gather(total[share])
-                total[share].copy_(first)
-                for other in others:
-                    total[share].add_(other)
+                self.hosts.add_up(total[share])
             self.meeting.meet(doing)
             for part in parts:
                 taken[part.tensor][part.start : part.stop].copy_(total[part.offset :][: part.stop - part.start])

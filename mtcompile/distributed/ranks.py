@@ -37,6 +37,11 @@ class Ranks:
         """Host bytes that this rank holds for exchanges."""
         return self.connection.exchange_nbytes
 
+    @property
+    def hosts(self) -> int:
+        """How many hosts they are on."""
+        return self.count // len(self.connection.host)
+
     # ------------------------------------------------------------------------------------------------------- the model
 
     def adopt(self, model: nn.Module) -> None:

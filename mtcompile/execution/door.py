@@ -10,6 +10,7 @@ import torch
 
 from mtcompile.execution.compiled import CompiledStep, Frame
 from mtcompile.execution.placement import RunnablePlacement
+from mtcompile.passes.analysis.cost import Machine
 from mtcompile.runtime.schedule import Phase
 
 
@@ -27,6 +28,10 @@ class Door(RunnablePlacement, Protocol):
         return False
 
     sent_nbytes: int = 0  # device bytes of the arguments that the current call has sent there
+
+    def share_of(self, machine: Machine) -> Machine:
+        """Returns the speeds that a plan may count on."""
+        return machine
 
     def before_planning(self) -> None:
         """Called before a step is planned."""

@@ -160,7 +160,7 @@ class Session:
 
     def _compile(self, captured: CapturedStep, beside: int) -> CompiledStep:
         self.door.before_planning()
-        self.machine = known_machine(self.device, self.options)
+        self.machine = self.door.share_of(known_machine(self.device, self.options))
         target = Target(self.options, self.device, self.toolchain, self.machine, beside, self._searched)
         planning = progress.doing(f"planning {self.title or 'a graph'}")
         with planning, collecting_later(), torch_private.lasting(), without_autocast(self.device.where.type):

@@ -27,6 +27,7 @@ _REDUCTIONS = {
     aten.sum.dim_IntList,
     aten.mean.dim,
 }
+_PASSES_OF_SUM, _PASSES_OF_COPY = 7, 4  # of a collective through the host's memory, reads and writes
 _FUSION_GAIN = 3  # fused, fusible operations move one in so many of the bytes that they move one by one (an estimate)
 
 
@@ -83,12 +84,18 @@ class Machine:
         passes = 3 + 2 * state_copies
         return passes * (host_nbytes / self.host_gbps + device_nbytes / self.memory_gbps) / 1e3
 
-    def collective_us(self, nbytes: int, ranks: int, reduces: bool) -> float:
-        """The microseconds of a collective of ``ranks`` on one host over ``nbytes`` of each, through the host's memory: each
-        byte is written where the others see it, read there for the sum (by all ranks in shares), and read back; a broadcast
-        is written by one and read by all. All ranks share that memory."""
-        passes = 6 * ranks if reduces else 2 * (1 + ranks)
-        return passes * nbytes / self.host_gbps / 1e3
+    def shared_by(self, ranks: int) -> Machine:
+        """Returns the machine as each of ``ranks`` on one host has it while all do the same: each with a device and a link of
+        its own, and with an equal part of the host's memory traffic, through which copies go too."""
+        part = self.host_gbps / ranks
+        return replace(self, host_gbps=part, h2d_gbps=min(self.h2d_gbps, part), d2h_gbps=min(self.d2h_gbps, part))
+
+    def collective_us(self, nbytes: int, hosts: int, reduces: bool) -> float:
+        """The microseconds of a collective over ``nbytes`` of each rank, on a machine ``shared_by`` those of a host. A byte is
+        read and written where the others see it, added up there in shares, and read and written back; a broadcast adds nothing
+        up. Between hosts, each host sends and receives the sum of its ranks about twice."""
+        through_host = (_PASSES_OF_SUM if reduces else _PASSES_OF_COPY) * nbytes / self.host_gbps
+        return (through_host + 2 * (hosts - 1) / hosts * nbytes / self.network_gbps) / 1e3
 
     def contention_us(self, nbytes: int) -> float:
         """The microseconds that copies of ``nbytes`` cost the kernels they hide behind: both go through the same memory."""

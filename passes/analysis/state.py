@@ -198,7 +198,8 @@ def times_us(
 ) -> tuple[float, float]:
     """Microseconds of forward and backward, and the microseconds that the optimizer's update adds to them. ``waits``: what
     instructions wait for; None: the deps in the schedule. ``trained``: bytes that updates change, by home block. Where updates
-    run in the backward, the host works on gradients while others are made, through the memory that copies use too."""
+    run in the backward, the host works on gradients while others are made, through the memory that copies and collectives use
+    too."""
     copied = sum(i.nbytes for i in schedule.instructions if i.queue in _LINK)
     contention = machine.contention_us(copied)
     device_nbytes = sum(nbytes for block, nbytes in trained.items() if plan.params(block) == "device")
@@ -213,7 +214,9 @@ def times_us(
         backward = (start for i, start in zip(schedule.instructions, starts, strict=True) if i.phase == "backward")
         overlapped -= min(backward, default=alone)
         copied = sum(i.nbytes for i in schedule.instructions if i.queue in _LINK and i.phase == "backward")
-    memory_bound = machine.update_us(host_nbytes, 0, budgets.state_copies) + copied / machine.host_gbps / 1e3 - overlapped
+    collectives = sum(i.time_us for i in schedule.instructions if i.work == "collective")
+    others = copied / machine.host_gbps / 1e3 + collectives - overlapped
+    memory_bound = machine.update_us(host_nbytes, 0, budgets.state_copies) + others
     return alone + contention, max(period_us(schedule, waits) - alone, 0.0, memory_bound)
 
 
