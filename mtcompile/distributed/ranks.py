@@ -77,7 +77,7 @@ class Ranks:
         if self._parted is not None:
             return
         why = str(error).partition("\n")[0] or type(error).__name__
-        if isinstance(error, _KnownToAll):
+        if isinstance(error, StoppedTogether):
             return
         if self._agreed or not isinstance(error, Exception):
             self._parted = why
@@ -99,13 +99,13 @@ class Ranks:
         self._backwards += phase == "backward"
         alike = [digest[:_DIGEST_NBYTES] for digest in digests]
         if others := [rank for rank, digest in enumerate(alike) if digest != alike[0]]:
-            raise _KnownToAll(
+            raise StoppedTogether(
                 f"expected all ranks to combine the same gradients in the same order in this {phase}, found that rank "
                 f"{others[0]} does not do what rank 0 does: give all ranks batches that run the same operations, as often"
             )
         if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             self._parted = f"rank {others[0]} has other weights than rank 0"
-            raise _KnownToAll(
+            raise StoppedTogether(
                 f"expected equal weights on all ranks before each update, found others on rank {others[0]} than on rank 0: one "
                 "of them was changed on one rank only, or a gradient came from outside the model's call. Start the job again "
                 "from the last checkpoint"
@@ -148,7 +148,7 @@ class Ranks:
         for rank, row in enumerate(rows):
             if row[0] and rank != self.rank:
                 text = row[1:].rstrip(b"\0").decode(errors="replace")
-                raise _KnownToAll(f"rank {rank} stopped before this step, and nothing was changed: {text}")
+                raise StoppedTogether(f"rank {rank} stopped before this step, and nothing was changed: {text}")
         return [row[1 : 1 + len(record)] for row in rows]
 
     @contextlib.contextmanager
@@ -184,7 +184,7 @@ class Ranks:
             (exchange.all_reduce if reduces else exchange.broadcast)(sources, targets, doing)
 
 
-class _KnownToAll(StepError):
+class StoppedTogether(StepError):
     """Raised on all ranks when one of them stops before a phase, or they differ: nobody needs to be told."""
 
 
