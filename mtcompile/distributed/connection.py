@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ class Hosts:
 class Connection:
     """What connects a rank with the others. ``rank``: its place among ``count``; ``host``: the ranks of its host, in order.
     ``exchange_nbytes``: its part of the host's memory for exchanges. ``records``: two tables in shared memory, with a row for
-    each rank."""
+    each rank. ``gather_here``: returns the number that each rank of this host passed to it."""
 
     rank: int
     count: int
@@ -75,6 +75,7 @@ class Connection:
     exchange: Exchange
     exchange_nbytes: int
     records: torch.Tensor
+    gather_here: Callable[[int], list[int]]
 
 
 def connect(process_group: Any = None) -> Connection | None:
@@ -116,7 +117,7 @@ def connect(process_group: Any = None) -> Connection | None:
     exchange = Exchange(pieces, meeting, hosts, len(members))
     tables = records[: 2 * len(members) * RECORD_NBYTES].view(2, len(members), RECORD_NBYTES)
     own_nbytes = placed(-(-sum(nbytes) // len(host))) + (0 if hosts is None else placed(2 * PIECE_NBYTES // len(host)))
-    return Connection(rank, len(members), host, hosts, meeting, exchange, own_nbytes, tables)
+    return Connection(rank, len(members), host, hosts, meeting, exchange, own_nbytes, tables, gather_here)
 
 
 def _gloo(members: Sequence[int]) -> Any:

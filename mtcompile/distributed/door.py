@@ -18,6 +18,7 @@ from mtcompile.options import Options
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets, is_trained
 from mtcompile.passes.joint.build import InputHomes
+from mtcompile.passes.planning.problem import Planned
 from mtcompile.passes.step_graph import inputs_of
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import Phase
@@ -39,7 +40,7 @@ class RanksDoor(ModelDoor):
         self.ranks = ranks
 
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
-        return replace(super().input_homes(joint), ranks=self.ranks.count, hosts=self.ranks.hosts)
+        return replace(super().input_homes(joint), frozen_apart=True, ranks=self.ranks.count, hosts=self.ranks.hosts)
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
         budgets, fixed = super().constraints(step)
@@ -47,6 +48,15 @@ class RanksDoor(ModelDoor):
 
     def _fixed_homes(self, step: fx.GraphModule) -> Mapping[str, str]:
         return dict.fromkeys(step.meta["homes"].values(), "host") | self.parameters.tiers
+
+    def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
+        """Puts frozen weights where all ranks of the host have them in common. A GPU's copies need memory that is pinned, of
+        which each rank would get a copy."""
+        self.parameters.shared = self.ranks.common_memory if self.device.where.type == "cpu" else None
+        try:
+            super().adopt(step, planned)
+        finally:
+            self.parameters.shared = None
 
     def share_of(self, machine: Machine) -> Machine:
         return machine.shared_by(self.ranks.count // self.ranks.hosts)

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from mtcompile.distributed.connection import RECORD_NBYTES, Connection
 from mtcompile.distributed.meeting import RanksParted
+from mtcompile.distributed.shared_memory import common_memory
 from mtcompile.errors import MtcompileError, StepError
 from mtcompile.passes.step_graph import all_reduce, calls, is_collective
 from mtcompile.runtime.schedule import Phase
@@ -58,6 +59,12 @@ class Ranks:
         values = [tensor.detach() for tensor in tensors.values()]
         with torch.no_grad():
             self.connection.exchange.broadcast(values, values, "for the weights of rank 0")
+
+    def common_memory(self, nbytes: int, fill: Callable[[Tensor], None]) -> Tensor:
+        """Returns memory with what ``fill`` writes there, once for all ranks of this host, as long as nobody writes to it. All
+        of them call it."""
+        with self.reaching_others("to share frozen weights"):
+            return common_memory(nbytes, self.connection.meeting.me == 0, self.connection.gather_here, fill)
 
     # ------------------------------------------------------------------------------------------------------- the phases
 
@@ -159,6 +166,8 @@ class Ranks:
         except RanksParted as error:
             self._parted = str(error)
             self.connection.meeting.fail(self._parted)
+            raise
+        except MtcompileError:
             raise
         except RuntimeError as error:
             self._parted = str(error).partition("\n")[0]
