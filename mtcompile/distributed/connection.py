@@ -91,6 +91,8 @@ def connect(process_group: Any = None) -> Connection | None:
     members = sorted(dist.get_process_group_ranks(process_group if process_group is not None else dist.group.WORLD))
     if len(members) == 1 or dist.get_rank() not in members:
         return None
+    if not hasattr(os, "memfd_create"):
+        raise MtcompileError("several ranks share memory as Linux does; expected Linux, or one rank")
     rank, group = members.index(dist.get_rank()), _gloo(members)
     host_ids = _gather(_host_id(), len(members), group)
     by_host = {host: [i for i, other in enumerate(host_ids) if other == host] for host in dict.fromkeys(host_ids)}

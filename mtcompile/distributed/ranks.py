@@ -7,6 +7,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
@@ -31,7 +32,7 @@ class Ranks:
         self._parted: str | None = None
         self._agreed = False
         self._rounds = self._backwards = 0
-        self._sequences: dict[tuple[int, Phase], bytes] = {}
+        self._sequences: WeakKeyDictionary[fx.GraphModule, dict[Phase, bytes]] = WeakKeyDictionary()
 
     @property
     def exchange_nbytes(self) -> int:
@@ -120,11 +121,11 @@ class Ranks:
 
     def _sequence(self, step: fx.GraphModule, phase: Phase) -> bytes:
         """Returns a digest of the collectives of a phase, in order; empty where there are none."""
-        key = id(step), phase
-        if key not in self._sequences:
+        known = self._sequences.setdefault(step, {})
+        if phase not in known:
             about = [_about(call) for call in calls(step) if is_collective(call) and call.meta["phase"] == phase]
-            self._sequences[key] = _digest(about) if about else b""
-        return self._sequences[key]
+            known[phase] = _digest(about) if about else b""
+        return known[phase]
 
     def _sample(self, parameters: Mapping[str, Tensor]) -> bytes:
         """Returns a digest of a few values of a few parameters, others each time."""

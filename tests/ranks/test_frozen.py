@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import mtcompile
@@ -52,6 +53,7 @@ def frozen(rank: int, count: int) -> dict[str, Any]:
     return {"same": same, "mapping": before, "own": bool(torch.equal(weight, value + rank))}
 
 
+@pytest.mark.long
 def test_frozen_weights_lie_once_per_host_until_a_rank_writes_to_them(tmp_path: Path) -> None:
     for found in job.run(frozen, 2, tmp_path):
         assert found["same"] == [] and found["own"]

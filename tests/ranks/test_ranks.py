@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -78,6 +79,7 @@ def two_ranks(rank: int, count: int) -> dict[str, Any]:
 
     clipped = train(rank, steps, update="backward", run_ahead=True, max_grad_norm=0.3)
     found["backward"] = differing(clipped, trained(model(), steps, clip=0.3))
+    found["weight"] = mtcompile.weight_of_batch(10 if rank == 0 else 30)
     found["agreement"] = agreement(rank, clipped, steps)
 
     torch.manual_seed(3)
@@ -172,6 +174,63 @@ def test_an_error_of_one_rank_is_raised_on_all(found: list[dict[str, Any]]) -> N
     assert "has a gradient already" in found[1]["agreement"][0]
     assert found[0]["agreement"][0].startswith("rank 1 stopped before this step, and nothing was changed: ")
     assert [rank["agreement"][1] for rank in found] == ["[]", "[]"]
+
+
+def test_a_batch_weighs_by_its_tokens(found: list[dict[str, Any]]) -> None:
+    assert [rank["weight"] for rank in found] == [0.5, 1.5]
+
+
+def other_steps(rank: int, count: int) -> dict[str, list[str]]:
+    """Steps of other kinds, each beside what it must be equal to."""
+    steps = batches(2, count, rows=4)
+    ragged = [[(ids[:, : 8 - 2 * r], labels[:, : 8 - 2 * r]) for r, (ids, labels) in enumerate(each)] for each in steps]
+    masters = train(rank, steps, update="backward", precision="bf16-master32")
+    return {
+        "ragged": differing(train(rank, ragged), trained(model(), ragged)),
+        "masters": differing(masters, train(rank, steps, precision="bf16-master32")),
+        "accumulated": elsewhere(train(rank, steps, update="backward", accumulate=2)),
+    }
+
+
+def elsewhere(ours: nn.Module) -> list[str]:
+    """The names of the tensors that another rank has otherwise."""
+    names = []
+    for name, tensor in ours.state_dict().items():
+        first = tensor.clone()
+        dist.broadcast(first, 0)
+        differs = torch.tensor(int(not torch.equal(first, tensor)))
+        dist.all_reduce(differs)
+        names += [name] if int(differs) else []
+    return names
+
+
+@pytest.mark.long
+def test_ragged_batches_masters_and_micro_batches(tmp_path: Path) -> None:
+    nothing: dict[str, list[str]] = {"ragged": [], "masters": [], "accumulated": []}
+    assert job.run(other_steps, 2, tmp_path) == [nothing, nothing]
+
+
+def drifting(rank: int, count: int) -> str:
+    steps, (ours, optimizer) = batches(1, count), compiled(rank)
+    for step in range(20):
+        try:
+            ours(*steps[0][rank]).backward()
+        except StepError as error:
+            return str(error)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1 and rank == 1:
+            with torch.no_grad():
+                ours.embedding.weight.add_(1e-3)
+    return "nothing"
+
+
+@pytest.mark.long
+def test_weights_that_drift_apart_are_noticed(tmp_path: Path) -> None:
+    errors = job.run(drifting, 2, tmp_path)
+    assert all(
+        error.startswith("expected equal weights on all ranks before each update, found others on rank 1") for error in errors
+    )
 
 
 def in_order(rank: int, count: int) -> list[str]:
