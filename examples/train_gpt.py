@@ -3,6 +3,7 @@
     python examples/train_gpt.py                      # the default model and budget
     python examples/train_gpt.py --memory 64MiB       # another budget
     python examples/train_gpt.py --compare            # train in plain PyTorch too, and compare byte for byte
+    torchrun --nproc-per-node 2 examples/train_gpt.py # two ranks, each with batches of its own
 
 Everything above ``main`` is plain PyTorch. One line in ``main``, ``mtcompile.compile``, adds the budget.
 """
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -98,8 +100,8 @@ def corpus() -> Tensor:
 
 
 def batches(data: Tensor, args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields ``args.steps`` pairs of random crops and the same crops shifted by one token. The seed determines them."""
-    generator = torch.Generator().manual_seed(args.seed)
+    """Yields ``args.steps`` pairs of random crops and the same crops shifted by one token. Seed and rank determine them."""
+    generator = torch.Generator().manual_seed(args.seed + 1000 * args.rank)
     for _ in range(args.steps):
         starts = torch.randint(len(data) - args.seq, (args.batch,), generator=generator)
         crops = torch.stack([data[start : start + args.seq + 1] for start in starts.tolist()]).long().to(args.device)
@@ -150,7 +152,7 @@ def digest(tensor: Tensor | None) -> bytes:
 def train(title: str, model: nn.Module, opt: torch.optim.Optimizer, data: Tensor, args: argparse.Namespace) -> Record:
     """Runs the ordinary loop, the same for a plain and for a compiled model."""
     record = Record()
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed + args.rank)  # each rank draws its own dropout
     for step, (tokens, targets) in enumerate(batches(data, args), 1):
         started = time.perf_counter()
         for group in opt.param_groups:
@@ -168,8 +170,9 @@ def train(title: str, model: nn.Module, opt: torch.optim.Optimizer, data: Tensor
             record.weights += [digest(parameter) for parameter in model.parameters()]
         model.zero_grad()
 
-        if step == 1 or step % max(1, args.steps // 10) == 0:
-            status = f"{title} step {step:>4}  loss {record.recent_loss():.3f}  {tokens.numel() / seconds:,.0f} tok/s"
+        if args.rank == 0 and (step == 1 or step % max(1, args.steps // 10) == 0):
+            speed = args.ranks * tokens.numel() / seconds
+            status = f"{title} step {step:>4}  loss {record.recent_loss():.3f}  {speed:,.0f} tok/s"
             if hasattr(model, "memory_report"):
                 report = model.memory_report()
                 status += f"  device {report['peak_device_bytes'] / MIB:.1f} host {report['peak_host_bytes'] / MIB:.0f} MiB"
@@ -189,6 +192,15 @@ def report_comparison(plain: Record, compiled: Record) -> bool:
     return same
 
 
+def join_ranks(args: argparse.Namespace) -> None:
+    """Sets ``args.rank``, ``args.ranks`` and ``args.device``, and joins the ranks that torchrun started, if it did."""
+    args.rank, args.ranks, args.device = 0, 1, "cuda" if torch.cuda.is_available() else "cpu"
+    if dist.is_torchelastic_launched():
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
+        dist.init_process_group("gloo")
+        args.rank, args.ranks = dist.get_rank(), dist.get_world_size()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Train a GPT inside a device-memory budget.")
     parser.add_argument("--memory", help=f"device budget such as 16MiB (default: training state / {STATE_PER_BUDGET})")
@@ -204,7 +216,9 @@ def main() -> int:
     parser.add_argument("--compare", action="store_true", help="train in plain PyTorch too and compare the bytes")
     parser.add_argument("--timeline", default="timeline.html", help="where to write the timeline of a step that ran")
     args = parser.parse_args()
-    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    join_ranks(args)
+    if args.compare and args.ranks > 1:
+        parser.error("--compare: expected one rank; a plain training of several is another program")
     if args.compare:  # on a GPU: sums in one order, for both runs
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(args.device == "cuda")
@@ -218,11 +232,13 @@ def main() -> int:
     count = sum(parameter.numel() for parameter in model.parameters())
     state = 4 * 4 * count  # float32 weights, gradients and AdamW's two moments
     memory = args.memory or f"{max(1, state // STATE_PER_BUDGET // MIB)}MiB"
-    print(f"{count / 1e6:.1f} million parameters, training state {state / MIB:.0f} MiB, device budget {memory}")
-    print("capturing and planning the first step ...", flush=True)
+    if args.rank == 0:
+        print(f"{count / 1e6:.1f} million parameters, training state {state / MIB:.0f} MiB, device budget {memory}")
+        print("capturing and planning the first step ...", flush=True)
     opt = adamw(model.parameters(), args)
+    timeline = args.timeline if args.rank == 0 else None
     try:
-        model = mtcompile.compile(model, memory=memory, optimizer=opt, device=args.device, viz=args.timeline)
+        model = mtcompile.compile(model, memory=memory, optimizer=opt, device=args.device, viz=timeline)
         compiled = train("compiled", model, opt, data, args)
     except mtcompile.BudgetError as error:
         print(f"{error}\nTry --memory {math.ceil(error.minimum_bytes / MIB)}MiB.")
@@ -234,6 +250,10 @@ def main() -> int:
         opt = adamw_at([p.device for p in model.parameters()], reference, args)
         same = report_comparison(train("plain   ", reference, opt, data, args), compiled)
         verdict = ", bit-identical to plain PyTorch" if same else ", NOT equal to plain PyTorch"
+    if args.ranks > 1:
+        dist.destroy_process_group()
+    if args.rank:
+        return 0
     report = model.memory_report()
     peak, budget, state = (report[f"{key}_bytes"] / MIB for key in ("peak_device", "budget_device", "state"))
     print(

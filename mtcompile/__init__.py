@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING  # noqa: E402
 
 if _TYPE_CHECKING:
     from mtcompile.api import CompiledModule, compile, master_parameters
+    from mtcompile.distributed.batches import weight_of_batch
     from mtcompile.errors import BudgetError, CaptureError, CheckpointError, MtcompileError, StepError
     from mtcompile.forecast.result import Forecast
     from mtcompile.forecast.solve import plan
@@ -26,6 +27,7 @@ if _TYPE_CHECKING:
 
 _LAZY = {
     "mtcompile.api": ("CompiledModule", "compile", "master_parameters"),
+    "mtcompile.distributed.batches": ("weight_of_batch",),
     "mtcompile.errors": ("BudgetError", "CaptureError", "CheckpointError", "MtcompileError", "StepError"),
     "mtcompile.forecast.result": ("Forecast",),
     "mtcompile.forecast.solve": ("plan",),
@@ -46,6 +48,7 @@ __all__ = [
     "master_parameters",
     "plan",
     "verify",
+    "weight_of_batch",
 ]
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from mtcompile import torch_private
+from mtcompile.distributed.joining import check_distributable, ranks_of
 from mtcompile.errors import MtcompileError, StepError
 from mtcompile.execution.calibration import Calibration
 from mtcompile.execution.memory.parameters import changes_of, check_movable
@@ -248,6 +249,7 @@ def compile(
     nonfinite: str = "stop",
     experts: str = "auto",
     viz: str | Path | None = None,
+    process_group: Any = None,
 ) -> Any:
     """Makes ``model`` train within a device-memory budget, with results bit-identical to plain PyTorch.
 
@@ -299,6 +301,8 @@ def compile(
                out. The plan always counts all experts; ``memory_report()`` says what was copied
     viz        writes each training program's timeline to this HTML file: predicted after its first step, with measured times
                after its second; a second program goes to ``<name>-2.html``, and so on
+    process_group  the ranks that train the model together, each with its own part of the batch; default: all of them, once
+               ``torch.distributed`` is initialised. Weights start as those of rank 0; each gradient is the mean over the ranks
 
     The first training call captures and plans. It raises ``BudgetError`` (with ``.minimum_bytes``) if no plan fits, and
     ``CaptureError`` if the model cannot be captured. Calls without gradients run the plain forward, and are measured against
@@ -319,23 +323,24 @@ def compile(
         experts=experts,
     )
     if model is None:
-        return lambda target: _compiled(target, options, choose(device), optimizer)
-    return _compiled(model, options, choose(device), optimizer)
+        return lambda target: _compiled(target, options, choose(device), optimizer, process_group)
+    return _compiled(model, options, choose(device), optimizer, process_group)
 
 
-def _compiled(model: Any, options: Options, device: Device, optimizer: torch.optim.Optimizer | None) -> Any:
+def _compiled(model: Any, options: Options, device: Device, optimizer: torch.optim.Optimizer | None, process_group: Any) -> Any:
     if options.throttle is not None and device.where.type != "cpu":
         raise ValueError(f'expected throttle= with device="cpu" only, found {device.where}')
     if isinstance(model, type) and issubclass(model, nn.Module):
         if optimizer is not None:
             raise TypeError("expected no optimizer= when compiling a class; call model.bind(optimizer) on the instance")
-        return _compiling_subclass(model, options, device)
+        return _compiling_subclass(model, options, device, process_group)
     if optimizer is not None:
         _check_optimizer(optimizer)
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected an nn.Module or a class of modules, found {type(model).__name__}")
     if isinstance(model, CompiledModule) and model._mt_model is not None:
         raise TypeError("the model is compiled already; expected a plain nn.Module")
+    check_distributable(model)
     if getattr(model, "_mt_masters", None) is not None:
         raise TypeError(
             "the model was closed with fp32 masters, which its optimizer keeps; expected a new model and optimizer, into which "
@@ -343,7 +348,7 @@ def _compiled(model: Any, options: Options, device: Device, optimizer: torch.opt
         )
     if not isinstance(model, CompiledModule):
         model.__class__ = _compiled_class(type(model))
-    _attach(model, options, device, optimizer)
+    _attach(model, options, device, optimizer, process_group)
     return model
 
 
@@ -355,13 +360,14 @@ def _check_optimizer(optimizer: Any) -> None:
         )
 
 
-def _compiling_subclass(cls: type[nn.Module], options: Options, device: Device) -> type[nn.Module]:
+def _compiling_subclass(cls: type[nn.Module], options: Options, device: Device, process_group: Any) -> type[nn.Module]:
     """Makes a subclass whose instances are compiled at the end of their constructor."""
     subclass = _compiled_class(cls)
 
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         cls.__init__(self, *args, **kwargs)
-        _attach(self, options, device, None)
+        check_distributable(self)
+        _attach(self, options, device, None, process_group)
 
     subclass.__init__ = __init__  # type: ignore[method-assign]
     return subclass
@@ -378,7 +384,9 @@ def plain_class(cls: type) -> type:
     return next(base for base in cls.__mro__ if not issubclass(base, CompiledModule))
 
 
-def _attach(model: nn.Module, options: Options, device: Device, optimizer: torch.optim.Optimizer | None) -> None:
+def _attach(
+    model: nn.Module, options: Options, device: Device, optimizer: torch.optim.Optimizer | None, process_group: Any
+) -> None:
     plain = plain_class(type(model))
 
     def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:  # not of this very model, which it would keep
@@ -387,6 +395,7 @@ def _attach(model: nn.Module, options: Options, device: Device, optimizer: torch
     if any(t.device.type != "cpu" for t in (*model.parameters(), *model.buffers())):
         check_movable(model)
         plain._apply(model, lambda tensor: tensor.cpu())  # type: ignore[attr-defined]
-    compiled = CompiledModel(model, call, options, device, optimizer)
+    ranks = ranks_of(process_group, options, model)
+    compiled = CompiledModel(model, call, options, device, optimizer, ranks)
     compiled.session.listeners += timelines(options.viz, compiled.session.title)
     object.__setattr__(model, "_mt_model", compiled)

@@ -62,7 +62,8 @@ def plan_key(step: fx.GraphModule, *constraints: Any) -> str:
     kernels = sorted({str(kernel_of(step, region).meta["key"]) for region in regions(step)})  # not those of rewritten copies
     trained = [spec.name for spec, _ in inputs_of(step) if is_trained(spec)]
     homes, sliced = step.meta["homes"], step.meta.get("sliced", ())
-    return _digest("\n".join([listing(step), *kernels, *map(repr, [homes, sliced, trained, *constraints])]))
+    ranks = step.meta.get("ranks", 1), step.meta.get("hosts", 1)
+    return _digest("\n".join([listing(step), *kernels, *map(repr, [homes, sliced, ranks, trained, *constraints])]))
 
 
 def through_cache(key: str, make_plan: Callable[[Plan | None], Planned]) -> Planned:

@@ -197,7 +197,7 @@ def prove(joint: fx.GraphModule, built: BuiltStep, budgets: Budgets, input_homes
     within what was asked for. Raises an error that names the violated invariant."""
     plan, step, schedule = built.planned.plan, built.planned.step, built.planned.schedule
     same_computation(joint, step)
-    given = Given(plan, budgets, built.workspace, built.held_nbytes, input_homes.all_on_device)
+    given = Given(plan, budgets, built.workspace, built.held_nbytes, input_homes.all_on_device, input_homes.ranks)
     check_schedule(step, schedule, given)
     verify(schedule)
 

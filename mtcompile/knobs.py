@@ -89,6 +89,16 @@ def cache() -> str:
     return folder or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "mtcompile")
 
 
+def ranks_timeout() -> float:
+    """MT_RANKS_TIMEOUT=n: how many seconds a rank waits for the others before it gives up (default 600)."""
+    return float(os.environ.get("MT_RANKS_TIMEOUT", "") or 600)
+
+
+def ranks_host() -> str:
+    """MT_RANKS_HOST=name: the host that a rank counts itself to (default: the machine it runs on)."""
+    return os.environ.get("MT_RANKS_HOST", "")
+
+
 @contextlib.contextmanager
 def transformers_load_in_order() -> Iterator[None]:
     """Lets Transformers load one tensor after the other, not several at a time in threads, which takes more memory."""

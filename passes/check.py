@@ -15,14 +15,18 @@ import torch
 from torch import fx
 
 from mtcompile.passes.generators import generator_nbytes, save_rng
-from mtcompile.passes.numbering import Number, Numbering, phase_of
+from mtcompile.passes.numbering import Number, Numbering, over_ranks, phase_of
 from mtcompile.passes.step_graph import (
     TIER_OF_MOVE,
     InputSpec,
+    OutputSpec,
+    all_reduce,
     body_outputs,
+    broadcast,
     calls,
     gradient_norms,
     inputs_of,
+    is_collective,
     is_convert,
     is_move,
     is_region,
@@ -31,6 +35,7 @@ from mtcompile.passes.step_graph import (
     kernel_of,
     outputs_of,
     placeholders,
+    ranks_of,
     results,
     source,
     span_nbytes,
@@ -70,6 +75,7 @@ def same_computation(joint: fx.GraphModule, step: fx.GraphModule) -> None:
     expect(drawn == drawn_again, lambda: "random numbers to be drawn in the phase in which the captured graph draws them")
     _same_results(joint, step, captured, rewritten)
     _same_updates(joint, step, captured, rewritten)
+    _same_collectives(joint, step, captured, rewritten)
     _same_values(joint, step, captured, rewritten)
 
 
@@ -100,11 +106,35 @@ def _same_results(
     for spec, one, other in zip(step.meta["outputs"], step_outputs(joint), step_outputs(step), strict=True):
         if spec.kind == "update":
             continue
-        same = captured[one] == rewritten[other]
+        same = _combined(step, spec, captured[one]) == rewritten[other]
         expect(same, lambda s=spec: f"{s.kind} {s.name} to be computed as in the captured graph")
         for call in _made_by(other):
             phase = call.meta["phase"]
             expect(phase == phase_of(one), lambda s=spec, o=one, p=phase: f"{s.kind} {s.name} in {phase_of(o)}, found {p}")
+
+
+def _combined(step: fx.GraphModule, spec: OutputSpec, number: Number) -> Number:
+    """Numbers a result as all ranks have it together: gradients of parameters, and buffers of a step with gradients."""
+    of = next((s.role for s in step.meta["inputs"] if s.index == spec.index and s.role != "tangent"), "")
+    trains = any(each.kind in ("grad", "update") for each in step.meta["outputs"])
+    if ranks_of(step) == 1 or not trains or spec.kind == "output":
+        return number
+    if spec.kind == "mutation":
+        return over_ranks(broadcast, number) if of == "buffer" else number
+    return over_ranks(all_reduce, number) if of == "param" else number
+
+
+def _same_collectives(
+    joint: fx.GraphModule, step: fx.GraphModule, captured: Mapping[fx.Node, Number], rewritten: Mapping[fx.Node, Number]
+) -> None:
+    """Checks that collectives combine results of the captured graph, each under its own name, by which ranks compare them."""
+    named = {spec.name: captured[one] for spec, one in outputs_of(joint) if spec.kind == "grad"}
+    buffers = {spec.name: captured[one] for spec, one in outputs_of(joint) if spec.kind == "mutation"}
+    for call in filter(is_collective, calls(step)):
+        numbers = named if call.target is all_reduce else buffers
+        expected = [over_ranks(call.target, numbers[name]) if name in numbers else () for name in call.meta["names"]]
+        combined = [rewritten[item] for item in results(call)]
+        expect(combined == expected, lambda c=call: f"{c.name} to name what it combines, found {c.meta['names']}")
 
 
 def _made_by(value: fx.Node) -> Iterator[fx.Node]:
@@ -112,7 +142,7 @@ def _made_by(value: fx.Node) -> Iterator[fx.Node]:
     while value.target is operator.getitem:
         call, position = value.args
         yield call
-        if not (is_move(call) or is_convert(call)):
+        if not (is_move(call) or is_convert(call) or is_collective(call)):
             return
         value = call.args[position]
 
@@ -130,8 +160,8 @@ def _same_updates(
         if spec.kind == "update":
             expect(spec.index in params, lambda s=spec: f"an update of a parameter, found {s}")
             param_spec, param = params[spec.index]
-            grads[param_spec.name] = captured[one]
-            of_its_own = rewritten[other][:3] == ("update", rewritten[param], captured[one])
+            grads[param_spec.name] = grad = _combined(step, spec, captured[one])
+            of_its_own = rewritten[other][:3] == ("update", rewritten[param], grad)
             expect(of_its_own, lambda s=spec: f"{s.name} to be updated by its own gradient")
             follows = other.meta.get("version_of") == param.name
             expect(follows, lambda o=other, p=param: f"{o.name} to be the next version of {p.name}")
@@ -236,6 +266,10 @@ def _expected(step: fx.GraphModule, call: fx.Node, item: fx.Node, captured: set[
     if is_move(call):
         operand = operands[position]
         return _layout(operand.meta["val"]), operand.meta["nbytes"], TIER_OF_MOVE[call.target]
+    if is_collective(call):
+        operand = operands[position]
+        expect(operand.meta["tier"] == "host", lambda: f"{call.name} to take {operand.name} on the host")
+        return _layout(operand.meta["val"]), operand.meta["nbytes"], "host"
     if is_convert(call):
         layout = _layout(operands[position].meta["val"])._replace(dtype=call.kwargs["casts"][position]["dtype"])
         expect(layout[:3] in {one[:3] for one in captured}, lambda: f"{item.name} as one of {captured}, found {layout[:3]}")
@@ -277,7 +311,7 @@ def _roles(
     def mark(value: fx.Node, role: str) -> None:
         marked[source(value)] = role
         call, position = source(value).args if source(value).target is operator.getitem else (None, 0)
-        if isinstance(call, fx.Node) and is_convert(call):
+        if isinstance(call, fx.Node) and (is_convert(call) or is_collective(call)):
             mark(call.args[position], role)
 
     for spec, value in outputs_of(step):
@@ -297,7 +331,7 @@ def _roles(
         if origin.op == "placeholder":
             return (origin.meta["role"],)
         call, position = origin.args
-        if is_convert(call):
+        if is_convert(call) or is_collective(call):
             return roles(call.args[position])
         if is_update(call):
             return ("param",) if call.target is update else ("state",)

@@ -27,6 +27,7 @@ from mtcompile.passes.step_graph import (
     gradient_norms,
     gradient_scale,
     inputs_of,
+    is_collective,
     is_convert,
     is_move,
     is_region,
@@ -38,6 +39,7 @@ from mtcompile.passes.step_graph import (
     placeholders,
     prefetch,
     prefetch_slices,
+    ranks_of,
     read,
     recomputes,
     results,
@@ -56,18 +58,20 @@ class Given:
     """The facts that a schedule rests on beside its graph. ``plan``: where parameters have their homes. ``budgets``: what was
     asked for. ``workspace``: the bytes that a kernel needs beside its operands and results, as measured. ``held_nbytes``:
     device bytes that kernels keep from call to call. ``inputs_on_device``: whether all inputs are there, and no parameter has a
-    home."""
+    home. ``ranks``: how many train together."""
 
     plan: Plan
     budgets: Budgets = NO_LIMITS
     workspace: Callable[[fx.GraphModule], int] = workspace_nbytes
     held_nbytes: int = 0
     inputs_on_device: bool = False
+    ranks: int = 1
 
 
 def check_schedule(step: fx.GraphModule, schedule: Schedule, given: Given) -> None:
     """Raises SameComputationError unless the schedule runs the step's calls, in order, over a table of exactly the step's
     values, with the bytes that these and their kernels need; and unless the step does what was asked for."""
+    expect(ranks_of(step) == given.ranks, lambda: f"a step of {given.ranks} ranks, found {ranks_of(step)}")
     _homes(step, given)
     _updates_as_asked(step, given)
     _nothing_for_nothing(step)
@@ -169,7 +173,7 @@ def _made(call: fx.Node, item: fx.Node, leaves: bool) -> Buffer:
         return replace(buffer, returned=leaves)
     if call.target is prefetch_slices:  # of a value whose other slices are not there
         buffer = replace(buffer, value=f"{buffer.value}[{source(call.args[-1]).name}]")
-    if is_move(call) or is_convert(call):
+    if is_move(call) or is_convert(call) or is_collective(call):
         return replace(buffer, kind="home" if leaves else "pooled" if meta.get("pooled") else "placed")
     if call.target is update:
         position: Any = item.args[1]
@@ -227,6 +231,8 @@ def _instruction(step: fx.GraphModule, call: fx.Node, given: Given) -> Instructi
         return replace(row, queue=queue, kernel="", nbytes=nbytes, work=work, ends=ends)
     if is_convert(call):
         return replace(row, work="convert")
+    if is_collective(call):
+        return replace(row, queue="network", work="collective", nbytes=sum(operand.meta["nbytes"] for operand in operands))
     expect(call.target in (update, gradient_norms, gradient_scale), lambda: f"a call of the step graph, found {call}")
     if call.meta["tier"] == "host":
         return replace(row, work="update")
@@ -264,7 +270,9 @@ def _resident(step: fx.GraphModule, given: Given) -> dict[str, int]:
     """Returns the bytes that the model holds at all times: weights, optimizer state, gradients that wait for optimizer.step()
     (an older one may be held while a new one is made), step counters, and what the device holds beside."""
     budgets, homes = given.budgets, step.meta["homes"]
-    held = {"device": budgets.reserve + given.held_nbytes, "host": 0} | ({} if budgets.disk is None else {"disk": 0})
+    held = {"device": budgets.reserve + given.held_nbytes, "host": budgets.exchange} | (
+        {} if budgets.disk is None else {"disk": 0}
+    )
     estimated: dict[str, int] = {}  # trained weights by home block, whose state is rounded together where it is estimated
     staged = [0]  # of each parameter on disk that is updated: with its state, what is in memory at a time
     for spec, node in inputs_of(step):

@@ -24,7 +24,17 @@ from torch import fx
 
 from mtcompile.passes.analysis.kernels import kernel_key
 from mtcompile.passes.generators import replay, save_rng
-from mtcompile.passes.step_graph import InputSpec, OutputSpec, offload, prefetch, prefetch_slices, read, restride, write
+from mtcompile.passes.step_graph import (
+    InputSpec,
+    OutputSpec,
+    offload,
+    prefetch,
+    prefetch_slices,
+    ranks_of,
+    read,
+    restride,
+    write,
+)
 
 FORMAT = "mtcompile-graph-1"
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
@@ -83,6 +93,8 @@ def _graph(module: fx.GraphModule) -> dict[str, Any]:
         "told": list(module.meta.get("told", ())),
         "homes": dict(module.meta.get("homes", {})),
         "sliced": list(module.meta.get("sliced", ())),
+        "ranks": ranks_of(module),
+        "hosts": module.meta.get("hosts", 1),
     }
     kernels = {name: _graph(kernel) for name, kernel in module.named_children() if isinstance(kernel, fx.GraphModule)}
     return {"format": FORMAT, "name": module.meta.get("name", ""), "nodes": nodes, "kernels": kernels, "step": step}
@@ -170,6 +182,8 @@ def _module(data: Mapping[str, Any]) -> fx.GraphModule:
             told=tuple(data["step"].get("told", ())),
             homes=data["step"]["homes"],
             sliced=tuple(data["step"].get("sliced", ())),
+            ranks=data["step"].get("ranks", 1),
+            hosts=data["step"].get("hosts", 1),
             constants={},
             kernels={kernel.meta["key"]: kernel for _, kernel in module.named_children()},
             memo={},

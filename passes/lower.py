@@ -13,7 +13,9 @@ from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.slots import assign_offsets
 from mtcompile.passes.step_graph import (
+    all_reduce,
     calls,
+    is_collective,
     is_convert,
     is_region,
     is_update,
@@ -88,6 +90,8 @@ def work_of(call: fx.Node) -> Work:
         return "update"
     if is_convert(call):
         return "convert"
+    if is_collective(call):
+        return "collective"
     return _MOVES[call.target][0]
 
 
@@ -136,6 +140,9 @@ def _instruction(step: fx.GraphModule, call: fx.Node, plan: Plan, machine: Machi
         queue, kernel, scratch, time_us = "compute", str(call.target), workspace(body), kernel_us(body, machine)
     elif work == "convert":
         time_us = (read_nbytes + written_nbytes) / machine.host_gbps / 1e3
+    elif work == "collective":
+        queue, moved_nbytes = "network", read_nbytes
+        time_us = machine.collective_us(read_nbytes, step.meta["hosts"], call.target is all_reduce)
     elif work == "update":
         queue = "host" if call.meta["tier"] == "host" else "compute"
         if call.target is update:

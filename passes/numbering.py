@@ -21,6 +21,7 @@ from mtcompile.passes.step_graph import (
     body_outputs,
     gradient_norms,
     gradient_scale,
+    is_collective,
     is_convert,
     is_move,
     is_random,
@@ -73,6 +74,8 @@ class Numbering:
             elif is_convert(node):
                 casts = zip(node.args, node.kwargs["casts"], strict=True)
                 several[node] = tuple(self._cast(numbers[value], cast) for value, cast in casts)
+            elif is_collective(node):
+                several[node] = tuple(over_ranks(node.target, numbers[a]) for a in node.args)
             elif is_update(node):
                 several[node] = _updated(node, [numbers[a] for a in node.args])
             elif node.target is prefetch_slices:
@@ -141,6 +144,11 @@ class Numbering:
             place, self.stream = self.stream, self.stream + 1
             self.drawn_in.append(phase)
         return self.of((str(node.target), repr((tuple(operands), keywords)), place))
+
+
+def over_ranks(collective: Any, value: Number) -> Number:
+    """Numbers what a collective makes of the values that all ranks number so."""
+    return (collective.__name__, *value)
 
 
 def phase_of(node: fx.Node) -> str:

@@ -13,6 +13,8 @@ Nodes
   update(*xs, count=n)   n parameters, their n gradients, and a scale or nothing -> the parameters' next versions
   gradient_norms(*xs)    gradients -> (the norm of each)
   gradient_scale(*xs)    norms -> (the factor of all gradients)
+  all_reduce(*xs)        on the host, each gradient's mean over all ranks
+  broadcast(*xs)         on the host, each value as the first rank has it
   output                 (buffer mutations..., outputs..., gradients...)
 
 ``node.meta`` of every value (placeholder or getitem): ``val`` (a fake tensor), ``nbytes``, ``role``, ``tier``; ``origin``, its
@@ -22,7 +24,7 @@ Of every call: ``phase`` and ``block`` (the index of the forward block it belong
 it computes again.
 ``step.meta``: ``inputs`` (InputSpec per placeholder), ``outputs`` (OutputSpec per output), ``constants`` (tensors),
 ``blocks`` (their names), ``device`` (where its kernels run, as torch names it), ``homes`` (parameter -> home block) and
-``sliced`` (the parameters that are fetched by slices) and
+``sliced`` (the parameters that are fetched by slices), ``ranks`` (how many train together, on ``hosts``) and
 ``updated`` (the parameters that a backward updates, if not all); ``build`` alone writes them. ``kernels`` and ``memo`` (kernels
 by body, and by what rewrites made them for) are shared by a step graph and all rewritten copies of it.
 ``fx.Interpreter(step).run(*inputs)`` is the reference execution, in which an update returns the gradients it is given: what
@@ -112,6 +114,16 @@ def gradient_norms(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def gradient_scale(*norms: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The factor of all gradients: fp32 []; 1 in the reference execution."""
     return (torch.ones(()),)
+
+
+def all_reduce(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The mean of each value over all ranks, summed in their order; of one rank, the value itself."""
+    return values
+
+
+def broadcast(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Each value as the first rank has it; of one rank, the value itself."""
+    return values
 
 
 # ------------------------------------------------------------------------------------------------ operations in bodies
@@ -229,13 +241,23 @@ def is_update(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in (update, gradient_norms, gradient_scale)
 
 
+def is_collective(node: fx.Node) -> bool:
+    """True for a call in which all ranks take part."""
+    return node.op == "call_function" and node.target in (all_reduce, broadcast)
+
+
 def is_convert(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is convert
 
 
 # Where a move puts what it moves.
 TIER_OF_MOVE: dict[Any, Tier] = {prefetch: "device", prefetch_slices: "device", offload: "host", read: "host", write: "disk"}
-_CALLS = frozenset({*TIER_OF_MOVE, convert, update, gradient_norms, gradient_scale})
+_CALLS = frozenset({*TIER_OF_MOVE, convert, update, gradient_norms, gradient_scale, all_reduce, broadcast})
+
+
+def ranks_of(step: fx.GraphModule) -> int:
+    """Returns how many ranks run a step together."""
+    return int(step.meta.get("ranks", 1))
 
 
 def recomputes(node: fx.Node) -> tuple[int, ...]:
@@ -244,7 +266,7 @@ def recomputes(node: fx.Node) -> tuple[int, ...]:
 
 
 def calls(step: fx.GraphModule) -> list[fx.Node]:
-    """The regions, moves, conversions and updates, in order."""
+    """The regions, moves, conversions, updates and collectives, in order."""
     return [n for n in step.graph.nodes if n.op == "call_module" or (n.op == "call_function" and n.target in _CALLS)]
 
 

@@ -70,6 +70,9 @@ class Memory(Protocol):
     def transfer(self, reads: Sequence[str], writes: Sequence[str]) -> None:
         """Copy between host and disk, and return when it is done."""
 
+    def exchange(self, collective: Callable[..., None], reads: Sequence[str], writes: Sequence[str]) -> None:
+        """Call ``collective(sources, targets)`` with the tensors of the operands, which fills the targets."""
+
     def run(self, kernel: Callable[..., Any], reads: Sequence[str], writes: Sequence[str], workspace: int) -> None: ...
 
 
@@ -281,6 +284,8 @@ class _PhaseRun:
             self.memory.transfer(instruction.reads, instruction.writes)
         elif instruction.op == "copy":
             self.memory.copy(instruction.reads, instruction.writes)
+        elif queue == "network":
+            self.memory.exchange(self.kernels[instruction.kernel], instruction.reads, instruction.writes)
         else:
             kernel = self.kernels[instruction.kernel]
             self.memory.run(kernel, instruction.reads, instruction.writes, instruction.workspace)

@@ -17,20 +17,20 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 Op = Literal["alloc", "free", "copy", "run"]
-Queue = Literal["compute", "h2d", "d2h", "disk_read", "disk_write", "host"]
+Queue = Literal["compute", "h2d", "d2h", "disk_read", "disk_write", "host", "network"]
 Tier = Literal["device", "host", "disk"]
 Phase = Literal["forward", "backward"]
 Kind = Literal["home", "placed", "pooled"]
 Role = Literal["param", "grad", "state", "activation", "input", "output", "buffer", "constant", "tangent", "rng"]
-Work = Literal["", "compute", "recompute", "update", "convert", "prefetch", "offload", "read", "write"]
+Work = Literal["", "compute", "recompute", "update", "convert", "prefetch", "offload", "read", "write", "collective"]
 
-QUEUES: tuple[Queue, ...] = ("compute", "h2d", "d2h", "disk_read", "disk_write", "host")
+QUEUES: tuple[Queue, ...] = ("compute", "h2d", "d2h", "disk_read", "disk_write", "host", "network")
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 # The queues whose work the host does: what they meet of the device they wait for.
-HOST_QUEUES: tuple[Queue, ...] = ("host", "disk_read", "disk_write")
+HOST_QUEUES: tuple[Queue, ...] = ("host", "disk_read", "disk_write", "network")
 # They start a phase when the earlier phases of these queues have ended. They share no bytes with queue compute.
-HOST_AWAITS: tuple[Queue, ...] = ("h2d", "d2h", "disk_read", "disk_write", "host")
+HOST_AWAITS: tuple[Queue, ...] = ("h2d", "d2h", "disk_read", "disk_write", "host", "network")
 ALIGNMENT = 64  # bytes; what torch's CPU allocator aligns to, so that a slot gives the same vectorised bits as a tensor
 
 # Values in arenas and slabs start at multiples of this. GPU libraries choose kernels by up to this alignment, which a

@@ -53,8 +53,9 @@ COPIES: dict[Queue, tuple[tuple[str, str], ...]] = {
     "disk_read": (("disk", "host"),),
     "disk_write": (("host", "disk"),),
     "host": (("host", "host"),),
+    "network": (),
 }
-RUNS = {"compute": "device", "host": "host"}  # the tier whose bytes kernels on a queue may touch
+RUNS = {"compute": "device", "host": "host", "network": "host"}  # the tier whose bytes kernels on a queue may touch
 
 
 def verify(schedule: Schedule, host_awaits: Collection[Queue] = HOST_AWAITS) -> None:

@@ -113,8 +113,10 @@ def freed(facts: Facts) -> None:
 
 
 def _converted(instruction: Instruction, written: Buffer) -> bool:
-    """Tells whether a kernel of the host makes a gradient, which it can only make of another one."""
-    return instruction.queue == "host" and instruction.op == "run" and written.role == "grad"
+    """Tells whether a kernel of the host makes a gradient, which it can only make of another one; or whether a collective
+    makes a gradient or buffer of those of all ranks."""
+    roles = ("grad", "buffer") if instruction.queue == "network" else ("grad",)
+    return instruction.queue in ("host", "network") and instruction.op == "run" and written.role in roles
 
 
 def consumed_once(facts: Facts) -> None:
@@ -138,15 +140,15 @@ def consumed_once(facts: Facts) -> None:
         if buffer.version_of and not facts.writers[name]:
             raise facts.error("I4", None, f"expected one write of {name}, next version of {buffer.version_of}, found none")
     updates = [
-        (index, {schedule.buffers[name].value for name in instruction.reads if schedule.buffers[name].role == "grad"})
+        (index, {(b.value, b.role) for b in facts.buffers(instruction.reads) if b.role in ("grad", "buffer")})
         for index, instruction in enumerate(schedule.instructions)
         if any(
             schedule.buffers[name].version_of or _converted(instruction, schedule.buffers[name]) for name in instruction.writes
         )
     ]
-    for index, values in updates:
-        for value in values:
-            consumers.setdefault((value, "grad"), []).append(index)
+    for index, used in updates:
+        for key in used:
+            consumers.setdefault(key, []).append(index)
     for (value, role), index in producer.items():
         homes = sorted(consumers.get((value, role), ()))
         if len(homes) != 1:

@@ -17,6 +17,9 @@ def plan(
     options: StepOptions,
     policy: Annotated[list[str] | None, typer.Option(help="also show a fixed strategy, or all; may be repeated")] = None,
     solve: Annotated[Solve | None, typer.Option(help="plan the largest batch or seq that fits, or the least memory")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of a host that train together, each with a batch of its own")] = 1,
+    hosts: Annotated[int, typer.Option(min=1, help="such hosts")] = 1,
+    network: Annotated[float | None, typer.Option(help="GB/s between hosts, per direction (default: the machine's)")] = None,
     force: Annotated[bool, typer.Option(help="show the leanest plan even if it does not fit")] = False,
     as_json: Json = False,
 ) -> None:
@@ -33,6 +36,8 @@ def plan(
     from mtcompile.passes.planning.policies import POLICIES
 
     policies = tuple(POLICIES) if "all" in (policy or ()) else tuple(policy or ())
-    forecast = forecast_of(model, options, policies=policies, solve=solve, force=force, advise=True)
+    forecast = forecast_of(
+        model, options, policies=policies, solve=solve, force=force, advise=True, gpus=gpus, hosts=hosts, network=network
+    )
     print(forecast.to_json(indent=1) if as_json else forecast)
     raise typer.Exit(FINE if forecast.feasible else DOES_NOT_FIT)

@@ -11,12 +11,13 @@ from typing import Any, Protocol
 import psutil
 import torch
 
-from mtcompile.execution.compiled import Frame
+from mtcompile.execution.compiled import CompiledStep, Frame
 from mtcompile.execution.placement import RunnablePlacement
 from mtcompile.machine.device import host_room
 from mtcompile.options import Options
+from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.plan import Plan
-from mtcompile.runtime.schedule import gib
+from mtcompile.runtime.schedule import Phase, gib
 
 
 class Door(RunnablePlacement, Protocol):
@@ -33,6 +34,7 @@ class Door(RunnablePlacement, Protocol):
         return False
 
     options: Options
+    alone: bool = True  # no other rank takes part in its steps
 
     def limit_host(self, plan: Plan) -> bool:
         state = sum(nbytes for name, nbytes in self.state_nbytes().items() if name != "gradients")  # which may be yet to come
@@ -51,6 +53,10 @@ class Door(RunnablePlacement, Protocol):
         return True
 
     sent_nbytes: int = 0  # device bytes of the arguments that the current call has sent there
+
+    def share_of(self, machine: Machine) -> Machine:
+        """Returns the speeds that a plan may count on."""
+        return machine
 
     def before_planning(self) -> None:
         """Called before a step is planned."""
@@ -79,6 +85,10 @@ class Door(RunnablePlacement, Protocol):
     def may_run_again(self) -> bool:
         """Tells whether a backward that has failed has changed nothing."""
         return True
+
+    def phase(self, compiled: CompiledStep, phase: Phase) -> AbstractContextManager[None]:
+        """Surrounds a phase of a step that trains, while its instructions run. Raises StepError if it cannot start."""
+        return nullcontext()
 
     def before_accumulation(self, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         """Called before autograd adds gradients to existing ones."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
@@ -16,6 +17,8 @@ from mtcompile.capture.arguments import micro_batches, sent
 from mtcompile.capture.description import describe
 from mtcompile.capture.dynamo import front_end
 from mtcompile.capture.surroundings import Surroundings
+from mtcompile.distributed.door import RanksDoor
+from mtcompile.distributed.ranks import Ranks
 from mtcompile.errors import told_briefly
 from mtcompile.execution.compiled import LiveFrames
 from mtcompile.execution.memory.host_room import check_room
@@ -36,8 +39,16 @@ from mtcompile.runtime.schedule import gib
 class CompiledModel:
     """The state of a compiled module: its door, its session, and the call that Dynamo captures. Expects a model on the host."""
 
+    session: Session
+
     def __init__(
-        self, model: nn.Module, call: Callable[..., Any], options: Options, device: Device, optimizer: Any = None
+        self,
+        model: nn.Module,
+        call: Callable[..., Any],
+        options: Options,
+        device: Device,
+        optimizer: Any = None,
+        ranks: Ranks | None = None,
     ) -> None:
         total = total_nbytes(device)
         if options.memory is not None and total is not None and options.memory > total:
@@ -47,7 +58,8 @@ class CompiledModel:
         self.options = options if options.memory is not None else replace(options, memory=free_nbytes(device))
         self.device = device
         frames = LiveFrames()
-        self.door = ModelDoor(model, self.options, device, frames, weakly(self._drain))
+        opens = ModelDoor if ranks is None else functools.partial(RanksDoor, ranks=ranks)
+        self.door: ModelDoor = opens(model, self.options, device, frames, weakly(self._drain))
         title = type(model).__name__
         self.session = Session(device, self.options, self.door, self.door.parameters, frames, title)
         if optimizer is not None:
@@ -59,9 +71,10 @@ class CompiledModel:
         self._surroundings = Surroundings()
         # The programs that Dynamo may call, by the functions that it has for them.
         self._programs: MutableMapping[Callable[..., Any], Program] = weakref.WeakKeyDictionary()
-        in_parts = options.updates is None and options.accumulate == 1
+        # What runs beside programs would use the gradients of one rank alone.
+        in_parts = options.updates is None and options.accumulate == 1 and ranks is None
         self._without_gradients = GradientFreeCalls(self.session, call, weakly(self._run))
-        may = may_be_plain(self.options, self.door.masters is not None)
+        may = may_be_plain(self.options, self.door.masters is not None) and ranks is None
         self._plain = PlainSteps(self.session, self._without_gradients.plain_step) if may else None
         self._captured = front_end(call, weakly(self._backend), device.where, in_parts, self._programs.clear)
         self._has_new_parts = False

@@ -177,7 +177,7 @@ class Session:
 
     def _compile(self, captured: CapturedStep, beside: int) -> CompiledStep:
         self.door.before_planning()
-        self.machine = known_machine(self.device, self.options)
+        self.machine = self.door.share_of(known_machine(self.device, self.options))
         target = Target(self.options, self.device, self.toolchain, self.machine, beside, self._searched)
         planning = progress.doing(f"planning {self.title or 'a graph'}")
         with planning, collecting_later(), torch_private.lasting(), without_autocast(self.device.where.type):
@@ -205,7 +205,8 @@ class Session:
         if self.device.where.type == "cpu":  # where everything that is not placed is allocated anew
             self._watchdog.before_step(pooled_nbytes(compiled.schedule))
         self.last = compiled
-        frame, outputs = self.runner.forward(compiled, inputs)
+        with self.door.phase(compiled, "forward"):
+            frame, outputs = self.runner.forward(compiled, inputs)
         frame.sent_nbytes = self.door.sent_nbytes
         self.frames.add(frame)
         frame.hand_out(outputs)
@@ -241,7 +242,8 @@ class Session:
                     frame = self._run_again(frame, compile_again(traced))
                 finally:
                     self.frames.in_backward = False
-            return self.runner.backward(frame, tangents)
+            with self.door.phase(frame.compiled, "backward"):
+                return self.runner.backward(frame, tangents)
 
         return with_retry(self, lambda retried: run(again or retried), self.door.may_run_again)
 
@@ -300,7 +302,8 @@ class Session:
         with rng_preserved(device):
             if frame.generator is not None:
                 set_generator_state(device, frame.generator)
-            frame, _ = self.runner.forward(compiled, frame.inputs, frame.snapshots, write_back=False)
+            with self.door.phase(compiled, "forward"):
+                frame, _ = self.runner.forward(compiled, frame.inputs, frame.snapshots, write_back=False)
         return frame
 
     # ------------------------------------------------------------------------------------------- what the runner tells

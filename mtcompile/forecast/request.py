@@ -17,6 +17,7 @@ from mtcompile.capture.joint import trace_settings
 from mtcompile.capture.stamping.blocks import TRACED
 from mtcompile.capture.tracing import trace_joint
 from mtcompile.compiler import JointStep, planning_problem, recalled, rewrite_joint, search_store
+from mtcompile.distributed.layout import ALONE, RankLayout
 from mtcompile.models.decoders import SHAPES, fake
 from mtcompile.models.lora import add_lora
 from mtcompile.optim.disk_state import PIECE
@@ -40,7 +41,7 @@ _LARGE_HEAD, MOST_CHUNKS = 0.02, 64  # a loss head is cut if its logits take mor
 
 @dataclass(frozen=True, slots=True)
 class ForecastRequest:
-    """The request of a forecast, except batch and sequence."""
+    """The request of a forecast, except batch and sequence. ``machine`` and ``budgets``: those that each rank has."""
 
     model: str | nn.Module | Callable[..., Any]
     data: Mapping[str, Any] | None
@@ -54,6 +55,7 @@ class ForecastRequest:
     accumulate: int
     lora: int = 0
     make_optimizer: MakeOptimizer | None = None
+    ranks: RankLayout = ALONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +72,24 @@ class SizedStep:
 @dataclass(frozen=True, slots=True)
 class AssumedPlacement:
     """The placement of a step that will not run: inputs are at home on the host, and the plan chooses every block's home.
-    ``make_optimizer``: makes the optimizer whose state is measured; None: the budgets say how much there is."""
+    ``make_optimizer``: makes the optimizer whose state is measured; None: the budgets say how much there is. ``ranks``: several
+    have every home on the host."""
 
     budgets: Budgets
     make_optimizer: MakeOptimizer | None = None
+    ranks: RankLayout = ALONE
 
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
-        return InputHomes(frozen_apart=self.budgets.disk is not None)
+        return InputHomes(frozen_apart=self.budgets.disk is not None, ranks=self.ranks.count, hosts=self.ranks.hosts)
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
         budgets = self.budgets
         if budgets.disk is not None:
             parameters_nbytes = sum(node.meta["nbytes"] for spec, node in inputs_of(step) if spec.role == "param")
             budgets = replace(budgets, disk_staging=staging_nbytes(parameters_nbytes))
+        fixed = dict.fromkeys(step.meta["homes"].values(), "host") if self.ranks.count > 1 else {}
         if self.make_optimizer is None:
-            return budgets, {}
+            return budgets, fixed
         with without_memory():
             trained = [(spec.name, node.meta["val"]) for spec, node in inputs_of(step) if is_trained(spec)]
             parameters = {name: nn.Parameter(torch.empty_like(value, device="cpu")) for name, value in trained}
@@ -93,7 +98,7 @@ class AssumedPlacement:
         copies, updates = average_copies(state, parameters), budgets.updates
         updates = None if updates is None else replace(updates, state_copies=copies)
         elementwise = budgets.disk_updates and is_elementwise(optimizer)
-        return replace(budgets, state=state, state_copies=copies, updates=updates, disk_updates=elementwise), {}
+        return replace(budgets, state=state, state_copies=copies, updates=updates, disk_updates=elementwise), fixed
 
 
 def sized_step(request: ForecastRequest, batch: int, seq: int, like: SizedStep | None = None) -> SizedStep:
@@ -125,7 +130,7 @@ def _in_chunks(
 ) -> SizedStep:
     micro = _micro(captured, request) if request.accumulate > 1 else None
     joint = rewrite_joint(captured, request.precision, fuses=False, chunks=chunks, micro=micro)
-    placement = AssumedPlacement(request.budgets, request.make_optimizer)
+    placement = AssumedPlacement(request.budgets, request.make_optimizer, request.ranks)
     problem = planning_problem(joint, placement, request.machine, like=like.joint.graph if like else None)
     return SizedStep(Candidates(problem, request.progress, search_store(problem)), captured, joint, *tokens_and_size)
 

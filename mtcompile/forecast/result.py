@@ -41,6 +41,29 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True)
+class Scaling:
+    """What several ranks reach: ``gpus`` on each of ``hosts``. ``alone_us``: a step of one of them alone on its host;
+    ``speedup``: the tokens per second of all by those of one alone; ``limited_by``: what is busy longest. ``host_bytes``: what
+    all ranks of a host hold there."""
+
+    gpus: int
+    hosts: int
+    alone_us: float
+    speedup: float
+    limited_by: str
+    host_bytes: int
+
+    def __str__(self) -> str:
+        count = self.gpus * self.hosts
+        where = "on one host" if self.hosts == 1 else f"on {self.hosts} hosts"
+        return (
+            f"{count} ranks {where}: {self.speedup:.2f} times one alone "
+            f"({time_of(self.alone_us)} a step), {self.speedup / count:.0%} of linear; limited by {self.limited_by}; "
+            f"{gib(self.host_bytes)} on each host"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Forecast:
     """A step that has been planned but not run.
 
@@ -52,6 +75,7 @@ class Forecast:
     ``advice``: if the step fits, the changes that would gain most; None if that was not asked for. ``ways_out``: what would
     help if nothing fits, or if the disk makes no sense; ``refusal``: why it does not. ``solved``: the size that ``solve``
     found. ``peak_expressions``: with ``solve``, the bytes that the leanest plan needs in each tier, as sympy expressions.
+    ``scaling``: of several ranks; then ``tokens`` and ``tokens_per_s`` are those of all, and other figures those of each.
     ``planned``: None if nothing fits, unless forced. ``joint`` and ``problem``: the joint graph, and the planning problem made
     from it.
     """
@@ -90,6 +114,7 @@ class Forecast:
     rows: tuple[Row, ...] = ()
     solved: Mapping[str, int] | None = None
     peak_expressions: Mapping[str, str] | None = None
+    scaling: Scaling | None = None
     planned: Planned | None = None
     joint: fx.GraphModule | None = None
     problem: PlanningProblem | None = None
@@ -135,6 +160,8 @@ def _lines(f: Forecast) -> list[str]:
         waits = f.exposed_us or {}
         shown = [_busy(queue, share, waits.get(queue, 0.0)) for queue, share in (f.busy or {}).items()]
         lines.append(f"  busy: {', '.join(shown)}")
+        if f.scaling is not None:
+            lines.append(f"  {f.scaling}")
         if f.disk_read_bytes or f.disk_write_bytes:
             lines.append(f"  {disk_traffic(f.disk_read_bytes, f.disk_write_bytes, f.disk_days)}")
         if f.certificate is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mtcompile.capture.tracing import collecting_later
+from mtcompile.distributed.layout import layout_named
 from mtcompile.errors import did_you_mean
 from mtcompile.forecast.advice import most_helpful
 from mtcompile.forecast.figures import figures
@@ -23,6 +24,7 @@ from mtcompile.forecast.request import (
     with_disk,
 )
 from mtcompile.forecast.result import Forecast
+from mtcompile.forecast.scaling import with_scaling
 from mtcompile.machine.presets import named
 from mtcompile.models.loading import check_shape
 from mtcompile.optim.precision import Precision, precision_named
@@ -58,6 +60,9 @@ def plan(
     max_grad_norm: float | None = None,
     run_ahead: bool = False,
     accumulate: int = 1,
+    gpus: int = 1,
+    hosts: int = 1,
+    network: float | None = None,
     policies: tuple[str, ...] = (),
     solve: str | None = None,
     force: bool = False,
@@ -81,6 +86,10 @@ def plan(
     update     ``step``: updates in optimizer.step(), after the backward; ``backward``: as gradients arrive, so that none are
                kept; with ``max_grad_norm``: once all gradients are there; with ``run_ahead``: also during the next forward
     accumulate  micro-batches per batch, run region by region
+    gpus       GPUs of a host that train together, each with ``batch`` sequences, and a link, of its own; they share the host's
+               memory and its speed
+    hosts      such hosts
+    network    GB/s between hosts, per direction; default: the machine's
     policies   fixed strategies to compare with
     solve      ``batch`` or ``seq``: plans the largest that fits (sequences in steps of 128 tokens); ``memory``: the least
                device memory that works
@@ -117,11 +126,14 @@ def plan(
         raise ValueError(f'expected {", ".join(FORECAST_STATES)} with precision="bf16-master32", found {optimizer!r}')
     copies = state_copies(kind, optimizer) if make_optimizer is None else 2.0
     updates = None if options is None else Updates(copies, held=options.needs_all_gradients, run_ahead=run_ahead)
+    ranks, whole = layout_named(gpus, hosts, network, solve, disk), described
+    described = ranks.machine(described)
     budgets = _with_disk(Budgets(device, parse_bytes(host), copies, updates=updates), disk, kind, force)
     if budgets.disk is not None and solve is not None:
         raise ValueError(f"solve={solve!r} expects no disk=, found {disk!r}: plan single sizes with a disk")
+    budgets = ranks.budgets(budgets)
     request = ForecastRequest(
-        model, data, kind, optimizer, described, budgets, policies, force, progress, accumulate, lora, make_optimizer
+        model, data, kind, optimizer, described, budgets, policies, force, progress, accumulate, lora, make_optimizer, ranks
     )
     with collecting_later():
         if solve in ("batch", "seq"):
@@ -129,6 +141,8 @@ def plan(
         forecast, sized = _forecast(request, batch, seq)
         if solve == "memory":
             return _least_memory(request, sized)
+        if ranks.count > 1:
+            return with_scaling(request, forecast, whole, lambda alone: _forecast(alone, batch, seq)[0])
         if advise and forecast.feasible:
             return replace(forecast, advice=most_helpful(request, sized, forecast))
         return forecast

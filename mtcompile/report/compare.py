@@ -75,8 +75,8 @@ def kind_of(instruction: Instruction, schedule: Schedule) -> str:
         return f"copy {schedule.buffers[instruction.writes[0]].role}"
     if instruction.work == "convert":
         return "cast"
-    if instruction.work == "update":
-        return "update"
+    if instruction.work in ("update", "collective"):
+        return instruction.work
     return f"{instruction.phase} with recomputation" if instruction.work == "recompute" else instruction.phase
 
 

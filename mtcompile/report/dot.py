@@ -26,6 +26,7 @@ LOOKS: Mapping[str, tuple[str, str, str]] = {
     "prefetch": ("invhouse", "#56B4E9", "to the device"),
     "offload": ("house", "#009E73", "to the host"),
     "update": ("octagon", "#F0E442", "optimizer's update"),
+    "collective": ("doubleoctagon", "#D55E00", "combined over all ranks"),
     "convert": ("parallelogram", "#CC79A7", "cast on the host"),
     "home": ("cylinder", "#DDDDDD", "exists before the step"),
     "result": ("note", "#DDDDDD", "leaves the step"),

@@ -232,6 +232,8 @@ def _text(schedule: Schedule, instruction: Instruction) -> str:
         return " ".join(filter(None, (VERBS.get(instruction.queue, "copy"), instruction.block, moved)))
     if not instruction.block:
         return instruction.label or instruction.kernel
+    if instruction.work == "collective":
+        return f"combine {instruction.block} {'+'.join(_roles(schedule, instruction)[:2])}"
     if instruction.work in ("update", "convert"):
         return f"{instruction.work} {instruction.block}"
     return f"{instruction.block} {instruction.phase}" + (" (recompute)" if instruction.work == "recompute" else "")
@@ -239,7 +241,7 @@ def _text(schedule: Schedule, instruction: Instruction) -> str:
 
 def _paint(schedule: Schedule, instruction: Instruction) -> str:
     """Says what decides a box's colour: what a kernel is for, or the role of what a copy moves."""
-    if instruction.op != "run":
+    if instruction.op != "run" or instruction.work == "collective":
         return next(iter(_roles(schedule, instruction)), "")
     if instruction.work == "update" or instruction.queue == "host":
         return "update"

@@ -27,6 +27,7 @@ _REDUCTIONS = {
     aten.sum.dim_IntList,
     aten.mean.dim,
 }
+_PASSES_OF_SUM, _PASSES_OF_COPY = 7, 4  # of a collective through the host's memory, reads and writes
 _FUSION_GAIN = 3  # fused, fusible operations move one in so many of the bytes that they move one by one (an estimate)
 
 
@@ -45,8 +46,8 @@ class Machine:
     """Speeds of one machine: GB/s of the device's memory, of the link per direction and of the host's memory, dense FLOP/s,
     and the microseconds one operation costs to issue. ``fuses``: its kernels are compiled. ``device_nbytes``: the memory of
     its device, 0 where it has what it is given. ``measured``: times measured on it, None for none. Of its disk: GB/s of reads
-    and writes, its bytes, and the bytes that may be written to it in its life, 0 where that is not known. The defaults are
-    of the emulated device on a small CPU."""
+    and writes, its bytes, and the bytes that may be written to it in its life, 0 where that is not known. Of the network
+    between hosts: GB/s per direction. The defaults are of the emulated device on a small CPU."""
 
     name: str = "emulated"
     flops: float = 5e10
@@ -62,6 +63,7 @@ class Machine:
     disk_write_gbps: float = 0.7
     disk_nbytes: int = 0
     disk_rated_nbytes: int = 0
+    network_gbps: float = 1.0
 
     def scale(self, queue: str) -> float:
         return 1.0 if self.measured is None else self.measured.scale.get(queue, 1.0)
@@ -81,6 +83,19 @@ class Machine:
         gradient and state, and writes weight and state, once each."""
         passes = 3 + 2 * state_copies
         return passes * (host_nbytes / self.host_gbps + device_nbytes / self.memory_gbps) / 1e3
+
+    def shared_by(self, ranks: int) -> Machine:
+        """Returns the machine as each of ``ranks`` on one host has it while all do the same: each with a device and a link of
+        its own, and with an equal part of the host's memory traffic, through which copies go too."""
+        part = self.host_gbps / ranks
+        return replace(self, host_gbps=part, h2d_gbps=min(self.h2d_gbps, part), d2h_gbps=min(self.d2h_gbps, part))
+
+    def collective_us(self, nbytes: int, hosts: int, reduces: bool) -> float:
+        """The microseconds of a collective over ``nbytes`` of each rank, on a machine ``shared_by`` those of a host. A byte is
+        read and written where the others see it, added up there in shares, and read and written back; a broadcast adds nothing
+        up. Between hosts, each host sends and receives the sum of its ranks about twice."""
+        through_host = (_PASSES_OF_SUM if reduces else _PASSES_OF_COPY) * nbytes / self.host_gbps
+        return (through_host + 2 * (hosts - 1) / hosts * nbytes / self.network_gbps) / 1e3
 
     def contention_us(self, nbytes: int) -> float:
         """The microseconds that copies of ``nbytes`` cost the kernels they hide behind: both go through the same memory."""

@@ -31,7 +31,8 @@ class Budgets:
     the disk go through. ``disk_updates``: whether weights that train may be on disk, with their state.
     ``update_piece``: the bytes of a parameter on disk that are updated at a time; 0: all. ``disk_slowdown``: how many times as
     long as without the disk's time a step may take; ``disk_days``: how many days of steps the drive must last; 0: any.
-    ``disk_takes``: homes that an earlier program put on the host and that may go to disk all the same."""
+    ``disk_takes``: homes that an earlier program put on the host and that may go to disk all the same. ``exchange``: bytes of
+    the host through which ranks combine gradients."""
 
     device: int | None = None
     host: int | None = None
@@ -47,6 +48,7 @@ class Budgets:
     disk_days: float = 0.0
     disk_takes: tuple[str, ...] = ()
     state: Mapping[str, int] | None = None
+    exchange: int = 0
 
     @property
     def grad_copies(self) -> int:
@@ -162,7 +164,7 @@ def persistent_nbytes(step: fx.GraphModule, plan: Plan, budgets: Budgets) -> dic
     totals = state_by_tier(step, plan, budgets)
     totals["device"] += budgets.reserve
     counters = sum(is_trained(spec) and spec.name in step.meta["homes"] for spec, _ in inputs_of(step))
-    totals["host"] += counters * SCALAR_STATE_NBYTES
+    totals["host"] += counters * SCALAR_STATE_NBYTES + budgets.exchange
     if budgets.disk is not None and uses_disk(plan):
         totals["host"] += budgets.disk_staging + update_staging_nbytes(step, plan, budgets)
     return totals
@@ -196,7 +198,8 @@ def times_us(
 ) -> tuple[float, float]:
     """Microseconds of forward and backward, and the microseconds that the optimizer's update adds to them. ``waits``: what
     instructions wait for; None: the deps in the schedule. ``trained``: bytes that updates change, by home block. Where updates
-    run in the backward, the host works on gradients while others are made, through the memory that copies use too."""
+    run in the backward, the host works on gradients while others are made, through the memory that copies and collectives use
+    too."""
     copied = sum(i.nbytes for i in schedule.instructions if i.queue in _LINK)
     contention = machine.contention_us(copied)
     device_nbytes = sum(nbytes for block, nbytes in trained.items() if plan.params(block) == "device")
@@ -211,7 +214,9 @@ def times_us(
         backward = (start for i, start in zip(schedule.instructions, starts, strict=True) if i.phase == "backward")
         overlapped -= min(backward, default=alone)
         copied = sum(i.nbytes for i in schedule.instructions if i.queue in _LINK and i.phase == "backward")
-    memory_bound = machine.update_us(host_nbytes, 0, budgets.state_copies) + copied / machine.host_gbps / 1e3 - overlapped
+    collectives = sum(i.time_us for i in schedule.instructions if i.work == "collective")
+    others = copied / machine.host_gbps / 1e3 + collectives - overlapped
+    memory_bound = machine.update_us(host_nbytes, 0, budgets.state_copies) + others
     return alone + contention, max(period_us(schedule, waits) - alone, 0.0, memory_bound)
 
 

@@ -39,13 +39,16 @@ class InputHomes:
     on the device and no parameter has a home that a plan could move. ``updated``: the parameters that a plan with updates in
     the backward updates; None: all that have gradients. ``frozen_apart``: frozen parameters have homes of their own, which have
     no gradients and no optimizer state. ``experts``: which experts are fetched: "all"; "used", those that tokens of the batch
-    chose; or "auto", as "used" where that surely spares enough to be worth the wait."""
+    chose; or "auto", as "used" where that surely spares enough to be worth the wait.
+    ``ranks``: how many train together, on ``hosts``."""
 
     known: Mapping[str, str] = field(default_factory=dict)
     all_on_device: bool = False
     updated: Collection[str] | None = None
     frozen_apart: bool = False
     experts: str = "auto"
+    ranks: int = 1
+    hosts: int = 1
 
 
 FROZEN = ".frozen"  # behind the name of a block: the home of its frozen parameters
@@ -118,6 +121,7 @@ def build(
     )
     step.meta.update(kernels=kernels, device=device, homes=homes, memo={})
     step.meta["sliced"] = tuple(sliced)
+    step.meta.update(ranks=input_homes.ranks, hosts=input_homes.hosts)
     if input_homes.updated is not None:
         step.meta["updated"] = input_homes.updated
     step.graph.lint()

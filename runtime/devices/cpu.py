@@ -178,6 +178,9 @@ class CpuMemory:
                     self._compare(name, tensor)
                 self.tensors[name] = tensor
 
+    def exchange(self, collective: Callable[..., None], reads: Sequence[str], writes: Sequence[str]) -> None:
+        collective([self.tensors[name] for name in reads], [self.tensors[name] for name in writes])
+
     def _empty(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor without elements, of the declared dtype: kernels that find nothing to do may give another one."""
         layout = self.layouts[name]

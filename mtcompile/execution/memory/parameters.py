@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -69,6 +70,8 @@ class ParameterStore:
         self.provisional = False
         self.disk: DiskStore | None = None
         self.to_disk: Callable[[str, torch.nn.Parameter], None] = lambda name, parameter: None
+        # Makes memory for frozen parameters, which processes have in common, with what a function writes to it; None: none is.
+        self.shared: Callable[[int, Callable[[torch.Tensor], None]], torch.Tensor] | None = None
         self._gradients: list[tuple[torch.Tensor, int]] = []  # slab, and its number of holders when only this list holds it
 
     @property
@@ -101,13 +104,19 @@ class ParameterStore:
                 if not shares_storage(parameters[name]):
                     offsets[name], span = nbytes, span_nbytes(parameters[name].data)
                     nbytes += whole_blocks(span) if tier == "disk" else placed(span)
-            self.slabs[block] = Slab(tier, self._memory(tier, nbytes))
+            frozen = not any(parameters[name].requires_grad for name in names)
+            filled = tier == "host" and frozen and self.shared is not None and nbytes > 0
+            if filled and self.shared is not None:
+                values = [(offsets[name], parameters[name].data) for name in offsets]
+                self.slabs[block] = Slab(tier, self.shared(nbytes, functools.partial(_write_all, values)))
+            else:
+                self.slabs[block] = Slab(tier, self._memory(tier, nbytes))
             for name in names:
                 parameter = parameters[name]
                 self.places[name] = ParameterPlace(parameter, block, None, 0, parameter.data_ptr(), name)
                 if name in offsets:
                     self._give_home(self.places[name], layout_of(parameter.data), offsets[name])
-                    self._move_in(self.places[name])
+                    self._move_in(self.places[name], filled)
         for block, slab in self.slabs.items():
             if slab.tier == "host" and tiers.get(block) == "disk":
                 self._send_to_disk(block, slab)
@@ -210,15 +219,15 @@ class ParameterStore:
         place.home = (part if memory.device.type == "cpu" else view)(memory, offset, layout)
         place.offset = offset
 
-    def _move_in(self, place: ParameterPlace) -> None:
-        """Moves a parameter's values home."""
+    def _move_in(self, place: ParameterPlace, filled: bool = False) -> None:
+        """Moves a parameter's values home. ``filled``: they are there."""
         parameter, home = place.parameter, place.home
         assert home is not None
         if self.slabs[place.block].tier == "disk" and self.disk is not None:
             values = parameter.data.cpu()
             self.disk.write([(values.data_ptr(), home.data_ptr(), span_nbytes(values), place.name)])
             place.version = parameter._version
-        else:
+        elif not filled:
             home.copy_(parameter.data)
         self._point(parameter, home)
         place.pointer = home.data_ptr()
@@ -306,6 +315,12 @@ class ParameterStore:
         memory = host_arena(self.device, nbytes, "gradients", 'pass update="backward", which holds none')
         self._gradients.append((memory, storage_holders(memory)))
         return memory
+
+
+def _write_all(values: Iterable[tuple[int, torch.Tensor]], memory: torch.Tensor) -> None:
+    """Writes tensors to memory, each so many bytes from its start."""
+    for offset, tensor in values:
+        part(memory, offset, layout_of(tensor)).copy_(tensor)
 
 
 def _is_at(parameter: torch.Tensor, home: torch.Tensor | None) -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from mtcompile.errors import BudgetError
 from mtcompile.execution.compiled import LiveFrames
+from mtcompile.execution.door import Door
 from mtcompile.execution.memory.arenas import ArenaPool
 from mtcompile.options import Options
 from mtcompile.runtime.devices.protocol import Device
@@ -26,6 +27,7 @@ class Session(Protocol):
     options: Options
     frames: LiveFrames
     arenas: ArenaPool
+    door: Door
 
     def held_nbytes(self) -> int:
         """Returns the device bytes that are held between phases."""
@@ -42,8 +44,8 @@ def with_retry(session: Session, run: Callable[[bool], V], may_run_again: Callab
     try:
         return run(False)
     except Exception as error:
-        if not _ran_out(error) or session.options.memory is None:
-            raise
+        if not _ran_out(error) or session.options.memory is None or not session.door.alone:
+            raise  # the other ranks of a step do not run again
         where = _where(error)
         if not may_run_again():
             raise _told(session, where, session.options.memory, session.options.memory, changed=True) from error

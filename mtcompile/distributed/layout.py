@@ -1,0 +1,51 @@
+"""The ranks that a forecast counts with: how many GPUs on how many hosts, and what each of them has of its host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from mtcompile.distributed.exchange import exchange_nbytes
+from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.analysis.state import Budgets
+from mtcompile.runtime.schedule import placed
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """``gpus`` ranks on each of ``hosts``. ``network_gbps``: between hosts, per direction; None: the machine's."""
+
+    gpus: int = 1
+    hosts: int = 1
+    network_gbps: float | None = None
+
+    @property
+    def count(self) -> int:
+        return self.gpus * self.hosts
+
+    def machine(self, whole: Machine) -> Machine:
+        """Returns the machine as each rank has it."""
+        shared = whole.shared_by(self.gpus)
+        return shared if self.network_gbps is None else replace(shared, network_gbps=self.network_gbps)
+
+    def budgets(self, of_host: Budgets) -> Budgets:
+        """Returns the budgets of each rank. Each has weights and state of its own, so it has an equal part of the host."""
+        if self.count == 1:
+            return of_host
+        host = None if of_host.host is None else of_host.host // self.gpus
+        return replace(of_host, host=host, exchange=placed(-(-exchange_nbytes(self.gpus) // self.gpus)))
+
+
+ALONE = RankLayout()
+
+
+def layout_named(gpus: int, hosts: int, network_gbps: float | None, solve: str | None, disk: object) -> RankLayout:
+    """Returns the layout. Raises ValueError for one that cannot be planned."""
+    if gpus < 1 or hosts < 1:
+        raise ValueError(f"expected gpus and hosts of 1 or more, found {gpus} and {hosts}")
+    if network_gbps is not None and network_gbps <= 0:
+        raise ValueError(f"expected a network of more than 0 GB/s, found {network_gbps:g}")
+    if gpus * hosts > 1 and solve is not None:
+        raise ValueError(f"solve={solve!r} expects one rank, found {gpus * hosts}: solve for one, then plan all")
+    if gpus * hosts > 1 and disk is not None:
+        raise ValueError("expected no disk= where several ranks train: weights on disk are not shared between them yet")
+    return RankLayout(gpus, hosts, network_gbps)

@@ -1,0 +1,209 @@
+"""The ranks of a data-parallel job, as one model sees them: they agree before each phase, and combine gradients in it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, fx, nn
+
+from mtcompile.distributed.connection import RECORD_NBYTES, Connection
+from mtcompile.distributed.meeting import RanksParted
+from mtcompile.distributed.shared_memory import common_memory
+from mtcompile.errors import MtcompileError, StepError
+from mtcompile.passes.step_graph import all_reduce, calls, is_collective
+from mtcompile.runtime.schedule import Phase
+
+_SAMPLED, _SAMPLE = 4, 256  # parameters, and elements of each, that ranks compare before a backward
+_DIGEST_NBYTES = 16
+
+
+class Ranks:
+    """The ranks that train one model. A rank that stops before they have agreed on a phase tells the others why, and all go
+    on with the next batch; one that stops later parts them for good."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection, self.rank, self.count = connection, connection.rank, connection.count
+        self._parted: str | None = None
+        self._agreed = False
+        self._rounds = self._backwards = 0
+        self._sequences: WeakKeyDictionary[fx.GraphModule, dict[Phase, bytes]] = WeakKeyDictionary()
+
+    @property
+    def exchange_nbytes(self) -> int:
+        """Host bytes that this rank holds for exchanges."""
+        return self.connection.exchange_nbytes
+
+    @property
+    def hosts(self) -> int:
+        """How many hosts they are on."""
+        return self.count // len(self.connection.host)
+
+    # ------------------------------------------------------------------------------------------------------- the model
+
+    def adopt(self, model: nn.Module) -> None:
+        """Gives all ranks the weights and buffers of the first. Raises MtcompileError, on all ranks, if a rank has another
+        model."""
+        tensors = dict((*model.named_parameters(), *model.named_buffers()))
+        about = [(n, t.dtype, tuple(t.shape), t.stride(), t.requires_grad) for n, t in tensors.items()]
+        digests = self._tell(_digest(about))
+        if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+            raise MtcompileError(
+                f"expected the same model on all ranks, found that rank {others[0]} has other names, shapes, dtypes, strides "
+                "or requires_grad than rank 0; build it the same way on each"
+            )
+        values = [tensor.detach() for tensor in tensors.values()]
+        with torch.no_grad():
+            self.connection.exchange.broadcast(values, values, "for the weights of rank 0")
+
+    def common_memory(self, nbytes: int, fill: Callable[[Tensor], None]) -> Tensor:
+        """Returns memory with what ``fill`` writes there, once for all ranks of this host, as long as nobody writes to it. All
+        of them call it."""
+        with self.reaching_others("to share frozen weights"):
+            return common_memory(nbytes, self.connection.meeting.me == 0, self.connection.gather_here, fill)
+
+    # ------------------------------------------------------------------------------------------------------- the phases
+
+    @contextlib.contextmanager
+    def phase(self) -> Iterator[None]:
+        """Surrounds a phase that ``agree`` begins. An error inside reaches the other ranks."""
+        around, self._agreed = self._agreed, False
+        try:
+            yield
+        except BaseException as error:
+            self._stopped(error)
+            raise
+        finally:
+            self._agreed = around
+
+    def _stopped(self, error: BaseException) -> None:
+        if self._parted is not None:
+            return
+        why = str(error).partition("\n")[0] or type(error).__name__
+        if isinstance(error, StoppedTogether):
+            return
+        if self._agreed or not isinstance(error, Exception):
+            self._parted = why
+            self.connection.meeting.fail(why)
+        else:
+            with contextlib.suppress(StepError):
+                self._tell(b"", why)
+
+    def agree(self, step: fx.GraphModule, phase: Phase, parameters: Mapping[str, Tensor]) -> None:
+        """Waits for all ranks to come here, and compares what they are going to run. Raises StepError, on all ranks, if one of
+        them has stopped or would run other collectives; and if the weights of this step are not the same everywhere."""
+        sequence = self._sequence(step, phase)
+        if not sequence:
+            return
+        if self._parted is not None:
+            raise RanksParted(f"the ranks have parted ({self._parted}); start the job again from the last checkpoint")
+        digests = self._tell(sequence + self._sample(parameters))
+        self._agreed = True
+        self._backwards += phase == "backward"
+        alike = [digest[:_DIGEST_NBYTES] for digest in digests]
+        if others := [rank for rank, digest in enumerate(alike) if digest != alike[0]]:
+            raise StoppedTogether(
+                f"expected all ranks to combine the same gradients in the same order in this {phase}, found that rank "
+                f"{others[0]} does not do what rank 0 does: give all ranks batches that run the same operations, as often"
+            )
+        if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+            self._parted = f"rank {others[0]} has other weights than rank 0"
+            raise StoppedTogether(
+                f"expected equal weights on all ranks before each update, found others on rank {others[0]} than on rank 0: one "
+                "of them was changed on one rank only, or a gradient came from outside the model's call. Start the job again "
+                "from the last checkpoint"
+            )
+
+    def _sequence(self, step: fx.GraphModule, phase: Phase) -> bytes:
+        """Returns a digest of the collectives of a phase, in order; empty where there are none."""
+        known = self._sequences.setdefault(step, {})
+        if phase not in known:
+            about = [_about(call) for call in calls(step) if is_collective(call) and call.meta["phase"] == phase]
+            known[phase] = _digest(about) if about else b""
+        return known[phase]
+
+    def _sample(self, parameters: Mapping[str, Tensor]) -> bytes:
+        """Returns a digest of a few values of a few parameters, others each time."""
+        tensors = list(parameters.values())
+        begin = self._backwards * _SAMPLED
+        some = [tensors[i % len(tensors)] for i in range(begin, begin + min(_SAMPLED, len(tensors)))]
+        sampled = [t.detach().reshape(-1)[:_SAMPLE].cpu().contiguous().view(torch.uint8).tolist() for t in some if t.numel()]
+        return _digest(sampled)
+
+    def _tell(self, record: bytes, why: str = "") -> list[bytes]:
+        """Tells all ranks a record, and returns theirs, in order. Raises StepError if one of the others has stopped, with its
+        reason ``why``."""
+        connection = self.connection
+        table = connection.records[self._rounds % 2]
+        self._rounds += 1
+        told = (b"\1" + why.encode() if why else b"\0" + record)[:RECORD_NBYTES]
+        table[self.rank].copy_(torch.frombuffer(bytearray(told.ljust(RECORD_NBYTES, b"\0")), dtype=torch.uint8))
+        doing = "to begin a step with it"
+        with self.reaching_others(doing):
+            connection.meeting.meet(doing)
+            if connection.hosts is not None:
+                if connection.meeting.me == 0:
+                    gathered = connection.hosts.gather(table[list(connection.host)])
+                    for others, host in zip(gathered, connection.hosts.ranks, strict=True):
+                        table[list(host)] = others
+                connection.meeting.meet(doing)
+        rows = [bytes(row.tolist()) for row in table]
+        for rank, row in enumerate(rows):
+            if row[0] and rank != self.rank:
+                text = row[1:].rstrip(b"\0").decode(errors="replace")
+                raise StoppedTogether(f"rank {rank} stopped before this step, and nothing was changed: {text}")
+        return [row[1 : 1 + len(record)] for row in rows]
+
+    @contextlib.contextmanager
+    def reaching_others(self, doing: str) -> Iterator[None]:
+        """Turns errors of the way to other ranks into RanksParted."""
+        try:
+            yield
+        except RanksParted as error:
+            self._parted = str(error)
+            self.connection.meeting.fail(self._parted)
+            raise
+        except MtcompileError:
+            raise
+        except RuntimeError as error:
+            self._parted = str(error).partition("\n")[0]
+            self.connection.meeting.fail(self._parted)
+            raise RanksParted(
+                f"a rank on another host has ended, or did not come within {self.connection.meeting.timeout_s:g} s "
+                f"(MT_RANKS_TIMEOUT), while this one waited {doing}; look for its error, and start the job again from the last "
+                f"checkpoint ({self._parted})"
+            ) from error
+
+    # -------------------------------------------------------------------------------------------------- the collectives
+
+    def kernels(self, step: fx.GraphModule) -> dict[str, Callable[..., None]]:
+        """The collectives of a schedule's network instructions, by name."""
+        return {
+            call.name: functools.partial(self._run, call.target is all_reduce) for call in calls(step) if is_collective(call)
+        }
+
+    def _run(self, reduces: bool, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        exchange = self.connection.exchange
+        doing = "to combine gradients" if reduces else "for the buffers of rank 0"
+        with self.reaching_others(doing), torch.no_grad():
+            (exchange.all_reduce if reduces else exchange.broadcast)(sources, targets, doing)
+
+
+class StoppedTogether(StepError):
+    """Raised on all ranks when one of them stops before a phase, or they differ: nobody needs to be told."""
+
+
+def _about(call: fx.Node) -> tuple[Any, ...]:
+    """Describes a collective as all ranks must have it."""
+    operands: Any = call.args
+    values = tuple((operand.meta["val"].dtype, tuple(operand.meta["val"].shape)) for operand in operands)
+    return str(getattr(call.target, "__name__", call.target)), call.meta["names"], values
+
+
+def _digest(about: Any) -> bytes:
+    return hashlib.blake2b(repr(about).encode(), digest_size=_DIGEST_NBYTES).digest()

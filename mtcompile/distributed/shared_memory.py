@@ -1,0 +1,59 @@
+"""Memory that the ranks of one host share. It has no name, so nothing is left of it once all of them have ended."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+
+from mtcompile.errors import MtcompileError
+
+
+def shared_memory(nbytes: int, first: bool, gather: Callable[[int], Sequence[int]]) -> torch.Tensor:
+    """Returns ``nbytes`` of memory that all ranks of a host see, zeros at first, as a tensor of bytes.
+
+    Called by all of them. ``first``: True on the one that makes it. ``gather``: returns the number that each of them passed to
+    it, the first one's first. Raises MtcompileError on all of them where one cannot open it.
+    """
+    return _mapped(_new_file(nbytes) if first else -1, nbytes, mmap.MAP_SHARED, gather)
+
+
+def common_memory(
+    nbytes: int, first: bool, gather: Callable[[int], Sequence[int]], fill: Callable[[torch.Tensor], None]
+) -> torch.Tensor:
+    """Returns memory with what ``fill`` writes to it on the first rank, which all ranks of a host have in common as long as
+    nobody writes to it: a rank that does gets pages of its own. Otherwise as ``shared_memory``."""
+    descriptor = _new_file(nbytes) if first else -1
+    if first:
+        fill(torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8))
+    return _mapped(descriptor, nbytes, mmap.MAP_PRIVATE, gather)
+
+
+def _new_file(nbytes: int) -> int:
+    """Returns the descriptor of a file without a name, in memory."""
+    descriptor = os.memfd_create("mtcompile", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, nbytes)
+    return descriptor
+
+
+def _mapped(descriptor: int, nbytes: int, flags: int, gather: Callable[[int], Sequence[int]]) -> torch.Tensor:
+    """Maps the first rank's file on all ranks. ``descriptor``: there, the file's; -1 on all others."""
+    process, theirs = gather(os.getpid())[0], gather(descriptor)[0]
+    memory, problem = None, ""
+    try:
+        if descriptor < 0:
+            descriptor = os.open(f"/proc/{process}/fd/{theirs}", os.O_RDWR | os.O_CLOEXEC)
+        memory = mmap.mmap(descriptor, nbytes, flags)
+    except OSError as error:
+        problem = str(error)
+    failed = sum(gather(int(memory is None)))  # nobody closes it before all have opened it
+    if descriptor >= 0:
+        os.close(descriptor)
+    if memory is None or failed:
+        raise MtcompileError(
+            f"expected the ranks of this host to share memory, found that {failed} of them cannot open that of process "
+            f"{process} {problem}; run all ranks of a host as one user, in one container"
+        )
+    return torch.frombuffer(memory, dtype=torch.uint8)

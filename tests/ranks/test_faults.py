@@ -1,0 +1,71 @@
+"""A rank that is killed or stopped ends the job on all ranks, within a stated time, with one sentence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mtcompile
+from mtcompile.distributed.meeting import RanksParted
+from tests.ranks import job
+from tests.ranks.reference import adamw, batches, model
+
+_TIMEOUT_S = 4
+
+
+def faulty(rank: int, count: int) -> dict[str, Any]:
+    """Rank 1 of two is killed, and rank 1 of three is stopped, before its second backward."""
+    steps, plain = batches(3, count), model()
+    optimizer = adamw(plain)
+    ours = mtcompile.compile(plain, memory="200KB", optimizer=optimizer, update="backward")
+    ours(*steps[0][rank]).backward()
+    optimizer.step()
+    weights = {name: value.clone() for name, value in ours.state_dict().items()}
+    loss = ours(*steps[1][rank])
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL if count == 2 else signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        loss.backward()
+    except RanksParted as error:
+        first, took = str(error), time.monotonic() - began
+    try:
+        ours(*steps[2][rank]).backward()
+    except RanksParted as error:
+        second = str(error)
+    changed = [name for name, value in ours.state_dict().items() if not value.equal(weights[name])]
+    return {"first": first, "second": second, "took": took, "changed": changed}
+
+
+def faults(count: int, folder: Path) -> tuple[list[Any], list[Any]]:
+    before = sorted(os.listdir("/dev/shm"))
+    processes = job.start(faulty, count, folder, timeout_s=_TIMEOUT_S)
+    survivors = [process for rank, process in enumerate(processes) if rank != 1]
+    for process in survivors:
+        process.join(120)
+    processes[1].kill()
+    assert sorted(os.listdir("/dev/shm")) == before
+    return processes, job.ended(processes, folder)
+
+
+def test_a_killed_rank_ends_the_job_at_once(tmp_path: Path) -> None:
+    processes, (survivor, killed) = faults(2, tmp_path)
+    assert killed is None
+    assert survivor["first"].startswith(f"rank 1 (process {processes[1].pid}) has ended while this one waited to begin a step")
+    assert survivor["took"] < _TIMEOUT_S and survivor["changed"] == []
+    assert survivor["second"].startswith("the ranks have parted (rank 1 ")
+
+
+@pytest.mark.long
+def test_a_stopped_rank_ends_the_job_when_its_time_is_over(tmp_path: Path) -> None:
+    processes, (first, stopped, last) = faults(3, tmp_path)
+    assert stopped is None
+    told = [survivor["first"] for survivor in (first, last)]
+    reason = f"rank 1 (process {processes[1].pid}) did not come within {_TIMEOUT_S} s (MT_RANKS_TIMEOUT)"
+    assert all(reason in each for each in told) and any("its process is stopped" in each for each in told)
+    assert all(survivor["changed"] == [] for survivor in (first, last))

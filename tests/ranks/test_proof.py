@@ -1,0 +1,108 @@
+"""Collectives are proven like every other call: none may be left out, misnamed, or run before what it combines is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import fx
+
+import mtcompile
+from mtcompile.forecast.result import Forecast
+from mtcompile.passes.check import SameComputationError, same_computation
+from mtcompile.passes.numbering import over_ranks
+from mtcompile.passes.planning import candidates, frontier
+from mtcompile.passes.step_graph import all_reduce, broadcast, calls, copy_step, is_collective, ranks_of, results
+from mtcompile.report.dot import dot
+from mtcompile.runtime.schedule import from_json, with_deps
+from mtcompile.runtime.verify import ScheduleError, verify
+from tests.ranks.reference import Model, batches
+
+
+@pytest.fixture(scope="module")
+def planned() -> Forecast:
+    ids, labels = batches(1, 1)[0][0]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MOST_SEARCHED", "MOST_POINTS"):
+            patch.setattr(candidates, name, 2)
+        patch.setattr(frontier, "ROUNDS", 1)
+        return mtcompile.plan(Model, {"ids": ids, "labels": labels}, memory="200KB", update="backward", gpus=2)
+
+
+def step_of(forecast: Forecast) -> fx.GraphModule:
+    assert forecast.planned is not None
+    return copy_step(forecast.planned.step)
+
+
+def leave_out(step: fx.GraphModule) -> None:
+    call = next(filter(is_collective, calls(step)))
+    for item in results(call):
+        item.replace_all_uses_with(call.args[item.args[1]])
+        step.graph.erase_node(item)
+    step.graph.erase_node(call)
+
+
+def take_another(step: fx.GraphModule) -> None:
+    next(filter(is_collective, calls(step))).target = broadcast
+
+
+def misname(step: fx.GraphModule) -> None:
+    call = next(filter(is_collective, calls(step)))
+    call.meta["names"] = (*call.meta["names"][1:], "another")
+
+
+def combine_twice(step: fx.GraphModule) -> None:
+    call = next(filter(is_collective, calls(step)))
+    item = results(call)[0]
+    with step.graph.inserting_before(results(call)[-1].next):
+        again = step.graph.create_node("call_function", all_reduce, (item,), name="again")
+        again.meta.update(call.meta, names=call.meta["names"][:1])
+        (twice,) = [step.graph.call_function(results(call)[0].target, (again, 0))]
+        twice.meta.update(item.meta)
+    item.replace_all_uses_with(twice, delete_user_cb=lambda user: user is not again)
+
+
+@pytest.mark.parametrize("damage", [leave_out, take_another, misname, combine_twice])
+def test_a_step_with_other_collectives_is_refused(planned: Forecast, damage: Callable[[fx.GraphModule], None]) -> None:
+    step = step_of(planned)
+    assert ranks_of(step) == 2 and planned.joint is not None
+    same_computation(planned.joint, step)
+    damage(step)
+    with pytest.raises(SameComputationError):
+        same_computation(planned.joint, step)
+
+
+def test_a_collective_waits_for_its_gradients_and_updates_wait_for_it(planned: Forecast) -> None:
+    assert planned.planned is not None
+    schedule = from_json(planned.planned.schedule.to_json())
+    verify(schedule)
+    deps = [instruction.deps for instruction in schedule.instructions]
+    network = {i for i, each in enumerate(schedule.instructions) if each.queue == "network" and each.op == "run"}
+    waiting = [i for i, each in enumerate(schedule.instructions) if i in network or network & set(each.deps)]
+    assert network and len(waiting) > len(network)
+    for index in waiting:
+        kept = tuple(dep for dep in deps[index] if index not in network and dep not in network)
+        if kept == deps[index]:
+            continue
+        with pytest.raises(ScheduleError) as error:
+            verify(with_deps(schedule, [*deps[:index], kept, *deps[index + 1 :]]))
+        assert error.value.invariant in ("I1", "I2", "I3")
+
+
+def test_a_collective_on_another_queue_or_of_device_memory_is_refused(planned: Forecast) -> None:
+    assert planned.planned is not None
+    schedule = planned.planned.schedule
+    first = next(each for each in schedule.instructions if each.queue == "network" and each.op == "run")
+    buffers = {**schedule.buffers, first.reads[0]: replace(schedule.buffers[first.reads[0]], tier="device")}
+    with pytest.raises(ScheduleError):
+        verify(replace(schedule, buffers=buffers))
+
+
+def test_it_is_drawn_and_interpreted_and_numbered(planned: Forecast) -> None:
+    step = step_of(planned)
+    assert "combined over all ranks" in dot(step)
+    call = next(filter(is_collective, calls(step)))
+    assert over_ranks(call.target, (3,)) == ("all_reduce", 3)
+    assert torch.equal(all_reduce(torch.ones(2))[0], torch.ones(2))

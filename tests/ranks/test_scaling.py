@@ -1,0 +1,49 @@
+"""Forecasts of several ranks: what they share, and what keeps them from more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import mtcompile
+from mtcompile.forecast.result import Forecast
+from mtcompile.machine.presets import named
+from mtcompile.runtime.verify import verify
+
+MACHINE = named("rtx4090")
+
+
+def forecast(machine: Any = MACHINE, **ranks: Any) -> Forecast:
+    from tests.ranks.reference import Model, batches
+
+    ids, labels = batches(1, 1)[0][0]
+    return mtcompile.plan(Model, {"ids": ids, "labels": labels}, memory="200KB", machine=machine, update="backward", **ranks)
+
+
+def test_ranks_of_a_host_share_its_memory() -> None:
+    alone, four = forecast(), forecast(gpus=4)
+    assert alone.scaling is None and four.scaling is not None and four.planned is not None
+    assert four.tokens == 4 * alone.tokens and four.scaling.alone_us == pytest.approx(alone.step_time_us)
+    assert four.step_time_us > alone.step_time_us and 0 < four.scaling.speedup < 4
+    assert four.scaling.host_bytes == 4 * four.peak_bytes["host"] > 4 * alone.peak_bytes["host"]
+    verify(four.planned.schedule)
+    network = [i for i in four.planned.schedule.instructions if i.work == "collective"]
+    gradients = sum(i.nbytes for i in four.planned.schedule.instructions if i.work == "offload" and i.phase == "backward")
+    assert 0 < sum(i.nbytes for i in network) <= gradients
+
+
+@pytest.mark.long
+def test_a_slow_network_and_slow_host_memory_are_named() -> None:
+    slow = forecast(hosts=2, network=0.001)
+    assert slow.scaling is not None and slow.scaling.limited_by == "the network between hosts (0.001 GB/s)"
+    narrow = forecast(replace(MACHINE, name="narrow", host_gbps=0.5), gpus=2)
+    assert narrow.scaling is not None and "whose 0.5 GB/s 2 ranks share" in narrow.scaling.limited_by
+    assert "2 ranks on one host" in str(narrow)
+
+
+@pytest.mark.parametrize("wrong", [{"gpus": 0}, {"hosts": 0}, {"network": -1.0}, {"gpus": 2, "solve": "memory"}])
+def test_what_cannot_be_planned_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expect"):
+        forecast(**wrong)
