@@ -384,9 +384,7 @@ def plain_class(cls: type) -> type:
     return next(base for base in cls.__mro__ if not issubclass(base, CompiledModule))
 
 
-def _attach(
-    model: nn.Module, options: Options, device: Device, optimizer: torch.optim.Optimizer | None, process_group: Any
-) -> None:
+def _attach(model: nn.Module, options: Options, device: Device, optimizer: Any, process_group: Any) -> None:
     plain = plain_class(type(model))
 
     def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:  # not of this very model, which it would keep

@@ -138,8 +138,8 @@ def _gradient(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         return (None,) * (_OF_OPERANDS + settings)
     needs = ctx.needs_input_grad
     mask = [needs[0], needs[3], needs[4], any(needs[1])]
-    kept = (output, reserve, packed, *gradients[:3])
-    grads = list(torch.ops.mtcompile.cudnn_rnn_backward(x, weights, ctx.stride, hx, cx, *kept, *ctx.settings, mask))
+    saved = (output, reserve, packed, *gradients[:3])
+    grads = list(torch.ops.mtcompile.cudnn_rnn_backward(x, weights, ctx.stride, hx, cx, *saved, *ctx.settings, mask))
     dx, dhx, dcx = (grads.pop(0) if wanted else None for wanted in mask[:3])
     return (dx, grads if mask[3] else [None] * len(weights), None, dhx, dcx, *(None,) * settings)
 
