@@ -51,7 +51,7 @@ class CpuMemory:
         self.trusted = trusted and not check
         self.views = {} if views is None else views
         self.tensors: dict[str, torch.Tensor] = {}
-        self.borrowed: set[str] = set()  # what was fetched by binding it to the user's own tensor
+        self.unused: dict[str, torch.Tensor] = {}  # room for what was fetched by binding it to the user's own tensor
         self.live = 0  # pooled bytes that are reserved
         self.disk: DiskStore | None = None  # of homes on disk
         self.home_names: Mapping[str, str] = {}  # of homes, as the user knows them
@@ -97,10 +97,10 @@ class CpuMemory:
         tensor = self.tensors.pop(name)
         if buffer.kind == "pooled":
             self.live -= buffer.nbytes
+        own = self.unused.pop(name, tensor)
         if self.check and tensor.numel():
             pooled = buffer.kind == "pooled"
-            if not pooled or name not in self.borrowed:
-                self._poison(tensor if pooled else self.views[name], buffer.tier, whole=pooled)
+            self._poison(own if pooled else self.views[name], buffer.tier, whole=pooled)
 
     def _poison(self, tensor: torch.Tensor, tier: Tier, whole: bool) -> None:
         """Overwrite a tensor's bytes; ``whole``: all of its storage, which no other value uses."""
@@ -112,7 +112,7 @@ class CpuMemory:
         for read, write, (target, source) in zip(reads, writes, self._pairs(reads, writes), strict=True):
             if source.data_ptr() % ALIGNMENT and self.schedule.buffers[read].role == "input":
                 self.tensors[write] = source  # such as data[5:10]: the bits of some kernels depend on the address
-                self.borrowed.add(write)
+                self.unused[write] = target  # given back by the thread that took it
             else:
                 ctypes.memmove(target.data_ptr(), source.data_ptr(), span_nbytes(source))
 

@@ -1,4 +1,7 @@
-"""``mtcompile.verify`` and ``mtcompile bench`` on a device with memory of its own, where weights may be updated on the host."""
+"""``mtcompile.verify`` and ``mtcompile bench`` on a device with memory of its own, where weights may be updated on the host.
+
+And the update kernels on a GPU, which give the bits of the host.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ import torch
 import mtcompile
 from mtcompile.parity.benchmark import benchmark
 from mtcompile.parity.workload import setup_of
+from mtcompile.runtime.optim import device_kernels
 from tests.device.models import make
+from tests.helpers.updates import STATES, UPDATES, assert_same_bits, cases, edge_operands, needs_triton, random_operands, run
 
 
 @pytest.mark.parametrize(
@@ -31,3 +36,12 @@ def test_both_are_measured(device: torch.device) -> None:
     measurement = benchmark("gpt-11m", setup, 1, lambda text, done, of: None)
     assert measurement.plain is not None and measurement.time_ratio is not None and measurement.device == str(device)
     assert 0 < measurement.compiled.peak_device_bytes <= 64 * 2**20  # type: ignore[operator]
+
+
+@needs_triton
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton launches its kernels on GPUs only")
+@cases([name for name in UPDATES if UPDATES[name].kind != "adam"])
+def test_updates_on_the_gpu_give_the_bits_of_the_host(device: torch.device, name: str, layout: str) -> None:
+    for parts in (edge_operands(STATES[name]), random_operands(10**6 + 3, STATES[name])):
+        results = run(name, layout, [part.to(device) for part in parts], kernels=device_kernels)
+        assert_same_bits([result.cpu() for result in results], run(name, layout, parts))

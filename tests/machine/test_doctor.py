@@ -218,7 +218,7 @@ def test_every_figure_is_measured(tmp_path: Path) -> None:
     found = measure.measure(choose("cpu"), TINY, tmp_path)
     assert torch.get_num_threads() == threads and not list(tmp_path.iterdir())
     numbers = {name: value for name, value in asdict(found.machine).items() if isinstance(value, float)}
-    assert len(numbers) == 8 and all(value > 0 for value in numbers.values())
+    assert len(numbers) == 9 and all(value > 0 for value in numbers.values())
     assert found.machine.device_nbytes == 0 and not found.machine.fuses  # the emulated device has what it is given
     assert all(value > 0 for row in found.measurements for value in row.values.values())
     assert all(row.values and row.meaning for row in found.measurements)

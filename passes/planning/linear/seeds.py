@@ -87,8 +87,8 @@ def rounded(relaxed: Relaxed, base: Plan, blocks: Sequence[Block], sizes: Mappin
             continue
         decisions.append(Decision("params", home, "device" if share > 0.5 else "host", sizes[home], _WHY))
     on_host = {home: share for home, share in relaxed.staying.items() if relaxed.resident[home] <= 0.5}
-    for home in _chosen(on_host, sizes):
-        decisions.append(Decision("fetch", home, "keep", sizes[home], _WHY))
+    staying = _chosen(on_host, sizes)
+    decisions += [Decision("fetch", home, "keep", sizes[home], _WHY) for home in on_host if home in staying]
     alike: dict[int, list[Block]] = defaultdict(list)
     for block in blocks:
         alike[id(block.variants)].append(block)
