@@ -1,4 +1,4 @@
-"""References that keep nothing alive."""
+"""References that keep nothing alive, and the objects that hooks go to."""
 
 from __future__ import annotations
 
@@ -23,3 +23,8 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 def is_weak(hook: Any) -> bool:
     """Tells whether a hook, perhaps wrapped by torch, is one of ``weakly``, which copies of a module go without."""
     return bool(getattr(getattr(hook, "hook", hook), "is_weak", False))
+
+
+def with_hooks(optimizer: Any) -> Any:
+    """Returns the optimizer within a shell that has no hooks, such as Accelerate's; any other as it is."""
+    return optimizer if hasattr(optimizer, "_optimizer_state_dict_pre_hooks") else optimizer.optimizer

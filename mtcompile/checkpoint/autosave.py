@@ -20,6 +20,7 @@ from mtcompile.capture.refusals import first_line
 from mtcompile.checkpoint.content import Moment, content_of, moment
 from mtcompile.checkpoint.saving import begin, finish_saving, note
 from mtcompile.checkpoint.writing import write
+from mtcompile.references import with_hooks
 
 _SMALL_NBYTES = 1 << 20
 
@@ -51,7 +52,7 @@ def autosave(
     saver = Autosave(Path(folder), model, optimizer, others or {}, keep, files or {}, background, every, minutes * 60)
     with contextlib.ExitStack() as stack:
         if optimizer is not None:
-            stack.callback(optimizer.register_step_pre_hook(saver._stepping).remove)
+            stack.callback(with_hooks(optimizer).register_step_pre_hook(saver._stepping).remove)
         if on_sigterm and threading.current_thread() is threading.main_thread():
             stack.enter_context(_ends_at_sigterm(saver))
         try:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mtcompile import torch_private
 from mtcompile.errors import StepError
-from mtcompile.references import weakly
+from mtcompile.references import weakly, with_hooks
 
 Versions = Mapping[int, tuple[Any, ...]]
 _UPDATING: Versions = {0: ()}  # equal to no others: updates have begun
@@ -45,11 +45,10 @@ class Wholeness:
 
     def bind(self, optimizer: torch.optim.Optimizer) -> bool:
         """Takes an optimizer whose state belongs to the model's. Tells whether it is a new one."""
-        if optimizer in self._begun or not isinstance(optimizer, torch.optim.Optimizer):
+        if not isinstance(optimizer, torch.optim.Optimizer) or (optimizer := with_hooks(optimizer)) in self._begun:
             return False
         self._begun[optimizer] = None
         self._loaded("optimizer")  # its state begins anew
-        optimizer = _with_hooks(optimizer)
         optimizer.register_state_dict_pre_hook(weakly(self._before_saving))
         optimizer.register_load_state_dict_pre_hook(weakly(self._before_loading))
         optimizer.register_load_state_dict_post_hook(weakly(self._state_loaded))
@@ -58,7 +57,7 @@ class Wholeness:
     def watch(self, optimizer: torch.optim.Optimizer, masters: bool) -> None:
         """Watches the optimizer's ``step()`` from now on. ``masters``: their updates, which are the step's, say when they
         begin."""
-        optimizer = _with_hooks(optimizer)
+        optimizer = with_hooks(optimizer)
         optimizer.register_step_pre_hook(weakly(self._before_masters if masters else self._step_begins))
         # First, since a hook of the user's may call the model.
         torch_private.move_to_front(optimizer.register_step_post_hook(weakly(self._step_ended)))
@@ -187,8 +186,3 @@ def _is_running(optimizer: torch.optim.Optimizer) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _with_hooks(optimizer: Any) -> Any:
-    """Returns the optimizer within a shell that has no hooks, such as Accelerate's; any other as it is."""
-    return optimizer if hasattr(optimizer, "_optimizer_state_dict_pre_hooks") else optimizer.optimizer

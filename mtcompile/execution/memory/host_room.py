@@ -14,6 +14,7 @@ import torch
 from mtcompile import knobs
 from mtcompile.errors import BudgetError
 from mtcompile.machine.system_files import memory_rooms, smallest_room
+from mtcompile.references import with_hooks
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import Schedule, gib
 
@@ -76,4 +77,4 @@ def checked_before_first_step(optimizer: torch.optim.Optimizer, missing_nbytes: 
             )
             has_room = True
 
-    optimizer.register_step_pre_hook(check)
+    with_hooks(optimizer).register_step_pre_hook(check)
