@@ -61,7 +61,7 @@ def _copy(tensor: Storable) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What changes beside the model and its optimizer, as it was at the end of a step. ``tensors``: of ``others`` and
+    """The state beside the model and its optimizer, as it was at the end of a step. ``tensors``: of ``others`` and
     ``extra``; ``generators``: as ``generator_states`` gives them; ``buffers``: of the model, by name, as they were then, if
     they may have changed since."""
 

@@ -63,7 +63,7 @@ class Hosts:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """What connects a rank with the others. ``rank``: its place among ``count``; ``host``: the ranks of its host, in order.
+    """The connection of a rank with the others. ``rank``: its place among ``count``; ``host``: the ranks of its host, in order.
     ``exchange_nbytes``: its part of the host's memory for exchanges. ``records``: two tables in shared memory, with a row for
     each rank. ``gather_here``: returns the number that each rank of this host passed to it."""
 

@@ -1,4 +1,4 @@
-"""Where the ranks of one host wait for each other: counters in shared memory, with who has failed and who has ended.
+"""The meeting place of the ranks of one host: counters in shared memory, with who has failed and who has ended.
 
 A rank that waits sleeps. It ends its wait with an error as soon as another one has said that it failed, or as its process has
 ended, and at the latest after ``timeout_s``.

@@ -42,7 +42,7 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What several ranks reach: ``gpus`` on each of ``hosts``. ``alone_us``: a step of one of them alone on its host;
+    """The speed that several ranks reach: ``gpus`` on each of ``hosts``. ``alone_us``: a step of one of them alone on its host;
     ``speedup``: the tokens per second of all by those of one alone; ``limited_by``: what is busy longest. ``host_bytes``: what
     all ranks of a host hold there."""
 

@@ -28,7 +28,7 @@ _UPDATING: Versions = {0: ()}  # equal to no others: updates have begun
 
 
 class Wholeness:
-    """Whether one model is whole. ``drain``: waits for updates that run behind a forward. ``steps``: how many have ended.
+    """A watch: is one model whole? ``drain``: waits for updates that run behind a forward. ``steps``: how many have ended.
     ``saved_in``: the folder of its last checkpoint."""
 
     def __init__(self, model: nn.Module, drain: Callable[[], None]) -> None:

@@ -88,8 +88,7 @@ def _place_homes(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms:
         cost, low, high, stays = costs[home], *terms.blocks[home], terms.staying[home]
         terms.program.at_most({stays: 1.0, variable: -1.0})
         for phase in PHASES:
-            not_again = {} if phase == "forward" else {stays: -1.0}
-            fetches = {variable: 1.0} | not_again
+            fetches = {variable: 1.0} if phase == "forward" else {variable: 1.0, stays: -1.0}
             terms.loads["h2d", phase].append(Load(low, high, {v: n * cost.fetch_us[phase] for v, n in fetches.items()}))
             for v, n in fetches.items():
                 terms.copied[phase][v] += n * cost.fetched[phase]
