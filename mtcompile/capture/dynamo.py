@@ -111,6 +111,7 @@ def front_end(
             return captured(variants, args, kwargs)
 
     def captured(variants: list[Callable[..., Any]], args: Any, kwargs: Any) -> Any:
+        torch_private.forget_counted_frames()
         try:
             with (
                 settings[state.in_parts],

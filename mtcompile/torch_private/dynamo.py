@@ -38,6 +38,15 @@ def capture_settings(signatures: int, in_parts: bool = False) -> contextlib.Abst
     )
 
 
+def forget_counted_frames() -> None:
+    """Ends a count of compiled frames that an interrupted call has left on. While it is on, which torch 2.13 means for calls of
+    one graph, Dynamo compiles no part of a call that is made of several, and says nothing."""
+    from torch._C._dynamo import eval_frame
+
+    if (count := getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)) is not None:
+        count(-1)
+
+
 def leave_out_of_graphs(functions: Iterable[Callable[..., Any]]) -> None:
     """Let Dynamo leave out calls of functions that only log or warn."""
     from torch._dynamo import config as dynamo_config

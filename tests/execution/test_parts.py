@@ -138,6 +138,23 @@ def test_each_break_is_named_once() -> None:
     assert len(model.means) == len(batches())
 
 
+@pytest.mark.filterwarnings("ignore:the forward is compiled in parts")
+def test_parts_are_compiled_after_a_call_that_an_interrupt_left_half_ended() -> None:
+    from torch._C._dynamo import eval_frame
+
+    count = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)
+    if count is None:
+        pytest.skip("this torch counts no frames")
+    count(0)  # as between two lines of torch.compile's wrapper, at which no exception is expected
+    try:
+        model = plain(OwnGenerator)
+        mtcompile.compile(model, memory="1GiB")
+        model(batches()[0]).backward()
+        assert model.memory_report()["peak_device_bytes"]  # type: ignore[operator]
+    finally:
+        count(-1)
+
+
 @pytest.mark.parametrize("options", [{"update": "backward"}, {"accumulate": 2}], ids=str)
 def test_what_needs_the_whole_step_refuses_parts(options: dict[str, Any]) -> None:
     model = plain(Glue)
