@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from mtcompile.checkpoint import shards
 from mtcompile.checkpoint.shards import stored_tensors
 from mtcompile.cli.config_file import _entries
 from mtcompile.cli.viz import dumped
