@@ -17,8 +17,7 @@ from torch import nn
 
 from mtcompile.checkpoint.content import Content, content_of, moment
 from mtcompile.checkpoint.writing import write
-from mtcompile.errors import BudgetError
-from mtcompile.machine.system_files import memory_rooms, smallest_room
+from mtcompile.machine.device import check_room
 from mtcompile.runtime.schedule import gib
 
 P = ParamSpec("P")
@@ -99,14 +98,7 @@ def save_in_background(
 
 def begin(folder: Path, content: Content) -> BackgroundSave:
     """Copies the content and begins to write it. Raises BudgetError."""
-    smallest = smallest_room(memory_rooms())
-    if smallest is not None and content.nbytes > smallest[1]:
-        limit, room = smallest
-        raise BudgetError(
-            f"expected {gib(content.nbytes)} of host memory for a copy of what is saved, found {gib(room)} {limit}. "
-            "Nothing was saved. Use checkpoint.save, which copies nothing, or free memory",
-            content.nbytes,
-        )
+    check_room(content.nbytes, "a copy of what is saved", "call checkpoint.save, which copies nothing")
     saving = _saving[_key(folder)] = BackgroundSave(folder, content)
     return saving
 

@@ -38,7 +38,7 @@ def choose(device: str | torch.device | None) -> Device:
     if where.type == "cuda":
         _set_up_allocator()
     where = where if where.index is not None else torch.device(where.type, module.current_device())
-    return CudaDevice(where, ranges=knobs.nvtx(), check_host=check_host)
+    return CudaDevice(where, ranges=knobs.nvtx(), check_host=check_allocation)
 
 
 def _set_up_allocator() -> None:
@@ -60,17 +60,23 @@ def host_room(root: Path = Path("/")) -> tuple[str, int] | None:
     return None if smallest is None else (smallest[0], max(0, int(smallest[1] * (1 - _HOST_RESERVE))))
 
 
-def check_host(nbytes: int, failed: bool = False) -> None:
-    """Raises BudgetError if the host has no room for ``nbytes`` more, or if the system has refused them (``failed``)."""
-    limit, room = host_room() or ("available", nbytes)
-    if failed or nbytes > room:
-        refused = "the system refused them" if failed and nbytes <= room else f"found {gib(room)} ({limit}, less a reserve)"
+def check_room(nbytes: int, what: str, way: str, refused: bool = False) -> None:
+    """Raises BudgetError if the host has no room for ``nbytes`` more, or if the system has refused them (``refused``).
+
+    ``what``: they are for; ``way``: the smallest thing to do."""
+    limit, room = (host_room() if knobs.host_check() else None) or ("available", nbytes)
+    if refused or nbytes > room:
+        there = f"found {gib(room)} ({limit}, less a reserve)" if nbytes > room else "the system refused them"
         raise BudgetError(
-            f"expected {gib(nbytes)} of host memory for one allocation, {refused}\n"
-            '  end other processes, pass a smaller host=, with disk="/path:SIZE" for what it has no room for, or see '
-            "mtcompile doctor",
+            f"expected {gib(nbytes)} of host memory for {what}, {there}; nothing was changed\n"
+            f"  free memory, or {way}. mtcompile doctor lists the limits. MT_HOST_CHECK=0 does not look",
             nbytes,
         )
+
+
+def check_allocation(nbytes: int, refused: bool) -> None:
+    """Raises BudgetError as ``check_room`` does, for one allocation of a device's."""
+    check_room(nbytes, "one allocation", 'pass a smaller host=, with disk="/path:SIZE" for what it has no room for', refused)
 
 
 def free_nbytes(device: Device) -> int:

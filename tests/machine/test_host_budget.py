@@ -14,7 +14,7 @@ from torch import nn
 import mtcompile
 from mtcompile.execution import door
 from mtcompile.machine import device
-from mtcompile.machine.device import check_host, host_room
+from mtcompile.machine.device import host_room
 from mtcompile.runtime.devices.cuda import CudaDevice
 from mtcompile.runtime.devices.pinned import pinned
 
@@ -103,7 +103,7 @@ class Driver:
 def test_more_than_the_host_has_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "memory_rooms", lambda root: {"available": 1000})
     driver: Any = Driver()
-    gpu = CudaDevice(torch.device("cpu"), driver, check_host=check_host)
+    gpu = CudaDevice(torch.device("cpu"), driver, check_host=device.check_allocation)
     assert gpu.arena("host", 950).numel() == 950
     with pytest.raises(mtcompile.BudgetError, match=r"for one allocation, found .* \(available, less a reserve\)") as error:
         gpu.arena("host", 951)
@@ -120,4 +120,4 @@ def test_memory_that_the_system_refuses_is_a_budget_error(monkeypatch: pytest.Mo
         pinned(1000, None, lambda: None)
     driver: Any = Driver(refused.value)
     with pytest.raises(mtcompile.BudgetError, match="the system refused them"):
-        CudaDevice(torch.device("cpu"), driver, check_host=check_host).arena("host", 1000)
+        CudaDevice(torch.device("cpu"), driver, check_host=device.check_allocation).arena("host", 1000)

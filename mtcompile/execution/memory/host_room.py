@@ -11,34 +11,26 @@ from typing import Any
 
 import torch
 
-from mtcompile import knobs
-from mtcompile.errors import BudgetError
-from mtcompile.machine.system_files import memory_rooms, smallest_room
+from mtcompile.machine import device
 from mtcompile.references import with_hooks
 from mtcompile.runtime.devices.protocol import Device
-from mtcompile.runtime.schedule import Schedule, gib
+from mtcompile.runtime.schedule import Schedule
 
 _UNASKED = 64 << 20  # bytes that are taken without a look at the system's files, which takes a millisecond
 _EVERY_S = 5.0  # between looks for what each step takes
 
 
 def check_room(nbytes: int, what: str, way: str) -> None:
-    """Raises BudgetError if the system has no room for ``nbytes`` more of host memory. ``what``: they are for; ``way``: the
-    smallest thing to do."""
-    smallest = smallest_room(memory_rooms()) if nbytes > _UNASKED and knobs.host_check() else None
-    if smallest is not None and nbytes > smallest[1]:
-        limit, room = smallest
-        raise BudgetError(
-            f"expected {gib(nbytes)} of host memory for {what}, found {gib(room)} {limit}; nothing was changed. Free "
-            f"memory, or {way}. MT_HOST_CHECK=0 goes on, and the kernel may end the process",
-            nbytes,
-        )
+    """Raises BudgetError if the host has no room for ``nbytes`` more. ``what``: they are for; ``way``: the smallest thing to
+    do. Looks only for what is large."""
+    if nbytes > _UNASKED:
+        device.check_room(nbytes, what, way)
 
 
-def host_arena(device: Device, nbytes: int, what: str, way: str) -> torch.Tensor:
-    """Allocates host memory for the device's copies. Raises BudgetError, before it does, if there is no room."""
+def host_arena(on: Device, nbytes: int, what: str, way: str) -> torch.Tensor:
+    """Allocates host memory for the copies of a device. Raises BudgetError, before it does, if there is no room."""
     check_room(nbytes, what, way)
-    arena: torch.Tensor = device.arena("host", nbytes)
+    arena: torch.Tensor = on.arena("host", nbytes)
     return arena
 
 
