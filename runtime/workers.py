@@ -78,6 +78,8 @@ class Worker(threading.Thread):
         meets that failure and does nothing."""
         if self._begun.wait(_LATEST_START_S):
             self.wait()
+        else:  # an interrupted start may leave it in Python's list of threads for good: it need not hold a step's memory
+            self._drain = lambda queue: None
 
     def wait(self) -> None:
         """Wait until it has ended, even through an interrupt, which is raised then: a queue that nobody waits for would go on

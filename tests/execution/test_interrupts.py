@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 import mtcompile
 from mtcompile.execution.runner import write_buffers
+from mtcompile.runtime import workers
 from mtcompile.runtime.devices.cpu import CpuMemory
 from mtcompile.runtime.workers import Worker
 from tests.helpers.training import minimum_bytes
@@ -364,6 +366,22 @@ def test_interrupts_by_the_clock(way: str) -> None:
         else:
             training.optimizer.step()
     assert interrupts > 20
+
+
+def test_a_thread_that_never_began_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python keeps one whose start was interrupted in its list of threads."""
+    monkeypatch.setattr(workers, "_LATEST_START_S", 0.0)
+
+    class Memory:
+        def drain(self, queue: str) -> None: ...
+
+    memory = Memory()
+    worker, seen = Worker("h2d", memory.drain), weakref.ref(memory)
+    worker.settle()
+    del memory
+    assert seen() is None
+    worker.start()  # and if it begins after all, it does nothing
+    worker.wait()
 
 
 _HANGS = """

@@ -165,7 +165,8 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith("mtcompile")}
+    """Those that run. Python lists one whose start was interrupted for good, without an identity."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("mtcompile") and thread.ident is not None}
 
 
 def no_threads_but(held: set[threading.Thread]) -> bool:
