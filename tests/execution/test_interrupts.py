@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 import mtcompile
 from mtcompile.execution.runner import write_buffers
-from mtcompile.runtime import workers
 from mtcompile.runtime.devices.cpu import CpuMemory
 from mtcompile.runtime.workers import Worker
 from tests.helpers.training import minimum_bytes
@@ -370,7 +369,7 @@ def test_interrupts_by_the_clock(way: str) -> None:
 
 def test_a_thread_that_never_began_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python keeps one whose start was interrupted in its list of threads."""
-    monkeypatch.setattr(workers, "_LATEST_START_S", 0.0)
+    monkeypatch.setattr("mtcompile.runtime.workers._LATEST_START_S", 0.0)
 
     class Memory:
         def drain(self, queue: str) -> None: ...
