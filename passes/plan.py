@@ -94,6 +94,7 @@ class Plan:
     updated in the backward; None: by optimizer.step(). ``narrow``: casts run on the side of the link where fewer bytes cross.
     ``pooled``: what is fetched comes from the device's allocator, beside what regions make, and both share its bytes; otherwise
     it has slots, whose bytes are held at all times. What stays from the forward to the backward is pooled in any case.
+    ``fetched``: parameters that a step fetches, in so many ``copies``: neighbours at home cross together.
     ``numerics``: the contract in words."""
 
     decisions: tuple[Decision, ...] = ()
@@ -117,6 +118,8 @@ class Plan:
     disk_read_bytes: int = 0
     disk_write_bytes: int = 0
     disk_days: float | None = None
+    fetched: int = 0
+    copies: int = 0
     # The decisions by kind and subject, filled in by the first ``find``.
     _index: dict[tuple[str, str], Decision] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -192,7 +195,8 @@ class Plan:
         runs = f"; runs of recomputed blocks are halved down to {self.span}" if self.span else ""
         where = "pooled" if self.pooled else "in slots"
         state = gib(self.state_bytes)
-        lines.append(f"  training state: {state}; prefetch {self.lookahead} region(s) ahead, {where}{runs}")
+        fetched = f"; {self.fetched} parameters are fetched in {self.copies} copies a step" if self.fetched else ""
+        lines.append(f"  training state: {state}; prefetch {self.lookahead} region(s) ahead, {where}{fetched}{runs}")
         if self.disk_read_bytes or self.disk_write_bytes:
             traffic = disk_traffic(self.disk_read_bytes, self.disk_write_bytes, self.disk_days)
             lines.append(f"  {traffic}; reads are {self.disk_lookahead} region(s) before the fetch")

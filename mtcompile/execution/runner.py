@@ -112,6 +112,7 @@ class Runner:
             snapshots = {i: copied(inputs[i].detach()) for i in compiled.mutated}
         arenas, views = self.arenas.lend(compiled)
         memory = self.device.memory(compiled.schedule, compiled.layouts, arenas, knobs.check(), compiled.settled, views)
+        memory.slabs, memory.together = self.parameters.memories(), compiled.together
         if self.parameters.disk is not None:
             memory.disk, memory.verified = self.parameters.disk, knobs.disk_check()
             memory.home_names = {name: spec.name for spec, name in compiled.inputs}
@@ -126,7 +127,7 @@ class Runner:
         except BaseException:
             if generator is not None:
                 set_generator_state(device, generator)
-            memory.tensors.clear()
+            memory.let_go()
             raise
         if pending is not None:  # updates during this forward have raised versions
             frame.versions = tuple(version_of(t) for t in inputs)
@@ -139,7 +140,7 @@ class Runner:
                 # What the user receives will carry this frame in its grad_fn: the frame must not hold it in turn.
                 memory.bind(name, memory.tensors[name].detach())
         if "backward" not in compiled.phases:
-            memory.tensors.clear()
+            memory.let_go()
         return frame, tuple(outputs)
 
     def backward(self, frame: Frame, tangents: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
@@ -161,7 +162,7 @@ class Runner:
             raise
         finally:
             if self.pending is None or self.pending.frame is not frame:
-                memory.tensors.clear()
+                memory.let_go()
         if self.pending is None or self.pending.frame is not frame:
             self.listener.step_ran(frame)
         return tuple(gradients.get(i) for i in range(len(frame.inputs)))
@@ -222,7 +223,7 @@ class Runner:
             return
         if pending.queue.failed:
             self.listener.updates_failed()
-        pending.frame.memory.tensors.clear()
+        pending.frame.memory.let_go()
         pending.frame.records += shifted(pending.queue.records, pending.began_us)
         self.listener.step_ran(pending.frame)
 
@@ -233,7 +234,8 @@ class Runner:
         fixed = schedule.arena_nbytes.get("device", 0) + schedule.resident_nbytes.get("device", 0)
         named = [(schedule.buffers[name], tensor) for name, tensor in memory.tensors.items()]
         held = [(buffer, tensor) for buffer, tensor in named if buffer.tier == "device" and tensor.device == self.device.where]
-        pooled = sum(tensor.untyped_storage().nbytes() for buffer, tensor in held if buffer.kind == "pooled")
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for b, t in held if b.kind == "pooled"}
+        pooled = sum(storage.nbytes() for storage in storages.values())
         # A tangent may be a part of what another model has made.
         return fixed + pooled + sum(span_nbytes(tensor) for buffer, tensor in held if buffer.role == "tangent")
 

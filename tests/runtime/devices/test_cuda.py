@@ -18,8 +18,9 @@ from mtcompile.passes.lower import lower
 from mtcompile.passes.step_graph import step_outputs
 from mtcompile.runtime.devices.arena import Layout, arena, view
 from mtcompile.runtime.devices.cpu import Arenas
-from mtcompile.runtime.devices.cuda import CudaDevice, CudaMemory, Fence, NamedMemory, Streams, runs_of_bytes
+from mtcompile.runtime.devices.cuda import CudaDevice, CudaMemory, Fence, NamedMemory, Streams
 from mtcompile.runtime.devices.cuda_driver import Api
+from mtcompile.runtime.devices.joining import runs_of_bytes
 from mtcompile.runtime.devices.pinned import NotPinned, pinned
 from mtcompile.runtime.executor import PhaseOptions, execute, prepare
 from mtcompile.runtime.schedule import Schedule
