@@ -34,6 +34,9 @@ class Decision:
     values: tuple[str, ...] = ()
 
 
+NORM_COPIES = 5.0  # of a bf16 gradient, which is cast to fp32 first: 2 bytes read, 4 written, 4 read
+
+
 @dataclass(frozen=True, slots=True)
 class Updates:
     """Updates of parameters in the backward. ``state_copies``, ``workspace_copies``: what an update reads and writes
@@ -41,7 +44,8 @@ class Updates:
     update starts before all gradients are there, because their norm is needed first. ``run_ahead``: updates go on behind the
     next forward. ``patient``: any number of gradients may wait on the host for their updates; otherwise two sets of slots
     take turns. ``order``: of patient updates on the host, each by the name of its first parameter; the others follow as
-    their gradients arrive."""
+    their gradients arrive. ``checked``: an update reads its gradient once before, for values that are not finite.
+    ``norm_copies``: what the norm of a gradient reads and writes, in sizes of the gradient."""
 
     state_copies: float = 2.0
     workspace_copies: float = 0.0
@@ -49,6 +53,8 @@ class Updates:
     run_ahead: bool = False
     patient: bool = False
     order: tuple[str, ...] = ()
+    checked: bool = False
+    norm_copies: float = 1.0
 
     def __str__(self) -> str:
         when = "once all gradients and their norm are there" if self.held else "as gradients arrive"
