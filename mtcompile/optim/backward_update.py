@@ -36,15 +36,21 @@ from mtcompile.passes.plan import NORM_COPIES, Updates
 from mtcompile.passes.step_graph import calls, is_update
 from mtcompile.references import weakly
 
+_ISSUING = 2  # threads that updates leave to those that issue kernels and copies
+
 
 class UpdatesInBackward:
     """Updates of one model's parameters in its backward: their options, and the state of the backward that runs or ran last.
 
-    ``wholeness``: of the model, which an error after the first update spoils.
+    ``wholeness``: of the model, which an error after the first update spoils. ``where``: it computes, beside updates.
     """
 
-    def __init__(self, model: nn.Module, options: UpdateOptions, masters: Masters | None, wholeness: Wholeness) -> None:
+    def __init__(
+        self, model: nn.Module, options: UpdateOptions, masters: Masters | None, wholeness: Wholeness, where: torch.device
+    ) -> None:
         self.options, self.masters, self._wholeness = options, masters, wholeness
+        if masters is not None:
+            masters.spared = 0 if where.type == "cpu" else _ISSUING
         self.model = weakref.ref(model)
         self.optimizer: torch.optim.Optimizer | None = None
         self.disk: DiskState | None = None

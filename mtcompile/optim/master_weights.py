@@ -94,6 +94,7 @@ class Masters:
         self._bound: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._hidden_gradients: list[tuple[nn.Parameter, Tensor]] = []
         self.updating: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None  # called before a step's first update
+        self.spared = 0  # threads that updates leave to others
         self.adopt(model, (parameter for parameter in model.parameters() if not nn.parameter.is_lazy(parameter)))
         model.register_load_state_dict_pre_hook(weakly(self._before_loading))
         model.register_load_state_dict_post_hook(weakly(self._after_loading))
@@ -293,7 +294,7 @@ class Masters:
         prepared = [prepared_update(optimizer, row, rest, scale) for row, rest in zip(rows, remainders, strict=True)]
         tasks = [(update, operands) for update, operands, _ in prepared]
         if all(parameter.device.type == "cpu" for parameter, _, _ in rows):
-            if (position := host_kernels.apply_all(tasks, checked)) is not None:
+            if (position := host_kernels.apply_all(tasks, checked, spared=self.spared)) is not None:
                 return position
         else:
             if checked and (position := host_kernels.nonfinite([operands.grad for _, operands in tasks])) is not None:

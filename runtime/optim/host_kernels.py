@@ -51,9 +51,12 @@ def apply(update: Update, operands: Operands, by: By | None = None) -> None:
     apply_all([(update, operands)], by=by)
 
 
-def apply_all(tasks: Sequence[tuple[Update, Operands]], checked: bool = False, by: By | None = None) -> int | None:
+def apply_all(
+    tasks: Sequence[tuple[Update, Operands]], checked: bool = False, by: By | None = None, spared: int = 0
+) -> int | None:
     """Update the operands of all tasks in place. ``by``: None takes C where it was built. ``checked``: returns the position of
     the first task with a gradient that is not finite, if there is one, and then has written nothing; None otherwise.
+    ``spared``: threads that C leaves to others, as far as there are many.
 
     Raises ValueError for operands that are not those of their update, before anything is written, and RuntimeError for
     ``by="c"`` without the library.
@@ -65,7 +68,7 @@ def apply_all(tasks: Sequence[tuple[Update, Operands]], checked: bool = False, b
         raise RuntimeError("expected update.c to have been built, found no library; install again with a C compiler")
     if c_library is not None:
         rows = (_Task * len(tasks))(*(_task(update, operands) for update, operands in tasks))
-        threads = _threads(sum(operands.weight.numel() for _, operands in tasks))
+        threads = _threads(sum(operands.weight.numel() for _, operands in tasks), spared)
         if (first := c_library.mt_update(threads, checked, len(tasks), rows)) < len(tasks):
             return int(first)
     else:
@@ -102,8 +105,9 @@ def _is_dense(tensor: Tensor) -> bool:
     return span_nbytes(tensor) == tensor.nbytes and not overlaps(tensor)
 
 
-def _threads(elements: int) -> int:
-    return max(1, min(torch.get_num_threads(), elements // _LEAST_PER_THREAD))
+def _threads(elements: int, spared: int = 0) -> int:
+    count = torch.get_num_threads()
+    return max(1, min(count - min(spared, count // 4), elements // _LEAST_PER_THREAD))
 
 
 def built() -> Path | None:
@@ -127,6 +131,9 @@ def library() -> ctypes.CDLL | None:
         return None
     c_library.mt_update.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.POINTER(_Task)]
     c_library.mt_nonfinite.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.POINTER(_Values)]
+    c_library.mt_place.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint64]
+    c_library.mt_touch.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64]
+    c_library.mt_touch.restype = None
     c_library.mt_update.restype = c_library.mt_nonfinite.restype = ctypes.c_int64
     return c_library
 

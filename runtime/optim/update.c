@@ -2,6 +2,8 @@
  * operation is one IEEE fp32 operation, in that order, so that the bits are those of runtime/optim/torch_kernels.py and of the
  * device's kernels. Contraction into fused multiply-adds or relaxed arithmetic would break that, hence the checks.
  *
+ * Beside them: what new host memory needs that Python cannot ask for.
+ *
  * Loaded with ctypes: no Python header, and the GIL is not held. */
 
 #include <float.h>
@@ -9,6 +11,11 @@
 #include <omp.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __linux__
+#include <errno.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #ifdef __FAST_MATH__
 #error "relaxed arithmetic changes bits: build without -ffast-math"
@@ -242,4 +249,21 @@ EXPORT int64_t mt_update(int threads, int checked, int64_t count, const Task *ta
         }
     }
     return first;
+}
+
+/* Asks for the pages of new memory to come from the nodes of a mask, by a mode of mbind(2). Returns 0 or the error's number. */
+EXPORT int mt_place(void *memory, int64_t nbytes, int mode, uint64_t nodes) {
+#if defined(__linux__) && defined(SYS_mbind)
+    unsigned long mask = (unsigned long)nodes;
+    return syscall(SYS_mbind, memory, (unsigned long)nbytes, mode, &mask, 8 * sizeof mask + 1, 0) ? errno : 0;
+#else
+    (void)memory, (void)nbytes, (void)mode, (void)nodes;
+    return -1;
+#endif
+}
+
+/* Reads and writes back a byte of every page of 4 KiB, so that all are there, zero if they are new. */
+EXPORT void mt_touch(int threads, volatile char *memory, int64_t nbytes) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 4096)
+    for (int64_t at = 0; at < nbytes; at += 4096) memory[at] = memory[at];
 }

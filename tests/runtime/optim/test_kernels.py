@@ -309,3 +309,10 @@ def test_nothing_is_written_where_a_checked_gradient_is_not_finite(layout: str, 
     assert not any(map(torch.equal, before, tensors))
     tasks[0][1].grad[0] = math.inf
     assert host_kernels.apply_all(tasks, by=by) is None  # asked for as it is
+
+
+def test_updates_leave_threads_to_those_that_issue(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = 2**24
+    for threads, left in ((1, 1), (2, 2), (4, 3), (8, 6), (64, 62)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert host_kernels._threads(many, 2) == left and host_kernels._threads(many) == threads
