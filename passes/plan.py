@@ -101,7 +101,7 @@ class Plan:
     ``pooled``: what is fetched comes from the device's allocator, beside what regions make, and both share its bytes; otherwise
     it has slots, whose bytes are held at all times. What stays from the forward to the backward is pooled in any case.
     ``fetched``: parameters that a step fetches, in so many ``copies``: neighbours at home cross together.
-    ``numerics``: the contract in words."""
+    ``notes``: what else a reader should know, such as how kernels were measured. ``numerics``: the contract in words."""
 
     decisions: tuple[Decision, ...] = ()
     lookahead: int = 0
@@ -126,6 +126,7 @@ class Plan:
     disk_days: float | None = None
     fetched: int = 0
     copies: int = 0
+    notes: tuple[str, ...] = ()
     # The decisions by kind and subject, filled in by the first ``find``.
     _index: dict[tuple[str, str], Decision] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -209,6 +210,7 @@ class Plan:
         if self.updates is not None:
             lines.append(f"  updates: {self.updates}")
         lines.append(f"  numerics: {self.numerics}")
+        lines += [f"  note: {note}" for note in self.notes]
         groups: dict[tuple[str, str, str, int], list[Decision]] = {}
         for d in self.decisions:
             groups.setdefault((d.kind, d.choice, d.reason, len(d.values)), []).append(d)
