@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import fits, host_update, predictions, run, training
+import mtcompile
+from benchmarks import fits, host_update, predictions, run, training, utilization
 from benchmarks.decoder import build, text
 from benchmarks.models import Case, make
 from mtcompile.forecast.solve import Forecast
@@ -144,3 +145,17 @@ def test_what_fits_says_a_speed_or_what_is_short() -> None:
     assert "Predicted, not measured" in text and "Commit 012345678." in text
     assert "| qwen2.5-7b, 7.0B | 1,234 tokens/s, batch 2 | needs 95 GB of RAM |" in text
     assert set(fits.MODELS) <= set(SHAPES)
+
+
+def test_the_time_beyond_arithmetic_is_told_apart() -> None:
+    forecast = mtcompile.plan(
+        "gpt-11m", batch=2, seq=64, memory="64MiB", machine="rtx4090", update="backward", policies=("megatrain",)
+    )
+    nothing, everything, policy, chosen = utilization.rows(forecast)
+    assert nothing["seconds"] < everything["seconds"] and 1.2 < everything["of_flops"] < 1.5
+    assert policy["seconds"] == forecast.rows[0].step_time_us / 1e6 and chosen["seconds"] == forecast.step_time_us / 1e6
+    assert chosen["of_flops"] >= 1 and chosen["tflops"] * chosen["seconds"] == pytest.approx(
+        nothing["tflops"] * nothing["seconds"]
+    )
+    text = utilization.table([nothing, everything, policy, chosen]) + utilization.why(chosen, nothing)
+    assert text.count("\n") == 7 and "the planner's choice" in text and "are FLOPs that are run again" in text
