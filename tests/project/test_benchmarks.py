@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mtcompile
-from benchmarks import fits, host_update, predictions, run, training, utilization
+from benchmarks import fits, host_update, outside, predictions, run, training, utilization
 from benchmarks.decoder import build, text
 from benchmarks.models import Case, make
 from mtcompile.forecast.solve import Forecast
@@ -159,3 +159,63 @@ def test_the_time_beyond_arithmetic_is_told_apart() -> None:
     )
     text = utilization.table([nothing, everything, policy, chosen]) + utilization.why(chosen, nothing)
     assert text.count("\n") == 7 and "the planner's choice" in text and "are FLOPs that are run again" in text
+
+
+class Fake:
+    """Stands for a package: every call is noted."""
+
+    def __init__(self, **parts: Any) -> None:
+        self.__dict__.update(parts)
+
+
+def test_trainers_of_others_are_driven_by_their_own_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Engine:
+        def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            calls.append("forward")
+            return torch.tensor(2.5)
+
+        def backward(self, loss: torch.Tensor) -> None:
+            calls.append("backward")
+
+        def step(self) -> None:
+            calls.append("step")
+
+    class Trainer:
+        def __init__(self, model: Any, config: Any) -> None:
+            self.model = model
+
+        def get_parameters(self) -> list[torch.nn.Parameter]:
+            return list(self.model.parameters())
+
+        def forward_and_backward(self, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> tuple[float, int, Any]:
+            calls.append("forward and backward")
+            return float(self.model(input_ids=ids, labels=labels).loss), ids.numel(), {}
+
+        def _sync_params_to_gpu(self) -> None:
+            calls.append("sync")
+
+        def zero_grad(self) -> None:
+            calls.append("zero")
+
+    shape = SHAPES["gpt-11m"].shortened(1)
+    tokens, targets = text(2, 16)
+    with pytest.raises(outside.NotInstalled, match="deepspeed is not installed: pip install deepspeed"):
+        outside.deepspeed_zero3(Fake(), torch.device("cpu"), None)
+    monkeypatch.setattr(outside, "_WORLD", {})
+    packages: dict[str, Any] = {
+        "deepspeed": Fake(initialize=lambda model, config: (Engine(),)),
+        "infinity": Fake(CPUMasterModel=Trainer),
+        "infinity.config": Fake(CPUMasterConfig=Fake),
+    }
+    found = outside._package
+    monkeypatch.setattr(outside, "_package", lambda name, install: packages.get(name) or found(name, install))
+    for make_peer in (outside.deepspeed_zero3, outside.megatrain):
+        _, call, optimizer = make_peer(Fake(shape=shape), torch.device("cpu"), None)
+        loss = call(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert 2 < loss.item() < 10
+    assert calls == ["forward", "backward", "step", "forward and backward", "sync", "zero"]
