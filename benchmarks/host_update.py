@@ -2,6 +2,10 @@
 and torch's fused AdamW.
 
     python -m benchmarks.host_update --json out.json     # and a table in out.md; about two minutes
+    python -m benchmarks.host_update --planned           # each kernel of the host against what a plan counts on; half a minute
+
+``--planned`` ends with status 1 where a measured time is not within 2x of the planned one, which counts on host memory as fast
+as ``mtcompile doctor`` measures it.
 
 GB/s are of bytes that have to move: weight, remainder and state read and written, the gradient read (28 bytes a parameter in
 fp32, 26 with split weights and bf16 gradients). A copy's are of both its ends; of torch's copy and of memmove on as many
@@ -26,6 +30,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.run import about
+from mtcompile.machine.bandwidth import host_adamw
+from mtcompile.machine.timing import QUICK
+from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.plan import NORM_COPIES
 from mtcompile.runtime.optim import host_kernels
 from mtcompile.runtime.optim.formula import adamw
 from mtcompile.runtime.optim.host_kernels import By, moved_nbytes
@@ -117,6 +125,52 @@ def judged(
     return rows
 
 
+def against_plan(millions: int, rounds: int) -> list[dict[str, Any]]:
+    """Times each kernel of queue host beside what a plan counts on for it; a row each. ``ratio``: measured over planned."""
+    machine = Machine(host_gbps=host_adamw(QUICK)[0])
+    count, generator = millions * 10**6, torch.Generator().manual_seed(0)
+    values = torch.randn(count, generator=generator)
+    high, remainder = split(values)
+    narrow, moments = (values * 0.01).bfloat16(), (torch.zeros_like(values), torch.zeros_like(values))
+    update = adamw(**SCALARS, step=1)
+    plain, masters = Operands(values, values * 0.01, moments), Operands(high, narrow, moments, remainder)
+    wide = torch.empty_like(values)
+    kernels: dict[str, tuple[Callable[[], object], float]] = {
+        "update, fp32": (lambda: host_kernels.apply(update, plain), machine.update_us(4 * count, 0, 2.0)),
+        "update, fp32, checked": (
+            lambda: host_kernels.apply_all([(update, plain)], checked=True),
+            machine.update_us(4 * count, 0, 2.0, checked=True),
+        ),
+        "update, masters": (lambda: host_kernels.apply(update, masters), machine.update_us(2 * count, 0, 5.0)),
+        "update, masters, checked": (
+            lambda: host_kernels.apply_all([(update, masters)], checked=True),
+            machine.update_us(2 * count, 0, 5.0, checked=True),
+        ),
+        "norm, fp32": (lambda: torch.linalg.vector_norm(values), 4 * count / machine.host_gbps / 1e3),
+        "norm, bf16 by fp32": (
+            lambda: torch.linalg.vector_norm(narrow, dtype=torch.float32),
+            NORM_COPIES * 2 * count / machine.host_gbps / 1e3,
+        ),
+        "conversion, bf16 to fp32": (lambda: wide.copy_(narrow), 6 * count / machine.host_gbps / 1e3),
+    }
+    rows = []
+    for what, (work, planned_us) in kernels.items():
+        times = []
+        for _ in range(rounds + 1):
+            start = time.perf_counter()
+            work()
+            times.append((time.perf_counter() - start) * 1e6)
+        measured_us = statistics.median(times[1:])  # the first touches pages
+        rows.append({"what": what, "planned_us": planned_us, "measured_us": measured_us, "ratio": measured_us / planned_us})
+    return rows
+
+
+def planned_table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| kernel of the host | planned ms | measured ms | ratio |", "|---|---|---|---|"]
+    lines += [f"| {r['what']} | {r['planned_us'] / 1e3:.2f} | {r['measured_us'] / 1e3:.2f} | {r['ratio']:.2f} |" for r in rows]
+    return "\n".join(lines) + "\n"
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "| parameters | what | ms | GB/s | of copy bandwidth | of fused AdamW, per parameter |",
@@ -134,7 +188,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("host-update.json"), help="the table is written beside it")
     parser.add_argument("--millions", type=int, nargs="+", default=MILLIONS, help="parameters")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--planned", action="store_true", help="each kernel of the host against its planned time")
     args = parser.parse_args()
+    if args.planned:
+        rows = against_plan(args.millions[-1], args.rounds)
+        print(planned_table(rows))
+        raise SystemExit(any(not 0.5 <= row["ratio"] <= 2.0 for row in rows))
     load = [os.getloadavg()[0]]
     rows = [row for millions in args.millions for row in measure(millions, args.rounds)]
     load.append(os.getloadavg()[0])

@@ -35,6 +35,7 @@ from mtcompile.models.decoders import FORMULA, SHAPES
 
 WARMUPS, ROUNDS = 1, 5  # after two steps that compile and measure the peak
 _FEWEST_S = 60  # left, to start another
+_FIRST_S = 300  # after which the table so far is shown, once
 _LONGEST_S = 480  # one peer of one case; on a GPU a whole call may take ten minutes
 
 
@@ -215,7 +216,8 @@ def training_table(cases: Iterable[Training], rows: list[dict[str, Any]]) -> str
     lines = [
         f"Whole training steps: median of {training.STEPS} after {training.WARMUPS}. Model TFLOPS by {FORMULA}. Hardware "
         "TFLOPS by the schedule's operations, recomputation included, over forward and backward. Weights, gradients and "
-        "AdamW's state in the shape's dtype for every peer; fused AdamW where the parameters are at home. Compute busy and "
+        "AdamW's state in the shape's dtype, with fp32 masters and state for peers with masters and for DeepSpeed, and as "
+        "MegaTrain has them; fused AdamW where the parameters are at home. Compute busy and "
         "exposed transfers by the device's clock, over one more step.",
         "",
     ]
@@ -314,6 +316,7 @@ def main() -> int:
         seconds = left()
         return seconds is not None and seconds < _FEWEST_S
 
+    shown = False
     for case in training.GPU if args.suite == "gpu" else training.CPU:
         for peer in case.peers if args.case is None or case.name in args.case else ():
             known = any((row["case"], row["peer"]) == (case.name, peer) for row in results.rows)
@@ -329,6 +332,10 @@ def main() -> int:
                 row = in_child(["--one", f"{case.name}/{peer}/{memory}"], left())
             results.rows.append({"case": case.name, "peer": peer, **row})
             results.write()
+            if not shown and time.monotonic() - started > _FIRST_S:
+                measured = {row["case"] for row in results.rows}
+                print(training_table([c for c in training.CASES.values() if c.name in measured], results.rows), flush=True)
+                shown = True
     for own in CPU if args.suite == "cpu" else ():
         for share in own.shares if args.case is None or own.name in args.case else ():
             known = any((r["case"], r.get("share")) == (own.name, share) for r in results.results)

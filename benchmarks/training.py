@@ -1,6 +1,8 @@
 """Whole training steps (forward, backward, AdamW) of one model by one peer: ``measure`` runs in a process of its own.
 
-All peers hold weights, gradients and AdamW's state in the shape's dtype, train on the same bytes of text, and clip nothing.
+Peers hold weights, gradients and AdamW's state in the shape's dtype, except those with ``masters`` in their name, which hold
+fp32 masters and fp32 state, and those of ``outside.py``, which have precisions of their own: compare these with each other.
+All train on the same bytes of text, and clip nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import mtcompile
+from benchmarks import outside
 from benchmarks.decoder import Checkpointed, build, text
 from mtcompile import torch_private
 from mtcompile.machine.device import allocator_peak
@@ -44,12 +47,13 @@ class Training:
     share: float | None = None
 
 
-_LARGE = ("mtcompile inductor", "megatrain policy", "fsdp2 offload", "mtcompile eager")
+_OF_MASTERS = ("mtcompile inductor, masters", "megatrain policy, masters", "deepspeed zero3 offload", "megatrain")
+_LARGE = ("mtcompile inductor", "megatrain policy", "fsdp2 offload", "mtcompile eager", *_OF_MASTERS)
 _FITS = ("mtcompile inductor", "torch.compile", "mtcompile eager", "plain", "torch.compile budget", "checkpoint")
 GiB = 2**30
 GPU = (
     Training("4b-fits", "qwen3-4b", 8, 1024, _FITS),
-    Training("7b-158x1024", "qwen2.5-7b", 158, 1024, _LARGE),
+    Training("7b-158x1024", "qwen2.5-7b", 158, 1024, (*_OF_MASTERS, *_LARGE[: -len(_OF_MASTERS)])),
     Training("7b-16x4096", "qwen2.5-7b", 16, 4096, _LARGE),
     Training("7b-4x4096", "qwen2.5-7b", 4, 4096, _LARGE),
     Training("14b-16x4096", "qwen3-14b", 16, 4096, _LARGE),
@@ -58,8 +62,9 @@ GPU = (
     Training("7b-in-40GiB", "qwen2.5-7b", 16, 4096, _LARGE, memory=40 * GiB),
     Training("7b-in-24GiB", "qwen2.5-7b", 4, 4096, _LARGE, memory=24 * GiB),
 )
+_CPU_MASTERS = "mtcompile eager, masters"
 CPU = (
-    Training("step-11m", "gpt-11m", 4, 128, ("plain", "checkpoint", "mtcompile eager", "megatrain policy")),
+    Training("step-11m", "gpt-11m", 4, 128, ("plain", "checkpoint", "mtcompile eager", "megatrain policy", _CPU_MASTERS)),
     Training("step-11m-half", "gpt-11m", 4, 128, ("mtcompile eager", "megatrain policy"), share=0.5),
     Training("step-11m-quarter", "gpt-11m", 4, 128, ("mtcompile eager", "megatrain policy"), share=0.25),
 )
@@ -112,7 +117,9 @@ def _fsdp2(model: Checkpointed, device: torch.device, memory: int | None) -> Pre
     return model, model, _adamw(model)
 
 
-def _mtcompiled(kernels: str, policy: str = "fastest") -> Callable[[Checkpointed, torch.device, int | None], Prepared]:
+def _mtcompiled(
+    kernels: str, policy: str = "fastest", masters: bool = False
+) -> Callable[[Checkpointed, torch.device, int | None], Prepared]:
     def prepare(model: Checkpointed, device: torch.device, memory: int | None) -> Prepared:
         optimizer = _adamw(model)
         host = None
@@ -120,6 +127,8 @@ def _mtcompiled(kernels: str, policy: str = "fastest") -> Callable[[Checkpointed
             memory = int(memory * _OVERHEAD) if memory is not None else None
             host = int(psutil.virtual_memory().available * 0.9) + sum(p.nbytes for p in model.parameters())
         options: dict[str, Any] = {"kernels": kernels, "loss_chunks": "auto", "policy": policy}
+        if masters:
+            options |= {"precision": "bf16-master32", "update": "backward"}
         made: Any = mtcompile.compile(model, memory=memory, host=host, optimizer=optimizer, device=device, **options)
         return made, made, optimizer
 
@@ -136,11 +145,18 @@ PEERS: dict[str, Callable[[Checkpointed, torch.device, int | None], Prepared]] =
     "megatrain policy": _mtcompiled("eager", "megatrain"),
     "mtcompile eager": _mtcompiled("eager"),
     "mtcompile inductor": _mtcompiled("inductor"),
+    # fp32 masters, updates in the backward: MegaTrain's and ZeRO's precision.
+    "mtcompile eager, masters": _mtcompiled("eager", masters=True),
+    "mtcompile inductor, masters": _mtcompiled("inductor", masters=True),
+    "megatrain policy, masters": _mtcompiled("eager", "megatrain", masters=True),
+    "deepspeed zero3 offload": outside.deepspeed_zero3,
+    "megatrain": outside.megatrain,
 }
 
 
 def measure(name: str, peer: str, memory: int | None) -> dict[str, Any]:
     """One row: what ``rows`` of a result file hold. ``memory``: device bytes, for a case whose budget is a share."""
+    outside.check_installed(peer)
     case = CASES[name]
     shape = SHAPES[case.shape]
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -232,18 +248,20 @@ def _own(model: Any, call: Loss, optimizer: Any, batch: Any, step_s: float) -> d
 
     with _environment("MT_TRACE", "1"):
         call(*batch).backward()
+    optimizer.step()
     optimizer.zero_grad()
     trace, compiled = model.last_trace, model._mt_model.session.last
     bodies = dict(compiled.step.named_children())
-    flops = sum(kernel_cost(bodies[i.kernel]).flops for i in compiled.schedule.instructions if i.op == "run")
+    flops = sum(kernel_cost(bodies[i.kernel]).flops for i in compiled.schedule.instructions if i.kernel in bodies)
     busy, span = busy_us(trace), span_us(trace)
-    report = model.memory_report()
+    report, plan = model.memory_report(), compiled.plan
+    predicted_s = (plan.step_time_us if plan.updates is None else plan.total_us) / 1e6  # of what the backward holds
     return {
         "hardware_tflops": flops / step_s / 1e12,
         "busy": {queue: us / span for queue, us in busy.items()},
         "exposed_transfer_ms": sum(exposed_us(trace, q) for q in busy if q in ("h2d", "d2h")) / 1e3,
-        "predicted_s": compiled.plan.step_time_us / 1e6,
-        "predicted_over_measured": compiled.plan.step_time_us / 1e6 / step_s,
+        "predicted_s": predicted_s,
+        "predicted_over_measured": predicted_s / step_s,
         "own_peak_bytes": report["peak_device_bytes"],
         "planned_peak_bytes": report["planned_peak_device_bytes"],
         "limiting_resource": compiled.plan.limiting_resource,

@@ -118,7 +118,7 @@ def compile_step(captured: CapturedStep, target: Target, placement: RunnablePlac
     while True:
         pinned = target.pinned
         best = fastest_loss_head(joint, captured, target, placement)
-        if placement.limit_host(best.planned.plan):
+        if placement.limit_host(best.planned.plan) or placement.limit_device(best.planned):
             continue
         if probing is not None:
             probing.join()

@@ -54,6 +54,25 @@ class CheckpointError(MtcompileError):
     folder. Nothing has changed then."""
 
 
+def ends_device(error: BaseException) -> bool:
+    """Tells whether an error has ended the use of the GPU by this process, as an address out of range in a kernel does: all
+    later calls fail with the same error, wherever they are."""
+    text = str(error)
+    return (
+        isinstance(error, RuntimeError)
+        and ("CUDA error" in text or "device-side assert" in text)
+        and "out of memory" not in text
+    )
+
+
+def device_ended(where: str, cause: str) -> MtcompileError:
+    """Makes the error that a failed GPU is unusable from now on. ``where``: it failed; ``cause``: its error's first line."""
+    return MtcompileError(
+        f"the GPU failed in {where}: {cause}\n  it cannot be used by this process any more: start again from the last "
+        "checkpoint; CUDA_LAUNCH_BLOCKING=1 shows the kernel that failed"
+    )
+
+
 def told_briefly(function: Callable[P, V]) -> Callable[P, V]:
     """Lets errors of mtcompile leave a function without the frames that they came through, unless MT_DEBUG is set."""
 

@@ -15,6 +15,7 @@ from mtcompile.passes.slots import assign_offsets
 from mtcompile.passes.step_graph import (
     all_reduce,
     calls,
+    gradient_norms,
     is_collective,
     is_convert,
     is_region,
@@ -148,7 +149,9 @@ def _instruction(step: fx.GraphModule, call: fx.Node, plan: Plan, machine: Machi
         if call.target is update:
             on_disk = sum([item.meta["nbytes"] for item in written if item.meta["tier"] == "disk"])
             scratch, time_us = _update_cost(plan, machine, queue, written_nbytes, on_disk)
-        else:  # what scales updates reads every gradient once
+        else:  # what scales updates reads every gradient once, or what it is cast to
+            assert plan.updates is not None
+            read_nbytes = int(read_nbytes * (plan.updates.norm_copies if call.target is gradient_norms else 1))
             time_us = read_nbytes / (machine.host_gbps if queue == "host" else machine.memory_gbps) / 1e3
     else:
         queue, kernel, moved_nbytes = _MOVES[call.target][1], "", sum([value.meta["nbytes"] for value in moved(call)])
@@ -174,11 +177,12 @@ def _update_cost(plan: Plan, machine: Machine, queue: Queue, nbytes: int, on_dis
     """Returns the workspace in bytes and the microseconds of updating ``nbytes`` of parameters where they are at home. What is
     ``on_disk`` is read and written with its state, beside the updates, but through one drive."""
     assert plan.updates is not None
+    copies, checked = plan.updates.state_copies, plan.updates.checked
     if queue == "host":
-        moved = int(on_disk * (1 + plan.updates.state_copies))
+        moved = int(on_disk * (1 + copies))
         disk_us = machine.copy_us(moved, "disk_read") + machine.copy_us(moved, "disk_write")
-        return 0, max(machine.update_us(nbytes, 0, plan.updates.state_copies), disk_us)
-    return aligned(int(nbytes * plan.updates.workspace_copies)), machine.update_us(0, nbytes, plan.updates.state_copies)
+        return 0, max(machine.update_us(nbytes, 0, copies, checked), disk_us)
+    return aligned(int(nbytes * plan.updates.workspace_copies)), machine.update_us(0, nbytes, copies, checked)
 
 
 def _with_lives(work: list[Instruction], buffers: Mapping[str, Buffer], lookahead: int) -> list[Instruction]:

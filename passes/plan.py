@@ -34,6 +34,9 @@ class Decision:
     values: tuple[str, ...] = ()
 
 
+NORM_COPIES = 5.0  # of a bf16 gradient, which is cast to fp32 first: 2 bytes read, 4 written, 4 read
+
+
 @dataclass(frozen=True, slots=True)
 class Updates:
     """Updates of parameters in the backward. ``state_copies``, ``workspace_copies``: what an update reads and writes
@@ -41,7 +44,8 @@ class Updates:
     update starts before all gradients are there, because their norm is needed first. ``run_ahead``: updates go on behind the
     next forward. ``patient``: any number of gradients may wait on the host for their updates; otherwise two sets of slots
     take turns. ``order``: of patient updates on the host, each by the name of its first parameter; the others follow as
-    their gradients arrive."""
+    their gradients arrive. ``checked``: an update reads its gradient once before, for values that are not finite.
+    ``norm_copies``: what the norm of a gradient reads and writes, in sizes of the gradient."""
 
     state_copies: float = 2.0
     workspace_copies: float = 0.0
@@ -49,6 +53,8 @@ class Updates:
     run_ahead: bool = False
     patient: bool = False
     order: tuple[str, ...] = ()
+    checked: bool = False
+    norm_copies: float = 1.0
 
     def __str__(self) -> str:
         when = "once all gradients and their norm are there" if self.held else "as gradients arrive"
@@ -94,7 +100,8 @@ class Plan:
     updated in the backward; None: by optimizer.step(). ``narrow``: casts run on the side of the link where fewer bytes cross.
     ``pooled``: what is fetched comes from the device's allocator, beside what regions make, and both share its bytes; otherwise
     it has slots, whose bytes are held at all times. What stays from the forward to the backward is pooled in any case.
-    ``numerics``: the contract in words."""
+    ``fetched``: parameters that a step fetches, in so many ``copies``: neighbours at home cross together.
+    ``notes``: what else a reader should know, such as how kernels were measured. ``numerics``: the contract in words."""
 
     decisions: tuple[Decision, ...] = ()
     lookahead: int = 0
@@ -117,6 +124,9 @@ class Plan:
     disk_read_bytes: int = 0
     disk_write_bytes: int = 0
     disk_days: float | None = None
+    fetched: int = 0
+    copies: int = 0
+    notes: tuple[str, ...] = ()
     # The decisions by kind and subject, filled in by the first ``find``.
     _index: dict[tuple[str, str], Decision] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -192,13 +202,15 @@ class Plan:
         runs = f"; runs of recomputed blocks are halved down to {self.span}" if self.span else ""
         where = "pooled" if self.pooled else "in slots"
         state = gib(self.state_bytes)
-        lines.append(f"  training state: {state}; prefetch {self.lookahead} region(s) ahead, {where}{runs}")
+        fetched = f"; {self.fetched} parameters are fetched in {self.copies} copies a step" if self.fetched else ""
+        lines.append(f"  training state: {state}; prefetch {self.lookahead} region(s) ahead, {where}{fetched}{runs}")
         if self.disk_read_bytes or self.disk_write_bytes:
             traffic = disk_traffic(self.disk_read_bytes, self.disk_write_bytes, self.disk_days)
             lines.append(f"  {traffic}; reads are {self.disk_lookahead} region(s) before the fetch")
         if self.updates is not None:
             lines.append(f"  updates: {self.updates}")
         lines.append(f"  numerics: {self.numerics}")
+        lines += [f"  note: {note}" for note in self.notes]
         groups: dict[tuple[str, str, str, int], list[Decision]] = {}
         for d in self.decisions:
             groups.setdefault((d.kind, d.choice, d.reason, len(d.values)), []).append(d)

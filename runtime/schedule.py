@@ -12,9 +12,9 @@ proven and simulated on a machine without torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 Op = Literal["alloc", "free", "copy", "run"]
 Queue = Literal["compute", "h2d", "d2h", "disk_read", "disk_write", "host", "network"]
@@ -49,6 +49,37 @@ def aligned(nbytes: int) -> int:
 def placed(nbytes: int) -> int:
     """Rounds ``nbytes`` up to where the next value in an arena or slab may start."""
     return -(-nbytes // PLACEMENT) * PLACEMENT
+
+
+class Copied(NamedTuple):
+    """One copy of ``nbytes`` bytes. ``to``, ``of``: the memories, each whole, that it writes and reads, ``at`` and ``since`` so
+    many bytes along."""
+
+    to: Hashable
+    at: int
+    of: Hashable
+    since: int
+    nbytes: int
+
+
+def joined(copies: Iterable[Copied]) -> Iterator[tuple[int, int]]:
+    """Yields the fewest copies that do the same, each as the position of its first one and its bytes. Neighbours at the same
+    distance in both memories are joined, with the padding between them. Copies of no bytes are left out."""
+    run: tuple[int, Copied, int] | None = None  # position, the first copy, and the bytes so far
+    for position, each in enumerate(copies):
+        if each.nbytes == 0:
+            continue
+        if run is not None:
+            index, first, nbytes = run
+            apart = each.at - first.at
+            beside = apart == each.since - first.since and 0 <= apart - nbytes < PLACEMENT
+            if beside and each.to == first.to and each.of == first.of:
+                run = index, first, apart + each.nbytes
+                continue
+            yield index, nbytes
+        run = position, each, each.nbytes
+    if run is not None:
+        yield run[0], run[2]
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,34 @@ def pooled_weights(schedule: Schedule, index: int) -> int:
     return sum(change.nbytes for change in pooled if change.instruction <= index)
 
 
+def allocated_together(schedule: Schedule) -> dict[str, tuple[str, int, int]]:
+    """Returns pooled value -> (the first one, its byte, all bytes) of the allocation that it shares with its neighbours in one
+    copy to the device, so that they can cross as one. They are freed at the same time, and have no padding between them: the
+    bytes that are held at any time are those of single allocations."""
+    freed: dict[str, int] = {}  # after how many copies and runs
+    work = 0
+    for instruction in schedule.instructions:
+        work += instruction.op in ("copy", "run")
+        if instruction.op == "free":
+            freed[instruction.writes[0]] = work
+    shared: dict[str, tuple[str, int, int]] = {}
+    for instruction in schedule.instructions:
+        if instruction.op != "copy" or instruction.queue != "h2d":
+            continue
+        alike: dict[int | None, list[str]] = {}
+        for name in instruction.writes:
+            if schedule.buffers[name].kind == "pooled" and schedule.buffers[name].role == "param":
+                alike.setdefault(freed.get(name), []).append(name)
+        for names in alike.values():
+            while names:
+                sizes = [schedule.buffers[name].nbytes for name in names]
+                count = next((i + 1 for i, nbytes in enumerate(sizes) if nbytes != placed(nbytes)), len(names))
+                for i, name in enumerate(names[:count]) if count > 1 else ():
+                    shared[name] = names[0], sum(sizes[:i]), sum(sizes[:count])
+                names = names[count:]
+    return shared
+
+
 def most_in_slots(schedule: Schedule, tier: Tier, role: str) -> int:
     """Returns the most bytes of a tier's arena that buffers of one role take at once, with their padding."""
     live = most = 0

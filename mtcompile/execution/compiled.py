@@ -32,6 +32,7 @@ from mtcompile.runtime.devices.cpu import CpuMemory
 from mtcompile.runtime.executor import Prepared, prepare
 from mtcompile.runtime.schedule import PHASES, Phase, Schedule, aligned, listed
 from mtcompile.runtime.trace import Record
+from mtcompile.runtime.usage import allocated_together
 
 _OF_CALL = ("args_", "kwargs_")  # the names of a call's arguments begin so
 _MOST_SHAPES = 4  # in a signature
@@ -39,7 +40,8 @@ _MOST_SHAPES = 4  # in a signature
 
 @dataclass(frozen=True, slots=True)
 class CompiledStep:
-    """One program, planned and proven for one pattern of gradients. ``problem``: the problem that its plan solves."""
+    """One program, planned and proven for one pattern of gradients. ``problem``: the problem that its plan solves.
+    ``together``: as ``usage.allocated_together`` returns it."""
 
     tangents: Tangents
     plan: Plan
@@ -56,6 +58,7 @@ class CompiledStep:
     random: bool
     phases: Mapping[Phase, Prepared]
     problem: PlanningProblem
+    together: Mapping[str, tuple[str, int, int]]
     # Kept from step to step: tensors of arena slots, and the phases that have run at least once.
     slot_views: dict[str, torch.Tensor] = field(default_factory=dict)
     completed_phases: set[Phase] = field(default_factory=set)
@@ -109,6 +112,7 @@ def compiled_step(tangents: Tangents, planned: Planned, problem: PlanningProblem
         any(buffer.role == "rng" for buffer in schedule.buffers.values()) or has_random(step),
         {phase: prepare(schedule, phase) for phase in PHASES if phase == "forward" or training},
         problem,
+        allocated_together(schedule),
     )
 
 
@@ -179,7 +183,7 @@ class Frame:
 
     def evict(self) -> None:
         """Frees what the forward saved; the backward will run the forward again."""
-        self.memory.tensors.clear()
+        self.memory.let_go()
         self.memory.live = self.outputs_nbytes
         self.memory.leave()
         self.evicted = True

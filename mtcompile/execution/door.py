@@ -11,13 +11,19 @@ from typing import Any, Protocol
 import psutil
 import torch
 
+from mtcompile import knobs
 from mtcompile.execution.compiled import CompiledStep, Frame
 from mtcompile.execution.placement import RunnablePlacement
 from mtcompile.machine.device import host_room
 from mtcompile.options import Options
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.plan import Plan
+from mtcompile.passes.planning.problem import Planned
+from mtcompile.runtime.devices.caching import fits
 from mtcompile.runtime.schedule import Phase, gib
+
+_LESS = 0.95  # of a default budget, for the next try
+_LEAST_SHARE = 0.6  # of what the allocator may reserve: no schedule was seen to need so much more than it requests
 
 
 class Door(RunnablePlacement, Protocol):
@@ -50,6 +56,20 @@ class Door(RunnablePlacement, Protocol):
             stacklevel=2,
         )
         self.options = replace(self.options, host=room + held)
+        return True
+
+    device_room: int | None = None  # what the allocator may reserve, where memory= was left to choose
+
+    def limit_device(self, planned: Planned) -> bool:
+        memory, room, schedule = self.options.memory, self.device_room, planned.schedule
+        if memory is None or room is None or not self.alone:  # ranks plan alike
+            return False
+        lower = int(memory * _LESS)
+        if lower < max(room * _LEAST_SHARE, planned.plan.minimum_device_bytes):
+            return False
+        if fits(schedule, room, expandable=not knobs.allocator_is_the_users()):
+            return False
+        self.options = replace(self.options, memory=lower)
         return True
 
     sent_nbytes: int = 0  # device bytes of the arguments that the current call has sent there

@@ -28,7 +28,7 @@ from mtcompile.execution.plain.sizes import size_of_call, tensors_in
 from mtcompile.execution.plain.steps import PlainSteps, may_be_plain
 from mtcompile.execution.program import Collector, DifferentMicroBatches, MicroBatchCalls, Program
 from mtcompile.execution.session import Session
-from mtcompile.machine.device import free_nbytes, peak_reserved_nbytes, total_nbytes
+from mtcompile.machine.device import free_nbytes, peak_reserved_nbytes, reservable_nbytes, total_nbytes
 from mtcompile.options import Options
 from mtcompile.references import weakly
 from mtcompile.runtime.devices.caching import needed_nbytes
@@ -60,6 +60,7 @@ class CompiledModel:
         frames = LiveFrames()
         opens = ModelDoor if ranks is None else functools.partial(RanksDoor, ranks=ranks)
         self.door: ModelDoor = opens(model, self.options, device, frames, weakly(self._drain))
+        self.door.device_room = reservable_nbytes(device) if options.memory is None else None
         title = type(model).__name__
         self.session = Session(device, self.options, self.door, self.door.parameters, frames, title)
         if optimizer is not None:

@@ -60,7 +60,7 @@ class ModelDoor(Door):
         self.wholeness = Wholeness(model, drain)
         self.updates: UpdatesInBackward | None = None
         if options.updates is not None:
-            self.updates = UpdatesInBackward(model, options.updates, self.masters, self.wholeness)
+            self.updates = UpdatesInBackward(model, options.updates, self.masters, self.wholeness, device.where)
         elif self.masters is not None:
             self.masters.updating = self.wholeness.updating
         self.disk: DiskState | None = None

@@ -45,6 +45,11 @@ class RunnablePlacement(Placement, Protocol):
         """Sets the host budget that there is by default, if a plan takes more. Tells whether it has set one."""
         return False
 
+    def limit_device(self, planned: Planned) -> bool:
+        """Lowers the device budget that there is by default, if the allocator may find no room for a plan. Tells whether it
+        has lowered it."""
+        return False
+
     def refusal(self, error: DoesNotFit) -> BudgetError:
         """Returns the error to raise if no plan fits the user's budget."""
 

@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 
 from mtcompile import knobs
-from mtcompile.errors import CaptureError, shows_part
+from mtcompile.capture.refusals import first_line
+from mtcompile.errors import CaptureError, device_ended, ends_device, shows_part
 from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames
 from mtcompile.execution.memory.arenas import ArenaPool
 from mtcompile.execution.memory.parameters import ParameterStore
@@ -21,7 +22,7 @@ from mtcompile.passes.generators import generator_state, set_generator_state
 from mtcompile.runtime.devices.arena import fills_storage, span_nbytes, view
 from mtcompile.runtime.devices.cpu import CpuMemory
 from mtcompile.runtime.devices.protocol import Device
-from mtcompile.runtime.executor import Delays, PhaseOptions, execute
+from mtcompile.runtime.executor import Delays, PhaseOptions, execute, instruction_of
 from mtcompile.runtime.schedule import Instruction, Phase, Queue, placed
 from mtcompile.runtime.trace import Record, shifted
 from mtcompile.runtime.workers import DeferredQueue, Worker
@@ -75,6 +76,27 @@ class Runner:
         self.device, self.frames, self.arenas, self.parameters = device, frames, arenas, parameters
         self.listener, self.paced = listener, paced
         self.pending: PendingUpdates | None = None
+        self._ended = ""  # where and how the GPU failed for good: later errors of it say nothing
+
+    def _check_device(self) -> None:
+        """Raises MtcompileError, with the first cause, if the device has failed for good in an earlier phase."""
+        if self._ended:
+            raise device_ended(*self._ended.split("\n"))
+
+    @contextlib.contextmanager
+    def _restoring(self, generator: torch.Tensor | None, phase: Phase) -> Iterator[None]:
+        """Restores the generator's state after an error. What that raises in turn on a device that has failed is no news."""
+        try:
+            yield
+        except BaseException as error:
+            if ends_device(error):
+                failed = instruction_of(error)
+                label = "" if failed is None else f", {failed[1].label or failed[1].op}"
+                self._ended = f"a {phase}{label}\n{first_line(error)}"
+            if generator is not None:
+                with contextlib.suppress(RuntimeError) if self._ended else contextlib.nullcontext():
+                    set_generator_state(str(self.device.where), generator)
+            raise
 
     def drain(self) -> None:
         """Waits for pending updates. Raises the error that stopped them, if any."""
@@ -102,6 +124,7 @@ class Runner:
 
         ``snapshots``: the values to read of buffers that the step changes, if not their current ones.
         """
+        self._check_device()
         for source, _ in compiled.inputs if compiled.read_by_place else ():
             if source.index in compiled.read_by_place and source.role in ("input", "buffer"):
                 if not fills_storage(inputs[source.index]):
@@ -112,6 +135,7 @@ class Runner:
             snapshots = {i: copied(inputs[i].detach()) for i in compiled.mutated}
         arenas, views = self.arenas.lend(compiled)
         memory = self.device.memory(compiled.schedule, compiled.layouts, arenas, knobs.check(), compiled.settled, views)
+        memory.slabs, memory.together = self.parameters.memories(), compiled.together
         if self.parameters.disk is not None:
             memory.disk, memory.verified = self.parameters.disk, knobs.disk_check()
             memory.home_names = {name: spec.name for spec, name in compiled.inputs}
@@ -122,11 +146,10 @@ class Runner:
         pending = self.pending
         frame = Frame(compiled, memory, inputs, snapshots, tuple(version_of(t) for t in inputs), generator)
         try:
-            self._execute(frame, "forward", pending)
+            with self._restoring(generator, "forward"):
+                self._execute(frame, "forward", pending)
         except BaseException:
-            if generator is not None:
-                set_generator_state(device, generator)
-            memory.tensors.clear()
+            memory.let_go()
             raise
         if pending is not None:  # updates during this forward have raised versions
             frame.versions = tuple(version_of(t) for t in inputs)
@@ -139,29 +162,27 @@ class Runner:
                 # What the user receives will carry this frame in its grad_fn: the frame must not hold it in turn.
                 memory.bind(name, memory.tensors[name].detach())
         if "backward" not in compiled.phases:
-            memory.tensors.clear()
+            memory.let_go()
         return frame, tuple(outputs)
 
     def backward(self, frame: Frame, tangents: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Returns the gradient of every input, None where none is needed. Leaves weights, buffers and old gradients alone."""
+        self._check_device()
         compiled, memory = frame.compiled, frame.memory
         device = str(self.device.where)
         generator = generator_state(device) if compiled.random else None
         gradients: dict[int, torch.Tensor] = {}
         try:
-            self.arenas.restore(compiled, memory)
-            self._bind_backward(compiled, memory, tangents)
-            self._execute(frame, "backward")
-            for spec, name in compiled.outputs:
-                if spec.kind == "grad":
-                    gradients[spec.index] = memory.tensors[name]
-        except BaseException:
-            if generator is not None:
-                set_generator_state(device, generator)
-            raise
+            with self._restoring(generator, "backward"):
+                self.arenas.restore(compiled, memory)
+                self._bind_backward(compiled, memory, tangents)
+                self._execute(frame, "backward")
+                for spec, name in compiled.outputs:
+                    if spec.kind == "grad":
+                        gradients[spec.index] = memory.tensors[name]
         finally:
             if self.pending is None or self.pending.frame is not frame:
-                memory.tensors.clear()
+                memory.let_go()
         if self.pending is None or self.pending.frame is not frame:
             self.listener.step_ran(frame)
         return tuple(gradients.get(i) for i in range(len(frame.inputs)))
@@ -222,7 +243,7 @@ class Runner:
             return
         if pending.queue.failed:
             self.listener.updates_failed()
-        pending.frame.memory.tensors.clear()
+        pending.frame.memory.let_go()
         pending.frame.records += shifted(pending.queue.records, pending.began_us)
         self.listener.step_ran(pending.frame)
 
@@ -233,7 +254,8 @@ class Runner:
         fixed = schedule.arena_nbytes.get("device", 0) + schedule.resident_nbytes.get("device", 0)
         named = [(schedule.buffers[name], tensor) for name, tensor in memory.tensors.items()]
         held = [(buffer, tensor) for buffer, tensor in named if buffer.tier == "device" and tensor.device == self.device.where]
-        pooled = sum(tensor.untyped_storage().nbytes() for buffer, tensor in held if buffer.kind == "pooled")
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for b, t in held if b.kind == "pooled"}
+        pooled = sum(storage.nbytes() for storage in storages.values())
         # A tangent may be a part of what another model has made.
         return fixed + pooled + sum(span_nbytes(tensor) for buffer, tensor in held if buffer.role == "tangent")
 

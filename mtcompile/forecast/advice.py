@@ -126,7 +126,7 @@ def _is_priced(plan: Plan, resource: str) -> bool:
 
 
 def _updating(budgets: Budgets, run_ahead: bool = False) -> Budgets:
-    return replace(budgets, updates=Updates(budgets.state_copies, run_ahead=run_ahead))
+    return replace(budgets, updates=Updates(budgets.state_copies, run_ahead=run_ahead, checked=True))
 
 
 def _updates_by_parameter(request: ForecastRequest) -> bool:

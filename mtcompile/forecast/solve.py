@@ -33,7 +33,7 @@ from mtcompile.optim.update_options import update_options
 from mtcompile.options import parse_bytes, parse_disk
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.plan import Updates
+from mtcompile.passes.plan import NORM_COPIES, Updates
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Progress, no_progress
 from mtcompile.passes.planning.symbolic import MONOMIALS, evaluated, peak_expressions
@@ -125,7 +125,10 @@ def plan(
     if make_optimizer is not None and kind.split:
         raise ValueError(f'expected {", ".join(FORECAST_STATES)} with precision="bf16-master32", found {optimizer!r}')
     copies = state_copies(kind, optimizer) if make_optimizer is None else 2.0
-    updates = None if options is None else Updates(copies, held=options.needs_all_gradients, run_ahead=run_ahead)
+    updates = None
+    if options is not None:
+        norm_copies, held = NORM_COPIES if kind.split else 1.0, options.needs_all_gradients
+        updates = Updates(copies, held=held, run_ahead=run_ahead, checked=not held, norm_copies=norm_copies)
     ranks, whole = layout_named(gpus, hosts, network, solve, disk), described
     described = ranks.machine(described)
     budgets = _with_disk(Budgets(device, parse_bytes(host), copies, updates=updates), disk, kind, force)

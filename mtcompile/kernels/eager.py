@@ -16,11 +16,12 @@ from mtcompile.runtime.devices.arena import own_storage
 @dataclass(frozen=True, slots=True)
 class Built:
     """A kernel that can be called. ``workspace``: the bytes it needs beside its operands and results. ``why_eager``: why
-    Inductor did not compile it although it was asked to."""
+    Inductor did not compile it although it was asked to. ``note``: how it was measured, if not in one piece."""
 
     call: Call
     workspace: int
     why_eager: str = ""
+    note: str = ""
 
 
 class EagerKernels:
@@ -58,7 +59,7 @@ def _eager_kernel(kernel: fx.GraphModule, device: torch.device) -> Built:
     call = in_own_storages(kernel, kernel.forward)
     measured = measure(kernel, zeros, device)
     if not measured.larger:
-        return Built(call, measured.workspace)
+        return Built(call, measured.workspace, note=measured.note)
     return Built(_copying(call, measured.larger), measure(kernel, _copying(zeros, measured.larger), device).workspace)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from mtcompile import torch_private
+from mtcompile.errors import ends_device
 from mtcompile.kernels.compile_pool import compile_ahead, record_compiled
 from mtcompile.kernels.eager import Built, EagerKernels, in_own_storages
 from mtcompile.kernels.measure import Call, example_inputs, looks_up_values, measure
@@ -65,18 +66,25 @@ def _inductor_kernel(kernel: fx.GraphModule, eager: EagerKernels, device: torch.
     try:
         call = in_own_storages(kernel, compile_kernel(kernel, device))
         record_compiled(kernel)
-        inputs = example_inputs(kernel, device)
-        with rng_preserved(str(device)), torch.no_grad():
-            difference = _difference(kernel, inputs, call(*inputs))
+        difference = _difference_of_run(kernel, call, device)
         measured = measure(kernel, call, device)
         if not difference and measured.unreleased > 0:
             difference = f"it keeps {measured.unreleased} bytes after its results are gone"
         if difference:
             return replace(eager(kernel), why_eager=difference)
-        return Built(call, measured.workspace)
+        return Built(call, measured.workspace, note=measured.note)
     except Exception as error:
+        if ends_device(error):
+            raise
         first = next(iter(str(error).splitlines()), "")
         return replace(eager(kernel), why_eager=f"Inductor raised {type(error).__name__}: {first}")
+
+
+def _difference_of_run(kernel: fx.GraphModule, call: Call, device: torch.device) -> str:
+    """Runs a kernel on inputs that are gone when this returns: two sets of operands may have no room. See ``_difference``."""
+    inputs = example_inputs(kernel, device)
+    with rng_preserved(str(device)), torch.no_grad():
+        return _difference(kernel, inputs, call(*inputs))
 
 
 def _difference(kernel: fx.GraphModule, inputs: list[torch.Tensor], results: Any) -> str:

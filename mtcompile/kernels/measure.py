@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile.errors import CaptureError
+from mtcompile.capture.refusals import first_line
+from mtcompile.errors import CaptureError, device_ended, ends_device
 from mtcompile.machine.device import allocator_peak
-from mtcompile.passes.analysis.memory import output_nbytes, workspace_nbytes
+from mtcompile.passes.analysis.memory import body_lives, output_nbytes, workspace_nbytes
 from mtcompile.passes.generators import generator_state, replay, rng_preserved, save_rng
 from mtcompile.passes.joint.strides import Observe
 from mtcompile.passes.step_graph import (
@@ -22,7 +23,6 @@ from mtcompile.passes.step_graph import (
     is_view,
     iter_tensors,
     placeholders,
-    span_nbytes,
     storage_nbytes,
 )
 from mtcompile.runtime.devices.arena import layout_of
@@ -30,22 +30,27 @@ from mtcompile.runtime.schedule import aligned
 from mtcompile.torch_private import pytree
 
 Call = Callable[..., Any]
+_PARTS = (1, 2, 4, 8, 16, 64)  # into which the rows of an operation without room are divided
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Measurements of one run of a kernel. ``workspace``: bytes of device memory allocated beside results. ``larger``: the
-    positions of results that hold more bytes than declared. ``unreleased``: bytes still held after the results are gone."""
+    positions of results that hold more bytes than declared. ``unreleased``: bytes still held after the results are gone.
+    ``note``: why it was not measured in one piece, for a reader; else empty."""
 
     workspace: int
     larger: tuple[int, ...] = ()
     unreleased: int = 0
+    note: str = ""
 
 
 def measure(kernel: fx.GraphModule, call: Call, device: torch.device) -> Measured:
-    """Measures a kernel by the allocator's own events around one run of ``call`` on example inputs. Estimates it from shapes if
-    another profiler is active, or if the run fails, as on a GPU without room for it."""
+    """Measures a kernel by the allocator's own events around one run of ``call`` on example inputs; operation by operation on
+    a GPU without room for all of it. Estimates it from shapes if another profiler is active, or if the run fails otherwise.
+    Raises MtcompileError if the run has ended the use of the GPU."""
     declared = [aligned(storage_nbytes(node.meta["val"])) for node in body_outputs(kernel)]
+    has_room = True
     try:
         inputs = example_inputs(kernel, device)
         with rng_preserved(str(device)), torch.no_grad(), allocator_peak(device) as peak:
@@ -54,12 +59,75 @@ def measure(kernel: fx.GraphModule, call: Call, device: torch.device) -> Measure
             del results
     except CaptureError:
         raise
-    except Exception:
+    except torch.OutOfMemoryError:
+        has_room, inputs = False, []  # what the error's frames hold is to be free
+    except Exception as error:
+        if ends_device(error):
+            raise device_ended(f"kernel {kernel.meta.get('name', '')}, while it was measured", first_line(error)) from error
         return Measured(workspace_nbytes(kernel) + _scratch_nbytes(kernel) + _value_dependent_nbytes(kernel))
+    if not has_room:
+        return _by_operation(kernel, device)
     larger = tuple(i for i, (one, other) in enumerate(zip(actual, declared, strict=True)) if one > other)
     if peak.nbytes is None:
         return Measured(workspace_nbytes(kernel), larger)
     return Measured(aligned(max(0, peak.nbytes - output_nbytes(kernel))) + _value_dependent_nbytes(kernel), larger, peak.kept)
+
+
+def _by_operation(kernel: fx.GraphModule, device: torch.device) -> Measured:
+    """Measures a kernel that has no room as a whole: each operation alone, beside what is alive there by shapes. One that has
+    no room either is measured with fewer rows and scaled."""
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+    scratches, most = dict[str, tuple[int, int]](), 1
+    needed = 0
+    for node, live in zip(kernel.graph.nodes, body_lives(kernel.graph), strict=False):
+        if node.op != "call_function" or is_view(node) or is_check(node) or node.target in (operator.getitem, save_rng, replay):
+            needed = max(needed, live)
+            continue
+        operands = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: tuple(map(str, map(layout_of, iter_tensors(n)))))
+        key = f"{node.target} {operands}"
+        if key not in scratches:
+            scratches[key] = _alone(node, device)
+        scratch, parts = scratches[key]
+        needed, most = max(needed, live + scratch), max(most, parts)
+    note = "operation by operation" + (f", some of them at 1/{most} of their rows, scaled" if most > 1 else "")
+    workspace = aligned(max(0, needed - output_nbytes(kernel))) + _value_dependent_nbytes(kernel)
+    return Measured(workspace, note=note)
+
+
+def _alone(node: fx.Node, device: torch.device) -> tuple[int, int]:
+    """Returns the bytes that one operation allocates beside its results, and into how many parts its rows were divided to
+    measure them; a bound by shapes where even a small part has no room."""
+    rows = max((v.shape[0] for n in node.all_input_nodes for v in iter_tensors(n) if v.dim()), default=0)
+    target: Any = node.target
+    for parts in _PARTS:
+        if parts > max(1, rows) or not _runs_on(device, node):
+            break
+
+        def part(operand: fx.Node, parts: int = parts) -> Any:
+            val = operand.meta["val"]
+            if parts == 1 or not isinstance(val, torch.Tensor) or not val.dim() or val.shape[0] != rows:
+                return example(operand, device)
+            return _zeros(val, device, -(-rows // parts))
+
+        operands: Any = None  # those of the last try are gone before the next
+        try:
+            operands = fx.node.map_arg((node.args, dict(node.kwargs)), part)
+            with rng_preserved(str(device)), torch.no_grad(), allocator_peak(device) as peak:
+                results = target(*operands[0], **operands[1])
+                tensors = [each for each in pytree.tree_leaves(results) if isinstance(each, torch.Tensor)]
+                made = sum(aligned(tensor.untyped_storage().nbytes()) for tensor in tensors)
+                del results, tensors
+            if peak.nbytes is not None:
+                return parts * max(0, peak.nbytes - made), parts
+            break
+        except torch.OutOfMemoryError:
+            continue
+        except Exception as error:
+            if ends_device(error):
+                raise device_ended(f"{_operation(node)}, while it was measured", first_line(error)) from error
+            break
+    return _around_nbytes(node), 1
 
 
 def on_zeros(kernel: fx.GraphModule, device: torch.device) -> Call:
@@ -249,7 +317,9 @@ def _result_strides(node: fx.Node, device: torch.device) -> list[tuple[int, ...]
     try:
         with rng_preserved(str(device)), torch.no_grad():
             result = target(*operands[0], **operands[1])
-    except Exception:  # no room, or an operation that refuses zeros
+    except Exception as error:  # no room, or an operation that refuses zeros
+        if ends_device(error):
+            raise device_ended(f"{_operation(node)}, while it was traced", first_line(error)) from error
         return None
     results = result if isinstance(result, (tuple, list)) else [result]
     return [tuple(each.stride()) if isinstance(each, torch.Tensor) else None for each in results]
@@ -267,10 +337,11 @@ def example(node: fx.Node, device: torch.device) -> torch.Tensor:
     return _zeros(node.meta["val"], torch.device("cpu") if _read_by_the_host(node) else device)
 
 
-def _zeros(val: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Makes zeros with the layout of ``val``."""
-    elements = span_nbytes(val) // val.element_size()
-    return torch.zeros(elements, dtype=val.dtype, device=device).as_strided(tuple(val.shape), tuple(val.stride()))
+def _zeros(val: torch.Tensor, device: torch.device, rows: int | None = None) -> torch.Tensor:
+    """Makes zeros with the layout of ``val``. ``rows``: in place of all of its first dimension."""
+    shape = tuple(val.shape) if rows is None else (rows, *val.shape[1:])
+    elements = sum((size - 1) * stride for size, stride in zip(shape, val.stride(), strict=True)) + 1 if 0 not in shape else 0
+    return torch.zeros(elements, dtype=val.dtype, device=device).as_strided(shape, tuple(val.stride()))
 
 
 def _read_by_the_host(node: fx.Node) -> bool:

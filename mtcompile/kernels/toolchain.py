@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,9 @@ class Toolchain:
         built = {name: self.eager(body) for name, body in bodies.items()}
         if self.fuses:
             planned, built = self._compiled(planned, machine, bodies, built)
+        if notes := Counter(kernel.note for kernel in built.values() if kernel.note):
+            told = (f"{count} kernel(s) had no room to be measured whole: measured {note}" for note, count in notes.items())
+            planned = replace(planned, plan=replace(planned.plan, notes=(*planned.plan.notes, *told)))
         step = BuiltStep(planned, {n: k.call for n, k in built.items()}, {n: k.workspace for n, k in built.items()})
         return step if self.graphs is None else self._graphed(self.graphs, step, machine, bodies)
 

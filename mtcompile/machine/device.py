@@ -18,6 +18,7 @@ from mtcompile.runtime.schedule import gib
 from mtcompile.torch_private import AllocatorPeak
 
 _HOST_RESERVE = 0.05  # share of the host's available memory left to others, so that the kernel need not end this process
+_LIBRARIES = 0.02  # share of an accelerator's free memory that libraries take for themselves, such as cuBLAS; an estimate
 _LEFT_FREE = 0.1  # share of an accelerator's free memory left out of a default budget, for rounding and libraries
 
 
@@ -83,10 +84,18 @@ def free_nbytes(device: Device) -> int:
     """Returns the default budget: half of the host's free memory, or nine tenths of an accelerator's."""
     if device.where.type == "cpu":
         return int(psutil.virtual_memory().available) // 2
+    return int(_free_nbytes(device) * (1 - _LEFT_FREE))
+
+
+def reservable_nbytes(device: Device) -> int | None:
+    """Returns what an accelerator's allocator may reserve, less what libraries take; None for the emulated device."""
+    return None if device.where.type == "cpu" else int(_free_nbytes(device) * (1 - _LIBRARIES))
+
+
+def _free_nbytes(device: Device) -> int:
     module = torch.get_device_module(device.where)
     free, _ = module.mem_get_info(device.where)
-    cached = module.memory_reserved(device.where) - module.memory_allocated(device.where)  # torch can reuse these
-    return int((free + cached) * (1 - _LEFT_FREE))
+    return int(free + module.memory_reserved(device.where) - module.memory_allocated(device.where))  # torch can reuse these
 
 
 def peak_reserved_nbytes(device: Device) -> int:

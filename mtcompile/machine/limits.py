@@ -6,10 +6,12 @@ What a system does not report has no row.
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from ctypes import addressof, c_char
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -29,9 +31,12 @@ from mtcompile.machine.system_files import (
     process_limits,
     text_of,
 )
+from mtcompile.machine.timing import MIB
 from mtcompile.runtime.devices.cuda import CudaDevice
+from mtcompile.runtime.devices.host_pages import huge_pages, prepare
 from mtcompile.runtime.devices.pinned import NotPinned
 from mtcompile.runtime.devices.protocol import Device
+from mtcompile.runtime.optim.host_kernels import library
 from mtcompile.runtime.schedule import gib
 
 Level = Literal["ok", "watch", "bad"]
@@ -56,7 +61,7 @@ class Limit:
 def limits(device: Device, root: Path = Path("/")) -> tuple[Limit, ...]:
     """Returns every limit that the system reports, those of memory first."""
     of_memory = _memory(root), _group_memory(root), _swap(root), _shared_memory(root)
-    of_devices = _disks(), _pinning(device, root), _accelerator(device), _processors(root)
+    of_devices = _disks(), _pinning(device, root), _pages(device, root), _accelerator(device), _processors(root)
     ulimits = _ulimits(root, accelerated=device.where.type != "cpu")
     rows = itertools.chain(*of_memory, ulimits, *of_devices)
     return tuple(replace(row, step="") if row.level == "ok" else row for row in rows)
@@ -202,6 +207,25 @@ def _pinning(device: Device, root: Path) -> Iterator[Limit]:
     meaning = "weights that cannot be pinned pass through a small ring, at a fraction of the link's speed"
     step = "WSL caps it: run on Linux itself" if wsl else "ulimit -l unlimited (docker run --ulimit memlock=-1)"
     yield Limit("pinned memory", f"{gib(granted)} granted, {gib(refused)} refused", granted, "watch", meaning, step)
+
+
+def _pages(device: Device, root: Path) -> Iterator[Limit]:
+    """Says where the pages of pinned memory come from, and how large they are."""
+    if not isinstance(device, CudaDevice):
+        return
+    where, huge = device.api.placing(root), huge_pages(root)
+    refused = ""
+    if where.nodes:
+        with mmap.mmap(-1, 2 * MIB) as memory:
+            refused = prepare(memory, addressof(c_char.from_buffer(memory)), where, library(), 1)
+    text = str(where) + (f", but {refused}" if refused else "")
+    step = "docker run --cap-add SYS_NICE" if "mbind" in refused else "install again with a C compiler"
+    yield Limit("memory nodes", text, None, "watch" if refused else "ok", where.why, step)
+    if huge:
+        granted = huge not in ("never", "deny")
+        meaning = "copies and updates of pinned memory look fewer addresses up"
+        step = "as root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+        yield Limit("huge pages", huge, None, "ok" if granted else "watch", meaning, step)
 
 
 def _accelerator(device: Device) -> Iterator[Limit]:

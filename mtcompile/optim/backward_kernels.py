@@ -21,6 +21,7 @@ from mtcompile.optim.disk_state import REMAINDER, DiskState, OnDisk, Staged
 from mtcompile.optim.master_weights import Masters
 from mtcompile.optim.update_options import UpdateOptions
 from mtcompile.passes.step_graph import gradient_norms, gradient_scale, update
+from mtcompile.runtime.optim import host_kernels
 
 
 @dataclass(slots=True)
@@ -50,7 +51,14 @@ class Backward:
 def _norms(backward: Backward, names: tuple[str, ...], *grads: Tensor) -> tuple[Tensor]:
     """Each gradient's norm as torch.nn.utils.clip_grad_norm_ has it, except that it is fp32 where there are fp32 masters."""
     result = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
-    norms = [torch.linalg.vector_norm(g, dtype=_norm_dtype(backward, g)).to(result) for g in grads]
+    cast = [g for g in grads if g.dtype != _norm_dtype(backward, g) and g.device.type == "cpu"]
+    # One place for all casts: touching new pages takes longer than the norm.
+    room = torch.empty(max((g.numel() for g in cast), default=0), dtype=torch.float32)
+    norms = []
+    for g in grads:
+        if any(g is each for each in cast):
+            g = torch.as_strided(room, g.shape, torch.empty_like(g, device="meta").stride()).copy_(g)
+        norms.append(torch.linalg.vector_norm(g, dtype=_norm_dtype(backward, g)).to(result))
     return (torch.stack(norms),)
 
 
@@ -89,44 +97,40 @@ def _handle_nonfinite(backward: Backward, name: str, changed: str) -> None:
         warnings.warn(f"step {backward.number}: the gradient of {name} is not finite; {effect}", stacklevel=2)
 
 
-def is_finite(values: Tensor) -> bool:
-    """Tells whether all values are finite. Allocates two numbers: no plan has room for a mask beside an update."""
-    values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
-    return not values.numel() or all(bool(extreme.isfinite()) for extreme in torch.aminmax(values))
-
-
 def _update(backward: Backward, names: tuple[str, ...], *values: Tensor) -> Sequence[Tensor]:
-    """Update the parameters ``names``. ``values``: the parameters, their gradients and, with clipping, the factor."""
+    """Update the parameters ``names``. ``values``: the parameters, their gradients and, with clipping, the factor. No parameter
+    is changed before all of these gradients are known to be finite, or are to be used as they are."""
     count = len(names)
     parameters, grads, factors = values[:count], list(values[count : 2 * count]), values[2 * count :]
     if backward.skips:
         return parameters
-    if not backward.options.needs_all_gradients:
-        for name, grad in zip(names, grads, strict=True):
-            if not is_finite(grad):
-                changed = "regions behind it have been updated" if backward.has_updated else "nothing was changed"
-                _handle_nonfinite(backward, name, changed)
+    factor = factors[0] if factors and backward.options.max_grad_norm is not None else None
+    masters, disk, checked = backward.masters, backward.disk, not backward.options.needs_all_gradients
+    on_disk = {n: g for n, g in zip(names, grads, strict=True) if disk is not None and disk.holds(backward.parameters[n])}
+    if masters is not None and not on_disk and all(id(backward.parameters[name]) in masters.by_parameter for name in names):
+        _update_masters(backward, masters, dict(zip(names, grads, strict=True)), factor, checked)
+        return parameters
+    if checked and (position := host_kernels.nonfinite(grads)) is not None:
+        _stop_or_warn(backward, names[position])
     backward.has_updated = True
     addresses: set[int] = set()
     for index, grad in enumerate(grads):  # two parameters may have one gradient, which is scaled in place
         if grad.data_ptr() in addresses:
             grads[index] = grad.clone()
         addresses.add(grad.data_ptr())
-    factor = factors[0] if factors and backward.options.max_grad_norm is not None else None
-    if (disk := backward.disk) is not None:
-        on_disk = {n: g for n, g in zip(names, grads, strict=True) if disk.holds(backward.parameters[n])}
-        if on_disk:
-            _update_on_disk(backward, disk, on_disk, factor)
-        at_home = {name: grad for name, grad in zip(names, grads, strict=True) if name not in on_disk}
-        names, grads = tuple(at_home), list(at_home.values())
-        if not names:
-            return parameters
-    masters = backward.masters
-    if masters is not None and all(id(backward.parameters[name]) in masters.by_parameter for name in names):
-        _update_masters(backward, masters, dict(zip(names, grads, strict=True)), factor)
-    else:
-        _update_plain(backward, dict(zip(names, grads, strict=True)), factor)
+    if disk is not None and on_disk:
+        _update_on_disk(backward, disk, on_disk, factor)
+    at_home = {name: grad for name, grad in zip(names, grads, strict=True) if name not in on_disk}
+    if masters is not None and at_home and all(id(backward.parameters[name]) in masters.by_parameter for name in at_home):
+        _update_masters(backward, masters, at_home, factor, checked=False)
+    elif at_home:
+        _update_plain(backward, at_home, factor)
     return parameters
+
+
+def _stop_or_warn(backward: Backward, name: str) -> None:
+    """Handle a gradient that is not finite, found before the parameters of its region were changed."""
+    _handle_nonfinite(backward, name, "regions behind it have been updated" if backward.has_updated else "nothing was changed")
 
 
 def _update_on_disk(backward: Backward, disk: DiskState, grads: Mapping[str, Tensor], factor: Tensor | None) -> None:
@@ -154,12 +158,21 @@ def _update_on_disk(backward: Backward, disk: DiskState, grads: Mapping[str, Ten
     disk.update(states, change)
 
 
-def _update_masters(backward: Backward, masters: Masters, grads: Mapping[str, Tensor], factor: Tensor | None) -> None:
+def _update_masters(
+    backward: Backward, masters: Masters, grads: Mapping[str, Tensor], factor: Tensor | None, checked: bool
+) -> None:
+    """Update parameters with masters by one kernel, which looks for values that are not finite first, if ``checked``."""
     scale = 1.0 if factor is None else float(factor)
-    for name, grad in grads.items():
-        parameter = backward.parameters[name]
-        backward.allocated_state |= not backward.optimizer.state.get(parameter)
-        masters.update(backward.optimizer, parameter, grad, backward.groups[id(parameter)][1], scale)
+    parameters = [backward.parameters[name] for name in grads]
+    rows = [(p, grad, backward.groups[id(p)][1]) for p, grad in zip(parameters, grads.values(), strict=True)]
+    new = any(not backward.optimizer.state.get(parameter) for parameter in parameters)
+    updated_before, backward.has_updated = backward.has_updated, True
+    if (position := masters.update(backward.optimizer, rows, scale, checked)) is not None:
+        backward.has_updated = updated_before
+        _stop_or_warn(backward, list(grads)[position])
+        backward.has_updated = True
+        masters.update(backward.optimizer, rows, scale)
+    backward.allocated_state |= new
 
 
 def _update_plain(backward: Backward, grads: Mapping[str, Tensor], factor: Tensor | None, staged: Staged | None = None) -> None:

@@ -32,19 +32,25 @@ from mtcompile.optim.disk_state import DiskState
 from mtcompile.optim.master_weights import Masters
 from mtcompile.optim.update_options import UpdateOptions
 from mtcompile.optim.wholeness import Wholeness
-from mtcompile.passes.plan import Updates
+from mtcompile.passes.plan import NORM_COPIES, Updates
 from mtcompile.passes.step_graph import calls, is_update
 from mtcompile.references import weakly
+
+_ISSUING = 2  # threads that updates leave to those that issue kernels and copies
 
 
 class UpdatesInBackward:
     """Updates of one model's parameters in its backward: their options, and the state of the backward that runs or ran last.
 
-    ``wholeness``: of the model, which an error after the first update spoils.
+    ``wholeness``: of the model, which an error after the first update spoils. ``where``: it computes, beside updates.
     """
 
-    def __init__(self, model: nn.Module, options: UpdateOptions, masters: Masters | None, wholeness: Wholeness) -> None:
+    def __init__(
+        self, model: nn.Module, options: UpdateOptions, masters: Masters | None, wholeness: Wholeness, where: torch.device
+    ) -> None:
         self.options, self.masters, self._wholeness = options, masters, wholeness
+        if masters is not None:
+            masters.spared = 0 if where.type == "cpu" else _ISSUING
         self.model = weakref.ref(model)
         self.optimizer: torch.optim.Optimizer | None = None
         self.disk: DiskState | None = None
@@ -89,7 +95,8 @@ class UpdatesInBackward:
     def plan_updates(self, state_copies: float) -> Updates:
         """The updates as a plan has them: C works in place, torch's need up to three temporaries of a parameter's size."""
         workspace = 1.0 if self.masters is not None else 3.0
-        return Updates(state_copies, workspace, self.options.needs_all_gradients, self.options.run_ahead)
+        held, norm_copies = self.options.needs_all_gradients, 1.0 if self.masters is None else NORM_COPIES
+        return Updates(state_copies, workspace, held, self.options.run_ahead, checked=not held, norm_copies=norm_copies)
 
     def kernels(self, step: fx.GraphModule) -> dict[str, Callable[..., Sequence[Tensor]]]:
         """The kernels of a schedule's update instructions, by name."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -25,7 +25,15 @@ from mtcompile.errors import StepError
 from mtcompile.optim.disk_state import DiskState, Staged
 from mtcompile.optim.precision import Precision
 from mtcompile.optim.state_sizes import STATES
-from mtcompile.optim.written_update import class_name, grad_scaling, written_update
+from mtcompile.optim.written_update import (
+    Row,
+    class_name,
+    count_step,
+    flat,
+    grad_scaling,
+    prepared_update,
+    written_update,
+)
 from mtcompile.references import weakly
 from mtcompile.runtime.optim import device_kernels, host_kernels
 from mtcompile.runtime.optim.operands import Operands, joined, split
@@ -86,6 +94,7 @@ class Masters:
         self._bound: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._hidden_gradients: list[tuple[nn.Parameter, Tensor]] = []
         self.updating: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None  # called before a step's first update
+        self.spared = 0  # threads that updates leave to others
         self.adopt(model, (parameter for parameter in model.parameters() if not nn.parameter.is_lazy(parameter)))
         model.register_load_state_dict_pre_hook(weakly(self._before_loading))
         model.register_load_state_dict_post_hook(weakly(self._after_loading))
@@ -243,7 +252,7 @@ class Masters:
             self.updating(optimizer)
         for parameter, grad, group in rows:
             if not skip:
-                self.update(optimizer, parameter, grad, group, scale)
+                self.update(optimizer, [(parameter, grad, group)], scale)
             self._hidden_gradients.append((parameter, grad))
             parameter.grad = None
 
@@ -278,26 +287,25 @@ class Masters:
             parameter.grad = grad
         self._hidden_gradients = []
 
-    def update(
-        self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, grad: Tensor, group: Mapping[str, Any], scale: float
-    ) -> None:
-        """Update one parameter, after ``check``. ``group``: its options; ``scale``: the factor of the gradient."""
-        master, state = self.by_parameter[id(parameter)], optimizer.state[parameter]
-        names = STATES[class_name(optimizer)] if group.get("momentum", 1) else ()
-        update = written_update(optimizer, parameter, group, scale)
-        for name in names:
-            if state.get(name) is None:
-                state[name] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
-        states = tuple(_flat(state[name]) for name in names)
-        if not states:  # SGD without momentum: what the kernel writes there is not read
-            states = (torch.empty(parameter.numel(), device=parameter.device),)
-        grad = grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
-        operands = Operands(_flat(parameter.detach()), _flat(grad.detach()), states, _flat(master.remainder))
-        if parameter.device.type == "cpu":
-            host_kernels.apply(update, operands)
+    def update(self, optimizer: torch.optim.Optimizer, rows: Sequence[Row], scale: float, checked: bool = False) -> int | None:
+        """Updates parameters, after ``check``; ``scale``: the factor of gradients. ``checked``: returns the position of the
+        first one whose gradient is not finite, if there is one, and then has changed nothing; None otherwise."""
+        remainders = (self.by_parameter[id(parameter)].remainder for parameter, _, _ in rows)
+        prepared = [prepared_update(optimizer, row, rest, scale) for row, rest in zip(rows, remainders, strict=True)]
+        tasks = [(update, operands) for update, operands, _ in prepared]
+        if all(parameter.device.type == "cpu" for parameter, _, _ in rows):
+            if (position := host_kernels.apply_all(tasks, checked, spared=self.spared)) is not None:
+                return position
         else:
-            device_kernels.apply(update, operands)
-        self._remember_version(master)
+            if checked and (position := host_kernels.nonfinite([operands.grad for _, operands in tasks])) is not None:
+                return position
+            for update, operands in tasks:
+                device_kernels.apply(update, operands)
+        for (parameter, _, _), (_, _, new) in zip(rows, prepared, strict=True):
+            optimizer.state[parameter].update(new)
+            count_step(optimizer, parameter)
+            self._remember_version(self.by_parameter[id(parameter)])
+        return None
 
     def staged_update(
         self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: Mapping[str, Any], scale: float, disk: DiskState
@@ -306,6 +314,7 @@ class Masters:
         name, state = self.by_parameter[id(parameter)].name, optimizer.state[parameter]
         keys = STATES[class_name(optimizer)] if group.get("momentum", 1) else ()
         update = written_update(optimizer, parameter, group, scale)
+        count_step(optimizer, parameter)
         for key in keys:
             if state.get(key) is None:
                 state[key] = disk.new_zeros(name, key, parameter, torch.float32)
@@ -314,7 +323,7 @@ class Masters:
             assert staged.remainder is not None
             grad = grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
             states = tuple(staged.state[key] for key in keys) or (torch.empty(staged.values.numel()),)
-            piece = _flat(grad.detach())[staged.start : staged.stop]
+            piece = flat(grad.detach())[staged.start : staged.stop]
             host_kernels.apply(update, Operands(staged.values, piece, states, staged.remainder))
 
         return apply
@@ -368,16 +377,11 @@ def _check_dense(name: str, parameter: Tensor) -> None:
         raise ValueError(f"expected parameters without gaps in memory, found {name} with strides {parameter.stride()}")
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """A 1-D view of all elements in their order in memory."""
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
 def _checksum(parameter: Tensor) -> int | None:
     """A checksum of the bits under MT_CHECK=1, else None."""
     if not knobs.check():
         return None
-    bits = _flat(parameter.detach()).view(torch.int16).to(torch.int64)
+    bits = flat(parameter.detach()).view(torch.int16).to(torch.int64)
     places = torch.arange(1, bits.numel() + 1, device=bits.device)
     return int((bits * places).sum())
 

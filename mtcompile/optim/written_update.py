@@ -6,25 +6,56 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from mtcompile.optim.state_sizes import STATES
 from mtcompile.runtime.optim.formula import Update, adam, adamw, sgd
+from mtcompile.runtime.optim.operands import Operands
 
+Row = tuple[nn.Parameter, Tensor, Mapping[str, Any]]  # a parameter, its gradient and the options of its group
 _SUPPORTED = ("AdamW", "Adam", "SGD")  # torch.optim classes whose arithmetic is written down
 
 
 def written_update(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: Mapping[str, Any], scale: float) -> Update:
-    """The update that the optimizer's next step makes of a parameter; counts the step up in its state."""
-    name, state = class_name(optimizer), optimizer.state[parameter]
+    """The update that the optimizer's next step makes of a parameter. Changes nothing: see ``count_step``."""
+    name, state = class_name(optimizer), optimizer.state.get(parameter, {})
     options: dict[str, Any] = {"lr": float(group["lr"]), "weight_decay": group["weight_decay"], "scale": scale}
     if name == "SGD":
         options |= {key: group[key] for key in ("momentum", "dampening", "nesterov")}
         return sgd(**options, first=state.get("momentum_buffer") is None)
-    state.setdefault("step", torch.tensor(0.0))
-    state["step"] += 1
     beta1, beta2 = (float(beta) for beta in group["betas"])
     formula = adamw if name == "AdamW" or group.get("decoupled_weight_decay") else adam
-    return formula(**options, beta1=beta1, beta2=beta2, eps=group["eps"], step=int(state["step"]))
+    return formula(**options, beta1=beta1, beta2=beta2, eps=group["eps"], step=int(state.get("step", 0)) + 1)
+
+
+def prepared_update(
+    optimizer: torch.optim.Optimizer, row: Row, remainder: Tensor, scale: float
+) -> tuple[Update, Operands, dict[str, Tensor]]:
+    """The update of one parameter whose master has this ``remainder``, its operands, and the state that it has for the first
+    time then. Changes nothing."""
+    parameter, grad, group = row
+    state, new = optimizer.state.get(parameter, {}), dict[str, Tensor]()
+    names = STATES[class_name(optimizer)] if group.get("momentum", 1) else ()
+    for name in names:
+        if state.get(name) is None:
+            new[name] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
+    states = tuple(flat(new[name] if name in new else state[name]) for name in names)
+    if not states:  # SGD without momentum: what the kernel writes there is not read
+        states = (torch.empty(parameter.numel(), device=parameter.device),)
+    grad = grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
+    update = written_update(optimizer, parameter, group, scale)
+    return update, Operands(flat(parameter.detach()), flat(grad.detach()), states, flat(remainder)), new
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """A 1-D view of all elements in their order in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def count_step(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
+    """Counts the step of a parameter up in its state, where its formula counts steps."""
+    if class_name(optimizer) != "SGD":
+        optimizer.state[parameter].setdefault("step", torch.tensor(0.0)).add_(1)
 
 
 def grad_scaling(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:

@@ -78,10 +78,10 @@ class Machine:
             return self.disk_write_gbps
         return self.d2h_gbps if queue == "d2h" else self.h2d_gbps
 
-    def update_us(self, host_nbytes: int, device_nbytes: int, state_copies: float) -> float:
+    def update_us(self, host_nbytes: int, device_nbytes: int, state_copies: float, checked: bool = False) -> float:
         """The microseconds of an elementwise optimizer's update, by parameter bytes at home in each tier: it reads weight,
-        gradient and state, and writes weight and state, once each."""
-        passes = 3 + 2 * state_copies
+        gradient and state, and writes weight and state, once each; where the gradient is ``checked``, it reads it once more."""
+        passes = 3 + checked + 2 * state_copies
         return passes * (host_nbytes / self.host_gbps + device_nbytes / self.memory_gbps) / 1e3
 
     def shared_by(self, ranks: int) -> Machine:

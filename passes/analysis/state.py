@@ -216,7 +216,7 @@ def times_us(
         copied = sum(i.nbytes for i in schedule.instructions if i.queue in _LINK and i.phase == "backward")
     collectives = sum(i.time_us for i in schedule.instructions if i.work == "collective")
     others = copied / machine.host_gbps / 1e3 + collectives - overlapped
-    memory_bound = machine.update_us(host_nbytes, 0, budgets.state_copies) + others
+    memory_bound = machine.update_us(host_nbytes, 0, budgets.state_copies, budgets.updates.checked) + others
     return alone + contention, max(period_us(schedule, waits) - alone, 0.0, memory_bound)
 
 

@@ -161,17 +161,22 @@ def _homes(
     joint: fx.GraphModule, region: Mapping[fx.Node, RegionId], blocks: Sequence[str], input_homes: InputHomes
 ) -> dict[str, str]:
     """The home of each parameter that a region reads: the known one, its own name if it is large, or the block of the first
-    region that reads it (tied weights have one home)."""
+    region that reads it (tied weights have one home). Those of a block are in the order in which they lie there: what the same
+    regions read is together, and what most of them read comes first, so that few copies fetch it."""
     names = {node: spec.name for spec, node in inputs_of(joint) if spec.role == "param"}
     frozen = {spec.name for spec in joint.meta["inputs"] if input_homes.frozen_apart and not spec.differentiable}
     homes: dict[str, str] = {}
-    for rid, nodes in in_order(joint.graph, region):
+    readers: dict[str, list[int]] = {}
+    for at, (rid, nodes) in enumerate(in_order(joint.graph, region)):
         for operand in _externals(nodes, rid, region):
             if name := names.get(operand):
+                readers.setdefault(name, []).append(at)
                 alone = span_nbytes(operand.meta["val"]) >= _LARGE and name not in blocks
                 block = name if alone else blocks[rid[1]] + (FROZEN if name in frozen else "")
                 homes.setdefault(name, input_homes.known.get(name, block))
-    return homes
+    blocks_in_order = {block: position for position, block in enumerate(dict.fromkeys(homes.values()))}
+    ordered = sorted(homes, key=lambda name: (blocks_in_order[homes[name]], -len(readers[name]), readers[name]))
+    return {name: homes[name] for name in ordered}
 
 
 def _externals(nodes: list[fx.Node], rid: RegionId, region: Mapping[fx.Node, RegionId]) -> list[fx.Node]:

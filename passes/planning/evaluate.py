@@ -9,6 +9,7 @@ from torch import fx
 
 from mtcompile.passes import rewrite, rewritten_draft
 from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.analysis.fetches import fetches
 from mtcompile.passes.analysis.state import persistent_nbytes, state_by_tier, times_us, trained_nbytes
 from mtcompile.passes.draft import bundle
 from mtcompile.passes.lower import lower_without_deps
@@ -53,6 +54,7 @@ def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, cert
         certificate=certificate,
         limiting_resource=max(busy, key=lambda resource: busy[resource]),
     )
+    plan = replace(plan, **dict(zip(("fetched", "copies"), fetches(step, schedule), strict=True)))
     stated = {tier: nbytes for tier, nbytes in limits.items() if nbytes is not None}
     return Planned(plan, step, replace(schedule, budget_nbytes=stated))
 

@@ -32,6 +32,7 @@ def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     it reads what the forward fetched last.
     """
     homes = step.meta["homes"]
+    order_at_home = {name: position for position, name in enumerate(homes)}
     for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True):
         home = homes.get(spec.name)  # none: nothing that counts reads it
         if spec.role == "param" and home is not None and (tier := plan.params(home)) in ("device", "disk"):
@@ -48,6 +49,7 @@ def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
                 home = homes.get(operand.meta["name"], "")
                 groups.setdefault((home, ends.get(operand)), []).append(operand)
         for (home, end), values in groups.items():
+            values.sort(key=lambda value: order_at_home.get(value.meta["name"], -1))  # neighbours cross together
             name, about = home.replace(".", "_") or "inputs", (region.meta["phase"], region.meta["block"])
             at_home = values
             if values[0].meta["tier"] == "disk":

@@ -10,9 +10,11 @@ short, free segments and pages are given back first. *Not yet measured*: ``memor
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from mtcompile.runtime.schedule import Buffer, Schedule
+from mtcompile.runtime.usage import allocated_together
 
 MIB = 2**20
 _ROUND, _SMALL, _LARGE = 512, MIB, 10 * MIB
@@ -253,22 +255,42 @@ def _steps(schedule: Schedule, allocator: CachingAllocator) -> None:
 
 def _replay(schedule: Schedule, allocator: CachingAllocator) -> None:
     live: dict[str, Block] = {}
+    together, parts = allocated_together(schedule), Counter[str]()  # parts: of an allocation for several, those in use
 
     def pooled(names: tuple[str, ...]) -> list[Buffer]:
         buffers = (schedule.buffers[name] for name in names)
         return [buffer for buffer in buffers if buffer.tier == "device" and buffer.kind == "pooled" and not buffer.version_of]
 
+    def allocate(buffer: Buffer) -> None:
+        first, _, nbytes = together.get(buffer.name, (buffer.name, 0, buffer.nbytes))
+        parts[first] += 1
+        if first not in live:
+            live[first] = allocator.allocate(nbytes)
+
+    def free(name: str) -> None:
+        first = together[name][0] if name in together else name
+        parts[first] -= 1
+        if parts[first] == 0:
+            allocator.free(live.pop(first))
+
+    held: set[str] = set()
     for instruction in schedule.instructions:
         if instruction.op == "run":
             workspace = allocator.allocate(instruction.workspace) if instruction.workspace else None
             for buffer in pooled(instruction.writes):
-                if buffer.name not in live:
-                    live[buffer.name] = allocator.allocate(buffer.nbytes)
+                if buffer.name not in held:
+                    allocate(buffer)
+                    held.add(buffer.name)
             if workspace is not None:
                 allocator.free(workspace)
+        elif instruction.op == "copy":
+            for buffer in pooled(instruction.writes):
+                allocate(buffer)
+                held.add(buffer.name)
         elif instruction.op == "free":
             for buffer in pooled(instruction.writes):
-                if buffer.name in live:
-                    allocator.free(live.pop(buffer.name))
+                if buffer.name in held:
+                    held.remove(buffer.name)
+                    free(buffer.name)
     for block in live.values():  # what the user holds: let go before the next step
         allocator.free(block)

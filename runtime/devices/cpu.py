@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mtcompile.runtime.devices.arena import Layout, arena, layout_of, same_strides, span_nbytes, view
+from mtcompile.runtime.devices.joining import NO_SLABS
 from mtcompile.runtime.disk.store import DiskStore
 from mtcompile.runtime.schedule import ALIGNMENT, Queue, Schedule, Tier, gib
 
@@ -56,8 +57,17 @@ class CpuMemory:
         self.disk: DiskStore | None = None  # of homes on disk
         self.home_names: Mapping[str, str] = {}  # of homes, as the user knows them
         self.verified = False  # compare what is read from disk with its checksums
+        self.slabs = NO_SLABS  # of homes
+        self.together: Mapping[str, tuple[str, int, int]] = {}  # as ``usage.allocated_together`` returns them
+        self._shared: dict[str, torch.Tensor] = {}  # allocations for several values, until the last of these has its part
         limit = schedule.peak_nbytes.get("device", 0)
         self.free_nbytes = limit - schedule.arena_nbytes.get("device", 0) - schedule.resident_nbytes.get("device", 0)
+
+    def let_go(self) -> None:
+        """Let go of all tensors, after a step."""
+        self.tensors.clear()
+        self._shared.clear()
+        self.slabs = NO_SLABS
 
     def leave_device(self) -> None:
         """Let go of the device's arena, in which nothing is live between phases."""
@@ -81,9 +91,7 @@ class CpuMemory:
             self._reserve(buffer.nbytes, name)
             self.live += buffer.nbytes
             if filled:  # by a copy; kernels bring the memory of what they make
-                layout = self.layouts[name]
-                where = self.arenas.device.device
-                self.tensors[name] = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=where)
+                self.tensors[name] = self._allocated(name)
             return
         slot = self.views.get(name)
         if slot is None:
@@ -91,6 +99,16 @@ class CpuMemory:
             assert buffer.offset is not None
             slot = self.views[name] = view(memory, buffer.offset, self.layouts[name])
         self.tensors[name] = slot
+
+    def _allocated(self, name: str) -> torch.Tensor:
+        layout, where = self.layouts[name], self.arenas.device.device
+        if name not in self.together:
+            return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=where)
+        first, offset, nbytes = self.together[name]
+        if offset == 0:
+            self._shared[first] = arena(nbytes, where)
+        is_last = offset + self.schedule.buffers[name].nbytes == nbytes
+        return view(self._shared.pop(first) if is_last else self._shared[first], offset, layout)
 
     def free(self, name: str) -> None:
         buffer = self.schedule.buffers[name]
@@ -100,7 +118,7 @@ class CpuMemory:
         own = self.unused.pop(name, tensor)
         if self.check and tensor.numel():
             pooled = buffer.kind == "pooled"
-            self._poison(own if pooled else self.views[name], buffer.tier, whole=pooled)
+            self._poison(own if pooled else self.views[name], buffer.tier, whole=pooled and name not in self.together)
 
     def _poison(self, tensor: torch.Tensor, tier: Tier, whole: bool) -> None:
         """Overwrite a tensor's bytes; ``whole``: all of its storage, which no other value uses."""

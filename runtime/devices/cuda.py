@@ -20,8 +20,9 @@ import torch
 from mtcompile.runtime.devices.arena import arena, span_nbytes
 from mtcompile.runtime.devices.cpu import POISON, CpuMemory
 from mtcompile.runtime.devices.cuda_driver import Api
+from mtcompile.runtime.devices.joining import bytes_of, runs_of_bytes
 from mtcompile.runtime.devices.pinned import NotPinned, Staging
-from mtcompile.runtime.schedule import HOST_AWAITS, HOST_QUEUES, PLACEMENT, Queue, Tier
+from mtcompile.runtime.schedule import HOST_AWAITS, HOST_QUEUES, Queue, Tier
 from mtcompile.runtime.trace import Record
 
 _COPYING: tuple[Queue, ...] = ("h2d", "d2h")
@@ -135,7 +136,7 @@ class CudaMemory(CpuMemory):
         return super()._slices_with_rows(self.api.to_host(ends))
 
     def _copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], to_device: bool) -> None:
-        for target, source in runs_of_bytes(pairs):
+        for target, source in runs_of_bytes(pairs, self.slabs):
             if self.staging is None or (source if to_device else target).is_pinned():
                 self.api.copy(target, source)
             elif to_device:
@@ -177,43 +178,6 @@ class NamedMemory(CudaMemory):
             yield
         finally:
             self.api.pop()
-
-
-def bytes_of(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
-    """Returns ``nbytes`` bytes of a tensor's storage, from ``start`` bytes after its first element on."""
-    at = tensor.storage_offset() * tensor.element_size() + start
-    return tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), at, (nbytes,), (1,))
-
-
-def runs_of_bytes(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Joins (target, source) tensors into the fewest (target, source) copies of bytes.
-
-    Neighbours at the same distance in both are joined, with the padding between them, so that one copy moves all parameters
-    of a region."""
-    run: tuple[torch.Tensor, torch.Tensor, int] | None = None  # the first pair, and the bytes so far
-    for target, source in pairs:
-        nbytes = span_nbytes(source)
-        if nbytes == 0:
-            continue
-        if run is not None:
-            apart = target.data_ptr() - run[0].data_ptr()
-            together = (
-                apart == source.data_ptr() - run[1].data_ptr()
-                and 0 <= apart - run[2] < PLACEMENT
-                and _same_storage(target, run[0])
-                and _same_storage(source, run[1])
-            )
-            if together:
-                run = (*run[:2], apart + nbytes)
-                continue
-            yield bytes_of(run[0], 0, run[2]), bytes_of(run[1], 0, run[2])
-        run = (target, source, nbytes)
-    if run is not None:
-        yield bytes_of(run[0], 0, run[2]), bytes_of(run[1], 0, run[2])
-
-
-def _same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 class CudaDevice:

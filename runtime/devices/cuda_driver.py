@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from mtcompile.runtime.devices.host_pages import Placing, placing
 from mtcompile.runtime.devices.pinned import NotPinned, pinned
 
 
@@ -16,6 +19,11 @@ class Api:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.module = device, torch.get_device_module(device)
+
+    def placing(self, root: Path = Path("/")) -> Placing:
+        """Return the memory nodes that pinned memory comes from."""
+        cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+        return placing(cpus, pci_address(self.module.get_device_properties(self.device)), root)
 
     def current_stream(self) -> Any:
         return self.module.current_stream(self.device)
@@ -28,7 +36,7 @@ class Api:
         return self.module.stream(stream)  # type: ignore[no-any-return]
 
     def new_event(self, timed: bool = False) -> Any:
-        return self.module.Event(enable_timing=timed)
+        return self.module.Event(enable_timing=timed, blocking=True)  # a thread that waits for it leaves its core to others
 
     def record(self, event: Any, stream: Any) -> None:
         event.record(stream)
@@ -45,8 +53,14 @@ class Api:
         target.copy_(source, non_blocking=True)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy in host memory, after all that was issued to the current stream. The calling thread waits for it."""
-        return tensor.cpu()
+        """Return a copy in host memory, after all that was issued to the current stream. The calling thread waits for it,
+        without using its core."""
+        copied = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        copied.copy_(tensor, non_blocking=True)
+        event = self.new_event()
+        self.record(event, self.current_stream())
+        self.block(event)
+        return copied
 
     def fill(self, target: torch.Tensor, value: int) -> None:
         target.fill_(value)
@@ -70,8 +84,19 @@ class Api:
     def pin(self, nbytes: int) -> torch.Tensor:
         """Return page-locked host memory. Raises NotPinned."""
         try:
-            return pinned(nbytes, self.module.cudart(), self.synchronize, lambda: self.module.device(self.device))
+            return pinned(
+                nbytes, self.module.cudart(), self.synchronize, lambda: self.module.device(self.device), self.placing()
+            )
         except NotPinned:
             with contextlib.suppress(RuntimeError):  # the refusal stays the thread's last error until a launch reports it
                 torch.empty(1, device=self.device).fill_(0)
             raise
+
+
+def pci_address(properties: Any) -> str:
+    """Return a device's address as the system names it, such as ``0000:17:00.0``; "" where torch does not say."""
+    numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if any(number is None for number in numbers[1:]):
+        return ""
+    domain, bus, slot = (number or 0 for number in numbers)
+    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"

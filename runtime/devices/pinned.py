@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from mtcompile.runtime.devices.host_pages import ANYWHERE, Placing, prepare
+from mtcompile.runtime.optim.host_kernels import library
+
 
 class Staging:
     """A ring of pinned chunks for the copies of one queue, where the memory at home is not pinned. The issuing thread waits
@@ -74,14 +77,17 @@ def pinned(
     runtime: Any,
     synchronize: Callable[[], None],
     current: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    where: Placing = ANYWHERE,
 ) -> torch.Tensor:
     """Returns ``nbytes`` of page-locked host memory, rounded up to pages only (torch's own rounds up to powers of two).
 
     ``runtime``: torch.cuda.cudart(). ``synchronize``: waits for the device, whose copies may still be in flight when the
     last tensor is freed. ``current``: makes the device this thread's current one; the runtime would open a context on another.
+    ``where``: the memory nodes that its pages should come from.
     Raises NotPinned, and then holds nothing; OSError where the system has no memory."""
     memory = mmap.mmap(-1, max(nbytes, 1))
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    prepare(memory, tensor.data_ptr(), where, library(), torch.get_num_threads())
     with current():
         code = int(runtime.cudaHostRegister(tensor.data_ptr(), len(memory), _PORTABLE))
     if code:

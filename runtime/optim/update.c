@@ -2,6 +2,8 @@
  * operation is one IEEE fp32 operation, in that order, so that the bits are those of runtime/optim/torch_kernels.py and of the
  * device's kernels. Contraction into fused multiply-adds or relaxed arithmetic would break that, hence the checks.
  *
+ * Beside them: what new host memory needs that Python cannot ask for.
+ *
  * Loaded with ctypes: no Python header, and the GIL is not held. */
 
 #include <float.h>
@@ -9,6 +11,11 @@
 #include <omp.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __linux__
+#include <errno.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #ifdef __FAST_MATH__
 #error "relaxed arithmetic changes bits: build without -ffast-math"
@@ -128,18 +135,135 @@ static void (*const kernels[KINDS][LAYOUTS])(Operands, int64_t, int64_t) = {
     LISTED(adamw), LISTED(adam_l2), LISTED(momentum), LISTED(momentum_first), LISTED(nesterov), LISTED(nesterov_first),
 };
 
-/* The version of this interface and the formulas: a library that was built from another version is not used. */
-EXPORT int mt_update_version(void) { return 1; }
+/* Whether some of the values has all bits of its exponent set, as an infinity and a NaN have: then that is the largest. */
+#define SCAN(NAME, TYPE, EXPONENT)                                                       \
+    CLONES static int NAME(const void *values, int64_t from, int64_t to) {               \
+        const TYPE *v = values, all = EXPONENT;                                          \
+        TYPE largest = 0;                                                                \
+        _Pragma("omp simd reduction(max:largest)") for (int64_t i = from; i < to; i++) { \
+            TYPE exponent = v[i] & all;                                                  \
+            largest = exponent > largest ? exponent : largest;                           \
+        }                                                                                \
+        return largest == all;                                                           \
+    }
 
-/* kind, layout: as in the enums. n: elements of every tensor. Each thread has one run of whole cache lines. */
-EXPORT void mt_update(int kind, int layout, int threads, int64_t n, void *weight, int16_t *remainder, const void *grad,
-                      float *first, float *second, const float *k) {
-    const Operands o = {weight, remainder, grad, first, second, k};
+SCAN(scan_bf16, uint16_t, 0x7f80)
+SCAN(scan_fp16, uint16_t, 0x7c00)
+SCAN(scan_fp32, uint32_t, 0x7f800000)
+SCAN(scan_fp64, uint64_t, 0x7ff0000000000000)
+
+enum dtype { BF16, FP16, FP32_VALUES, FP64, DTYPES };
+static int (*const scans[DTYPES])(const void *, int64_t, int64_t) = {scan_bf16, scan_fp16, scan_fp32, scan_fp64};
+
+/* Threads take chunks as they come free: one that the system stops, or that has other work beside, holds nobody up. */
+#define CHUNK ((int64_t)1 << 15)
+
+/* One update. kind, layout: as in the enums. n: elements of every tensor. The others: as in Operands. */
+typedef struct {
+    int64_t kind, layout, n;
+    void *weight;
+    int16_t *remainder;
+    const void *grad;
+    float *first, *second;
+    float k[10];
+} Task;
+
+/* dtype: as in the enum. n values that lie one behind the other. */
+typedef struct {
+    int64_t dtype, n;
+    const void *values;
+} Values;
+
+INLINE int64_t chunks_of(int64_t n) { return (n + CHUNK - 1) / CHUNK; }
+
+/* Where a thread is: the part that holds its chunk, and the number of that part's first chunk. */
+typedef struct {
+    int64_t part, begin, from, to;
+} Place;
+
+/* Moves to the next chunk that no thread has. Returns 0 at the end. */
+#define NEXT(PLACE, PARTS, COUNT, TAKEN)                                                                     \
+    ({                                                                                                       \
+        int64_t chunk = __atomic_fetch_add(&(TAKEN), 1, __ATOMIC_RELAXED);                                   \
+        while ((PLACE).part < (COUNT) && chunk >= (PLACE).begin + chunks_of((PARTS)[(PLACE).part].n)) {      \
+            (PLACE).begin += chunks_of((PARTS)[(PLACE).part].n);                                             \
+            (PLACE).part++;                                                                                  \
+        }                                                                                                    \
+        if ((PLACE).part < (COUNT)) {                                                                        \
+            int64_t n = (PARTS)[(PLACE).part].n;                                                             \
+            (PLACE).from = (chunk - (PLACE).begin) * CHUNK;                                                  \
+            (PLACE).to = (PLACE).from + CHUNK < n ? (PLACE).from + CHUNK : n;                                \
+        }                                                                                                    \
+        (PLACE).part < (COUNT);                                                                              \
+    })
+
+INLINE void lower(int64_t *least, int64_t value) {
+    int64_t known = __atomic_load_n(least, __ATOMIC_RELAXED);
+    while (value < known && !__atomic_compare_exchange_n(least, &known, value, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+}
+
+/* The version of this interface and the formulas: a library that was built from another version is not used. */
+EXPORT int mt_update_version(void) { return 2; }
+
+/* Returns the first of count runs of values with one that is not finite; count if there is none. */
+EXPORT int64_t mt_nonfinite(int threads, int64_t count, const Values *parts) {
+    int64_t taken = 0, first = count;
 #pragma omp parallel num_threads(threads)
     {
-        int64_t team = omp_get_num_threads();
-        int64_t each = ((n + team - 1) / team + 63) / 64 * 64;
-        int64_t from = omp_get_thread_num() * each, to = from + each < n ? from + each : n;
-        if (from < to) kernels[kind][layout](o, from, to);
+        Place at = {0, 0, 0, 0};
+        while (NEXT(at, parts, count, taken)) {
+            if (at.part < __atomic_load_n(&first, __ATOMIC_RELAXED) &&
+                scans[parts[at.part].dtype](parts[at.part].values, at.from, at.to)) {
+                lower(&first, at.part);
+            }
+        }
     }
+    return first;
+}
+
+/* Updates all of count tasks and returns count. checked: returns the first task whose gradient has a value that is not finite,
+ * if there is one, and then has written nothing. */
+EXPORT int64_t mt_update(int threads, int checked, int64_t count, const Task *tasks) {
+    int64_t scanned = 0, taken = 0, first = count;
+#pragma omp parallel num_threads(threads)
+    {
+        if (checked) {
+            Place at = {0, 0, 0, 0};
+            while (NEXT(at, tasks, count, scanned)) {
+                int dtype = tasks[at.part].layout == SPLIT_BF16 ? BF16 : FP32_VALUES;
+                if (at.part < __atomic_load_n(&first, __ATOMIC_RELAXED) &&
+                    scans[dtype](tasks[at.part].grad, at.from, at.to)) {
+                    lower(&first, at.part);
+                }
+            }
+#pragma omp barrier
+        }
+        if (__atomic_load_n(&first, __ATOMIC_RELAXED) == count) {
+            Place at = {0, 0, 0, 0};
+            while (NEXT(at, tasks, count, taken)) {
+                const Task *t = &tasks[at.part];
+                const Operands o = {t->weight, t->remainder, t->grad, t->first, t->second, t->k};
+                kernels[t->kind][t->layout](o, at.from, at.to);
+            }
+        }
+    }
+    return first;
+}
+
+/* Asks for the pages of new memory to come from the nodes of a mask, by a mode of mbind(2). Returns 0 or the error's number. */
+EXPORT int mt_place(void *memory, int64_t nbytes, int mode, uint64_t nodes) {
+#if defined(__linux__) && defined(SYS_mbind)
+    unsigned long mask = (unsigned long)nodes;
+    return syscall(SYS_mbind, memory, (unsigned long)nbytes, mode, &mask, 8 * sizeof mask + 1, 0) ? errno : 0;
+#else
+    (void)memory, (void)nbytes, (void)mode, (void)nodes;
+    return -1;
+#endif
+}
+
+/* Reads and writes back a byte of every page of 4 KiB, so that all are there, zero if they are new. */
+EXPORT void mt_touch(int threads, volatile char *memory, int64_t nbytes) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 4096)
+    for (int64_t at = 0; at < nbytes; at += 4096) memory[at] = memory[at];
 }

@@ -12,13 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import mtcompile
+from mtcompile.kernels import inductor
 from mtcompile.kernels.compile_pool import worker
+from mtcompile.kernels.eager import EagerKernels
+from mtcompile.kernels.measure import Measured, example_inputs
 from mtcompile.kernels.random import with_explicit_state, with_generator
+from mtcompile.machine.device import allocator_peak
 from mtcompile.passes.step_graph import is_random, kernel_of, regions
 from tests.helpers.models import Gpt, tokens
-from tests.helpers.tracing import traced_case
+from tests.helpers.tracing import trace, traced_case
 from tests.helpers.training import adamw, minimum_bytes, train
 
 pytestmark = pytest.mark.slow  # it compiles many models
@@ -143,3 +148,31 @@ def test_a_kernel_that_cannot_be_compiled_stays_eager(
     said = capfd.readouterr().err
     assert "stays eager: Inductor raised NotImplementedError: no such thing" in said
     assert torch.allclose(rows[0][0], eager[0][0], rtol=1e-5)  # type: ignore[arg-type]
+
+
+def test_one_set_of_operands_is_alive_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two had no room on a full GPU, and the kernel stayed eager for it."""
+    (kernel, *_) = trace(nn.Linear(1024, 1024), {"input": torch.randn(512, 1024)}).step.children()
+    monkeypatch.setattr(inductor, "compile_kernel", lambda kernel, device: kernel.forward)
+    monkeypatch.setattr(inductor, "record_compiled", lambda kernel: None)
+    monkeypatch.setattr(inductor, "measure", lambda *of: Measured(workspace=len(example_inputs(of[0], of[2]))))
+    device = torch.device("cpu")
+    with allocator_peak(device) as once:
+        operands = example_inputs(kernel, device)
+        results = kernel.forward(*operands)
+    del operands, results
+    with allocator_peak(device) as peak:
+        built = inductor._inductor_kernel(kernel, EagerKernels(device), device)
+    assert not built.why_eager and once.nbytes is not None and peak.nbytes is not None
+    assert peak.nbytes <= once.nbytes + 2**16  # a generator's state among it
+
+
+def test_an_error_that_ends_the_gpu_does_not_leave_a_kernel_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    (kernel, *_) = trace(nn.Linear(4, 4), {"input": torch.randn(2, 4)}).step.children()
+
+    def fails(kernel: Any, device: torch.device) -> Any:
+        raise RuntimeError("CUDA error: misaligned address")
+
+    monkeypatch.setattr(inductor, "compile_kernel", fails)
+    with pytest.raises(RuntimeError, match="misaligned address"):
+        inductor._inductor_kernel(kernel, EagerKernels(torch.device("cpu")), torch.device("cpu"))

@@ -10,8 +10,10 @@ import torch
 from torch import fx, nn
 
 import mtcompile
+from mtcompile.errors import MtcompileError
 from mtcompile.kernels.eager import EagerKernels
 from mtcompile.kernels.measure import looks_up_values, measure, on_zeros
+from tests.helpers.tracing import trace
 from tests.helpers.training import equal_to_plain
 
 pytestmark = pytest.mark.slow  # it compiles many models
@@ -137,3 +139,62 @@ def test_a_custom_operation_that_draws_without_saying_so_is_refused() -> None:
 def test_kernels_are_measured_once() -> None:
     kernels, kernel = EagerKernels(CPU), body(lambda x: x * 2, torch.ones(8))
     assert kernels(kernel) is kernels(kernel)
+
+
+class Attended(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.scaled_dot_product_attention(x, x, x).contiguous()
+        return self.down(torch.nn.functional.gelu(self.up(x)).transpose(0, 1)).softmax(-1).sum()
+
+
+def short(limit: int) -> Any:
+    """``torch.zeros`` of a device on which no more than ``limit`` bytes are left."""
+    zeros = torch.zeros
+
+    def made(*size: Any, dtype: torch.dtype = torch.float32, **options: Any) -> torch.Tensor:
+        tensor = zeros(*size, dtype=dtype, **options)
+        if tensor.nbytes > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return tensor
+
+    return made
+
+
+@pytest.mark.parametrize("limit", [None, 60_000])
+def test_a_kernel_without_room_is_measured_by_its_operations(limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never less than it needs, and not much more; a share of its rows where an operation alone has no room either."""
+    step, scaled = trace(Attended(), {"x": torch.randn(16, 64, 64)}).step, list[bool]()
+    for kernel in step.children():
+        whole = measure(kernel, on_zeros(kernel, CPU), CPU)
+        with monkeypatch.context() as patched:
+            if limit is not None:
+                patched.setattr(torch, "zeros", short(limit))
+            parts = measure(kernel, raising(torch.OutOfMemoryError("CUDA out of memory")), CPU)
+        estimate = measure(kernel, raising(RuntimeError("another error")), CPU).workspace
+        assert whole.workspace <= parts.workspace
+        assert parts.workspace <= (1.5 * whole.workspace + 2**16 if limit is None else 2 * estimate)
+        assert not whole.note and parts.note.startswith("operation by operation")
+        scaled.append("scaled" in parts.note)
+    assert any(scaled) == (limit is not None)
+
+
+def test_an_error_that_ends_the_gpu_is_not_taken_for_a_kernel_that_cannot_run() -> None:
+    (kernel, *_) = trace(Attended(), {"x": torch.randn(2, 8, 64)}).step.children()
+    ended = RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")
+    with pytest.raises(
+        MtcompileError, match="while it was measured: CUDA error: an illegal memory access was encountered"
+    ) as error:
+        measure(kernel, raising(ended), CPU)
+    assert error.value.__cause__ is ended
+    assert measure(kernel, raising(RuntimeError("expected a positive size")), CPU).workspace > 0
+
+
+def raising(error: Exception) -> Any:
+    def call(*inputs: torch.Tensor) -> None:
+        raise error
+
+    return call

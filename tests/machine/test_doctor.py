@@ -24,6 +24,7 @@ from mtcompile.machine.disk import disk
 from mtcompile.machine.presets import named, this
 from mtcompile.machine.timing import Effort
 from mtcompile.passes.analysis.cost import Machine
+from mtcompile.runtime.devices.host_pages import Placing, placing
 from mtcompile.runtime.devices.pinned import NotPinned
 
 KB, MIB, GIB = 1024, 2**20, 2**30
@@ -208,6 +209,26 @@ def test_refused_pins_are_found_in_steps(tmp_path: Path) -> None:
     (tmp_path / "proc/version").write_text("Linux version 6.1")
     (limit,) = limits._pinning(device, tmp_path)
     assert "memlock" in limit.step
+
+
+def test_the_nodes_and_the_size_of_pages_are_said(tmp_path: Path) -> None:
+    class Placed:
+        def placing(self, root: Path) -> Placing:
+            return placing({0}, "", root)
+
+    device = limits.CudaDevice.__new__(limits.CudaDevice)
+    device.api = Placed()  # type: ignore[assignment]
+    write(tmp_path, sys__devices__system__node__has_memory="0\n")
+    write(tmp_path, sys__kernel__mm__transparent_hugepage__shmem_enabled="always within_size advise [never] deny force")
+    nodes, huge = limits._pages(device, tmp_path)
+    assert (nodes.found, nodes.level, nodes.meaning) == ("left to the system", "ok", "there is one memory node")
+    assert (huge.found, huge.level) == ("never", "watch") and "advise" in huge.step
+    write(tmp_path, sys__devices__system__node__has_memory="0-1", sys__devices__system__node__node0__cpulist="0-3")
+    nodes, _ = limits._pages(device, tmp_path)
+    assert nodes.found.startswith("preferred on node 0") and (
+        nodes.level == "ok" or "refused" in nodes.found or "not built" in nodes.found
+    )
+    assert not any(True for _ in limits._pages(choose("cpu"), tmp_path))
 
 
 # ------------------------------------------------------------------------------------------------------------ measuring

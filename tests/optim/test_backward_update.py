@@ -18,8 +18,8 @@ from torch.nn.utils import clip_grad_norm_ as imported_before
 import mtcompile
 from mtcompile.errors import StepError
 from mtcompile.models.decoders import Decoder, Shape, fake
-from mtcompile.optim.backward_kernels import is_finite
 from mtcompile.passes.analysis.cost import Machine
+from mtcompile.runtime.optim.host_kernels import nonfinite
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.verify import ScheduleError, verify
 from tests.helpers.decoder import adamw, batch, same, state
@@ -327,6 +327,18 @@ class Exploding(nn.Module):
         return x.square().mean()
 
 
+class ExplodingLast(nn.Module):
+    """The loss is finite, all gradients are not."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        x = self.layers(x.to(self.layers[0].weight.dtype)).float()
+        return (x - x.detach() + at).sqrt().mean()
+
+
 def exploding(**options: Any) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
     return compiled("1MiB", model=Exploding(), **options)
@@ -354,6 +366,32 @@ def test_a_gradient_that_is_not_finite_stops_in_the_middle_and_says_so() -> None
     model(X, GOOD).backward()
 
 
+@pytest.mark.parametrize("precision", ["model", "bf16-master32"])
+def test_a_region_with_a_gradient_that_is_not_finite_is_not_touched(precision: str) -> None:
+    """Neither its other parameters nor their state, which it would have for the first time."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model, optimizer = compiled("1MiB", model=ExplodingLast(layers), precision=precision)
+    before = [parameter.detach().clone() for parameter in layers.parameters()]
+    refused(model, optimizer, "gradient of .* nothing was changed", lambda: model(X, BAD).backward())
+    assert all(map(torch.equal, before, layers.parameters())) and not any(optimizer.state.values())
+    model(X, GOOD).backward()
+    assert not any(map(torch.equal, before, layers.parameters()))
+    assert all(int(optimizer.state[parameter]["step"]) == 1 for parameter in layers.parameters())
+
+
+@pytest.mark.parametrize("precision", ["model", "bf16-master32"])
+def test_what_is_not_finite_is_used_where_that_is_asked_for(precision: str) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model, optimizer = compiled("1MiB", model=ExplodingLast(layers), precision=precision, nonfinite="continue")
+    with pytest.warns(UserWarning, match="not finite; it goes on, as asked"):
+        model(X, BAD).backward()
+    optimizer.step()
+    assert not any(bool(parameter.isfinite().all()) for parameter in layers.parameters())
+    assert all(int(optimizer.state[parameter]["step"]) == 1 for parameter in layers.parameters())
+
+
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_a_step_is_skipped_whole(clip: float | None) -> None:
     model, optimizer = exploding(nonfinite="skip", max_grad_norm=clip)
@@ -378,11 +416,14 @@ def test_with_a_norm_a_gradient_that_is_not_finite_stops_before_anything_changes
 def test_every_value_that_is_not_finite_is_found(dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
     values = torch.full((7, 5), largest, dtype=dtype).t()[1:, ::2]
-    assert is_finite(values) and is_finite(values[:0]) and is_finite(values.conj())
+    good = [values, values[:0], values.conj()]
+    ways: tuple[Any, ...] = (None, "torch")
+    assert all(nonfinite(good, by) is None for by in ways)
     for bad in (math.inf, -math.inf, math.nan):
         changed = values.clone()
         changed[2, 1] = complex(0, bad) if dtype.is_complex else bad
-        assert not is_finite(changed)
+        for tensor in (changed, changed.contiguous(), changed.reshape(-1)):
+            assert all(nonfinite([*good, tensor, tensor], by) == 3 for by in ways)
 
 
 def test_updates_on_the_device_take_no_more_than_was_planned() -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import fits, host_update, predictions, run, training
+import mtcompile
+from benchmarks import fits, host_update, outside, predictions, run, training, utilization
 from benchmarks.decoder import build, text
 from benchmarks.models import Case, make
 from mtcompile.forecast.solve import Forecast
@@ -144,3 +145,77 @@ def test_what_fits_says_a_speed_or_what_is_short() -> None:
     assert "Predicted, not measured" in text and "Commit 012345678." in text
     assert "| qwen2.5-7b, 7.0B | 1,234 tokens/s, batch 2 | needs 95 GB of RAM |" in text
     assert set(fits.MODELS) <= set(SHAPES)
+
+
+def test_the_time_beyond_arithmetic_is_told_apart() -> None:
+    forecast = mtcompile.plan(
+        "gpt-11m", batch=2, seq=64, memory="64MiB", machine="rtx4090", update="backward", policies=("megatrain",)
+    )
+    nothing, everything, policy, chosen = utilization.rows(forecast)
+    assert nothing["seconds"] < everything["seconds"] and 1.2 < everything["of_flops"] < 1.5
+    assert policy["seconds"] == forecast.rows[0].step_time_us / 1e6 and chosen["seconds"] == forecast.step_time_us / 1e6
+    assert chosen["of_flops"] >= 1 and chosen["tflops"] * chosen["seconds"] == pytest.approx(
+        nothing["tflops"] * nothing["seconds"]
+    )
+    text = utilization.table([nothing, everything, policy, chosen]) + utilization.why(chosen, nothing)
+    assert text.count("\n") == 7 and "the planner's choice" in text and "are FLOPs that are run again" in text
+
+
+class Fake:
+    """Stands for a package: every call is noted."""
+
+    def __init__(self, **parts: Any) -> None:
+        self.__dict__.update(parts)
+
+
+def test_trainers_of_others_are_driven_by_their_own_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Engine:
+        def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            calls.append("forward")
+            return torch.tensor(2.5)
+
+        def backward(self, loss: torch.Tensor) -> None:
+            calls.append("backward")
+
+        def step(self) -> None:
+            calls.append("step")
+
+    class Trainer:
+        def __init__(self, model: Any, config: Any) -> None:
+            self.model = model
+
+        def get_parameters(self) -> list[torch.nn.Parameter]:
+            return list(self.model.parameters())
+
+        def forward_and_backward(self, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> tuple[float, int, Any]:
+            calls.append("forward and backward")
+            return float(self.model(input_ids=ids, labels=labels).loss), ids.numel(), {}
+
+        def _sync_params_to_gpu(self) -> None:
+            calls.append("sync")
+
+        def zero_grad(self) -> None:
+            calls.append("zero")
+
+    shape = SHAPES["gpt-11m"].shortened(1)
+    tokens, targets = text(2, 16)
+    with pytest.raises(outside.NotInstalled, match="deepspeed is not installed: pip install deepspeed"):
+        outside.deepspeed_zero3(Fake(), torch.device("cpu"), None)
+    monkeypatch.setattr(outside, "_WORLD", {})
+    packages: dict[str, Any] = {
+        "deepspeed": Fake(initialize=lambda model, config: (Engine(),)),
+        "infinity": Fake(CPUMasterModel=Trainer),
+        "infinity.config": Fake(CPUMasterConfig=Fake),
+    }
+    found = outside._package
+    monkeypatch.setattr(outside, "_package", lambda name, install: packages.get(name) or found(name, install))
+    for make_peer in (outside.deepspeed_zero3, outside.megatrain):
+        _, call, optimizer = make_peer(Fake(shape=shape), torch.device("cpu"), None)
+        loss = call(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert 2 < loss.item() < 10
+    assert calls == ["forward", "backward", "step", "forward and backward", "sync", "zero"]

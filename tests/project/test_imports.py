@@ -20,7 +20,9 @@ from tests.project.sources import (
     sources,
 )
 
-TORCH_IN_RUNTIME = {f"runtime/devices/{name}.py" for name in ("cpu", "cuda", "cuda_driver", "arena", "fetching", "pinned")}
+TORCH_IN_RUNTIME = {
+    f"runtime/devices/{name}.py" for name in ("cpu", "cuda", "cuda_driver", "arena", "fetching", "joining", "pinned")
+}
 TORCH_IN_RUNTIME |= {f"runtime/optim/{name}_kernels.py" for name in ("host", "torch", "device", "triton")}  # on tensors
 TORCH_IN_RUNTIME |= {"runtime/optim/operands.py"}
 # APIs with a leading underscore

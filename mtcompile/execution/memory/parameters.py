@@ -14,6 +14,7 @@ from mtcompile.errors import MtcompileError, StepError
 from mtcompile.execution.memory.host_room import host_arena
 from mtcompile.passes.step_graph import span_nbytes
 from mtcompile.runtime.devices.arena import Layout, layout_of, part, view
+from mtcompile.runtime.devices.joining import Slabs
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.disk.requests import whole_blocks
 from mtcompile.runtime.disk.store import DiskStore
@@ -305,6 +306,10 @@ class ParameterStore:
                 tensors += [each.home, each.parameter] if _is_at(each.parameter, each.home) else [each.home]
         storage = storage_id(place.home)
         return shares_storage(place.home, others + sum(storage_id(tensor) == storage for tensor in tensors))
+
+    def memories(self) -> Slabs:
+        """Returns the slabs on the host, by address."""
+        return Slabs(slab.memory for slab in self.slabs.values() if slab.tier == "host" and slab.memory.device.type == "cpu")
 
     def gradient_slab(self, nbytes: int) -> torch.Tensor:
         """Returns a slab of at least that size that nothing else holds. A slab is reused once its gradients are gone."""

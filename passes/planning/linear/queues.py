@@ -33,7 +33,8 @@ def take_time(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: Te
     contention = added(*({v: machine.contention_us(1) * n for v, n in copied[phase].items()} for phase in PHASES))
     both = added({span["forward"]: 1.0, span["backward"]: 1.0}, contention)
     sizes = trained_nbytes(step)
-    updates_us = {v: machine.update_us(sizes[h], 0, budgets.state_copies) for h, v in away.items()}
+    checked = budgets.updates is not None and budgets.updates.checked
+    updates_us = {v: machine.update_us(sizes[h], 0, budgets.state_copies, checked) for h, v in away.items()}
     shared = {phase: {v: n / machine.host_gbps / 1e3 for v, n in copied[phase].items()} for phase in PHASES}
     if budgets.updates is None:
         on_device = {h: machine.update_us(0, n, budgets.state_copies) for h, n in sizes.items()}

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import mtcompile
 from mtcompile import knobs
+from mtcompile.execution import door, model
 from mtcompile.machine import device
+from mtcompile.options import Options
 from mtcompile.runtime.devices.caching import MIB, CachingAllocator, OutOfMemory, fits, needed_nbytes, reserved_nbytes
+from mtcompile.runtime.schedule import Schedule
 from tests.helpers.proof.subjects import few_subjects, subjects
 
 PAGE = 20 * MIB
@@ -123,3 +128,46 @@ def test_segments_expand_unless_the_user_has_set_the_allocator(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     with pytest.raises(ValueError, match=r"expected torch's own allocator, found cudaMallocAsync"):
         device._set_up_allocator()
+
+
+@pytest.mark.parametrize(
+    ("memory", "room", "lower"), [(900, 1000, 855), (900, None, None), (900, 5000, None), (700, 1000, 665), (620, 1000, None)]
+)
+def test_a_default_budget_goes_down_by_steps(
+    memory: int, room: int | None, lower: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where everything fits, nor below what plans need."""
+    monkeypatch.setattr(door, "fits", lambda schedule, room, expandable: room > schedule)
+    planned: Any = SimpleNamespace(schedule=1010, plan=SimpleNamespace(minimum_device_bytes=600))
+    own: Any = SimpleNamespace(options=Options(memory=memory), alone=True, device_room=room)
+    assert door.Door.limit_device(own, planned) == (lower is not None)
+    assert own.options.memory == (lower or memory)
+
+
+@pytest.mark.long
+def test_a_default_budget_is_lowered_until_the_allocator_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget that was asked for is not."""
+    torch.manual_seed(0)
+    peak = traced_peak(None)
+    rooms: list[tuple[int, bool]] = []
+
+    def has_room(schedule: Schedule, room: int, expandable: bool) -> bool:
+        rooms.append((schedule.peak_nbytes["device"], expandable))
+        return schedule.peak_nbytes["device"] < 0.9 * peak
+
+    monkeypatch.setattr(door, "fits", has_room)
+    assert traced_peak(None) == peak and not rooms  # on the emulated device
+    monkeypatch.setattr(model, "reservable_nbytes", lambda device: peak)
+    assert traced_peak(peak) == peak and not rooms
+    monkeypatch.setattr(model, "free_nbytes", lambda device: peak)
+    assert traced_peak(None) < 0.9 * peak and rooms[0] == (pytest.approx(peak, rel=0.01), True) and len(rooms) > 1
+
+
+def traced_peak(memory: int | None) -> int:
+    """The planned peak of a small model that trains once."""
+    torch.compiler.reset()
+    layers = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)))
+    compiled = mtcompile.compile(layers, memory=memory)
+    compiled(torch.randn(256, 64)).sum().backward()
+    peak: int = compiled.plan.peak_bytes["device"]
+    return peak

@@ -18,8 +18,9 @@ from mtcompile.passes.lower import lower
 from mtcompile.passes.step_graph import step_outputs
 from mtcompile.runtime.devices.arena import Layout, arena, view
 from mtcompile.runtime.devices.cpu import Arenas
-from mtcompile.runtime.devices.cuda import CudaDevice, CudaMemory, Fence, NamedMemory, Streams, runs_of_bytes
+from mtcompile.runtime.devices.cuda import CudaDevice, CudaMemory, Fence, NamedMemory, Streams
 from mtcompile.runtime.devices.cuda_driver import Api
+from mtcompile.runtime.devices.joining import runs_of_bytes
 from mtcompile.runtime.devices.pinned import NotPinned, pinned
 from mtcompile.runtime.executor import PhaseOptions, execute, prepare
 from mtcompile.runtime.schedule import Schedule
@@ -290,11 +291,39 @@ def test_memory_is_pinned_and_let_go_on_its_own_device() -> None:
     api = object.__new__(Api)
     api.device = torch.device("cuda", 1)
     api.module = SimpleNamespace(
-        device=on, cudart=Runtime, synchronize=lambda device: calls.append(("wait", current[0], device.index))
+        device=on,
+        cudart=Runtime,
+        synchronize=lambda device: calls.append(("wait", current[0], device.index)),
+        get_device_properties=lambda device: SimpleNamespace(),
     )
     api.pin(100)
     portable = 1
     assert calls == [("register", 1, portable), ("wait", 1, 1), ("unregister", 1, 0)] and current == [0]
+
+
+def test_a_thread_that_waits_for_the_device_does_not_spin() -> None:
+    """CUDA's own default is to spin, on cores that updates and kernel launches need."""
+    calls: list[Any] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool, blocking: bool = False) -> None:
+            calls.append(blocking)
+
+        def record(self, stream: Any) -> None:
+            calls.append("record")
+
+        def synchronize(self) -> None:
+            calls.append("wait")
+
+    api = object.__new__(Api)
+    api.device, api.module = torch.device("cuda", 0), SimpleNamespace(Event=Event, current_stream=lambda device: None)
+    api.block(api.new_event())
+    api.new_event(timed=True)
+    assert calls == [True, "wait", True]
+    calls.clear()
+    tensor = torch.arange(6).view(2, 3).t()
+    copied = api.to_host(tensor)
+    assert calls == [True, "record", "wait"] and torch.equal(copied, tensor) and copied.stride() == tensor.stride()
 
 
 def twice_forward(own: Subject, cuda: FakeCuda, fence: type[Fence], first: Subject) -> list[torch.Tensor]:

@@ -29,6 +29,7 @@ from tests.helpers.updates import (
     edge_operands,
     floats,
     good,
+    laid_out,
     needs_c,
     random_operands,
     run,
@@ -268,3 +269,50 @@ def test_the_library_holds_no_fused_multiply_add() -> None:
     except FileNotFoundError:
         pytest.skip("objdump is not installed")
     assert "Disassembly" in text and not re.search(r"\bv?fn?m(add|sub)", text)
+
+
+@pytest.mark.parametrize("by", [pytest.param("c", marks=needs_c), "torch"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_many_updates_in_one_call_have_the_bits_of_one_after_the_other(layout: str, by: Any) -> None:
+    """Their threads take chunks of all of them, the last of each a ragged one."""
+    sizes = (3, 2**15, 2**15 + 1, 100_003, 0, 1)
+    parts = [[part[:size] for part in random_operands(100_003, 2, seed)] for seed, size in enumerate(sizes)]
+    together, single = ([laid_out(layout, each) for each in parts] for _ in range(2))
+    update = UPDATES["adamw"]
+    assert host_kernels.apply_all([(update, operands) for operands in together], by=by) is None
+    for operands in single:
+        host_kernels.apply(update, operands, by)
+    for one, other in zip(together, single, strict=True):
+        for a, b in zip((one.weight, *one.states), (other.weight, *other.states), strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("by", [pytest.param("c", marks=needs_c), "torch"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_is_written_where_a_checked_gradient_is_not_finite(layout: str, by: Any) -> None:
+    sizes = (40_000, 7, 70_000, 70_000)
+    generator = torch.Generator().manual_seed(3)
+    tasks = [(UPDATES["adamw"], laid_out(layout, [torch.rand(n, generator=generator) for _ in range(4)])) for n in sizes]
+    tensors = [t for _, o in tasks for t in (o.weight, *o.states, *(() if o.remainder is None else (o.remainder,)))]
+    before = [tensor.clone() for tensor in tensors]
+    versions = [tensor._version for tensor in tensors]
+    for bad in (math.inf, -math.inf, math.nan):
+        for places in ((2, 69_999), (3, 0)), ((3, 33_000), (2, 0)):
+            for task, at in places:
+                tasks[task][1].grad[at] = bad
+            assert host_kernels.apply_all(tasks, checked=True, by=by) == 2
+            assert all(map(torch.equal, before, tensors)) and versions == [tensor._version for tensor in tensors]
+            for task, at in places:
+                tasks[task][1].grad[at] = 0.5
+    tasks[1][1].grad[3] = torch.finfo(tasks[1][1].grad.dtype).max
+    assert host_kernels.apply_all(tasks, checked=True, by=by) is None
+    assert not any(map(torch.equal, before, tensors))
+    tasks[0][1].grad[0] = math.inf
+    assert host_kernels.apply_all(tasks, by=by) is None  # asked for as it is
+
+
+def test_updates_leave_threads_to_those_that_issue(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = 2**24
+    for threads, left in ((1, 1), (2, 2), (4, 3), (8, 6), (64, 62)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert host_kernels._threads(many, 2) == left and host_kernels._threads(many) == threads
