@@ -16,7 +16,8 @@ from typing import Protocol
 from mtcompile.passes.analysis.state import Budgets, param_nbytes
 from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Certificate, Plan, Updates
-from mtcompile.passes.planning.evaluate import completed, evaluate, identity, shortfall
+from mtcompile.passes.planning.evaluate import Inexact, completed, evaluate, identity, shortfall
+from mtcompile.passes.planning.figures.evaluator import Evaluator
 from mtcompile.passes.planning.frontier import (
     Frontier,
     Point,
@@ -87,19 +88,26 @@ class Candidates:
         key = identity(plan)
         if key not in self._figures:
             self.evaluations += 1
-            candidate = evaluate(self.problem, self.draft, plan)
-            self._figures[key] = candidate.plan.peak_bytes, candidate.plan.step_time_us, candidate.plan.update_us
-            return candidate
+            figures = self._evaluator.figures(plan)
+            if figures is None:
+                return self._with_schedule(plan)
+            self._figures[key] = figures
         peaks, step_time_us, update_us = self._figures[key]
         again = replace(plan, peak_bytes=dict(peaks), step_time_us=step_time_us, update_us=update_us)
         return Candidate(again, lambda: evaluate(self.problem, self.draft, plan).schedule)
+
+    def _with_schedule(self, plan: Plan) -> Candidate:
+        candidate = evaluate(self.problem, self.draft, plan)
+        evaluated = candidate.plan
+        self._figures[identity(plan)] = evaluated.peak_bytes, evaluated.step_time_us, evaluated.update_us
+        return candidate
 
     def _paced(self, plan: Plan) -> Candidate:
         """Returns the plan as ``paced`` chooses it; the choice is remembered."""
         key = identity(plan)
         if key in self._paces:
             return self.evaluate(replace(plan, updates=self._paces[key]))
-        candidate = paced(plan, self.evaluate)
+        candidate = paced(plan, self.evaluate, self._evaluator.due_first)
         self._paces[key] = candidate.plan.updates
         return candidate
 
@@ -149,7 +157,13 @@ class Candidates:
     @cached_property
     def _streamed(self) -> Schedule:
         """A schedule with every home on the host."""
-        return self.evaluate(POLICIES["megatrain"](self.problem.step, self.base, self.open_params)).schedule
+        return evaluate(
+            self.problem, self.draft, POLICIES["megatrain"](self.problem.step, self.base, self.open_params)
+        ).schedule
+
+    @cached_property
+    def _evaluator(self) -> Evaluator:
+        return Evaluator(self.problem, self.draft, self._casts)
 
     @cached_property
     def _casts(self) -> bool:
@@ -176,6 +190,16 @@ class Candidates:
     def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:
         """Returns the fastest candidate within these bytes. ``known``: the plan found for the same request before; it is taken
         without a search if it still fits. Raises DoesNotFit."""
+        try:
+            return self._best(device, host, known)
+        except Inexact:  # never seen; schedules themselves then tell the figures
+            if not self._evaluator.able:
+                raise
+            self._evaluator.able = False
+            self._figures, self._paces, self._points, self._varied_points = {}, {}, [], None
+            return self._best(device, host, known)
+
+    def _best(self, device: int | None, host: int | None, known: Plan | None) -> Planned:
         problem = self._within(device, host)
         if known is not None and fits((again := self.evaluate(known)).plan, problem.budgets):
             return completed(problem, again, known.minimum_device_bytes, known.certificate)
