@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -20,6 +21,7 @@ from mtcompile.passes.rewrites.trim import trim
 from mtcompile.passes.step_graph import ranks_of
 
 _MOST_SUMMARIES = 64  # that are remembered
+_FIGURES: Any = {"decisions": (), "peak_bytes": {}, "step_time_us": 0.0, "update_us": 0.0}
 
 
 class Figures(NamedTuple):
@@ -39,6 +41,7 @@ class Evaluator:
         self.able = not (casts or step.meta.get("sliced") or ranks_of(step) != 1 or problem.budgets.disk is not None)
         self.able = self.able and not (updates is not None and updates.held)
         self._summaries: dict[object, Summary] = {}
+        self._last: tuple[Plan, tuple[Figures, Moves, Clock]] | None = None  # the plan evaluated last
 
     def figures(self, plan: Plan) -> Figures | None:
         """Returns a plan's figures; None where only its schedule tells them."""
@@ -72,6 +75,8 @@ class Evaluator:
         return self._summaries[key]
 
     def _evaluated(self, plan: Plan) -> tuple[Figures, Moves, Clock]:
+        if self._last is not None and _same(self._last[0], plan):
+            return self._last[1]
         problem, machine, updates = self.problem, self.problem.machine, plan.updates
         summary = self._summary(plan)
         moves = Moves(summary, plan, machine)
@@ -88,7 +93,13 @@ class Evaluator:
         copied = [sum([call.copied for call in calls if call.phase >= phase]) for phase in (0, 1)]
         spans = without.end, without.end - without.backward, period
         times = update_figures(spans, copied, machine, trained_nbytes(problem.step), plan, problem.budgets)
-        return Figures(peaks, *times), moves, first
+        self._last = plan, (Figures(peaks, *times), moves, first)
+        return self._last[1]
+
+
+def _same(one: Plan, other: Plan) -> bool:
+    """Tells whether two plans are one but for their figures."""
+    return one.decisions is other.decisions and replace(one, **_FIGURES) == replace(other, **_FIGURES)
 
 
 def _recomputed(plan: Plan) -> object:
