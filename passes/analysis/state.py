@@ -13,7 +13,7 @@ from mtcompile.passes.plan import Plan, Updates
 from mtcompile.passes.step_graph import InputSpec, inputs_of
 from mtcompile.runtime.deps import Waits
 from mtcompile.runtime.disk.requests import whole_blocks
-from mtcompile.runtime.schedule import ALIGNMENT, Instruction, Schedule, placed
+from mtcompile.runtime.schedule import ALIGNMENT, PHASES, Instruction, Schedule, placed
 from mtcompile.runtime.sim import clock, period_us
 
 _LINK = ("h2d", "d2h")  # queues of copies, which go through the device's memory
@@ -200,24 +200,43 @@ def times_us(
     instructions wait for; None: the deps in the schedule. ``trained``: bytes that updates change, by home block. Where updates
     run in the backward, the host works on gradients while others are made, through the memory that copies and collectives use
     too."""
-    copied = sum(i.nbytes for i in schedule.instructions if i.queue in _LINK)
-    contention = machine.contention_us(copied)
+    link = [i for i in schedule.instructions if i.queue in _LINK]
+    copied = [sum(i.nbytes for i in link), sum(i.nbytes for i in link if i.phase == PHASES[1])]
+    collectives = sum(i.time_us for i in schedule.instructions if i.work == "collective")
+    if budgets.updates is None:
+        span = _span_us(*clock(schedule, waits=waits))
+        return update_figures((span, 0.0, 0.0), copied, machine, trained, plan, budgets)
+    without = [0.0 if _is_update(schedule, i) else i.time_us for i in schedule.instructions]
+    starts, ends = clock(schedule, waits=waits, durations=without)
+    alone = _span_us(starts, ends)
+    begun = (start for i, start in zip(schedule.instructions, starts, strict=True) if i.phase == PHASES[1])
+    spans = alone, alone - min(begun, default=alone), period_us(schedule, waits)
+    return update_figures(spans, copied, machine, trained, plan, budgets, collectives)
+
+
+def update_figures(
+    spans: tuple[float, float, float],
+    copied: Sequence[int],
+    machine: Machine,
+    trained: Mapping[str, int],
+    plan: Plan,
+    budgets: Budgets,
+    collectives: float = 0.0,
+) -> tuple[float, float]:
+    """The figures of ``times_us``. ``spans``: the µs of forward and backward, of the backward alone, both as if updates took no
+    time, and from one step to the next; ``copied``: bytes over the link, in all and in the backward; ``collectives``: their
+    µs."""
+    alone, backward, period = spans
+    contention = machine.contention_us(copied[0])
     device_nbytes = sum(nbytes for block, nbytes in trained.items() if plan.params(block) == "device")
     host_nbytes = sum(trained.values()) - device_nbytes
     if budgets.updates is None:
-        update_us = machine.update_us(host_nbytes, device_nbytes, budgets.state_copies)
-        return _span_us(*clock(schedule, waits=waits)) + contention, update_us
-    without = [0.0 if _is_update(schedule, i) else i.time_us for i in schedule.instructions]
-    starts, ends = clock(schedule, waits=waits, durations=without)
-    alone = overlapped = _span_us(starts, ends)  # without updates; and as much of it as updates may run beside
-    if not budgets.updates.run_ahead:
-        backward = (start for i, start in zip(schedule.instructions, starts, strict=True) if i.phase == "backward")
-        overlapped -= min(backward, default=alone)
-        copied = sum(i.nbytes for i in schedule.instructions if i.queue in _LINK and i.phase == "backward")
-    collectives = sum(i.time_us for i in schedule.instructions if i.work == "collective")
-    others = copied / machine.host_gbps / 1e3 + collectives - overlapped
+        return alone + contention, machine.update_us(host_nbytes, device_nbytes, budgets.state_copies)
+    # Updates may run beside the whole step, or beside its backward.
+    beside, overlapped = (copied[0], alone) if budgets.updates.run_ahead else (copied[1], backward)
+    others = beside / machine.host_gbps / 1e3 + collectives - overlapped
     memory_bound = machine.update_us(host_nbytes, 0, budgets.state_copies, budgets.updates.checked) + others
-    return alone + contention, max(period_us(schedule, waits) - alone, 0.0, memory_bound)
+    return alone + contention, max(period - alone, 0.0, memory_bound)
 
 
 def _span_us(starts: Sequence[float], ends: Sequence[float]) -> float:

@@ -16,7 +16,9 @@ from typing import Protocol
 from mtcompile.passes.analysis.state import Budgets, param_nbytes
 from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Certificate, Plan, Updates
-from mtcompile.passes.planning.evaluate import completed, evaluate, identity, shortfall
+from mtcompile.passes.planning.evaluate import Inexact, completed, evaluate, identity, shortfall
+from mtcompile.passes.planning.figures.climb import climbs, limits_between, moves
+from mtcompile.passes.planning.figures.evaluator import Evaluator
 from mtcompile.passes.planning.frontier import (
     Frontier,
     Point,
@@ -27,6 +29,7 @@ from mtcompile.passes.planning.frontier import (
     missing_nbytes,
     most_promising,
     most_promising_gap,
+    pareto,
     points_from_json,
     points_to_json,
     undominated,
@@ -36,7 +39,7 @@ from mtcompile.passes.planning.linear.homes import HomeCost, home_costs
 from mtcompile.passes.planning.linear.program import Infeasible
 from mtcompile.passes.planning.linear.relaxation import Solve, relaxation
 from mtcompile.passes.planning.linear.seeds import Seeds
-from mtcompile.passes.planning.pace import impatient, paced
+from mtcompile.passes.planning.pace import impatient, paced, with_pace
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Progress, no_progress
 from mtcompile.passes.planning.search import neighbours, signature
@@ -51,6 +54,7 @@ _GIB = 1 << 30
 _REFINED = 100  # plans evaluated between two of a ladder
 _AHEAD = (1, 2, 3)  # blocks ahead that plans of the linear program fetch
 _SEARCHED, MOST_SEARCHED = 4_000_000, 300  # plans of local search: the first over the square of a step's operations; at most
+_FEW_SEARCHED = 30  # fewer are no search of a step: plans are improved by moves that its equal blocks share
 
 
 class Store(Protocol):
@@ -87,19 +91,24 @@ class Candidates:
         key = identity(plan)
         if key not in self._figures:
             self.evaluations += 1
-            candidate = evaluate(self.problem, self.draft, plan)
-            self._figures[key] = candidate.plan.peak_bytes, candidate.plan.step_time_us, candidate.plan.update_us
-            return candidate
+            figures = self._evaluator.figures(plan)
+            if figures is None:
+                return self._with_schedule(plan)
+            self._figures[key] = figures
         peaks, step_time_us, update_us = self._figures[key]
         again = replace(plan, peak_bytes=dict(peaks), step_time_us=step_time_us, update_us=update_us)
         return Candidate(again, lambda: evaluate(self.problem, self.draft, plan).schedule)
 
+    def _with_schedule(self, plan: Plan) -> Candidate:
+        known = (candidate := evaluate(self.problem, self.draft, plan)).plan
+        self._figures[identity(plan)] = known.peak_bytes, known.step_time_us, known.update_us
+        return candidate
+
     def _paced(self, plan: Plan) -> Candidate:
         """Returns the plan as ``paced`` chooses it; the choice is remembered."""
-        key = identity(plan)
-        if key in self._paces:
+        if (key := identity(plan)) in self._paces:
             return self.evaluate(replace(plan, updates=self._paces[key]))
-        candidate = paced(plan, self.evaluate)
+        candidate = paced(plan, self.evaluate, self._evaluator.due_first)
         self._paces[key] = candidate.plan.updates
         return candidate
 
@@ -120,7 +129,8 @@ class Candidates:
         by_programs = (
             Seeds(self._relaxed, base, self.blocks, self.sizes, device, rule) for rule, base in product(rules, bases)
         )
-        return (*self._by_density, *by_programs)
+        earliest = (Seeds(self._relaxed, base, self.blocks, self.sizes, device, earliest=True) for base in bases)
+        return (*self._by_density, *by_programs, *(earliest if len(homes) > 1 else ()))
 
     @cached_property
     def _by_density(self) -> tuple[Ladder, ...]:
@@ -149,7 +159,13 @@ class Candidates:
     @cached_property
     def _streamed(self) -> Schedule:
         """A schedule with every home on the host."""
-        return self.evaluate(POLICIES["megatrain"](self.problem.step, self.base, self.open_params)).schedule
+        return evaluate(
+            self.problem, self.draft, POLICIES["megatrain"](self.problem.step, self.base, self.open_params)
+        ).schedule
+
+    @cached_property
+    def _evaluator(self) -> Evaluator:
+        return Evaluator(self.problem, self.draft, self._casts)
 
     @cached_property
     def _casts(self) -> bool:
@@ -176,6 +192,16 @@ class Candidates:
     def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:
         """Returns the fastest candidate within these bytes. ``known``: the plan found for the same request before; it is taken
         without a search if it still fits. Raises DoesNotFit."""
+        try:
+            return self._best(device, host, known)
+        except Inexact:  # never seen; schedules themselves then tell the figures
+            if not self._evaluator.able:
+                raise
+            self._evaluator.able, self._varied_points = False, None
+            self._figures, self._paces, self._points = {}, {}, []
+            return self._best(device, host, known)
+
+    def _best(self, device: int | None, host: int | None, known: Plan | None) -> Planned:
         problem = self._within(device, host)
         if known is not None and fits((again := self.evaluate(known)).plan, problem.budgets):
             return completed(problem, again, known.minimum_device_bytes, known.certificate)
@@ -324,6 +350,8 @@ class Candidates:
             self.progress("planning", done, len(sampled) + remaining)
             points.append(Point(self._paced(ladder[position]).plan, ladder, position))
         self._refine(points, min(MOST_SEARCHED, _REFINED))
+        if remaining < _FEW_SEARCHED and self._evaluator.able:
+            self._climb(points)
         self._explore(points, remaining)
         if self.store:
             self.store.write(points_to_json(points, self.ladders))
@@ -338,6 +366,20 @@ class Candidates:
             low, high = between
             position = (low.position + high.position) // 2
             points.append(Point(self._paced(low.ladder[position]).plan, low.ladder, position))
+
+    def _climb(self, points: list[Point]) -> None:
+        """Adds faster plans within some peaks, found by moves that equal homes and blocks share."""
+        frontier, host = pareto(points), self.problem.budgets.host_activations
+        kinds = moves(self.blocks, self.open_params, host)
+        limits = limits_between(frontier[0].peak, frontier[-1].peak, self.problem.machine.device_nbytes)
+        points += [Point(plan, (plan,), 0) for plan in climbs(frontier, limits, kinds, self._paced_within)]
+
+    def _paced_within(self, plan: Plan, limit: int) -> Plan | None:
+        """Returns the plan with its figures; None if its peak is above ``limit``."""
+        if self.evaluate(with_pace(plan, True, ())).plan.peak_bytes["device"] > limit:
+            return None
+        evaluated = self._paced(plan).plan
+        return evaluated if evaluated.peak_bytes["device"] <= limit else None
 
     def _explore(self, points: list[Point], remaining: int) -> None:
         """Adds plans that local search evaluates to ``points``, at most ``remaining`` of them."""

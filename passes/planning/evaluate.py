@@ -21,6 +21,10 @@ from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us
 
 
+class Inexact(AssertionError):
+    """Raised if a plan's schedule does not have the figures that the plan was chosen by."""
+
+
 def evaluate(problem: PlanningProblem, draft: fx.GraphModule, plan: Plan) -> Candidate:
     """Fills in a plan's peaks and predicted times. ``draft``: of the problem's step graph; it is rewritten and lowered in its
     place."""
@@ -38,11 +42,12 @@ def identity(plan: Plan) -> bytes:
 
 def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, certificate: Certificate | None) -> Planned:
     """Returns the chosen candidate with its rewritten step graph, and with budgets, limits, the limiting resource, ``minimum``,
-    the smallest device budget that works, in bytes, and its certificate. Its schedule has the figures that it was chosen by."""
+    the smallest device budget that works, in bytes, and its certificate. Raises Inexact."""
     step = rewrite(problem.step, candidate.plan)
     schedule = derive(_lowered(problem, step, candidate.plan))
     figures = _with_figures(problem, candidate.plan, schedule, None)
-    assert figures == candidate.plan, f"expected the figures of the draft, found others:\n{candidate.plan}\n{figures}"
+    if figures != candidate.plan:
+        raise Inexact(f"expected the figures that the plan was chosen by, found others:\n{candidate.plan}\n{figures}")
     busy: dict[str, float] = {queue: us for queue, us in busy_us(simulate(schedule)).items()}
     busy["update"] = candidate.plan.update_us
     limits = problem.budgets.nbytes

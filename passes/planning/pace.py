@@ -22,19 +22,30 @@ from mtcompile.runtime.sim import clock
 _EXPOSED = 0.005  # of a step: updates that add less than this to it need no other order
 
 
-def paced(plan: Plan, evaluate: Callable[[Plan], Candidate]) -> Candidate:
+Arriving = list[tuple[float, int, float, str]]  # when an update's gradients are there, when it is due, its µs, its name
+
+
+def paced(
+    plan: Plan,
+    evaluate: Callable[[Plan], Candidate],
+    due_first: Callable[[Plan], tuple[str, ...] | None] = lambda plan: None,
+) -> Candidate:
     """Evaluates a plan with patient updates as gradients arrive. If they add to the step, also in the order in which they are
     due, and without waiting gradients where the host casts as well. Returns the fastest; of equal ones, that which needs
-    least of the host."""
+    least of the host. ``due_first``: gives that order for a plan whose host casts nothing; None: only the schedule tells."""
     if plan.updates is None or plan.updates.held:
         return evaluate(plan)
     candidate = evaluate(with_pace(plan, True, ()))
     if candidate.plan.update_us < _EXPOSED * candidate.plan.step_time_us:
         return candidate
-    tried, schedule = [candidate], candidate.schedule
-    if plan.updates.run_ahead and (order := _due_first(schedule)):
+    tried, casts = [candidate], False
+    if (order := due_first(candidate.plan)) is None:
+        schedule = candidate.schedule
+        order = _due_first(schedule)
+        casts = any(i.work == "convert" and i.phase == PHASES[1] for i in schedule.instructions)
+    if plan.updates.run_ahead and order:
         tried.insert(0, evaluate(with_pace(plan, True, order)))
-    if any(i.work == "convert" and i.phase == PHASES[1] for i in schedule.instructions):
+    if casts:
         tried.append(evaluate(with_pace(plan, False, ())))
     return min(tried, key=lambda one: (one.plan.total_us, one.plan.peak_bytes["host"]))
 
@@ -55,7 +66,7 @@ def _due_first(schedule: Schedule) -> tuple[str, ...]:
     derived = waits(schedule)
     _, ends = clock(schedule, waits=derived)
     due: dict[str, int] = {}  # home -> the first instruction of a forward that reads it
-    arriving = []  # (when the gradients are there, when the weights are due, µs, name)
+    arriving: Arriving = []
     for index, instruction in enumerate(schedule.instructions):
         if instruction.phase == PHASES[0]:
             due |= {name: index for name in instruction.reads if name not in due}
@@ -64,7 +75,12 @@ def _due_first(schedule: Schedule) -> tuple[str, ...]:
             homes = [schedule.buffers[name].version_of for name in instruction.writes]
             last = len(schedule)
             arriving.append((there, min(due.get(home, last) for home in homes), instruction.time_us, homes[0]))
-    order, waiting, now = [], list[tuple[int, float, str]](), 0.0
+    return earliest_due(arriving)
+
+
+def earliest_due(arriving: Arriving) -> tuple[str, ...]:
+    """Returns updates in the order in which the host takes them: of those whose gradients are there, the one due first."""
+    order, waiting, now = list[str](), list[tuple[int, float, str]](), 0.0
     arriving.sort(reverse=True)
     while arriving or waiting:
         if not waiting:

@@ -22,7 +22,8 @@ SOLUTIONS, _BETWEEN = 23, 4  # solutions, and plans between each two of them
 class Seeds(Sequence[Plan]):
     """Plans from the fewest device bytes to the most, each made when it is asked for. ``solve``: of the relaxed problem, for
     ``device`` budgets from the first to the second. They fetch as many blocks ahead as ``base`` does. ``decided``: homes that
-    are on the device (True) or on the host in all of them."""
+    are on the device (True) or on the host in all of them. ``earliest``: of equal homes, those read first are on the device:
+    they are updated last, and the next step would wait for them; otherwise those that the program prefers."""
 
     def __init__(
         self,
@@ -32,8 +33,10 @@ class Seeds(Sequence[Plan]):
         sizes: Mapping[str, int],
         device: tuple[int, int],
         decided: Mapping[str, bool] = MappingProxyType({}),
+        earliest: bool = False,
     ) -> None:
         self.solve, self.base, self.blocks, self.sizes, self.decided = solve, base, blocks, sizes, decided
+        self.earliest = earliest
         self.low, self.high = device
         self._plans: dict[int, Plan] = {}
 
@@ -45,7 +48,7 @@ class Seeds(Sequence[Plan]):
             budget = round(self.low * (self.high / self.low) ** (position / (len(self) - 1)))
             try:
                 relaxed = self._with_whole_homes({"device": budget, "host": None})
-                self._plans[position] = rounded(relaxed, self.base, self.blocks, self.sizes)
+                self._plans[position] = rounded(relaxed, self.base, self.blocks, self.sizes, self.earliest)
             except Infeasible:
                 self._plans[position] = self.base
         return self._plans[position]
@@ -53,9 +56,11 @@ class Seeds(Sequence[Plan]):
     def _with_whole_homes(self, limits: Mapping[str, int | None]) -> Relaxed:
         """Solves again with every home wholly on one tier: homes are large, and what blocks keep must fit beside them. The
         number of homes on the device is the sum of their shares, rounded; if that does not fit, 1, 3, 7, ... fewer of them:
-        those with the smallest shares go first."""
+        those that are preferred least go first."""
         relaxed = self.solve(limits, self.decided, self.base.lookahead)
-        chosen = sorted(_chosen(relaxed.resident, self.sizes), key=lambda home: -relaxed.resident[home])
+        places = {home: float(-place) for place, home in enumerate(relaxed.resident)}
+        preferred = places if self.earliest else relaxed.resident
+        chosen = sorted(_chosen(relaxed.resident, self.sizes, preferred), key=lambda home: -preferred[home])
         fewer = 0
         while True:
             on_device = set(chosen[: max(0, len(chosen) - fewer)])
@@ -68,26 +73,28 @@ class Seeds(Sequence[Plan]):
             fewer = 2 * fewer + 1
 
 
-def _chosen(resident: Mapping[str, float], sizes: Mapping[str, int]) -> set[str]:
-    """The homes to keep on the device; of equal ones, those with the largest shares."""
+def _chosen(resident: Mapping[str, float], sizes: Mapping[str, int], preferred: Mapping[str, float]) -> set[str]:
+    """The homes to keep on the device: of equal ones, as many as their shares add up to, the most ``preferred`` first."""
     chosen: set[str] = set()
     for homes in _alike(resident, sizes):
         count = round(sum(resident[home] for home in homes) + 1e-6)
-        chosen |= set(sorted(homes, key=lambda home: -resident[home])[:count])
+        chosen |= set(sorted(homes, key=lambda home: -preferred[home])[:count])
     return chosen
 
 
-def rounded(relaxed: Relaxed, base: Plan, blocks: Sequence[Block], sizes: Mapping[str, int]) -> Plan:
+def rounded(relaxed: Relaxed, base: Plan, blocks: Sequence[Block], sizes: Mapping[str, int], latest_stay: bool = False) -> Plan:
     """Returns the plan that decides as a solution does, in which homes are whole. Of equal blocks as many take each option as
     its shares add up to; those that send values home are spread evenly, so that copies never pile up, and the later ones, whose
-    values live shortest, keep most."""
+    values live shortest, keep most. ``latest_stay``: of equal homes that stay from the forward to the backward, those read last
+    do, for the same reason; otherwise those that the program prefers."""
     decisions = []
     for home, share in relaxed.resident.items():
         if base.params(home) == "disk":
             continue
         decisions.append(Decision("params", home, "device" if share > 0.5 else "host", sizes[home], _WHY))
     on_host = {home: share for home, share in relaxed.staying.items() if relaxed.resident[home] <= 0.5}
-    staying = _chosen(on_host, sizes)
+    places = {home: float(place) for place, home in enumerate(on_host)}
+    staying = _chosen(on_host, sizes, places if latest_stay else on_host)
     decisions += [Decision("fetch", home, "keep", sizes[home], _WHY) for home in on_host if home in staying]
     alike: dict[int, list[Block]] = defaultdict(list)
     for block in blocks:

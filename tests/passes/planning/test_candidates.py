@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from mtcompile.machine.presets import PRESETS
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.plan import Decision, Plan, Updates
+from mtcompile.passes.plan import Plan, Updates
 from mtcompile.passes.planning import candidates as candidates_module
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.evaluate import identity
@@ -27,6 +23,7 @@ from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
 from tests.helpers.models import make
 from tests.helpers.tracing import trace, traced_case
+from tests.passes.planning.drawn_plans import BOUNDED, MACHINES, SLOW, WAYS, crossing, mixed, varied
 
 
 @pytest.mark.long
@@ -61,6 +58,7 @@ def test_no_plan_is_evaluated_twice_in_a_search(case: str, monkeypatch: pytest.M
 
     monkeypatch.setattr(candidates_module, "evaluate", counting)
     remembering, forgetting = Candidates(problem), Candidates(problem)
+    remembering._evaluator.able = forgetting._evaluator.able = False  # schedules alone tell the figures
     forgetting._figures, forgetting._paces = Forgetting(), Forgetting()
     least, most = remembering.least().plan.peak_bytes["device"], remembering.best(None, None).plan.peak_bytes["device"]
     plans = [remembering.best(least + (most - least) * i // 2, None) for i in range(2)]
@@ -73,95 +71,6 @@ def test_no_plan_is_evaluated_twice_in_a_search(case: str, monkeypatch: pytest.M
     assert len(keys) - evaluated > 1.1 * evaluated
     again = remembering.evaluate(plans[1].plan)
     assert again.schedule == counted(problem, remembering.draft, plans[1].plan).schedule
-
-
-SLOW = replace(PRESETS["rtx4090"], host_gbps=2.0, h2d_gbps=1.0, d2h_gbps=1.0)
-WAYS = {
-    "after the backward": None,
-    "as gradients arrive": Updates(),
-    "held": Updates(held=True),
-    "behind the forward": Updates(run_ahead=True),
-}
-
-
-class Mixed(nn.Module):
-    """Residual blocks with fp32 weights, computed in bf16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            for layer in self.layers:
-                x = x + layer(x)
-        return x.float().square().mean()
-
-
-@functools.cache
-def mixed() -> Any:
-    torch.manual_seed(0)
-    return trace(Mixed(), {"x": torch.randn(64, 64)}).step
-
-
-class Crossing(nn.Module):
-    """Residual blocks that all read one more value of the first block, which is read in the backward as it is: what leaves the
-    first block is of two kinds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(48, 48)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 48)) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate = torch.sigmoid(self.first(x))
-        x = x * 1.5
-        for layer in self.layers:
-            x = x + layer(x.tanh()) * gate
-        return x.square().mean()
-
-
-@functools.cache
-def crossing() -> Any:
-    torch.manual_seed(0)
-    return trace(Crossing(), {"x": torch.randn(32, 48)}).step
-
-
-BOUNDED = {
-    "tied": lambda: traced_case("tied").step,
-    "cnn": lambda: traced_case("cnn").step,
-    "mixed": mixed,
-    "crossing": crossing,
-}
-MACHINES = (
-    SLOW,
-    Machine("slow link", 1e12, 100.0, 0.05, 0.05, issue_us=0.2, host_gbps=20.0),
-    Machine("slow memory", 1e12, 1.0, 1.0, 1.0, issue_us=0.0, host_gbps=100.0),
-    Machine("slow compute", 1e10, 100.0, 0.2, 0.2, issue_us=0.1, host_gbps=50.0),
-    Machine("fast", 1e12, 100.0, 50.0, 50.0, issue_us=0.2, host_gbps=1000.0),
-)
-
-
-def varied(candidates: Candidates, rnd: random.Random) -> Plan:
-    """A plan with many decisions made at random, some of them alike."""
-    ahead, pooled = rnd.choice([0, 1, 2, 3]), rnd.random() < 0.5
-    plan = replace(candidates.base, lookahead=ahead, narrow=rnd.random() < 0.7, pooled=pooled)
-    homes = rnd.choice([["device", "host"], ["device"], ["host"]])
-    tiers = rnd.choice([["device", "device", "host"], ["device"], ["host"]])
-    keeps = rnd.choice(["a variant", "some", "all", "nothing"])
-    for home, nbytes in candidates.sizes.items():
-        plan = plan.with_decision(Decision("params", home, rnd.choice(homes), nbytes, ""))
-        plan = plan.with_decision(Decision("fetch", home, rnd.choice(["keep", "again"]), nbytes, ""))
-    for block in candidates.blocks:
-        some = tuple(i for i in range(len(block.saved)) if keeps == "all" or (keeps == "some" and rnd.random() < 0.5))
-        positions = rnd.choice(block.variants).positions if keeps == "a variant" else some
-        names = tuple(block.saved[position].name for position in positions)
-        plan = plan.with_decision(Decision("variant", block.name, "keep" if names else "recompute", 0, "", names))
-        for value in (*block.saved, *block.crossing, *block.others):
-            again = value in block.crossing and rnd.random() < 0.2
-            tier = "recompute" if again else rnd.choice(tiers)
-            plan = plan.with_decision(Decision("activation", value.name, tier, value.meta["nbytes"], ""))
-    return plan
 
 
 @pytest.mark.parametrize("way", WAYS)

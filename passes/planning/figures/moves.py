@@ -1,0 +1,246 @@
+"""The calls of a plan in order, as the rewrites would put them: regions, fetches, copies home and updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.plan import Plan
+from mtcompile.passes.planning.figures.summary import Leaving, Operand, Summary, Value
+from mtcompile.runtime.schedule import aligned
+
+COMPUTE, H2D, D2H, HOST = range(4)  # queues
+POOLED, ON_DEVICE, ON_HOST = range(3)  # kinds of buffers: of the allocator, in slots of the device, in slots of the host
+
+
+class Buffer(NamedTuple):
+    """Bytes with one lifetime. ``returned``: never freed."""
+
+    kind: int
+    nbytes: int
+    returned: bool
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A region, copy or update. ``reads``, ``writes``: numbers of buffers; ``inputs``, ``updated``: numbers of operands at home
+    that it reads and writes. ``update``: of an update, the first parameter."""
+
+    queue: int
+    us: float
+    phase: int
+    reads: list[int] = field(default_factory=list)
+    writes: list[int] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    updated: list[int] = field(default_factory=list)
+    workspace: int = 0
+    copied: int = 0
+    update: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Gradients:
+    """Gradients that one call makes or copies home, and what they update; ``name``: the first of that."""
+
+    operands: list[Operand]
+    buffers: list[int]
+    name: str = ""
+
+
+class Moves:
+    """The calls of a plan, and the buffers that they touch. ``summary``: of the step as the plan recomputes it."""
+
+    def __init__(self, summary: Summary, plan: Plan, machine: Machine) -> None:
+        self.summary, self.plan, self.machine = summary, plan, machine
+        self.buffers: list[Buffer] = []
+        self.updates = plan.updates
+        self.on_device = {home: plan.params(home) == "device" for home in {o.home for o in summary.operands if o.weights}}
+        self.calls: list[Call] = []
+        count = len(summary.regions)
+        self._before: list[list[Call]] = [[] for _ in range(count)]
+        self._behind: list[list[Call]] = [[] for _ in range(count)]
+        self._regions = [Call(COMPUTE, r.us, r.phase, workspace=r.workspace) for r in summary.regions]
+        self._gradients: dict[int, _Gradients] = {}  # by identity of the call
+        self._fetch()
+        for position in range(count):
+            self._make(position)
+        self._in_order()
+
+    def _buffer(self, kind: int, nbytes: int, slot: int, returned: bool = False) -> int:
+        self.buffers.append(Buffer(kind, slot if kind else nbytes, returned))
+        return len(self.buffers) - 1
+
+    def _first(self, position: int, ahead: int) -> int:
+        """The position of the region before which a fetch is issued."""
+        return max(position - ahead, self.summary.first_backward if self.summary.regions[position].phase else 0)
+
+    def _away(self, operand: Operand) -> bool:
+        return not self.on_device[operand.home] if operand.weights else operand.tier != "device"
+
+    # --------------------------------------------------------------------------------------------------------- fetches
+
+    def _fetch(self) -> None:
+        """What comes in for each region, a copy per home."""
+        plan, staying = self.plan, dict[int, int]()
+        stays_home = {home: plan.stays(home) for home in self.on_device}
+        for position, region in enumerate(self.summary.regions):
+            call = self._regions[position]
+            groups: dict[str, list[Operand]] = {}
+            for operand in region.reads:
+                if region.phase and operand.number in staying:
+                    call.reads.append(staying[operand.number])
+                elif self._away(operand):
+                    groups.setdefault(operand.home, []).append(operand)
+                else:
+                    call.inputs.append(operand.number)
+            for home, operands in groups.items():
+                total = sum([operand.nbytes for operand in operands])
+                stays = not region.phase and bool(home) and stays_home.get(home, False)
+                kind = POOLED if plan.pooled or stays else ON_DEVICE
+                fetch = Call(H2D, self.machine.copy_us(total, "h2d"), region.phase, copied=total)
+                by_role: dict[str, list[Operand]] = {}
+                for operand in operands:
+                    fetch.inputs.append(operand.number)
+                    by_role.setdefault(operand.role, []).append(operand)
+                    if stays:
+                        staying[operand.number] = arrived = self._buffer(kind, operand.nbytes, operand.slot)
+                        fetch.writes.append(arrived)
+                if not stays:
+                    for alike in by_role.values():
+                        sizes = sum([o.nbytes for o in alike]), sum([o.slot for o in alike])
+                        fetch.writes.append(self._buffer(kind, *sizes))
+                call.reads += fetch.writes
+                self._before[self._first(position, plan.lookahead)].append(fetch)
+
+    # ---------------------------------------------------------------------------------------------- what regions make
+
+    def _make(self, position: int) -> None:
+        region, call = self.summary.regions[position], self._regions[position]
+        kept: dict[tuple[tuple[int, ...], bool], list[int]] = {}
+        for value in region.activations:
+            if self.plan.activation(value.name) == "host":
+                self._waits_at_home(position, value)
+            else:
+                sizes = kept.setdefault((value.readers, value.returned), [0, 0])
+                sizes[0] += value.nbytes
+                sizes[1] += value.slot
+        for (readers, returned), sizes in kept.items():
+            self._stays(call, readers, sizes[0], sizes[1], returned)
+        for value in region.others:
+            self._stays(call, value.readers, value.nbytes, value.slot, value.returned)
+        if region.leaving:
+            self._leave(position, region.leaving)
+
+    def _stays(self, call: Call, readers: tuple[int, ...], nbytes: int, slot: int, returned: bool) -> int:
+        made = self._buffer(POOLED, nbytes, slot, returned)
+        call.writes.append(made)
+        for reader in readers:
+            self._regions[reader].reads.append(made)
+        return made
+
+    def _waits_at_home(self, position: int, value: Value) -> None:
+        """A value that goes home behind its region, and comes back before later ones."""
+        regions, machine = self.summary.regions, self.machine
+        made = current = self._buffer(POOLED, value.nbytes, value.slot, value.returned)
+        self._regions[position].writes.append(made)
+        at_home, previous = -1, position
+        for use in value.readers:
+            same_phase = regions[previous].phase == regions[use].phase
+            if not (use - previous <= 1 and (same_phase or current == made)):
+                if at_home < 0:
+                    at_home = self._buffer(ON_HOST, value.nbytes, value.slot)
+                    us = machine.copy_us(value.nbytes, "d2h")
+                    home = Call(D2H, us, regions[position].phase, [made], [at_home], copied=value.nbytes)
+                    self._behind[position].insert(0, home)
+                current = self._buffer(POOLED if self.plan.pooled else ON_DEVICE, value.nbytes, value.slot)
+                us = machine.copy_us(value.nbytes, "h2d")
+                back = Call(H2D, us, regions[use].phase, [at_home], [current], copied=value.nbytes)
+                self._before[self._first(use, min(self.plan.lookahead, use - previous - 1))].append(back)
+            self._regions[use].reads.append(current)
+            previous = use
+
+    def _leave(self, position: int, leaving: list[Leaving]) -> None:
+        """Gradients and new buffers: a copy home per home, or an update on the device."""
+        call, by_home, here = self._regions[position], dict[str, list[Leaving]](), _Gradients([], [])
+        for entry in leaving:
+            assert entry.of is not None
+            if self._away(entry.of):
+                by_home.setdefault(entry.home, []).append(entry)
+            else:
+                updated = entry.updates and self.updates is not None
+                made = self._stays(call, entry.readers, entry.nbytes, entry.slot, not updated)
+                if updated:
+                    here.name = here.name or entry.name
+                    here.operands.append(entry.of)
+                    here.buffers.append(made)
+        if here.operands:
+            self._gradients[id(call)] = here
+        copies = []
+        for entries in by_home.values():
+            total = sum([entry.nbytes for entry in entries])
+            us = self.machine.copy_us(total, "d2h")
+            copies.append(copy := Call(D2H, us, self.summary.regions[position].phase, copied=total))
+            gradients = _Gradients([], [])
+            for entry in entries:
+                assert entry.of is not None
+                copy.reads.append(self._stays(call, entry.readers, entry.nbytes, entry.slot, False))
+                if entry.updates and self.updates is not None:
+                    gradients.name = gradients.name or entry.name
+                    gradients.operands.append(entry.of)
+            if gradients.operands:
+                updated_entries = [entry for entry in entries if entry.updates]
+                sizes = sum([e.nbytes for e in updated_entries]), sum([e.slot for e in updated_entries])
+                gradients.buffers.append(self._buffer(ON_HOST, *sizes))
+                copy.writes += gradients.buffers
+                self._gradients[id(copy)] = gradients
+        self._behind[position][:0] = copies
+
+    # --------------------------------------------------------------------------------------------------------- updates
+
+    def _in_order(self) -> None:
+        """Lists the calls, and the updates where the plan wants them."""
+        order: list[Call] = []
+        for before, call, behind in zip(self._before, self._regions, self._behind, strict=True):
+            order += before
+            order.append(call)
+            order += behind
+        groups = [(place, self._gradients[id(call)]) for place, call in enumerate(order) if id(call) in self._gradients]
+        if self.updates is None or not groups:
+            self.calls = order
+            return
+        read_last: dict[int, int] = {}
+        for place, call in enumerate(order):
+            for operand in call.inputs:
+                read_last[operand] = place
+        end = len(order) - 1
+        on_host = [place for place, _ in groups if order[place].queue == D2H]
+        turns = dict(zip(on_host, [*on_host[1:], *on_host[-1:]], strict=True))
+        ranks = {name: rank for rank, name in enumerate(self.updates.order)}
+        late, after = list[tuple[int, _Gradients]](), dict[int, list[tuple[int, _Gradients]]]()
+        for place, group in groups:
+            if self.updates.patient and place in turns:
+                late.append((place, group))
+            else:
+                reads = [read_last[operand.number] for operand in group.operands if operand.number in read_last]
+                after.setdefault(max([turns.get(place, place), *reads]), []).append((place, group))
+        if ranks:
+            late.sort(key=lambda pair: ranks.get(pair[1].name, len(ranks)))
+        after.setdefault(end, []).extend(late)
+        for place, call in enumerate(order):
+            self.calls.append(call)
+            for made, group in after.get(place, ()) if place != end else ():
+                self.calls.append(self._update(group, order[made].queue == D2H))
+        self.calls += [self._update(group, order[made].queue == D2H) for made, group in after[end]]
+
+    def _update(self, group: _Gradients, on_host: bool) -> Call:
+        assert self.updates is not None
+        nbytes = sum([operand.nbytes for operand in group.operands])
+        copies, workspace = self.updates.state_copies, 0
+        if on_host:
+            us = self.machine.update_us(nbytes, 0, copies)
+        else:
+            us, workspace = self.machine.update_us(0, nbytes, copies), aligned(int(nbytes * self.updates.workspace_copies))
+        updated = [operand.number for operand in group.operands]
+        queue = HOST if on_host else COMPUTE
+        return Call(queue, us, 1, group.buffers, [], [], updated, workspace, update=group.name or "-")

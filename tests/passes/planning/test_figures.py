@@ -1,0 +1,73 @@
+"""Figures without a schedule are those of the schedule."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.plan import Plan
+from mtcompile.passes.planning import candidates as candidates_module
+from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.evaluate import Inexact, evaluate
+from mtcompile.passes.planning.figures.evaluator import Evaluator, Figures
+from mtcompile.passes.planning.pace import impatient, with_pace
+from mtcompile.passes.planning.problem import PlanningProblem
+from tests.helpers.tracing import traced_case
+from tests.passes.planning.drawn_plans import BOUNDED, MACHINES, SLOW, WAYS, crossing, varied
+
+CASES = {"chain", "tied", "cnn", "crossing"}
+
+
+def step_of(case: str) -> Any:
+    return BOUNDED[case]() if case in BOUNDED else traced_case(case).step
+
+
+@pytest.mark.parametrize("plans", [4, pytest.param(120, marks=pytest.mark.long)])
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_figures_are_those_of_the_schedule(case: str, plans: int) -> None:
+    rnd, ways = random.Random(case), sorted(WAYS.keys() - {"held"})
+    for number in range(plans):
+        machine, way = MACHINES[number % len(MACHINES)], WAYS[ways[number % len(ways)]]
+        candidates = Candidates(PlanningProblem(step_of(case), machine, Budgets(updates=way)))
+        plan = varied(candidates, rnd)
+        due = candidates._evaluator.due_first(plan)
+        assert due is not None
+        for one in (plan, impatient(plan), _with_order(plan, due)):
+            if one is not None:
+                expected = evaluate(candidates.problem, candidates.draft, one).plan
+                figures = candidates._evaluator.figures(one)
+                assert figures == Figures(expected.peak_bytes, expected.step_time_us, expected.update_us)
+
+
+def _with_order(plan: Plan, order: tuple[str, ...]) -> Plan | None:
+    return with_pace(plan, True, order) if plan.updates is not None else None
+
+
+@pytest.mark.parametrize(("case", "way"), [("mixed", "as gradients arrive"), ("tied", "held")])
+def test_where_the_host_casts_or_updates_are_held_schedules_tell_the_figures(case: str, way: str) -> None:
+    candidates = Candidates(PlanningProblem(step_of(case), SLOW, Budgets(updates=WAYS[way])))
+    plan = candidates.base
+    assert candidates._evaluator.figures(plan) is None and candidates._evaluator.due_first(plan) is None
+    assert candidates.evaluate(plan).plan == evaluate(candidates.problem, candidates.draft, plan).plan
+
+
+def test_after_figures_that_are_not_those_of_the_schedule_schedules_tell_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is then the one that a search with schedules alone finds."""
+    problem = PlanningProblem(crossing(), MACHINES[1], Budgets(updates=WAYS["as gradients arrive"]))
+    monkeypatch.setattr(candidates_module, "MOST_SEARCHED", 5)
+    exact, wrong = Candidates(problem), Candidates(problem)
+    exact._evaluator.able = False
+    budget = exact.least().plan.peak_bytes["device"] + 1000
+
+    def halved(evaluator: Evaluator, plan: Plan) -> Figures | None:
+        figures = evaluator._evaluated(plan)[0] if evaluator._supports(plan) else None
+        return None if figures is None else figures._replace(step_time_us=figures.step_time_us / 2)
+
+    monkeypatch.setattr(Evaluator, "figures", halved)
+    with pytest.raises(Inexact, match="expected the figures that the plan was chosen by"):
+        wrong.planned(wrong.base)
+    assert wrong.best(budget, None).plan == exact.best(budget, None).plan
+    assert not wrong._evaluator.able
