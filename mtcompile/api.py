@@ -258,9 +258,9 @@ def compile(
     memory     bytes of device memory for everything mtcompile holds there: ``"16GiB"``, ``"16GB"`` or a number;
                default: nine tenths of the free memory of a GPU, half of it on the emulated device
     host       bytes of host memory; default: what is available, also under a control group, less a reserve of 5%
-    disk       a folder on a fast local disk and the bytes that may be taken there, ``"/mnt/nvme:400GiB"``: weights that
-               ``host`` has no room for live in a file without a name, and are read ahead of their use: frozen ones, and with
-               ``update="backward"`` those that train, with their state
+    disk       a folder on a fast local disk and the bytes that may be taken there, ``"/mnt/nvme:400GiB"``: what ``host`` has
+               no room for lives in files without names, and is read ahead of its use: frozen weights, activations, and with
+               ``update="backward"`` weights that train, with their state
     optimizer  the optimizer that steps the model; its state is planned for. Or call ``model.bind(optimizer)`` later
     kernels    ``"eager"``: the kernels of plain PyTorch, bit for bit; ``"inductor"``: compiled by Inductor, within
                rounding of plain PyTorch; budgets at which the same parts are recomputed give the same bits

@@ -297,13 +297,13 @@ def _tell(activity: str, done: int, total: int) -> None:
 
 
 def leaves_room(budgets: Budgets, schedule: Schedule, beside: int) -> bool:
-    """Tells whether both budgets hold a schedule, and what ``beside`` more forwards of it keep for their backward."""
+    """Tells whether the budgets hold a schedule, and what ``beside`` more forwards of it keep for their backward."""
     return not shortages(budgets, schedule, beside)
 
 
 def shortages(budgets: Budgets, schedule: Schedule, beside: int) -> list[tuple[str, int]]:
     """Returns the tiers whose budget is too small for that, with the bytes that they would need."""
-    needed = {tier: schedule.peak_nbytes.get(tier, 0) for tier in ("device", "host")}
+    needed = {tier: schedule.peak_nbytes.get(tier, 0) for tier in budgets.nbytes}
     if beside:  # else spare the walk: each backward beside a waiting forward asks
         held = held_between_phases(schedule)
         needed = {tier: nbytes + beside * held[tier] for tier, nbytes in needed.items()}

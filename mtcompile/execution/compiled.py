@@ -255,3 +255,8 @@ class LiveFrames:
     def host_nbytes(self) -> int:
         """Returns the bytes of the host arenas in which waiting forwards keep saved values."""
         return 0 if self.leaving else sum(frame.memory.arenas.host.numel() for frame in self.waiting())
+
+    def disk_nbytes(self) -> int:
+        """Returns the bytes of the files in which waiting forwards keep saved values."""
+        stores = [] if self.leaving else [frame.memory.arenas.scratch for frame in self.waiting()]
+        return sum(store.used_nbytes for store in stores if store is not None)

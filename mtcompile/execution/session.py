@@ -67,7 +67,7 @@ class Session:
         self.machine = speeds(device, options)
         self.calibrator = Calibrator(device, options)
         self.listeners: list[StepListener] = []
-        self.arenas = ArenaPool(device, frames, weakly(self.drain))
+        self.arenas = ArenaPool(device, frames, weakly(self.drain), lambda: parameters.disk)
         self.runner = Runner(device, frames, self.arenas, parameters, weakref.proxy(self), paced=options.throttle is not None)
         self._searched: dict[bytes, Searched] = {}
         self.closed = False
