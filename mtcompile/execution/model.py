@@ -21,6 +21,7 @@ from mtcompile.distributed.door import RanksDoor
 from mtcompile.distributed.ranks import Ranks
 from mtcompile.errors import told_briefly
 from mtcompile.execution.compiled import LiveFrames
+from mtcompile.execution.elastic.replanner import follow_speeds
 from mtcompile.execution.memory.host_room import check_room
 from mtcompile.execution.model_door import ModelDoor
 from mtcompile.execution.plain.calls import GradientFreeCalls
@@ -62,6 +63,8 @@ class CompiledModel:
         self.door: ModelDoor = opens(model, self.options, device, frames, weakly(self._drain))
         title = type(model).__name__
         self.session = Session(device, self.options, self.door, self.door.parameters, frames, title)
+        if options.elastic:
+            follow_speeds(self.session)
         if optimizer is not None:
             self.door.bind(optimizer)
         for parameter in model.parameters():  # at home on the host, all of them
@@ -216,6 +219,7 @@ class CompiledModel:
             "peak_host_bytes": session.peak_host_bytes,
             "planned_peak_host_bytes": planned.get("host", 0),
             **self._disk_report(planned),
+            **({} if session.replanner is None else {"plan_changes": list(session.replanner.changes)}),
             "state_bytes": sum(state.values()),
             **{f"{name}_bytes": nbytes for name, nbytes in state.items()},
         }
