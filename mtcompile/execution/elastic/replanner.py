@@ -41,7 +41,7 @@ GAIN = 0.03  # of the step time, that a swap must save
 _MOST_SWAPS, _WITHIN = 8, 500  # swaps in so many steps
 _NOTABLE, _MUCH = 1.1, 1.5  # drifts of a queue's speed that are worth a plan: where the last one was of use; at all times
 _LEAST_REST = 20  # steps
-_TIMED_EVERY = 4  # steps, where a step must be timed on purpose
+_TIMED_EVERY = 2  # steps, where a step must be timed on purpose
 
 
 @dataclass(slots=True)

@@ -163,14 +163,16 @@ def test_a_link_throttled_to_a_quarter_and_released_while_a_model_trains() -> No
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [{"update": "backward"}, {"update": "backward", "run_ahead": True}, {"accumulate": 2}])
+@pytest.mark.parametrize(
+    "options", [{"update": "backward"}, {"update": "backward", "run_ahead": True}, {"accumulate": 2, "memory": "5MiB"}]
+)
 def test_every_way_of_training_goes_on_with_the_same_bits(options: dict[str, Any]) -> None:
-    training = Training(throttle=FAST, layers=2, memory="6MiB", **options)
+    training = Training(throttle=FAST, layers=2, **{"memory": "6MiB", **options})
     session = training.model._mt_model.session
     elastic: Elastic = session.replanner
     session.listeners.remove(elastic)
     session.runner.throttle = None
-    reference = Training(layers=2, memory="1GiB", **options)
+    reference = Training(layers=2, **{**options, "memory": "1GiB"})
     for factor in (1.0, 12.0, 12.0, 1.0, 1.0):
         torch.manual_seed(7)
         x = torch.randn(BATCH, WIDTH)
