@@ -248,6 +248,7 @@ def compile(
     run_ahead: bool = False,
     nonfinite: str = "stop",
     experts: str = "auto",
+    elastic: bool = False,
     viz: str | Path | None = None,
     process_group: Any = None,
 ) -> Any:
@@ -258,9 +259,9 @@ def compile(
     memory     bytes of device memory for everything mtcompile holds there: ``"16GiB"``, ``"16GB"`` or a number;
                default: nine tenths of the free memory of a GPU, half of it on the emulated device
     host       bytes of host memory; default: what is available, also under a control group, less a reserve of 5%
-    disk       a folder on a fast local disk and the bytes that may be taken there, ``"/mnt/nvme:400GiB"``: weights that
-               ``host`` has no room for live in a file without a name, and are read ahead of their use: frozen ones, and with
-               ``update="backward"`` those that train, with their state
+    disk       a folder on a fast local disk and the bytes that may be taken there, ``"/mnt/nvme:400GiB"``: what ``host`` has
+               no room for lives in files without names, and is read ahead of its use: frozen weights, activations, and with
+               ``update="backward"`` weights that train, with their state
     optimizer  the optimizer that steps the model; its state is planned for. Or call ``model.bind(optimizer)`` later
     kernels    ``"eager"``: the kernels of plain PyTorch, bit for bit; ``"inductor"``: compiled by Inductor, within
                rounding of plain PyTorch; budgets at which the same parts are recomputed give the same bits
@@ -269,20 +270,18 @@ def compile(
                CaptureError if there is no such head, or if anything else reads its logits. ``"auto"``: mtcompile chooses,
                and keeps one chunk where that is as fast or where there is no such head
     device     where to compute: ``"cuda"``, ``"cuda:1"``, or ``"cpu"``, which emulates a device in host memory; default:
-               the GPU if there is one. Parameters and buffers move to host memory, except parameters that the plan keeps
-               on the device. Tensors passed to the model are sent to the device
+               the GPU if there is one. Parameters and buffers move to host memory, except parameters that the plan keeps on
+               the device. Tensors passed to the model are sent there
     policy     ``"fastest"``: searches for a plan; or a fixed plan for comparison: ``"resident"``, ``"checkpoint-all"``,
                ``"megatrain"``, ``"zero3-offload"``, ``"offload-all"``
-    throttle   slows the emulated device down to the speeds of a machine (a preset, a JSON file or a ``Machine``). Plans are
-               made for that machine, and each copy and kernel takes at least the time it would take there. Results do not
-               change
+    throttle   slows the emulated device down to the speeds of a machine (a preset, a JSON file or a ``Machine``), for which
+               plans are made then. Results do not change
     precision  ``"model"``: the module's dtypes; ``"fp32"`` and ``"bf16"``: parameters are cast, buffers are not;
                ``"bf16-master32"``: parameters become bf16, each with a 16-bit remainder that makes it an exact fp32 master;
                AdamW, Adam or SGD update the masters with fp32 state (12 bytes per parameter with AdamW, and 2 for the
                gradient). They stay on a GPU only if its update kernels have produced the same bits as the host's
-    accumulate  runs each training batch as that many micro-batches, region by region: parameters are fetched once for all of
-               them; gradients, added in order, leave once. Tensors are cut along their first dimension, and the loss is the
-               loss over the whole batch
+    accumulate  runs each batch as that many micro-batches, cut along the first dimension, region by region: parameters are
+               fetched once; gradients, added in order, leave once. The loss is that over the whole batch
     update     ``"step"``: gradients wait in ``p.grad`` for ``optimizer.step()``. ``"backward"``: parameters are updated as
                their gradients arrive, with the optimizer's own arithmetic, and ``p.grad`` stays None; call
                ``optimizer.step()`` as before to end the step. Gradients take the host memory of two regions; if the
@@ -297,8 +296,9 @@ def compile(
                skips the whole update (and keeps all gradients until their norm is known), ``"continue"`` warns
     experts    for a mixture of experts that ``grouped_mm`` computes: which experts are copied to the device. ``"used"``: those
                that tokens of the batch chose, once the router has run; ``"all"``: all of them, ahead of the router;
-               ``"auto"``: as ``"used"`` where there are fewer choices than experts, and a notable part is thus surely left
-               out. The plan always counts all experts; ``memory_report()`` says what was copied
+               ``"auto"``: as ``"used"`` where a notable part is thus surely left out. Plans count all experts
+    elastic    True: plans again in the background when the last steps show other speeds than were planned for, and goes on
+               by the new plan, with the same bits, where it is 3 % faster. ``memory_report()["plan_changes"]`` says why
     viz        writes each training program's timeline to this HTML file: predicted after its first step, with measured times
                after its second; a second program goes to ``<name>-2.html``, and so on
     process_group  the ranks that train the model together, each with its own part of the batch; default: all of them, once
@@ -321,6 +321,7 @@ def compile(
         throttle=None if throttle is None else named(throttle),
         viz=viz,
         experts=experts,
+        elastic=elastic,
     )
     if model is None:
         return lambda target: _compiled(target, options, choose(device), optimizer, process_group)

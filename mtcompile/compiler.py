@@ -122,17 +122,22 @@ def compile_step(captured: CapturedStep, target: Target, placement: RunnablePlac
             continue
         if probing is not None:
             probing.join()
-        progress.tell("building kernels")
-        built = target.toolchain.build(best.planned, target.machine)
-        planned = built.planned
-        progress.tell("proving the schedule")
-        prove(best.joint.graph, built, best.problem.budgets, placement.input_homes(best.joint.graph))
-        placement.adopt(best.problem.step, planned)
+        compiled = built_step(best, captured.tangents, target, placement)
         if pinned == target.pinned:
-            kernels = {**built.kernels, **placement.host_kernels(planned.step)}
-            return compiled_step(captured.tangents, planned, best.problem, kernels)
+            return compiled
         target = replace(target, machine=known_machine(target.device, target.options))
         _warn_not_pinned(target.machine)
+
+
+def built_step(best: PlannedStep, tangents: Tangents, target: Target, placement: RunnablePlacement) -> CompiledStep:
+    """Builds and proves a planned step, and puts parameters where its plan wants them."""
+    progress.tell("building kernels")
+    built = target.toolchain.build(best.planned, target.machine)
+    progress.tell("proving the schedule")
+    prove(best.joint.graph, built, best.problem.budgets, placement.input_homes(best.joint.graph))
+    placement.adopt(best.problem.step, built.planned)
+    kernels = {**built.kernels, **placement.host_kernels(built.planned.step)}
+    return compiled_step(tangents, built.planned, best.problem, kernels, best.joint.graph)
 
 
 def joint_of(captured: CapturedStep, target: Target) -> fx.GraphModule:
@@ -297,13 +302,13 @@ def _tell(activity: str, done: int, total: int) -> None:
 
 
 def leaves_room(budgets: Budgets, schedule: Schedule, beside: int) -> bool:
-    """Tells whether both budgets hold a schedule, and what ``beside`` more forwards of it keep for their backward."""
+    """Tells whether the budgets hold a schedule, and what ``beside`` more forwards of it keep for their backward."""
     return not shortages(budgets, schedule, beside)
 
 
 def shortages(budgets: Budgets, schedule: Schedule, beside: int) -> list[tuple[str, int]]:
     """Returns the tiers whose budget is too small for that, with the bytes that they would need."""
-    needed = {tier: schedule.peak_nbytes.get(tier, 0) for tier in ("device", "host")}
+    needed = {tier: schedule.peak_nbytes.get(tier, 0) for tier in budgets.nbytes}
     if beside:  # else spare the walk: each backward beside a waiting forward asks
         held = held_between_phases(schedule)
         needed = {tier: nbytes + beside * held[tier] for tier, nbytes in needed.items()}

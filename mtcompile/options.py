@@ -38,10 +38,10 @@ class DiskBudget:
 class Options:
     """The options of ``mtcompile.compile`` or of the torch.compile backend, checked.
 
-    ``memory``, ``host``: budgets in bytes; None: what is free, less a reserve. ``disk``: None for no disk;
-    it takes what ``host`` has no room for. ``updates``: None for
-    ``update="step"``. ``throttle``: the speeds of the emulated device; None: its own. ``offload``: whether activations may
-    wait in host memory. Raises ValueError or TypeError for values that it cannot honour.
+    ``memory``, ``host``: budgets in bytes; None: what is free, less a reserve. ``disk``: None for no disk; it takes what
+    ``host`` has no room for. ``updates``: None for ``update="step"``. ``throttle``: the speeds of the emulated device; None:
+    its own. ``offload``: whether activations may wait in host memory. ``elastic``: whether plans follow the measured speeds.
+    Raises ValueError or TypeError for values that it cannot honour.
     """
 
     memory: int | None = None
@@ -57,6 +57,7 @@ class Options:
     viz: str | Path | None = None
     disk: DiskBudget | None = None
     experts: str = "auto"
+    elastic: bool = False
 
     def __post_init__(self) -> None:
         if self.policy not in (FASTEST, *POLICIES):
@@ -74,6 +75,13 @@ class Options:
             raise ValueError(f"expected accumulate to be a whole number of 1 or more, found {self.accumulate!r}")
         if not isinstance(self.offload, bool):
             raise TypeError(f"expected offload to be True or False, found {self.offload!r}")
+        if not isinstance(self.elastic, bool):
+            raise TypeError(f"expected elastic to be True or False, found {self.elastic!r}")
+        if self.elastic and (self.policy != FASTEST or self.fuses):
+            raise ValueError(
+                f"elastic=True changes plans while a model trains; expected policy={FASTEST!r}, and kernels='eager', whose "
+                f"bits no plan changes, found policy={self.policy!r} and kernels={self.kernels!r}"
+            )
         if self.disk is not None and self.host is None:
             raise ValueError('disk= takes what host= has no room for; expected host= too, such as host="64GiB", found none')
         if self.viz is not None and not isinstance(self.viz, (str, Path)):

@@ -48,8 +48,7 @@ from mtcompile.passes.step_graph import (
     update,
     write,
 )
-from mtcompile.runtime.disk.requests import BLOCK
-from mtcompile.runtime.schedule import Buffer, Instruction, Schedule, aligned, placed
+from mtcompile.runtime.schedule import BLOCK, Buffer, Instruction, Schedule, aligned, placed
 from mtcompile.runtime.verify import peak
 
 
@@ -257,7 +256,7 @@ def _totals(step: fx.GraphModule, schedule: Schedule, given: Given) -> None:
         arenas["disk"] = 0
     for buffer in schedule.buffers.values():
         if buffer.offset is not None:
-            arenas[buffer.tier] = max(arenas[buffer.tier], buffer.offset + placed(buffer.nbytes))
+            arenas[buffer.tier] = max(arenas[buffer.tier], buffer.offset + placed(buffer.nbytes, buffer.tier))
     _same_bytes("arena", arenas, schedule.arena_nbytes)
     _same_bytes("peak", peak(schedule), schedule.peak_nbytes)
 

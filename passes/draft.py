@@ -68,7 +68,8 @@ def bundle(draft: fx.GraphModule) -> fx.GraphModule:
             if first is not item:
                 first_of[item] = first
                 meta = first.meta
-                meta["slot_nbytes"] = meta.get("slot_nbytes", placed(meta["nbytes"])) + placed(item.meta["nbytes"])
+                tier = meta["tier"]
+                meta["slot_nbytes"] = meta.get("slot_nbytes", placed(meta["nbytes"], tier)) + placed(item.meta["nbytes"], tier)
                 meta["nbytes"] += item.meta["nbytes"]
     for call in calls(draft):
         if not first_of.keys().isdisjoint(call.args):

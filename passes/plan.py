@@ -21,7 +21,7 @@ class Decision:
 
     ``kind``: ``params`` (where a block's parameters, their gradients and optimizer state are at home: device, host or disk),
     ``variant`` (what of a block's saved values stays for its backward: ``save`` all, ``keep`` those in ``values``,
-    ``recompute`` all), ``activation`` (where a value waits between its uses: device, host, or nowhere, as its region
+    ``recompute`` all), ``activation`` (where a value waits between its uses: device, host, disk, or nowhere, as its region
     is run again: recompute; subject ``*`` is all values without a decision of their own) or ``fetch`` (what was fetched of a
     block's parameters for the forward stays for the backward: keep; it is fetched again otherwise: again).
     """

@@ -17,7 +17,7 @@ def assign_offsets(
     """
     slots = slots_of(instructions, buffers)
     start = {i.writes[0]: position for position, i in enumerate(instructions) if i.op == "alloc"}
-    nbytes = {first: sum(placed(buffers[name].nbytes) for name in names) for first, names in slots.items()}
+    nbytes = {first: sum(_room(buffers[name]) for name in names) for first, names in slots.items()}
     ranges: dict[str, tuple[int, int]] = {}  # offset and end offset of each slot that has its place
     arenas = {"device": 0, "host": 0, **{b.tier: 0 for b in buffers.values() if b.kind == "placed"}}
     located: dict[str, Buffer] = {}
@@ -33,7 +33,7 @@ def assign_offsets(
         arenas[tier] = max(arenas[tier], offset + size)
         for name in slots[slot]:
             located[name] = _at(buffers[name], offset)
-            offset += placed(buffers[name].nbytes)
+            offset += _room(buffers[name])
     return {name: located.get(name, buffer) for name, buffer in buffers.items()}, arenas
 
 
@@ -73,6 +73,11 @@ def _beside(
                         beside[other].append(name)
                     others[name] = None
     return beside
+
+
+def _room(buffer: Buffer) -> int:
+    """The bytes from the start of a buffer to where the next one may start."""
+    return placed(buffer.nbytes, buffer.tier)
 
 
 def _at(b: Buffer, offset: int) -> Buffer:

@@ -16,7 +16,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from mtcompile.runtime.schedule import HOST_QUEUES, Instruction, Phase, Queue, Schedule
@@ -126,15 +126,15 @@ class PhaseOptions:
     """The options of one phase's run.
 
     ``delays``: random sleeps. ``fence``: of a device that runs behind its threads; the phase is then issued, and drained
-    into the compute queue, when ``execute`` returns. ``paced``: a copy or run that took less than its ``time_us`` waits out
-    the difference, as a slower device would take it. ``previous``: the queue that the previous step deferred, which this
+    into the compute queue, when ``execute`` returns. ``paced``: the microseconds that each takes at least; it waits out the
+    difference, as a slower device would take it. ``previous``: the queue that the previous step deferred, which this
     phase drains too. ``deferred``: takes what queue host has not finished, so that the phase does not wait for it.
     ``named``: makes a context for each copy and run, in which a profiler shows it by its name.
     """
 
     delays: Delays | None = None
     fence: Fence | None = None
-    paced: bool = False
+    paced: Mapping[int, float] = field(default_factory=dict)
     previous: DeferredQueue | None = None
     deferred: DeferredQueue | None = None
     named: Callable[[Instruction], AbstractContextManager[object]] | None = None
@@ -268,8 +268,8 @@ class _PhaseRun:
         else:
             with self.options.named(instruction):
                 share = self._perform(queue, instruction)
-        if self.options.paced:
-            wait_until(began + round(share * instruction.time_us * 1e3))
+        if (least_us := self.options.paced.get(index)) is not None:
+            wait_until(began + round(share * least_us * 1e3))
         start, ended = self.start_ns, time.perf_counter_ns()
         records = self.host_records if queue == "host" else self.records
         records.append(Record(index, queue, (began - start) / 1e3, (ended - start) / 1e3, share))

@@ -36,6 +36,7 @@ ALIGNMENT = 64  # bytes; what torch's CPU allocator aligns to, so that a slot gi
 # Values in arenas and slabs start at multiples of this. GPU libraries choose kernels by up to this alignment, which a
 # tensor with its own storage always has.
 PLACEMENT = 256
+BLOCK = 4096  # bytes; where values on disk start, so that no two share a block
 
 FORMAT = "mtcompile-schedule-2"
 MOST_NBYTES = 2**62  # of anything in a schedule that is read: sums of them fit into 64 bits
@@ -46,9 +47,10 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def placed(nbytes: int) -> int:
-    """Rounds ``nbytes`` up to where the next value in an arena or slab may start."""
-    return -(-nbytes // PLACEMENT) * PLACEMENT
+def placed(nbytes: int, tier: str = "host") -> int:
+    """Rounds ``nbytes`` up to where the next value in an arena or slab of ``tier`` may start."""
+    step = BLOCK if tier == "disk" else PLACEMENT
+    return -(-nbytes // step) * step
 
 
 class Copied(NamedTuple):

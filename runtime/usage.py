@@ -85,13 +85,14 @@ def peaks(schedule: Schedule) -> dict[str, int]:
 
 def held_between_phases(schedule: Schedule) -> dict[str, int]:
     """Returns the bytes per tier that one forward holds until its backward, beside what all of them share. Its device slots are
-    free by then; its host arena is its own."""
+    free by then; its arenas on host and disk are its own."""
     pooled = sum(
         change.nbytes
         for change in changes(schedule)
         if change.place == "pooled" and change.tier == "device" and schedule.instructions[change.instruction].phase == PHASES[0]
     )
-    return {"device": aligned(pooled), "host": schedule.arena_nbytes.get("host", 0)}
+    arenas = {tier: schedule.arena_nbytes.get(tier, 0) for tier in ("host", "disk")}
+    return {"device": aligned(pooled), **arenas}
 
 
 def pooled_weights(schedule: Schedule, index: int) -> int:
@@ -133,7 +134,7 @@ def most_in_slots(schedule: Schedule, tier: Tier, role: str) -> int:
     live = most = 0
     for change in changes(schedule):
         if (change.tier, change.place, change.role) == (tier, "slot", role):
-            live += placed(change.nbytes) if change.nbytes > 0 else -placed(-change.nbytes)
+            live += placed(change.nbytes, tier) if change.nbytes > 0 else -placed(-change.nbytes, tier)
             most = max(most, live)
     return most
 

@@ -40,6 +40,8 @@ def ranks_of(process_group: Any, options: Options, model: nn.Module) -> Ranks | 
         return None
     if options.disk is not None:
         raise ValueError("expected no disk= where several ranks train: weights on disk are not shared between them yet")
+    if options.elastic:
+        raise ValueError("expected elastic=False where several ranks train: they would have to change plans together")
     if lazy := [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]:
         raise MtcompileError(f"{lazy[0]} is not initialized yet; call the plain model once before mtcompile.compile")
     ranks = Ranks(connection)

@@ -16,11 +16,11 @@ from torch import fx
 from mtcompile import cache, knobs
 from mtcompile.cache import Times
 from mtcompile.errors import StepError
-from mtcompile.execution.compiled import CompiledStep
+from mtcompile.execution.compiled import CompiledStep, retimed
 from mtcompile.execution.runner import PhaseRun
 from mtcompile.machine.presets import machine_of
 from mtcompile.options import Options
-from mtcompile.passes.analysis.cost import Machine, Measured, formula_us, kernel_digest, kernel_us
+from mtcompile.passes.analysis.cost import Machine, Measured, formula_us, kernel_digest
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import Instruction, Phase
 from mtcompile.runtime.sim import simulate
@@ -109,17 +109,17 @@ class Calibrator:
                 "under MT_CHECK=1, nor on a GPU those without MT_TRACE=1)"
             )
         key, machine = _key(self.device, self.options), speeds(self.device, self.options)
-        medians = _medians(self.phases, machine)
+        measured_now = medians(self.phases, machine)
         times = dict(cache.read_times(key) or {})
-        for queue, pairs in medians.items():
+        for queue, pairs in measured_now.items():
             times[queue] = {**times.get(queue, {}), **pairs}
         remembered = cache.write_times(key, times)
         measured = as_measured(machine, times)
         assert measured.measured is not None
         return Calibration(
             machine.name,
-            len(medians.get("compute", {})),
-            sum(len(pairs) for queue, pairs in medians.items() if queue != "compute"),
+            len(measured_now.get("compute", {})),
+            sum(len(pairs) for queue, pairs in measured_now.items() if queue != "compute"),
             measured.measured.scale,
             last.plan.step_time_us,
             _predicted_us(last, measured),
@@ -132,7 +132,7 @@ def _key(device: Device, options: Options) -> str:
     return cache.times_key(speeds(device, options).name, device.where.type, options.kernels)
 
 
-def _medians(timed: Iterable[TimedPhase], speeds: Machine) -> Times:
+def medians(timed: Iterable[TimedPhase], speeds: Machine) -> Times:
     """Returns queue -> kernel digest or bytes of a copy -> microseconds (measured median, by formula)."""
     took: dict[str, dict[str, list[float]]] = {}
     formula: dict[str, dict[str, float]] = {}
@@ -160,13 +160,7 @@ def _kernel(compiled: CompiledStep, instruction: Instruction) -> fx.GraphModule:
 
 def _predicted_us(compiled: CompiledStep, machine: Machine) -> float:
     """Predicts the step time of the same schedule on another machine, as the planner would."""
-    instructions = []
-    for i in compiled.schedule.instructions:
-        if i.work in ("compute", "recompute"):
-            i = replace(i, time_us=kernel_us(_kernel(compiled, i), machine))
-        elif i.op == "copy":
-            i = replace(i, time_us=machine.copy_us(i.nbytes, i.queue))
-        instructions.append(i)
+    instructions = list(retimed(compiled, machine))
     copied = sum(i.nbytes for i in instructions if i.op == "copy")
     trace = simulate(replace(compiled.schedule, instructions=tuple(instructions)))
     return span_us(trace) + machine.contention_us(copied)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from mtcompile.capture.joint import Pattern, Tangents
+from mtcompile.passes.analysis.cost import Machine, kernel_us
 from mtcompile.passes.analysis.storages import inputs_read_by_place
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
@@ -30,7 +31,7 @@ from mtcompile.passes.step_graph import (
 from mtcompile.runtime.devices.arena import Layout, layout_of, same_strides
 from mtcompile.runtime.devices.cpu import CpuMemory
 from mtcompile.runtime.executor import Prepared, prepare
-from mtcompile.runtime.schedule import PHASES, Phase, Schedule, aligned, listed
+from mtcompile.runtime.schedule import PHASES, Instruction, Phase, Schedule, aligned, listed
 from mtcompile.runtime.trace import Record
 from mtcompile.runtime.usage import allocated_together
 
@@ -41,7 +42,7 @@ _MOST_SHAPES = 4  # in a signature
 @dataclass(frozen=True, slots=True)
 class CompiledStep:
     """One program, planned and proven for one pattern of gradients. ``problem``: the problem that its plan solves.
-    ``together``: as ``usage.allocated_together`` returns it."""
+    ``together``: as ``usage.allocated_together`` returns it. ``joint``: the graph whose results it reproduces."""
 
     tangents: Tangents
     plan: Plan
@@ -59,6 +60,7 @@ class CompiledStep:
     phases: Mapping[Phase, Prepared]
     problem: PlanningProblem
     together: Mapping[str, tuple[str, int, int]]
+    joint: fx.GraphModule
     # Kept from step to step: tensors of arena slots, and the phases that have run at least once.
     slot_views: dict[str, torch.Tensor] = field(default_factory=dict)
     completed_phases: set[Phase] = field(default_factory=set)
@@ -87,7 +89,9 @@ class CompiledStep:
         return self.completed_phases >= self.phases.keys()
 
 
-def compiled_step(tangents: Tangents, planned: Planned, problem: PlanningProblem, kernels: Mapping[str, Any]) -> CompiledStep:
+def compiled_step(
+    tangents: Tangents, planned: Planned, problem: PlanningProblem, kernels: Mapping[str, Any], joint: fx.GraphModule
+) -> CompiledStep:
     """Resolves all names once, so that running a step needs no look-up in a graph."""
     step, schedule = planned.step, planned.schedule
     inputs = tuple((spec, node.name) for spec, node in inputs_of(step))
@@ -113,7 +117,18 @@ def compiled_step(tangents: Tangents, planned: Planned, problem: PlanningProblem
         {phase: prepare(schedule, phase) for phase in PHASES if phase == "forward" or training},
         problem,
         allocated_together(schedule),
+        joint,
     )
+
+
+def retimed(compiled: CompiledStep, machine: Machine) -> Iterator[Instruction]:
+    """Yields the instructions of a step as another machine would run them: kernels of the device, and copies."""
+    for each in compiled.schedule.instructions:
+        if each.work in ("compute", "recompute"):
+            body: Any = compiled.step.get_submodule(each.kernel)
+            yield replace(each, time_us=kernel_us(body, machine))
+        else:
+            yield replace(each, time_us=machine.copy_us(each.nbytes, each.queue)) if each.op == "copy" else each
 
 
 def _first(value: fx.Node) -> fx.Node:
@@ -259,3 +274,8 @@ class LiveFrames:
     def host_nbytes(self) -> int:
         """Returns the bytes of the host arenas in which waiting forwards keep saved values."""
         return 0 if self.leaving else sum(frame.memory.arenas.host.numel() for frame in self.waiting())
+
+    def disk_nbytes(self) -> int:
+        """Returns the bytes of the files in which waiting forwards keep saved values."""
+        stores = [] if self.leaving else [frame.memory.arenas.scratch for frame in self.waiting()]
+        return sum(store.used_nbytes for store in stores if store is not None)

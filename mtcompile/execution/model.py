@@ -21,6 +21,7 @@ from mtcompile.distributed.door import RanksDoor
 from mtcompile.distributed.ranks import Ranks
 from mtcompile.errors import told_briefly
 from mtcompile.execution.compiled import LiveFrames
+from mtcompile.execution.elastic.replanner import follow_speeds
 from mtcompile.execution.memory.host_room import check_room
 from mtcompile.execution.model_door import ModelDoor
 from mtcompile.execution.plain.calls import GradientFreeCalls
@@ -63,6 +64,8 @@ class CompiledModel:
         self.door.device_room = reservable_nbytes(device) if options.memory is None else None
         title = type(model).__name__
         self.session = Session(device, self.options, self.door, self.door.parameters, frames, title)
+        if options.elastic:
+            follow_speeds(self.session)
         if optimizer is not None:
             self.door.bind(optimizer)
         for parameter in model.parameters():  # at home on the host, all of them
@@ -217,6 +220,7 @@ class CompiledModel:
             "peak_host_bytes": session.peak_host_bytes,
             "planned_peak_host_bytes": planned.get("host", 0),
             **self._disk_report(planned),
+            **({} if session.replanner is None else {"plan_changes": list(session.replanner.changes)}),
             "state_bytes": sum(state.values()),
             **{f"{name}_bytes": nbytes for name, nbytes in state.items()},
         }
@@ -235,7 +239,7 @@ class CompiledModel:
         disk = self.session.parameters.disk
         return {
             "budget_disk_bytes": self.options.disk.nbytes,
-            "peak_disk_bytes": 0 if disk is None else disk.used_nbytes,
+            "peak_disk_bytes": 0 if disk is None else disk.peak_nbytes,
             "planned_peak_disk_bytes": planned.get("disk", 0),
         }
 

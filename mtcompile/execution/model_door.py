@@ -29,7 +29,6 @@ from mtcompile.optim.wholeness import Wholeness
 from mtcompile.options import Options
 from mtcompile.passes.analysis.state import Budgets, is_trained, update_staging_nbytes
 from mtcompile.passes.joint.build import InputHomes
-from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
 from mtcompile.passes.step_graph import inputs_of
 from mtcompile.references import weakly
@@ -157,10 +156,11 @@ class ModelDoor(Door):
         return tuple(h for h in sorted(fixed) if fixed[h] == "host" and self.parameters.may_go_to_disk(h, passing))
 
     def _disk_nbytes(self) -> int:
-        """Returns the bytes that may be on disk: as many as were asked for, or fewer if there is no room for them."""
+        """Returns the bytes that may be on disk: as asked for, or fewer if there is no room, less those of waiting forwards."""
         assert self.options.disk is not None
-        taken = 0 if self.parameters.disk is None else self.parameters.disk.reserved_nbytes
-        return min(self.options.disk.nbytes, taken + free_nbytes(self.options.disk.folder))
+        taken = 0 if self.parameters.disk is None else self.parameters.disk.all_reserved_nbytes
+        there = min(self.options.disk.nbytes, taken + free_nbytes(self.options.disk.folder))
+        return there - self.frames.disk_nbytes()
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """Returns the parameters by name. The model's own method waits for updates."""
@@ -243,10 +243,10 @@ class ModelDoor(Door):
         if not self.parameters.slabs:
             check_plan(planned.schedule, self.state_nbytes(), self.device.where.type == "cpu")
         if planned.plan.peak_bytes.get("disk", 0):
-            self._open_disk(step, planned.plan)
+            self._open_disk(step, planned)
         self.parameters.adopt(blocks, tiers, dict(self._model().named_parameters()))
 
-    def _open_disk(self, step: fx.GraphModule, plan: Plan) -> None:
+    def _open_disk(self, step: fx.GraphModule, planned: Planned) -> None:
         """Makes sure that there is room on disk, and on the host for updates of what is there, before anything moves."""
         assert self.options.disk is not None
         parameters, budgets = self.parameters, self.constraints(step)[0]
@@ -255,9 +255,9 @@ class ModelDoor(Door):
             self.disk = DiskState(parameters.disk, weakly(self._wrote_on_disk), lambda: knobs.check() or knobs.disk_check())
             if self.updates is not None:
                 self.updates.disk = self.disk
-        parameters.disk.reserve(plan.peak_bytes["disk"])
+        parameters.disk.reserve(planned.schedule.resident_nbytes.get("disk", 0))  # activations have a file of their own
         if self.disk is not None:
-            self.disk.make_room(update_staging_nbytes(step, plan, budgets))
+            self.disk.make_room(update_staging_nbytes(step, planned.plan, budgets))
 
     def _wrote_on_disk(self, name: str) -> None:
         self.parameters.wrote(name)

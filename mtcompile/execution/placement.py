@@ -100,7 +100,7 @@ def host_error(error: DoesNotFit, options: Options, waiting: int, gradients: int
         ways.append(f"take an optimizer with less state than {gib(state)}, such as torch.optim.Adafactor")
         ways.append("train adapters (LoRA): of what is frozen, only the weights are held")
     if options.disk is None:
-        ways.append('pass disk="/path:SIZE": frozen weights go there, and with update="backward" what is trained')
+        ways.append('pass disk="/path:SIZE": frozen weights and activations go there, and with update="backward" what trains')
     text = str(plain).rpartition("\n")[0] + "\n  " + "\n  or ".join(ways)
     return BudgetError(f"{text}\n  mtcompile.plan(model, data, host=...) predicts what each gives", plain.minimum_bytes)
 

@@ -13,11 +13,12 @@ import torch
 from mtcompile import knobs
 from mtcompile.capture.refusals import first_line
 from mtcompile.errors import CaptureError, device_ended, ends_device, shows_part
-from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames
+from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames, retimed
 from mtcompile.execution.memory.arenas import ArenaPool
 from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.kernels.measure import copied
 from mtcompile.machine.device import allocator_peak
+from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.generators import generator_state, set_generator_state
 from mtcompile.runtime.devices.arena import fills_storage, span_nbytes, view
 from mtcompile.runtime.devices.cpu import CpuMemory
@@ -68,13 +69,19 @@ class PendingUpdates:
 
 
 class Runner:
-    """Runs the phases of one session. ``paced``: the emulated device takes at least the time that its throttle says."""
+    """Runs the phases of one session. ``throttle``: the speeds that the emulated device keeps to; None: its own."""
 
     def __init__(
-        self, device: Device, frames: LiveFrames, arenas: ArenaPool, parameters: ParameterStore, listener: Listener, paced: bool
+        self,
+        device: Device,
+        frames: LiveFrames,
+        arenas: ArenaPool,
+        parameters: ParameterStore,
+        listener: Listener,
+        throttle: Machine | None = None,
     ) -> None:
         self.device, self.frames, self.arenas, self.parameters = device, frames, arenas, parameters
-        self.listener, self.paced = listener, paced
+        self.listener, self.throttle = listener, throttle
         self.pending: PendingUpdates | None = None
         self._ended = ""  # where and how the GPU failed for good: later errors of it say nothing
 
@@ -214,7 +221,7 @@ class Runner:
         fence = self.device.fence(visible, timed=self.listener.wants_device_times(compiled))
         deferred = DeferredQueue() if phase == "backward" and compiled.schedule.run_ahead else None
         previous = None if pending is None else pending.queue
-        options = PhaseOptions(delays, fence, self.paced, previous, deferred, named if profiler_runs() else None)
+        options = PhaseOptions(delays, fence, self._pace(compiled), previous, deferred, named if profiler_runs() else None)
         began_us = max((r.end_us for r in frame.records), default=0.0)
         if phase == "forward":  # whole steps only: the profiler must see the allocation of whatever the backward frees
             frame.measured = knobs.check() or not compiled.settled
@@ -235,6 +242,15 @@ class Runner:
         frame.records += shifted(records, began_us)
         nbytes = None if peak is None or peak.nbytes is None else base + peak.nbytes
         self.listener.phase_ran(PhaseRun(frame, phase, records, fence is None or fence.timed, nbytes))
+
+    def _pace(self, compiled: CompiledStep) -> Mapping[int, float]:
+        """Returns the least time of each instruction, in µs, on the device as it is throttled now."""
+        machine, instructions = self.throttle, compiled.schedule.instructions
+        if machine is None:
+            return {}
+        if machine == compiled.problem.machine:
+            return {index: each.time_us for index, each in enumerate(instructions)}
+        return {index: each.time_us for index, each in enumerate(retimed(compiled, machine))}
 
     def _close_pending(self) -> None:
         """Ends a step whose updates have been drained."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
@@ -23,6 +24,7 @@ from mtcompile.execution.calibration import Calibrator, known_machine, speeds
 from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames, PlainGraph
 from mtcompile.execution.door import Door
 from mtcompile.execution.dump import dump
+from mtcompile.execution.elastic import Replanner
 from mtcompile.execution.memory.arenas import ArenaPool
 from mtcompile.execution.memory.host_room import Watchdog
 from mtcompile.execution.memory.parameters import ParameterStore
@@ -67,11 +69,14 @@ class Session:
         self.machine = speeds(device, options)
         self.calibrator = Calibrator(device, options)
         self.listeners: list[StepListener] = []
-        self.arenas = ArenaPool(device, frames, weakly(self.drain))
-        self.runner = Runner(device, frames, self.arenas, parameters, weakref.proxy(self), paced=options.throttle is not None)
+        self.arenas = ArenaPool(device, frames, weakly(self.drain), lambda: parameters.disk)
+        throttle = None if options.throttle is None else door.share_of(self.machine)
+        self.runner = Runner(device, frames, self.arenas, parameters, weakref.proxy(self), throttle)
         self._searched: dict[bytes, Searched] = {}
         self.closed = False
         self._watchdog = Watchdog()
+        self.planning = threading.RLock()  # held while a plan is made: plans of one step share what is known of it
+        self.replanner: Replanner | None = None
         self.last: CompiledStep | None = None
         self.last_trace: Trace | None = None
         self.last_step: tuple[Schedule, Trace] | None = None
@@ -92,6 +97,7 @@ class Session:
         self.last = self.last_trace = self.last_step = self.last_ran = None
         self.calibrator.phases.clear()
         self.listeners.clear()
+        self.replanner = None
         self._searched.clear()
 
     # ------------------------------------------------------------------------------------------------------- compiling
@@ -100,6 +106,8 @@ class Session:
         """Returns the step compiled for this thread count and free memory, from ``known`` if it was compiled before. Evicts
         waiting forwards if there is no other way. Raises CaptureError and BudgetError."""
         waits = captured.tangents is not None and not self.frames.in_backward
+        if waits and self.replanner is not None:
+            self.replanner.before_step(known)
         beside = self.frames.expected - 1 - len(self.frames.waiting()) if waits else 0
         if beside > 0:
             with contextlib.suppress(BudgetError):  # this one may be alone
@@ -180,7 +188,7 @@ class Session:
         self.machine = self.door.share_of(known_machine(self.device, self.options))
         target = Target(self.options, self.device, self.toolchain, self.machine, beside, self._searched)
         planning = progress.doing(f"planning {self.title or 'a graph'}")
-        with planning, collecting_later(), torch_private.lasting(), without_autocast(self.device.where.type):
+        with self.planning, planning, collecting_later(), torch_private.lasting(), without_autocast(self.device.where.type):
             try:
                 compiled = compile_step(captured, target, self.door)
             except (MtcompileError, DiskError):

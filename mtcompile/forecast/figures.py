@@ -137,8 +137,7 @@ def _ledger(unplanned: Forecast, candidates: Candidates, planned: Planned) -> di
             if planned.plan.disk_read_bytes:
                 parts["staging"] = min(arena, most_in_slots(schedule, "host", "param"))
                 arena -= parts["staging"]
-        if tier != "disk":
-            parts["staging" if tier == "device" else "activations"] = arena
+        parts["staging" if tier == "device" else "activations"] = arena
         if tier == "device":
             fetched = pooled_weights(schedule, fullest.index)
             parts["staging"] += fetched

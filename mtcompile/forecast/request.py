@@ -144,7 +144,7 @@ def fastest(candidates: Candidates, device: int | None, host: int | None) -> Pla
         searched = candidates
         if fixed.fixed_homes != problem.fixed_homes:
             searched = Candidates(fixed, candidates.progress, search_store(fixed))
-        return fixed, recalled(fixed, FASTEST, lambda known: searched.best(device, host, known))
+        return fixed, recalled(fixed, FASTEST, lambda known: searched.best(device, fixed.budgets.host, known))
 
     return within_disk(problem, find)[1]
 

@@ -54,6 +54,7 @@ def _others(
 ) -> Iterator[tuple[str, str, Plan]]:
     blocks = {kind: dict.fromkeys(d.subject for d in decisions if d.kind == kind) for kind in ("params", "variant")}
     tiers: tuple[Choice, ...] = ("device", "host") if problem.budgets.host_activations else ("device",)
+    tiers += ("disk",) if problem.budgets.host_activations and problem.budgets.disk is not None else ()
     sizes = {d.subject: d.nbytes for d in decisions}
     homes: tuple[Choice, ...] = ("device", "host")
     for tier in homes:

@@ -114,7 +114,7 @@ def _arena(schedules: Sequence[Schedule], tier: Tier, polynomial: Callable[[Byte
     sizes: dict[str, Bytes] = {}
     for slot, names in slots_of(schedules[0].instructions, schedules[0].buffers).items():
         if schedules[0].buffers[slot].tier == tier:
-            sizes[slot] = tuple(sum(placed(s.buffers[name].nbytes) for name in names) for s in schedules)
+            sizes[slot] = tuple(sum(placed(s.buffers[name].nbytes, tier) for name in names) for s in schedules)
     stacked: list[tuple[int, int, list[Polynomial]]] = []  # start and end of a slot's life, and its possible ends in bytes
     for slot in sorted(sizes, key=lambda slot: (-sizes[slot][-1], lives[slot][0], slot)):
         start, end = (*lives[slot], last)[:2]

@@ -1,5 +1,5 @@
 """Insert prefetch and offload nodes: parameters stream in before use, gradients leave as they are made, and the activations
-that the plan sends home go there and come back."""
+that the plan sends home, to the host or on to the disk, go there and come back."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from mtcompile.passes.step_graph import (
     read,
     regions,
     results,
+    write,
 )
 from mtcompile.runtime.schedule import PHASES
 
@@ -87,11 +88,12 @@ def _ends_of_slices(step: fx.GraphModule, region: fx.Node) -> dict[fx.Node, fx.N
 
 
 def offload_activations(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-    """Sends the activations that the plan keeps at home there after their last use in a row, and back before each later use."""
+    """Sends the activations that the plan keeps at home there after their last use in a row, and back before each later use.
+    Those whose home is the disk pass through the host both ways."""
     order = {region: position for position, region in enumerate(regions(step))}
     for producer in order:
         for value in results(producer):
-            if value.meta["role"] != "activation" or plan.activation(value.name) != "host":
+            if value.meta["role"] != "activation" or plan.activation(value.name) not in ("host", "disk"):
                 continue
             uses = sorted((u for u in value.users if is_region(u)), key=order.__getitem__)
             _offload_between(step, value, producer, uses, order, plan)
@@ -107,24 +109,50 @@ def _offload_between(
     plan: Plan,
 ) -> None:
     """Puts one offload after the production, and a prefetch where the gap since the last use is more than one region or where
-    a prefetched copy would have to wait from one phase to the other."""
+    a prefetched copy would have to wait from one phase to the other. For the disk, puts one write behind the offload, and a
+    read before each prefetch."""
     previous, current, at_home, regions_in_order = producer, value, None, list(order)
+    ahead_on_disk = plan.disk_lookahead if plan.activation(value.name) == "disk" else None
     for use in uses:
         same_phase = previous.meta["phase"] == use.meta["phase"]
         near = order[use] - order[previous] <= 1 and (same_phase or current is value)
         if not near:
-            if at_home is None:
-                with step.graph.inserting_before(results(producer)[-1].next):
-                    about = producer.meta["phase"], producer.meta["block"]
-                    (at_home,) = add_move(step.graph, offload, [value], about, f"save_{value.name}")
-            ahead = min(plan.lookahead, order[use] - order[previous] - 1)
+            about, between = (use.meta["phase"], use.meta["block"]), order[use] - order[previous] - 1
+            ahead = min(plan.lookahead, between)
             before = _issue_point(regions_in_order, order[use], ahead)
+            read_before = _issue_point(regions_in_order, order[use], min(ahead + (ahead_on_disk or 0), between))
+            if at_home is None:
+                made = producer.meta["phase"], producer.meta["block"]
+                # The copy on the host waits for its write beside later ones, so that the disk keeps none of them waiting.
+                until = _issued_until(regions_in_order, order[producer], ahead_on_disk or 0, order[read_before])
+                with step.graph.inserting_before(results(producer)[-1].next):
+                    (at_home,) = add_move(step.graph, offload, [value], made, f"save_{value.name}")
+                if ahead_on_disk is not None:
+                    with step.graph.inserting_before(at_home.next if until is producer else _behind(until)):
+                        (at_home,) = add_move(step.graph, write, [at_home], made, f"spill_{value.name}")
+            arriving = at_home
+            if ahead_on_disk is not None:
+                with step.graph.inserting_before(read_before):
+                    (arriving,) = add_move(step.graph, read, [at_home], about, f"read_{value.name}")
             with step.graph.inserting_before(before):
-                about = use.meta["phase"], use.meta["block"]
-                (current,) = add_move(step.graph, prefetch, [at_home], about, f"load_{value.name}", pooled=plan.pooled)
+                (current,) = add_move(step.graph, prefetch, [arriving], about, f"load_{value.name}", pooled=plan.pooled)
         if current is not value:
             use.replace_input_with(value, current)
         previous = use
+
+
+def _issued_until(order: list[fx.Node], position: int, delay: int, end: int) -> fx.Node:
+    """The region behind which a write of what ``order[position]`` made is issued: at most ``delay`` later, same phase, and
+    before the region ``end``."""
+    phase, last = order[position].meta["phase"], position
+    while last < min(position + delay, end - 1) and order[last + 1].meta["phase"] == phase:
+        last += 1
+    return order[last]
+
+
+def _behind(region: fx.Node) -> fx.Node:
+    """The node behind a region and its results."""
+    return (results(region) or [region])[-1].next
 
 
 def offload_gradients(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:

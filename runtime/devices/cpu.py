@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,10 +24,13 @@ class LimitError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Arenas:
-    """The placed memory of each tier: uint8 tensors aligned to the schedule's granularity."""
+    """The placed memory of each tier: uint8 tensors aligned to the schedule's granularity. ``disk``: None without slots there;
+    ``scratch``: the store that it is mapped from."""
 
     device: torch.Tensor
     host: torch.Tensor
+    disk: torch.Tensor | None = None
+    scratch: DiskStore | None = None
 
 
 class CpuMemory:
@@ -74,12 +77,12 @@ class CpuMemory:
         self.take_device(self.arenas.device.new_empty(0))
 
     def leave(self) -> None:
-        """Let go of both arenas, for good."""
+        """Let go of all arenas, for good."""
         self.arenas, self.views = Arenas(self.arenas.device.new_empty(0), self.arenas.host.new_empty(0)), {}
 
     def take_device(self, memory: torch.Tensor) -> None:
         """Place the device's slots in ``memory`` from now on."""
-        self.arenas = Arenas(memory, self.arenas.host)
+        self.arenas = replace(self.arenas, device=memory)
         self.views = {}
 
     def bind(self, name: str, tensor: torch.Tensor) -> None:
@@ -95,8 +98,8 @@ class CpuMemory:
             return
         slot = self.views.get(name)
         if slot is None:
-            memory = self.arenas.device if buffer.tier == "device" else self.arenas.host
-            assert buffer.offset is not None
+            memory = getattr(self.arenas, buffer.tier)
+            assert buffer.offset is not None and memory is not None
             slot = self.views[name] = view(memory, buffer.offset, self.layouts[name])
         self.tensors[name] = slot
 
@@ -116,7 +119,9 @@ class CpuMemory:
         if buffer.kind == "pooled":
             self.live -= buffer.nbytes
         own = self.unused.pop(name, tensor)
-        if self.check and tensor.numel():
+        if self.check and self.arenas.scratch is not None and buffer.tier == "disk":
+            self.arenas.scratch.forget(tensor.data_ptr(), span_nbytes(tensor))
+        elif self.check and tensor.numel():
             pooled = buffer.kind == "pooled"
             self._poison(own if pooled else self.views[name], buffer.tier, whole=pooled and name not in self.together)
 
@@ -157,19 +162,21 @@ class CpuMemory:
 
     def transfer(self, reads: Sequence[str], writes: Sequence[str]) -> None:
         to_disk = self.schedule.buffers[writes[0]].tier == "disk"
-        assert self.disk is not None, "whoever binds homes on disk binds their store"
+        slots = self.schedule.buffers[(writes if to_disk else reads)[0]].kind == "placed"
+        store = self.arenas.scratch if slots else self.disk
+        assert store is not None, "whoever binds homes on disk, or lends slots there, gives their store"
         moves = []
         for read, write, (target, source) in zip(reads, writes, self._pairs(reads, writes), strict=True):
             memory, home = (source, target) if to_disk else (target, source)
-            if self.disk.place_of(home.data_ptr()) is None:  # the user has given the parameter memory of its own
+            if store.place_of(home.data_ptr()) is None:  # the user has given the parameter memory of its own
                 ctypes.memmove(target.data_ptr(), source.data_ptr(), span_nbytes(source))
             elif nbytes := span_nbytes(source):
                 name = write if to_disk else read
                 moves.append((memory.data_ptr(), home.data_ptr(), nbytes, self.home_names.get(name, name)))
         if to_disk:
-            self.disk.write(moves)
+            store.write(moves)
         else:
-            self.disk.read(moves, self.check or self.verified)
+            store.read(moves, self.check or self.verified)
 
     def _pairs(self, reads: Sequence[str], writes: Sequence[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the (target, source) pairs of a copy. Raises RuntimeError where their layouts differ."""

@@ -17,6 +17,11 @@ class Checksums:
         """Takes the checksum of a piece from memory."""
         self._sums[at] = nbytes, _sum(address, nbytes)
 
+    def forget(self, at: int, nbytes: int) -> None:
+        """Forgets the pieces that start within a part of the file."""
+        for start in [start for start in self._sums if at <= start < at + nbytes]:
+            del self._sums[start]
+
     def compare(self, at: int, address: int, nbytes: int, name: str) -> None:
         """Compares a piece in memory with what was written there. Raises DiskCorrupt."""
         written = self._sums.get(at)

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from mtcompile.runtime.disk.checksums import Checksums
 from mtcompile.runtime.disk.errors import DiskError, DiskFull
 from mtcompile.runtime.disk.file import Descriptors
+from mtcompile.runtime.schedule import BLOCK
 
-BLOCK = 4096  # bytes; where values on disk start, so that no two share a block
 _MEMORY = 512  # bytes; the alignment of memory that disks read and write directly
 
 
@@ -38,17 +38,18 @@ def whole_blocks(nbytes: int) -> int:
 
 
 class Requests:
-    """Carries requests to a file. ``chunk``: bytes of one piece, a multiple of BLOCK. ``depth``: pieces in flight."""
+    """Carries requests to a file. ``chunk``: bytes of one piece, a multiple of BLOCK. ``depth``: pieces in flight. ``beside``:
+    the requests to another file, with which these share buffers, and so ``chunk`` and ``depth``."""
 
-    def __init__(self, file: Descriptors, chunk: int, depth: int) -> None:
-        self.file, self.chunk, self.depth = file, chunk, depth
-        self.checksums = Checksums()
-        self._memory = mmap.mmap(-1, chunk * depth)  # page-aligned
-        base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._buffers: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for index in range(depth):
-            self._buffers.put(base + index * chunk)
-        self._pool = ThreadPoolExecutor(depth, thread_name_prefix="mtcompile-disk")
+    def __init__(self, file: Descriptors, chunk: int, depth: int, beside: Requests | None = None) -> None:
+        self.file, self.checksums = file, Checksums()
+        self.chunk: int = chunk if beside is None else beside.chunk
+        self.depth: int = depth if beside is None else beside.depth
+        self._memory: mmap.mmap = mmap.mmap(-1, chunk * depth) if beside is None else beside._memory  # page-aligned
+        self._buffers: queue.SimpleQueue[int] = queue.SimpleQueue() if beside is None else beside._buffers
+        for index in range(depth) if beside is None else ():
+            self._buffers.put(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) + index * chunk)
+        self._pool = ThreadPoolExecutor(self.depth, thread_name_prefix="mtcompile-disk")
 
     @property
     def staging_nbytes(self) -> int:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from mtcompile.runtime.disk import file as files
 from mtcompile.runtime.disk.errors import DiskError
-from mtcompile.runtime.disk.requests import BLOCK, Requests, Transfer, whole_blocks
+from mtcompile.runtime.disk.requests import Requests, Transfer, whole_blocks
+from mtcompile.runtime.schedule import BLOCK
 
 Move = tuple[int, int, int, str]  # address in memory, address within a mapping, bytes, name for errors
 DEPTH = 8  # pieces in flight
@@ -35,19 +36,24 @@ def staging_nbytes(model_nbytes: int) -> int:
 
 
 class DiskStore:
-    """The bytes of one model in one file. ``used_nbytes``: of the file that mappings take. Closed when nothing holds it."""
+    """The bytes of one model in one file. ``used_nbytes``: of the file that mappings take. Closed when nothing holds it.
+    ``beside``: the model's first store, through whose buffers requests to this one go too. That one counts both:
+    ``peak_nbytes`` is the most that their mappings took together."""
 
-    def __init__(self, folder: Path, chunk: int = _LARGEST, depth: int = DEPTH) -> None:
+    def __init__(self, folder: Path, chunk: int = _LARGEST, depth: int = DEPTH, beside: DiskStore | None = None) -> None:
         self.folder = folder
         self.file = files.opened(folder)
         try:
             self.file = _coherent(self.file)
-            self._requests = Requests(self.file, chunk, depth)
+            self._requests: Requests = Requests(self.file, chunk, depth, None if beside is None else beside._requests)
         except BaseException:
             self.file.close()
             raise
         weakref.finalize(self, _close, self._requests, self.file)
-        self.used_nbytes = self.reserved_nbytes = 0
+        self.used_nbytes = self.reserved_nbytes = self.peak_nbytes = 0
+        self._first, self._others = beside, weakref.WeakSet[DiskStore]()
+        if beside is not None:
+            beside._others.add(self)
         self.read_nbytes = self.written_nbytes = 0
         self._lock = threading.Lock()
         self._starts: list[int] = []  # addresses of the mappings, ascending
@@ -57,6 +63,11 @@ class DiskStore:
     def staging_nbytes(self) -> int:
         """The host memory that requests go through."""
         return self._requests.staging_nbytes
+
+    @property
+    def all_reserved_nbytes(self) -> int:
+        """The space on the disk of this store and of those beside it."""
+        return self.reserved_nbytes + sum(other.reserved_nbytes for other in self._others)
 
     def reserve(self, nbytes: int) -> None:
         """Reserves space on the disk, for all mappings together. Raises DiskFull before anything is written."""
@@ -80,6 +91,8 @@ class DiskStore:
         self._starts.insert(position, start)
         self._mappings.insert(position, (at, size))
         self.used_nbytes = at + size
+        first = self._first or self
+        first.peak_nbytes = max(first.peak_nbytes, first.used_nbytes + sum(other.used_nbytes for other in first._others))
         return mapping
 
     def place_of(self, address: int) -> int | None:
@@ -106,6 +119,11 @@ class DiskStore:
     def note(self, address: int, nbytes: int, name: str = "") -> None:
         """Takes the checksums of bytes that were written through their mapping."""
         self._requests.note(self._transfer((address, address, nbytes, name)))
+
+    def forget(self, address: int, nbytes: int) -> None:
+        """Takes what a mapping holds there as gone: reading it with ``verify`` raises DiskCorrupt until it is written again."""
+        if (at := self.place_of(address)) is not None:
+            self._requests.checksums.forget(at, nbytes)
 
     def _transfer(self, move: Move) -> Transfer:
         address, home, nbytes, name = move

@@ -11,18 +11,23 @@ from mtcompile.execution.compiled import CompiledStep, LiveFrames
 from mtcompile.execution.memory.host_room import host_arena
 from mtcompile.runtime.devices.cpu import Arenas, CpuMemory
 from mtcompile.runtime.devices.protocol import Device
+from mtcompile.runtime.disk.store import DiskStore
 from mtcompile.runtime.schedule import Tier
 
 
 class ArenaPool:
     """One arena per tier, shared by all programs of a session.
 
-    Device slots never outlive a phase. Host slots do, so while a training forward waits for its backward with values in the
-    host arena, others get one of their own. ``drain``: waits for pending updates, which use the current arenas.
+    Device slots never outlive a phase. Those on host and disk do, so while a training forward waits for its backward with
+    values there, others get arenas of their own. ``drain``: waits for pending updates, which use the current arenas.
+    ``homes``: returns the store of what has its home on disk; an arena on disk is a file beside it.
     """
 
-    def __init__(self, device: Device, frames: LiveFrames, drain: Callable[[], None]) -> None:
-        self._device, self._frames, self._drain = device, frames, drain
+    def __init__(
+        self, device: Device, frames: LiveFrames, drain: Callable[[], None], homes: Callable[[], DiskStore | None]
+    ) -> None:
+        self._device, self._frames, self._drain, self._homes = device, frames, drain, homes
+        self._scratch: tuple[torch.Tensor, DiskStore] | None = None  # the disk's arena, mapped from a file of its own
         self._arenas: dict[Tier, torch.Tensor] = {}
         self._slot_views: list[dict[str, torch.Tensor]] = []  # those of all programs, which point into the arenas
 
@@ -44,11 +49,18 @@ class ArenaPool:
             self._replace("device", needed.get("device", 0))
         if not private_host and ("host" not in self._arenas or self.nbytes("host") < needed.get("host", 0)):
             self._replace("host", needed.get("host", 0))
+        on_disk = needed.get("disk", 0)
         if private_host:
-            return Arenas(self._arenas["device"], self._host_arena(needed.get("host", 0))), None
+            own = self._disk_arena(on_disk) if on_disk else (None, None)
+            return Arenas(self._arenas["device"], self._host_arena(needed.get("host", 0)), *own), None
+        if on_disk and (self._scratch is None or self._scratch[0].numel() < on_disk):
+            self._forget_views()
+            self._scratch = None  # its space is free before more is asked for
+            self._scratch = self._disk_arena(on_disk)
         if not any(views is compiled.slot_views for views in self._slot_views):
             self._slot_views.append(compiled.slot_views)
-        return Arenas(self._arenas["device"], self._arenas["host"]), compiled.slot_views
+        scratch = self._scratch if on_disk and self._scratch is not None else (None, None)
+        return Arenas(self._arenas["device"], self._arenas["host"], *scratch), compiled.slot_views
 
     def restore(self, compiled: CompiledStep, memory: CpuMemory) -> None:
         """Gives a backward the current device arena, if another program has replaced it since the forward."""
@@ -61,8 +73,9 @@ class ArenaPool:
         self._replace("device", 0)
 
     def release(self) -> None:
-        """Frees both arenas until a program needs them again."""
+        """Frees all arenas until a program needs them again."""
         self._forget_views()
+        self._scratch = None
         if self._arenas:
             self._device.synchronize()
             self._arenas.clear()
@@ -86,3 +99,10 @@ class ArenaPool:
 
     def _host_arena(self, nbytes: int) -> torch.Tensor:
         return host_arena(self._device, nbytes, "values that wait there", "pass host= for a plan that takes less")
+
+    def _disk_arena(self, nbytes: int) -> tuple[torch.Tensor, DiskStore]:
+        """Reserves an arena on disk, with its store. Raises DiskFull and DiskError."""
+        homes = self._homes()
+        assert homes is not None, "whoever plans for a disk opens its store"
+        store = DiskStore(homes.folder, beside=homes)
+        return torch.frombuffer(store.map(nbytes), dtype=torch.uint8), store

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil, inf
 
-from mtcompile.passes.analysis.state import persistent_nbytes
 from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Plan
+from mtcompile.passes.planning.disk.activations import without_disk
 from mtcompile.passes.planning.evaluate import evaluate
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
 from mtcompile.runtime.schedule import gib
@@ -58,6 +58,6 @@ def _without_cost_us(problem: PlanningProblem, plan: Plan) -> float:
 
 def _host_without_nbytes(problem: PlanningProblem, plan: Plan) -> int:
     """The bytes of host memory that a plan would need if what it keeps on disk were there."""
-    decisions = tuple(replace(d, choice="host") if d.kind == "params" and d.choice == "disk" else d for d in plan.decisions)
-    at_home = persistent_nbytes(problem.step, replace(plan, decisions=decisions), problem.budgets)["host"]
-    return plan.peak_bytes["host"] + at_home - persistent_nbytes(problem.step, plan, problem.budgets)["host"]
+    homes = {home: "host" if tier == "disk" else tier for home, tier in problem.fixed_homes.items()}
+    at_home = evaluate(replace(problem, fixed_homes=homes), draft_of(problem.step), without_disk(plan)).plan
+    return at_home.peak_bytes["host"]

@@ -1,13 +1,14 @@
-"""Sends homes to disk, as few as the host's budget needs, and chooses among a few ways to by simulated time.
+"""Sends homes and activations to disk, as few as the host's budget needs, and chooses among a few ways to by simulated time.
 
 What fits the host does not move. Of what may move, equal homes are spread evenly over the step, so that a read hides behind the
-blocks in between. Frozen weights go first: they are read every step and never written. Weights that train, with their state,
-follow only where updates run in the backward, a parameter at a time.
+blocks in between. Frozen weights go first: they are read every step and never written. Activations may follow
+(``activations``), and weights that train, with their state, where updates run in the backward, a parameter at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mtcompile.passes.analysis.state import (
@@ -21,20 +22,18 @@ from mtcompile.passes.analysis.state import (
 from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.disk.limits import check_worthwhile
+from mtcompile.passes.planning.disk.activations import AHEAD, Find, Roomy, with_activations_on_disk
+from mtcompile.passes.planning.disk.limits import NotWorthwhile, check_worthwhile
 from mtcompile.passes.planning.evaluate import completed, evaluate
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.ladders import decided
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
-from mtcompile.runtime.schedule import Schedule, gib
+from mtcompile.runtime.schedule import gib
 
-_AHEAD = (0, 1, 2, 4, 8)  # regions that a read may be ahead of its prefetch
-Find = Callable[[PlanningProblem], tuple[PlanningProblem, Planned]]
+_WORTH = 0.98  # of the time without activations on disk: what a plan that writes them every step may take
 
 
-def within_disk(
-    problem: PlanningProblem, find: Find, roomy: Callable[[Schedule], bool] = lambda schedule: True
-) -> tuple[PlanningProblem, Planned]:
+def within_disk(problem: PlanningProblem, find: Find, roomy: Roomy = lambda schedule: True) -> tuple[PlanningProblem, Planned]:
     """Returns the problem, with the homes on disk that its plan needs there, and its plan. ``find``: plans a problem, whose
     device budget it may lower, or raises DoesNotFit, as this does. ``roomy``: tells whether a schedule leaves enough room for
     others beside it."""
@@ -44,6 +43,7 @@ def within_disk(
     sent: tuple[str, ...] = ()
     frozen, trained = _may_move(problem)
     missing, order = 0, [*_evenly(frozen), *_evenly(trained)]
+    spilled: tuple[PlanningProblem, Candidate] | None = None
     while True:
         fixed = _with_homes(problem, sent)
         if (short := _surely_short(fixed)) > 0 and len(sent) < len(order):
@@ -52,14 +52,44 @@ def within_disk(
             continue
         try:
             part, planned = find(fixed)
-            return _fastest(part, planned, replace(problem, budgets=part.budgets), sent, roomy)
+            break
         except DoesNotFit as error:
             if error.tier != "host" or budgets.host is None:
                 raise
+            least = error.minimum
+            if spilled is None and len(sent) >= len(frozen):  # before weights that train, which are written with their state
+                spilled, least_spilled = with_activations_on_disk(fixed, find, roomy, _evenly)
+                least = min(least, least_spilled)
             missing += error.minimum - budgets.host
-            if len(sent) == len(order):
-                raise DoesNotFit("host", error.minimum, _causes(problem, sent, error)) from None
-        sent = _more(problem, order, sent, missing)
+            try:
+                if len(sent) == len(order):
+                    raise DoesNotFit("host", least, _causes(problem, sent, error))
+                sent = _more(problem, order, sent, missing)
+            except DoesNotFit as refused:
+                if spilled is None:
+                    raise refused from None
+                return _judged(*spilled, problem)
+    spilled = spilled or with_activations_on_disk(fixed, find, roomy, _evenly).found
+    if spilled is None:
+        return _fastest(part, planned, replace(problem, budgets=part.budgets), sent, roomy)
+    try:
+        at_home = _fastest(part, planned, replace(problem, budgets=part.budgets), sent, roomy)
+    except NotWorthwhile:
+        return _judged(*spilled, problem)
+    if spilled[1].plan.total_us < _WORTH * at_home[1].plan.total_us:
+        with contextlib.suppress(NotWorthwhile):
+            return _judged(*spilled, problem)
+    return at_home
+
+
+def _judged(fixed: PlanningProblem, candidate: Candidate, problem: PlanningProblem) -> tuple[PlanningProblem, Planned]:
+    """Returns a plan with activations on disk as it will be run, and the problem that it solves. Raises NotWorthwhile."""
+    # On a host that has room for all of it, it would take no longer: so that bound holds here too.
+    bound = Candidates(problem).certificate(problem.budgets.device, None)
+    final = Candidate(_with_reasons(candidate.plan), candidate.lowered)
+    planned = completed(fixed, final, candidate.plan.peak_bytes["device"], bound)
+    check_worthwhile(fixed, planned.plan)
+    return fixed, planned
 
 
 def _more(problem: PlanningProblem, order: Sequence[str], sent: Sequence[str], missing: int) -> tuple[str, ...]:
@@ -148,7 +178,7 @@ def _causes(problem: PlanningProblem, sent: Sequence[str], error: DoesNotFit) ->
 
 
 def _fastest(
-    fixed: PlanningProblem, planned: Planned, problem: PlanningProblem, sent: Sequence[str], roomy: Callable[[Schedule], bool]
+    fixed: PlanningProblem, planned: Planned, problem: PlanningProblem, sent: Sequence[str], roomy: Roomy
 ) -> tuple[PlanningProblem, Planned]:
     """Returns the fastest of the plan and its variants: other homes of the same bytes on disk, and reads further ahead."""
     _check_room(fixed)
@@ -159,7 +189,7 @@ def _fastest(
     choices = [tuple(sent), *_other_choices(problem, sent)]
     for homes in choices:
         varied = _with_homes(problem, homes)
-        for ahead in _AHEAD:
+        for ahead in AHEAD:
             plan = _moved(replace(planned.plan, disk_lookahead=ahead), varied, set(sent) - set(homes))
             candidate = evaluate(varied, draft, plan)
             better = fits(candidate.plan, problem.budgets) and candidate.plan.total_us < best[1].plan.total_us
@@ -188,7 +218,7 @@ def _other_choices(problem: PlanningProblem, sent: Sequence[str]) -> Iterator[tu
 
 
 def _on_device(
-    fixed: PlanningProblem, candidate: Candidate, problem: PlanningProblem, roomy: Callable[[Schedule], bool]
+    fixed: PlanningProblem, candidate: Candidate, problem: PlanningProblem, roomy: Roomy
 ) -> tuple[PlanningProblem, Candidate]:
     """Takes to the device as many of the homes on disk as still fit there, if that is faster."""
     trained_first = [home for homes in reversed(_may_move(problem)) for home in _evenly(homes)]

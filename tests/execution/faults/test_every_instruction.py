@@ -40,7 +40,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "masters": {"precision": "bf16-master32"},
     "masters ahead": {"precision": "bf16-master32", "update": "backward", "run_ahead": True},
     "disk": {"update": "backward"},
+    "activations": {},
     "experts": {"experts": "used"},
+}
+DISKS = {
+    "disk": {"memory": "1500KB", "policy": "megatrain", "host": "2.6MB"},
+    "activations": {"memory": "6MiB", "policy": "offload-all", "host": "5.5MB"},
 }
 
 
@@ -83,8 +88,9 @@ def subject(way: str) -> tuple[nn.Module, dict[str, Any]]:
     if way == "experts":
         torch.manual_seed(0)
         return Mixture(1, experts=16, active=2), {"tokens": torch.arange(6).view(1, 6)}
-    if way == "disk":
-        return Model(), {"x": torch.linspace(-1, 1, 16 * WIDTH).view(16, -1)}
+    if way in DISKS:
+        rows = 16 if way == "disk" else 512
+        return Model(), {"x": torch.linspace(-1, 1, rows * WIDTH).view(rows, -1)}
     dtype = torch.bfloat16 if "masters" in way else torch.float32
     return Small(nn.LayerNorm if "masters" in way else nn.BatchNorm1d), {
         "x": torch.linspace(-1, 1, 8 * 32).view(8, 32).to(dtype)
@@ -97,8 +103,8 @@ class Training:
     def __init__(self, way: str, folder: Path) -> None:
         model, self.batch = subject(way)
         options = {"memory": 0, **WAYS[way]}
-        if way == "disk":
-            options |= {"memory": "1500KB", "policy": "megatrain", "host": "2.6MB", "disk": f"{folder}:16MiB"}
+        if way in DISKS:
+            options |= {**DISKS[way], "disk": f"{folder}:16MiB"}
         else:
             options["memory"] = int(least_bytes(way) * 1.2)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -19,8 +19,8 @@ import torch
 
 from mtcompile.runtime.disk.errors import DiskCorrupt, DiskError, DiskFull
 from mtcompile.runtime.disk.file import file_system
-from mtcompile.runtime.disk.requests import BLOCK
 from mtcompile.runtime.disk.store import DiskStore, Move, piece_nbytes
+from mtcompile.runtime.schedule import BLOCK
 
 CHUNK = 16 << 10
 SIZES = (1, 511, BLOCK, BLOCK + 1, CHUNK - 7, CHUNK, 5 * CHUNK + 777)

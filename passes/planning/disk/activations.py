@@ -1,0 +1,140 @@
+"""Sends activations that wait on the host on to the disk: as few as the host's budget needs, those that wait longest first.
+
+A value that the first blocks save is written early in the forward and read late in the backward, so both hide behind what runs
+in between. Two orders are tried, with several depths of staging; the simulator judges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from torch import fx
+
+from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.draft import draft_of
+from mtcompile.passes.plan import Decision, Plan
+from mtcompile.passes.planning.evaluate import evaluate
+from mtcompile.passes.planning.frontier import fits
+from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
+from mtcompile.runtime.schedule import MOST_NBYTES, Schedule
+from mtcompile.runtime.sim import clock
+from mtcompile.runtime.trace import time_of
+
+Find = Callable[[PlanningProblem], tuple[PlanningProblem, Planned]]
+Roomy = Callable[[Schedule], bool]
+Evenly = Callable[[Sequence[str]], list[str]]
+Serves = Callable[[Candidate], bool]
+AHEAD = (0, 1, 2, 4, 8)  # regions that a read may be ahead of its prefetch
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A value that waits on the host for ``idle_us`` between its copies there and back."""
+
+    value: str
+    nbytes: int
+    idle_us: float
+
+
+def waiting_on_host(schedule: Schedule) -> list[Waiting]:
+    """Returns the activations that wait on the host, in the order in which they are made."""
+    starts, ends = clock(schedule)
+    arrived: dict[str, float] = {}  # buffer on the host -> when it is there
+    waiting: dict[str, Waiting] = {}
+    for index, each in enumerate(schedule.instructions):
+        if each.work == "offload" and schedule.buffers[each.reads[0]].role == "activation":
+            arrived |= dict.fromkeys(each.writes, ends[index])
+        elif each.work == "prefetch":
+            for name in arrived.keys() & set(each.reads):
+                buffer = schedule.buffers[name]
+                waiting.setdefault(name, Waiting(buffer.value, buffer.nbytes, starts[index] - arrived[name]))
+    return [waiting[name] for name in arrived if name in waiting]
+
+
+class Spilled(NamedTuple):
+    """What keeping activations on disk gives. ``found``: the fastest plan found that keeps to all budgets, and the problem that
+    it solves; None if there is none. ``least_host``: the fewest bytes of the host that any of those tried needs."""
+
+    found: tuple[PlanningProblem, Candidate] | None = None
+    least_host: int = MOST_NBYTES
+
+
+def with_activations_on_disk(problem: PlanningProblem, find: Find, roomy: Roomy, evenly: Evenly) -> Spilled:
+    """Returns plans with activations on disk. ``find``: plans a problem, or raises DoesNotFit; it is asked for plans that take
+    more of the host than there is, whose activations then go on to the disk. ``evenly``: orders values so that any first few
+    are spread evenly."""
+    limit = problem.budgets.host
+    if limit is None or not problem.budgets.host_activations:
+        return Spilled()
+    found: tuple[PlanningProblem, Candidate] | None = None
+    least, host = MOST_NBYTES, None
+    for _ in range(2):  # a host without limit, and one half way to it
+        try:
+            part, planned = find(replace(problem, budgets=replace(problem.budgets, host=host)))
+        except DoesNotFit:
+            break
+        part = replace(part, budgets=replace(part.budgets, host=limit))
+        if fits(planned.plan, part.budgets) and roomy(planned.schedule):
+            break
+
+        def serves(candidate: Candidate, budgets: Budgets = part.budgets) -> bool:
+            return fits(candidate.plan, budgets) and roomy(candidate.schedule)
+
+        for candidate in _spilled(part, planned, evenly, serves):
+            least = min(least, candidate.plan.peak_bytes["host"])
+            if serves(candidate) and (found is None or candidate.plan.total_us < found[1].plan.total_us):
+                found = part, candidate
+        host = (limit + planned.plan.peak_bytes["host"]) // 2
+        if host <= limit:
+            break
+    return Spilled(found, least)
+
+
+def _spilled(problem: PlanningProblem, planned: Planned, evenly: Evenly, serves: Serves) -> Iterator[Candidate]:
+    """Yields the plan with activations on disk in a few ways, each with as few as the budgets need, or all of them."""
+    draft = draft_of(problem.step)
+    by_value = {each.value: each for each in waiting_on_host(planned.schedule)}
+    if not by_value:
+        return
+    longest_first = sorted(by_value.values(), key=lambda each: -each.idle_us)
+    tried = []
+    for ahead in AHEAD:
+        tried.append(_fewest(problem, draft, replace(planned.plan, disk_lookahead=ahead), longest_first, serves))
+        yield tried[-1]
+    fastest = min(filter(serves, tried), key=lambda one: one.plan.total_us, default=None)
+    if fastest is not None:
+        plan = replace(planned.plan, disk_lookahead=fastest.plan.disk_lookahead)
+        yield _fewest(problem, draft, plan, [by_value[value] for value in evenly(list(by_value))], serves)
+
+
+def _fewest(problem: PlanningProblem, draft: fx.GraphModule, plan: Plan, order: Sequence[Waiting], serves: Serves) -> Candidate:
+    """Returns the plan with the fewest first values of ``order`` on disk that ``serves``; with all if none does."""
+
+    def on_disk(count: int) -> Candidate:
+        chosen = {each.value: each for each in order[:count]}
+        others = (d for d in plan.decisions if d.kind != "activation" or d.subject not in chosen)
+        moved = _on_disk(chosen.values(), plan.disk_lookahead)
+        return evaluate(problem, draft, replace(plan, decisions=(*others, *moved)))
+
+    low, high, best = 0, len(order), on_disk(len(order))
+    while low + 1 < high and serves(best):
+        middle = (low + high) // 2
+        candidate = on_disk(middle)
+        if serves(candidate):
+            high, best = middle, candidate
+        else:
+            low = middle
+    return best
+
+
+def _on_disk(values: Iterable[Waiting], ahead: int) -> Iterator[Decision]:
+    for each in values:
+        why = f"waits {time_of(each.idle_us)}, and the host has no room; read {ahead} region(s) before it is fetched"
+        yield Decision("activation", each.value, "disk", each.nbytes, why)
+
+
+def without_disk(plan: Plan) -> Plan:
+    """Returns the plan with all that it keeps on disk on the host."""
+    return replace(plan, decisions=tuple(replace(d, choice="host") if d.choice == "disk" else d for d in plan.decisions))
