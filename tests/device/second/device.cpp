@@ -1,58 +1,98 @@
-// A second device whose memory is the host's, so that what is written for a GPU runs without one: its tensors are of
-// another device than the CPU's, and mixing the two fails as it would there. Operations run on the CPU, on copies.
+// A second device that behaves as a GPU does, so that what is written for one runs without one: its tensors are of another
+// device than the CPU's, the host cannot read their memory, and operations are done later, by streams (streams.py, launches.py).
 // It takes the place of a device type that torch knows and nobody here has.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/detail/HPUHooksInterface.h>
-#include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_cpu_dispatch.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/view_cpu_dispatch.h>
-#include <ATen/ops/_local_scalar_dense_cpu_dispatch.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <sys/mman.h>
+
 #include <atomic>
-#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <vector>
 
 namespace {
 
 constexpr auto kDevice = c10::DeviceType::HPU;
 std::atomic<int64_t> live{0}, peak{0};
 
+std::atomic<int64_t> cap{1 << 30}, failing_allocation{0};
+
+// Addresses that tensors have, which nobody can read, and at the same distance the bytes that streams read and write.
+constexpr size_t kReserved = size_t{1} << 36;
+char* reserve(int protection) {
+  void* at = mmap(nullptr, kReserved, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (at == MAP_FAILED) throw std::bad_alloc();
+  return static_cast<char*>(at);
+}
+char* const kAddresses = reserve(PROT_NONE);
+char* const kBytes = reserve(PROT_READ | PROT_WRITE);
+
 struct Block {
-  void* data;
-  int64_t nbytes;
+  char* data;
+  int64_t nbytes;  // as asked for
+  size_t rounded;
 };
+
+// What is freed is given out again at once, whatever streams still do with it, as a GPU's allocator does on one stream.
+std::mutex mutex;
+std::map<size_t, std::vector<char*>> unused;
+size_t next = 0;
+std::map<int64_t, int64_t> pinned;  // what the host has registered, from where to where
 
 void release(void* context) {
   auto* block = static_cast<Block*>(context);
   live -= block->nbytes;
-  std::free(block->data);
+  if (block->data) {
+    std::lock_guard<std::mutex> lock(mutex);
+    unused[block->rounded].push_back(block->data);
+  }
   delete block;
 }
 
 struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
-    void* data = nullptr;
-    if (nbytes > 0 && posix_memalign(&data, 512, nbytes) != 0)
-      throw std::bad_alloc();
-    auto* block = new Block{data, static_cast<int64_t>(nbytes)};
+    const bool fails = nbytes > 0 && failing_allocation > 0 && --failing_allocation == 0;
+    TORCH_CHECK_WITH(OutOfMemoryError, !fails && live + static_cast<int64_t>(nbytes) <= cap, "second device out of memory. Tried to allocate ",
+                     nbytes, " bytes, ", live.load(), " of ", cap.load(), " are allocated");
+    const size_t rounded = (nbytes + 511) / 512 * 512;
+    char* data = nullptr;
+    if (nbytes > 0) {
+      std::lock_guard<std::mutex> lock(mutex);
+      auto& same = unused[rounded];
+      if (same.empty()) {
+        TORCH_CHECK(next + rounded <= kReserved, "second device out of addresses");
+        data = kAddresses + next;
+        next += rounded;
+      } else {
+        data = same.back();
+        same.pop_back();
+      }
+    }
+    auto* block = new Block{data, static_cast<int64_t>(nbytes), rounded};
     live += block->nbytes;
     if (live > peak) peak = live.load();
     return {data, block, &release, c10::Device(kDevice, 0)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
-  void copy_data(void* to, const void* from, size_t nbytes) const override { std::memcpy(to, from, nbytes); }
+  void copy_data(void* to, const void* from, size_t nbytes) const override {
+    TORCH_CHECK(false, "the host cannot copy the second device's memory");
+  }
 };
 
 Allocator allocator;
 REGISTER_ALLOCATOR(kDevice, &allocator)
 
-// Its one stream is the caller's thread: what is recorded has happened.
+// For torch's own autograd there is one stream; Python knows the others.
 struct Guard final : c10::impl::NoOpDeviceGuardImpl<kDevice> {
   c10::Device getDevice() const override { return c10::Device(kDevice, 0); }
   c10::Device exchangeDevice(c10::Device) const override { return getDevice(); }
@@ -79,6 +119,12 @@ struct HPUHooks final : at::HPUHooksInterface {
   c10::DeviceIndex deviceCount() const override { return 1; }
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  bool isPinnedPtr(const void* data) const override {
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto at = reinterpret_cast<int64_t>(data);
+    auto after = pinned.upper_bound(at);
+    return after != pinned.begin() && at < std::prev(after)->second;
+  }
 };
 
 }  // namespace
@@ -99,21 +145,13 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
   return at::detail::empty_strided_generic(size, stride, &allocator, kKeys, c10::dtype_or_default(dtype));
 }
 
-at::Tensor on_cpu(const at::Tensor& x) {
-  return at::from_blob(x.data_ptr(), x.sizes(), x.strides(), x.options().device(at::kCPU));
+// The bytes behind a tensor, as one of the CPU's that holds nothing: what frees its storage does not wait for who uses them.
+at::Tensor bytes(const at::Tensor& x) {
+  auto* at = static_cast<char*>(x.storage().mutable_data());
+  if (x.device().type() == kDevice && at) at = kBytes + (at - kAddresses);
+  if (at) at += x.storage_offset() * x.element_size();
+  return at::from_blob(at, x.sizes(), x.strides(), x.options().device(at::kCPU).requires_grad(false));
 }
-
-at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool) {
-  on_cpu(to).copy_(on_cpu(self));
-  return to;
-}
-
-at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
-  if (to.sizes() != self.sizes()) to.resize_(self.sizes());
-  return copy_from(self, to, false);
-}
-
-at::Scalar item(const at::Tensor& self) { return at::cpu::_local_scalar_dense(on_cpu(self)); }
 
 at::Tensor as_strided(const at::Tensor& self, at::IntArrayRef size, at::IntArrayRef stride, std::optional<int64_t> offset) {
   return at::cpu::as_strided(self, size, stride, offset);
@@ -136,56 +174,27 @@ const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef size, std::opti
   return self;
 }
 
-// What torch calls for devices it knows little of; the CPU's own convolution is called by its usual name.
-at::Tensor convolution(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& b, at::IntArrayRef stride,
-                       at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef out, int64_t groups) {
-  std::optional<at::Tensor> bias;
-  if (b.has_value() && b->defined()) bias = on_cpu(*b);
-  return at::convolution(on_cpu(x), on_cpu(w), bias, stride, padding, dilation, transposed, out, groups).to(x.device());
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
-    const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w, at::IntArrayRef stride, at::IntArrayRef padding,
-    at::IntArrayRef dilation, bool transposed, at::IntArrayRef out, int64_t groups, std::array<bool, 3> mask) {
-  auto [a, b, c] = at::convolution_backward(on_cpu(dy), on_cpu(x), on_cpu(w), at::OptionalIntArrayRef(w.size(0)), stride,
-                                            padding, dilation, transposed, out, groups, mask);
-  auto there = [&](const at::Tensor& t) { return t.defined() ? t.to(x.device()) : t; };
-  return {there(a), there(b), there(c)};
+// Asked before there is a tensor that Python could be called with: attention in plain operations (SDPBackend::math).
+int64_t attention(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
+                  std::optional<double>, bool) {
+  return 0;
 }
 
 at::Tensor reshape_alias(const at::Tensor& self, at::IntArrayRef size, at::IntArrayRef stride) {
   return at::cpu::_reshape_alias(self, size, stride);
 }
 
-// Changes its running statistics without saying so in its schema, which the fallback goes by.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
-    const at::Tensor& x, const std::optional<at::Tensor>& w, const std::optional<at::Tensor>& b,
-    const std::optional<at::Tensor>& mean, const std::optional<at::Tensor>& var, bool training, double momentum, double eps) {
-  auto maybe = [](const std::optional<at::Tensor>& t) {
-    return t.has_value() && t->defined() ? std::optional<at::Tensor>(on_cpu(*t)) : std::nullopt;
-  };
-  auto [y, m, v] = at::native_batch_norm(on_cpu(x), maybe(w), maybe(b), maybe(mean), maybe(var), training, momentum, eps);
-  return {y.to(x.device()), m.to(x.device()), v.to(x.device())};
-}
-
-void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) { at::native::cpu_fallback(op, stack); }
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(aten, HPU, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
-  m.impl("_copy_from", copy_from);
-  m.impl("_copy_from_and_resize", copy_from_and_resize);
-  m.impl("_local_scalar_dense", item);
   m.impl("as_strided", as_strided);
   m.impl("view", view);
   m.impl("_reshape_alias", reshape_alias);
   m.impl("resize_", resize);
-  m.impl("native_batch_norm", batch_norm);
+  m.impl("_fused_sdp_choice", attention);
   m.impl("set_.source_Storage_storage_offset", set_storage);
-  m.impl("convolution_overrideable", convolution);
-  m.impl("convolution_backward_overrideable", convolution_backward);
 }
 
 TORCH_LIBRARY_IMPL(_, AutocastHPU, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
@@ -196,10 +205,20 @@ TORCH_LIBRARY_IMPL(aten, AutocastHPU, m) {
   KERNEL(at::kHPU, addmm, lower_precision_fp)
 }
 
-TORCH_LIBRARY_IMPL(_, HPU, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
-
 TORCH_LIBRARY(second_device, m) {
   m.def("live() -> int", []() -> int64_t { return live; });
   m.def("peak() -> int", []() -> int64_t { return peak; });
   m.def("reset_peak() -> ()", []() { peak = live.load(); });
+  m.def("bytes(Tensor x) -> Tensor", &bytes);
+  m.def("cap() -> int", []() -> int64_t { return cap; });
+  m.def("set_cap(int nbytes) -> ()", [](int64_t nbytes) { cap = nbytes; });
+  m.def("fail_allocation(int number) -> ()", [](int64_t number) { failing_allocation = number; });
+  m.def("pin(int address, int nbytes) -> ()", [](int64_t at, int64_t nbytes) {
+    std::lock_guard<std::mutex> lock(mutex);
+    pinned[at] = at + nbytes;
+  });
+  m.def("unpin(int address) -> ()", [](int64_t at) {
+    std::lock_guard<std::mutex> lock(mutex);
+    pinned.erase(at);
+  });
 }

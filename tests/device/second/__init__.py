@@ -1,4 +1,4 @@
-"""Build and load the second device (second_device.cpp), and give torch a module for it, as ``torch.cuda`` is one."""
+"""Build and load the second device (device.cpp), and give torch a module for it, as ``torch.cuda`` is one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,13 @@ import torch
 from torch import _refs
 from torch._subclasses import fake_impls
 
-from tests.helpers.fake_cuda import Event, FakeCuda, Stream
+from tests.device.second.launches import register
+from tests.device.second.streams import DEVICE, Event, Stream
+from tests.helpers import fake_cuda
+from tests.helpers.fake_cuda import FakeCuda
 
 NAME = "hpu"
-SOURCE = Path(__file__).with_name("second_device.cpp")
+SOURCE = Path(__file__).with_name("device.cpp")
 
 
 class LateCopies(FakeCuda):
@@ -33,17 +35,17 @@ class LateCopies(FakeCuda):
             while self.main.work:
                 self._advance(self.main)
 
-    def block(self, event: Event) -> None:
+    def block(self, event: fake_cuda.Event) -> None:
         with self.lock:
             self.blocked += 1
             self._reach(event, event.recorded)
 
-    def _reach(self, event: Event, times: int) -> None:
+    def _reach(self, event: fake_cuda.Event, times: int) -> None:
         """Run what the event comes after, and nothing else."""
         while event.done < times:
             self._advance(next(stream for stream in self.streams if ("record", event) in stream.work))
 
-    def _advance(self, stream: Stream) -> None:
+    def _advance(self, stream: fake_cuda.Stream) -> None:
         what, about = stream.work[0]
         if what == "wait":
             self._reach(*about)
@@ -71,63 +73,53 @@ def built(source: Path = SOURCE) -> Path:
 
 def load() -> None:
     torch.ops.load_library(str(built()))
+    register(NAME)
     fake_impls.is_noncontiguous_supported = _refs.is_noncontiguous_supported = lambda device: True  # as of a GPU
     torch._register_device_module(NAME, _module())
 
 
 def _module() -> Any:
-    """Its streams are the caller's thread; its generator is the CPU's."""
+    """Its generator is the CPU's."""
     counters = torch.ops.second_device
     module: Any = types.ModuleType(f"torch.{NAME}")
-
-    class DeviceEvent:
-        def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None: ...
-
-        def record(self, stream: Any) -> None: ...
-
-        def synchronize(self) -> None: ...
-
-        def elapsed_time(self, other: DeviceEvent) -> float:
-            return 0.001
-
-    class DeviceStream:
-        def __init__(self, device: Any = None) -> None: ...
-
-        def wait_event(self, event: Any) -> None: ...
-
-    main = DeviceStream()
-
-    @contextlib.contextmanager
-    def stream(_: Any) -> Iterator[None]:
-        yield
 
     class Driver:
         """Grants all host memory to be pinned."""
 
-        def cudaHostRegister(self, *_: Any) -> int:
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+            counters.pin(address, nbytes)
             return 0
 
-        def cudaHostUnregister(self, *_: Any) -> int:
+        def cudaHostUnregister(self, address: int) -> int:
+            counters.unpin(address)
             return 0
+
+    def generator_state(device: Any = None) -> torch.Tensor:
+        DEVICE.main.drain()
+        return torch.get_rng_state()
+
+    def set_generator_state(state: torch.Tensor, device: Any = None) -> None:
+        DEVICE.main.drain()
+        torch.set_rng_state(state)
 
     stats = {"requested_bytes.all.current": counters.live, "requested_bytes.all.peak": counters.peak}
     module.__dict__.update(
-        Event=DeviceEvent,
-        Stream=DeviceStream,
-        stream=stream,
-        device=stream,
+        Event=Event,
+        Stream=Stream,
+        stream=DEVICE.use,
+        device=lambda device: contextlib.nullcontext(),
         cudart=Driver,
         is_available=lambda: True,
         is_initialized=lambda: True,
         device_count=lambda: 1,
         current_device=lambda: 0,
-        current_stream=lambda device=None: main,
-        synchronize=lambda device=None: None,
+        current_stream=lambda device=None: DEVICE.current(),
+        synchronize=lambda device=None: DEVICE.synchronize(),
         empty_cache=lambda: None,
-        get_rng_state=lambda device=None: torch.get_rng_state(),
-        set_rng_state=lambda state, device=None: torch.set_rng_state(state),
+        get_rng_state=generator_state,
+        set_rng_state=set_generator_state,
         manual_seed_all=lambda seed: None,
-        mem_get_info=lambda device=None: (2**30, 2**30),
+        mem_get_info=lambda device=None: (counters.cap() - counters.live(), counters.cap()),
         memory_reserved=lambda device=None: 0,
         memory_allocated=lambda device=None: 0,
         memory_stats=lambda device=None: {key: read() for key, read in stats.items()},
