@@ -7,11 +7,12 @@ and a budget takes the last point that fits. So a larger budget is never slower,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
-from typing import Protocol
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from mtcompile.passes.analysis.state import Budgets, param_nbytes
 from mtcompile.passes.draft import draft_of
@@ -69,6 +70,27 @@ class _Stale(Exception):
     """Raised when a stored candidate does not have the peaks and times that an evaluation gives now."""
 
 
+P, V = ParamSpec("P"), TypeVar("V")
+
+
+def _exact(method: Callable[Concatenate[Candidates, P], V]) -> Callable[Concatenate[Candidates, P], V]:
+    """Lets a method plan again by the figures of schedules if those of summaries turn out to be others, as was never seen."""
+
+    @functools.wraps(method)
+    def exact(candidates: Candidates, *args: P.args, **kwargs: P.kwargs) -> V:
+        try:
+            return method(candidates, *args, **kwargs)
+        except Inexact:
+            if not candidates._evaluator.able:
+                raise
+            candidates._evaluator.able, candidates._varied_points = False, None
+            candidates._figures, candidates._paces, candidates._points = {}, {}, []
+            candidates.__dict__.pop("_everything", None)
+            return method(candidates, *args, **kwargs)
+
+    return exact
+
+
 class Candidates:
     """The candidate plans of one step, each evaluated once; ``best`` chooses among them for any budget. ``store``: keeps them
     between runs; it is specific to the sources, step, machine and state, and independent of device and host bytes."""
@@ -112,6 +134,7 @@ class Candidates:
         self._paces[key] = candidate.plan.updates
         return candidate
 
+    @_exact
     def planned(self, plan: Plan) -> Planned:
         """Returns the plan with its rewritten step graph and schedule, whether it fits or not."""
         candidate = self.evaluate(plan)
@@ -189,19 +212,10 @@ class Candidates:
             return Certificate(relaxed.bound_us, {what: us for what, us in gains_us.items() if us > 1e-3})
         return None
 
+    @_exact
     def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:
         """Returns the fastest candidate within these bytes. ``known``: the plan found for the same request before; it is taken
         without a search if it still fits. Raises DoesNotFit."""
-        try:
-            return self._best(device, host, known)
-        except Inexact:  # never seen; schedules themselves then tell the figures
-            if not self._evaluator.able:
-                raise
-            self._evaluator.able, self._varied_points = False, None
-            self._figures, self._paces, self._points = {}, {}, []
-            return self._best(device, host, known)
-
-    def _best(self, device: int | None, host: int | None, known: Plan | None) -> Planned:
         problem = self._within(device, host)
         if known is not None and fits((again := self.evaluate(known)).plan, problem.budgets):
             return completed(problem, again, known.minimum_device_bytes, known.certificate)
@@ -228,6 +242,7 @@ class Candidates:
         peaks = [point.plan.peak_bytes for point in (*self._points, *self._variants)]
         return min((p[tier] for p in peaks if all(p[other] <= n for other, n in limits.items())), default=None)
 
+    @_exact
     def by_policy(self, policy: str, budgets: Budgets) -> Planned:
         """Returns the plan of a fixed policy. Raises DoesNotFit."""
         candidate = self.of_policy(policy, budgets)
