@@ -7,17 +7,16 @@ and a budget takes the last point that fits. So a larger budget is never slower,
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Protocol
 
 from mtcompile.passes.analysis.state import Budgets, param_nbytes
 from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Certificate, Plan, Updates
-from mtcompile.passes.planning.evaluate import Inexact, completed, evaluate, identity, shortfall
+from mtcompile.passes.planning.evaluate import completed, evaluate, exact, identity, shortfall
 from mtcompile.passes.planning.figures.climb import climbs, limits_between, moves
 from mtcompile.passes.planning.figures.evaluator import Evaluator
 from mtcompile.passes.planning.frontier import (
@@ -70,27 +69,6 @@ class _Stale(Exception):
     """Raised when a stored candidate does not have the peaks and times that an evaluation gives now."""
 
 
-P, V = ParamSpec("P"), TypeVar("V")
-
-
-def _exact(method: Callable[Concatenate[Candidates, P], V]) -> Callable[Concatenate[Candidates, P], V]:
-    """Lets a method plan again by the figures of schedules if those of summaries turn out to be others, as was never seen."""
-
-    @functools.wraps(method)
-    def exact(candidates: Candidates, *args: P.args, **kwargs: P.kwargs) -> V:
-        try:
-            return method(candidates, *args, **kwargs)
-        except Inexact:
-            if not candidates._evaluator.able:
-                raise
-            candidates._evaluator.able, candidates._varied_points = False, None
-            candidates._figures, candidates._paces, candidates._points = {}, {}, []
-            candidates.__dict__.pop("_everything", None)
-            return method(candidates, *args, **kwargs)
-
-    return exact
-
-
 class Candidates:
     """The candidate plans of one step, each evaluated once; ``best`` chooses among them for any budget. ``store``: keeps them
     between runs; it is specific to the sources, step, machine and state, and independent of device and host bytes."""
@@ -134,7 +112,14 @@ class Candidates:
         self._paces[key] = candidate.plan.updates
         return candidate
 
-    @_exact
+    def go_by_schedules(self) -> bool:
+        """Forgets all figures of summaries, and makes no more. Tells whether there were any."""
+        could, self._evaluator.able, self._varied_points = self._evaluator.able, False, None
+        self._figures, self._paces, self._points = {}, {}, []
+        self.__dict__.pop("_everything", None)
+        return could
+
+    @exact
     def planned(self, plan: Plan) -> Planned:
         """Returns the plan with its rewritten step graph and schedule, whether it fits or not."""
         candidate = self.evaluate(plan)
@@ -212,7 +197,7 @@ class Candidates:
             return Certificate(relaxed.bound_us, {what: us for what, us in gains_us.items() if us > 1e-3})
         return None
 
-    @_exact
+    @exact
     def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:
         """Returns the fastest candidate within these bytes. ``known``: the plan found for the same request before; it is taken
         without a search if it still fits. Raises DoesNotFit."""
@@ -242,7 +227,7 @@ class Candidates:
         peaks = [point.plan.peak_bytes for point in (*self._points, *self._variants)]
         return min((p[tier] for p in peaks if all(p[other] <= n for other, n in limits.items())), default=None)
 
-    @_exact
+    @exact
     def by_policy(self, policy: str, budgets: Budgets) -> Planned:
         """Returns the plan of a fixed policy. Raises DoesNotFit."""
         candidate = self.of_policy(policy, budgets)
