@@ -17,11 +17,31 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <mutex>
+#include <string>
+#include <vector>
 
 namespace {
 
 constexpr auto kDevice = c10::DeviceType::HPU;
 std::atomic<int64_t> live{0}, peak{0};
+
+// Faults that a test asks for: bytes that may be live at most (0: any), the allocation from now on that fails once (0: none), and
+// the call from now on with which the device ends (0: none), after which all calls fail alike.
+std::atomic<int64_t> cap{0}, failing{0}, ending{0}, calls{0};
+std::atomic<bool> ended{false}, logging{false};
+std::mutex log_mutex;
+std::vector<std::string> log_of_calls;
+
+void called(const char* what, int64_t nbytes) {
+  calls++;
+  if (logging) {
+    std::lock_guard<std::mutex> guard(log_mutex);
+    log_of_calls.push_back(std::string(what) + " " + std::to_string(nbytes));
+  }
+  if (ending > 0 && --ending == 0) ended = true;
+  TORCH_CHECK(!ended, "CUDA error: an illegal memory access was encountered\nin a call of ", what);
+}
 
 struct Block {
   void* data;
@@ -38,6 +58,12 @@ void release(void* context) {
 struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
     void* data = nullptr;
+    if (nbytes > 0) {
+      called("allocate", nbytes);
+      const bool fails = failing > 0 && --failing == 0;
+      const bool full = cap > 0 && live + static_cast<int64_t>(nbytes) > cap;
+      TORCH_CHECK_WITH(OutOfMemoryError, !fails && !full, "CUDA out of memory. Tried to allocate ", nbytes, " bytes");
+    }
     if (nbytes > 0 && posix_memalign(&data, 512, nbytes) != 0)
       throw std::bad_alloc();
     auto* block = new Block{data, static_cast<int64_t>(nbytes)};
@@ -104,6 +130,7 @@ at::Tensor on_cpu(const at::Tensor& x) {
 }
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool) {
+  called("copy", self.nbytes());
   on_cpu(to).copy_(on_cpu(self));
   return to;
 }
@@ -113,7 +140,10 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
   return copy_from(self, to, false);
 }
 
-at::Scalar item(const at::Tensor& self) { return at::cpu::_local_scalar_dense(on_cpu(self)); }
+at::Scalar item(const at::Tensor& self) {
+  called("item", self.nbytes());
+  return at::cpu::_local_scalar_dense(on_cpu(self));
+}
 
 at::Tensor as_strided(const at::Tensor& self, at::IntArrayRef size, at::IntArrayRef stride, std::optional<int64_t> offset) {
   return at::cpu::as_strided(self, size, stride, offset);
@@ -202,4 +232,13 @@ TORCH_LIBRARY(second_device, m) {
   m.def("live() -> int", []() -> int64_t { return live; });
   m.def("peak() -> int", []() -> int64_t { return peak; });
   m.def("reset_peak() -> ()", []() { peak = live.load(); });
+  m.def("calls() -> int", []() -> int64_t { return calls; });
+  m.def("faults(int cap, int failing, int ending) -> ()", [](int64_t bytes, int64_t allocation, int64_t call) {
+    cap = bytes, failing = allocation, ending = call, ended = false, calls = 0;
+  });
+  m.def("log(bool on) -> str[]", [](bool on) -> std::vector<std::string> {
+    std::lock_guard<std::mutex> guard(log_mutex);
+    logging = on;
+    return std::exchange(log_of_calls, {});
+  });
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -136,3 +136,88 @@ def test_a_smaller_plan_that_does_not_exist(where: torch.device, monkeypatch: py
     failing = Failing(monkeypatch, torch.OutOfMemoryError("injected"))
     with pytest.raises(mtcompile.BudgetError, match="a smaller plan does not help"):
         trained(where, "step", failing, 3, memory_for(where) // 2)
+
+
+class Faults:
+    """Faults of the second device itself, in the shape of ``Failing``. ``ends``: the ``at``-th call ends the device; otherwise
+    the ``at``-th allocation fails, once."""
+
+    def __init__(self, ends: bool) -> None:
+        self.ends, self._at = ends, -1
+
+    @property
+    def at(self) -> int:
+        return self._at
+
+    @at.setter
+    def at(self, at: int) -> None:
+        self._at = at
+        torch.ops.second_device.faults(0, 0 if self.ends else max(at, 0), max(at, 0) if self.ends else 0)
+
+    @property
+    def calls(self) -> int:
+        return int(torch.ops.second_device.calls())
+
+    @calls.setter
+    def calls(self, calls: int) -> None: ...
+
+
+@pytest.fixture
+def faulty(device: torch.device) -> Iterator[torch.device]:
+    if device.type == "cuda":
+        pytest.skip("the faults are the second device's")
+    yield device
+    torch.ops.second_device.faults(0, 0, 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("instants", [4, 60])
+def test_an_allocation_fails_once(instants: int, faulty: torch.device) -> None:
+    """Wherever it is, the step has the same bits or raises: no half of one is taken for a whole."""
+    failing: Any = Faults(ends=False)
+    memory = memory_for(faulty)
+    expected, _ = trained(faulty, "step", failing, -1, memory)
+    calls = failing.calls
+    equal = 0
+    for at in range(1, calls + 1, -(-calls // instants)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                state, _ = trained(faulty, "step", failing, at, memory)
+            except (torch.OutOfMemoryError, mtcompile.BudgetError):
+                continue
+        assert all(map(torch.equal, state, expected))
+        equal += 1
+    assert equal >= 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("instants", [3, 40])
+def test_a_device_that_ends_says_so_with_its_first_error(instants: int, faulty: torch.device) -> None:
+    failing: Any = Faults(ends=True)
+    memory = memory_for(faulty)
+    trained(faulty, "step", failing, -1, memory)
+    calls = failing.calls
+    for at in range(1, calls + 1, -(-calls // instants)):
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            trained(faulty, "step", failing, at, memory)
+            assert failing.calls < at  # not reached: fewer calls than in the run that was counted
+            raise RuntimeError("illegal memory access")
+        torch.ops.second_device.faults(0, 0, 0)
+
+
+def test_a_device_with_less_memory_than_its_budget_refuses(faulty: torch.device) -> None:
+    memory = memory_for(faulty)
+    model = Small()
+    compiled: Any = mtcompile.compile(model, memory=memory, device=faulty, optimizer=torch.optim.AdamW(model.parameters()))
+    batch = torch.linspace(-1, 1, 8 * 32).view(8, 32)
+    torch.ops.second_device.faults(int(torch.ops.second_device.live()) + memory // 8, 0, 0)
+    with pytest.raises((mtcompile.BudgetError, torch.OutOfMemoryError)):
+        compiled(batch).backward()
+
+
+def test_every_call_of_the_device_is_logged(faulty: torch.device) -> None:
+    torch.ops.second_device.log(True)
+    there = torch.ones(6).to(faulty)
+    there.sum().item()
+    assert torch.ops.second_device.log(False)[:2] == ["allocate 24", "copy 24"] and not torch.ops.second_device.log(False)
