@@ -7,10 +7,11 @@ that the instruction writes.
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class Backward:
 
     ``number``: of the step, from 1. ``parameters``: those that are updated, in the model's order. ``groups``: by a parameter's
     id, the index of its group in the optimizer and the group's options as they were at the start. ``threads``: of the caller,
-    whatever thread the backward runs in. ``disk``: of parameters that are there.
+    whatever thread the backward runs in. ``disk``: of parameters that are there. ``cast_rooms``: by thread, for
+    gradients on the host that are cast for their norm, until all norms are there.
     """
 
     number: int
@@ -46,14 +48,17 @@ class Backward:
     warned: bool = False
     allocated_state: bool = False
     disk: DiskState | None = None
+    cast_rooms: dict[int, Tensor] = field(default_factory=dict)
 
 
 def _norms(backward: Backward, names: tuple[str, ...], *grads: Tensor) -> tuple[Tensor]:
     """Each gradient's norm as torch.nn.utils.clip_grad_norm_ has it, except that it is fp32 where there are fp32 masters."""
     result = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
     cast = [g for g in grads if g.dtype != _norm_dtype(backward, g) and g.device.type == "cpu"]
-    # One place for all casts: touching new pages takes longer than the norm.
-    room = torch.empty(max((g.numel() for g in cast), default=0), dtype=torch.float32)
+    thread, largest = threading.get_ident(), max((g.numel() for g in cast), default=0)
+    room = backward.cast_rooms.get(thread)
+    if room is None or room.numel() < largest:  # one for all casts: touching new pages takes longer than the norm
+        room = backward.cast_rooms[thread] = torch.empty(largest, dtype=torch.float32)
     norms = []
     for g in grads:
         if any(g is each for each in cast):
@@ -69,6 +74,7 @@ def _norm_dtype(backward: Backward, tensor: Tensor) -> torch.dtype:
 def _clip_factor(backward: Backward, names: tuple[str, ...], *norms: Tensor) -> tuple[Tensor]:
     """``max_grad_norm`` over the norm of all gradients, at most 1; summed in the order of the model's parameters."""
     limit = backward.options.max_grad_norm
+    backward.cast_rooms.clear()
     joined = torch.cat(norms)
     by_name = dict(zip(names, joined, strict=True))
     ordered = [by_name[name].to(_norm_dtype(backward, p)) for name, p in backward.parameters.items() if name in by_name]

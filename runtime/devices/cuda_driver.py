@@ -36,7 +36,8 @@ class Api:
         return self.module.stream(stream)  # type: ignore[no-any-return]
 
     def new_event(self, timed: bool = False) -> Any:
-        return self.module.Event(enable_timing=timed, blocking=True)  # a thread that waits for it leaves its core to others
+        # A thread that waits for it leaves its core to others; events of other devices than CUDA's do not know the word.
+        return self.module.Event(enable_timing=timed, **({"blocking": True} if self.device.type == "cuda" else {}))
 
     def record(self, event: Any, stream: Any) -> None:
         event.record(stream)
