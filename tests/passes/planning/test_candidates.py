@@ -169,11 +169,12 @@ def test_updates_that_need_not_wait_for_the_last_cast_are_seen() -> None:
 @pytest.mark.parametrize("way", ["as gradients arrive", pytest.param("behind the forward", marks=pytest.mark.long)])
 def test_the_smallest_host_that_is_named_works_and_nothing_drawn_needs_less(way: str) -> None:
     """Budgets from nothing up to it are refused with the same bytes, and larger ones are not slower."""
-    candidates, rnd = Candidates(PlanningProblem(crossing(), SLOW, Budgets(updates=WAYS[way]))), random.Random(1)
+    problem = PlanningProblem(traced_case("tied").step, MACHINES[1], Budgets(updates=WAYS[way]))
+    candidates, rnd = Candidates(problem), random.Random(1)
     least, most = candidates.least().plan.peak_bytes["device"], candidates.best(None, None).plan.peak_bytes["device"]
-    drawn = [varied(candidates, rnd) for _ in range(30)]
+    drawn = [varied(candidates, rnd) for _ in range(100)]
     peaks = [candidates.evaluate(one).plan.peak_bytes for plan in drawn for one in (plan, impatient(plan) or plan)]
-    for device in (least + (most - least) * i // 10 for i in (3, 6)):
+    for device in (least + (most - least) * i // 10 for i in (3, 9)):
         with pytest.raises(DoesNotFit) as refused:
             candidates.best(device, 0)
         smallest = refused.value.minimum
