@@ -16,11 +16,11 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.lower import Workspace, lower
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.candidates import Candidates, Store
+from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.evaluate import completed, evaluate
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.ladders import Block, everything, variant_decision
-from mtcompile.passes.planning.problem import Planned, PlanningProblem, Progress, no_progress
+from mtcompile.passes.planning.problem import Planned, PlanningProblem, Progress, Store, no_progress
 from mtcompile.passes.planning.variants import Variant
 
 _FARTHER = 1.05  # from its bound than the plan at other sizes is from its own: then a search is worth its time
