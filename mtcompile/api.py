@@ -257,7 +257,8 @@ def compile(
                compiled; without it, a decorator is returned
     memory     bytes of device memory for everything mtcompile holds there: ``"16GiB"``, ``"16GB"`` or a number;
                default: nine tenths of the free memory of a GPU, half of it on the emulated device
-    host       bytes of host memory; default: what is available, also under a control group, less a reserve of 5%
+    host       bytes of host memory, for all ranks of this host; default: what is available, also under a control group, less a
+               reserve of 5%
     disk       a folder on a fast local disk and the bytes that may be taken there, ``"/mnt/nvme:400GiB"``: weights that
                ``host`` has no room for live in a file without a name, and are read ahead of their use: frozen ones, and with
                ``update="backward"`` those that train, with their state

@@ -94,6 +94,11 @@ def ranks_timeout() -> float:
     return float(os.environ.get("MT_RANKS_TIMEOUT", "") or 600)
 
 
+def ranks_share() -> bool:
+    """MT_RANKS_SHARE=0: each rank has weights and optimizer state of its own, also where all of a host could share them."""
+    return os.environ.get("MT_RANKS_SHARE", "1") not in ("", "0")
+
+
 def ranks_host() -> str:
     """MT_RANKS_HOST=name: the host that a rank counts itself to (default: the machine it runs on)."""
     return os.environ.get("MT_RANKS_HOST", "")

@@ -35,11 +35,12 @@ class Door(RunnablePlacement, Protocol):
 
     options: Options
     alone: bool = True  # no other rank takes part in its steps
+    ranks_here: int = 1  # processes of this host that train the model together; ``host=`` is for all of them
 
     def limit_host(self, plan: Plan) -> bool:
         state = sum(nbytes for name, nbytes in self.state_nbytes().items() if name != "gradients")  # which may be yet to come
-        held = min(state, psutil.Process().memory_info().rss)  # taken already, and counted by the plan
-        needed = plan.peak_bytes.get("host", 0)
+        held = min(state, psutil.Process().memory_info().rss) * self.ranks_here  # taken already, and counted by the plan
+        needed = plan.peak_bytes.get("host", 0) * self.ranks_here
         limit, room = host_room() or ("", needed)
         if self.options.host is not None or needed <= room + held:
             return False

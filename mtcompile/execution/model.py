@@ -203,8 +203,10 @@ class CompiledModel:
         return self.door.updates is not None and not self.door.updates.stepped
 
     def report(self) -> dict[str, Any]:
-        """Returns bytes: budgets, planned and measured peaks per tier, and the training state."""
-        session, state = self.session, self.door.state_nbytes()
+        """Returns bytes: budgets, planned and measured peaks per tier, and the training state; where several ranks train, those
+        of the host and of the state are of all ranks of this host together."""
+        session, here = self.session, self.door.ranks_here
+        state = {name: nbytes * here for name, nbytes in self.door.state_nbytes().items()}
         planned = session.last.schedule.peak_nbytes if session.last else {}
         session.note_host_bytes(session.last)
         return {
@@ -213,8 +215,8 @@ class CompiledModel:
             "planned_peak_device_bytes": session.planned_device_bytes,
             **self._reserved_report(),
             "budget_host_bytes": self.door.options.host,
-            "peak_host_bytes": session.peak_host_bytes,
-            "planned_peak_host_bytes": planned.get("host", 0),
+            "peak_host_bytes": session.peak_host_bytes * here,
+            "planned_peak_host_bytes": planned.get("host", 0) * here,
             **self._disk_report(planned),
             "state_bytes": sum(state.values()),
             **{f"{name}_bytes": nbytes for name, nbytes in state.items()},

@@ -6,12 +6,13 @@ that the instruction writes.
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +24,24 @@ from mtcompile.optim.update_options import UpdateOptions
 from mtcompile.passes.step_graph import gradient_norms, gradient_scale, update
 
 
+class Shares(Protocol):
+    """Parameters of which this process updates a share."""
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Tells whether a parameter is one of them."""
+
+    def update(self, backward: Backward, grads: Mapping[str, Tensor], factor: Tensor | None) -> None:
+        """Updates this process's share of the parameters that have these gradients."""
+
+
 @dataclass(slots=True)
 class Backward:
     """One backward with updates: what it started from, then what has happened in it.
 
     ``number``: of the step, from 1. ``parameters``: those that are updated, in the model's order. ``groups``: by a parameter's
     id, the index of its group in the optimizer and the group's options as they were at the start. ``threads``: of the caller,
-    whatever thread the backward runs in. ``disk``: of parameters that are there.
+    whatever thread the backward runs in. ``disk``: of parameters that are there; ``shares``: of those that lie once for all
+    ranks of the host.
     """
 
     number: int
@@ -45,6 +57,7 @@ class Backward:
     warned: bool = False
     allocated_state: bool = False
     disk: DiskState | None = None
+    shares: Shares | None = None
 
 
 def _norms(backward: Backward, names: tuple[str, ...], *grads: Tensor) -> tuple[Tensor]:
@@ -113,11 +126,16 @@ def _update(backward: Backward, names: tuple[str, ...], *values: Tensor) -> Sequ
             grads[index] = grad.clone()
         addresses.add(grad.data_ptr())
     factor = factors[0] if factors and backward.options.max_grad_norm is not None else None
-    if (disk := backward.disk) is not None:
-        on_disk = {n: g for n, g in zip(names, grads, strict=True) if disk.holds(backward.parameters[n])}
-        if on_disk:
-            _update_on_disk(backward, disk, on_disk, factor)
-        at_home = {name: grad for name, grad in zip(names, grads, strict=True) if name not in on_disk}
+    elsewhere: list[tuple[Any, Callable[..., None]]] = []
+    if backward.disk is not None:
+        elsewhere.append((backward.disk, functools.partial(_update_on_disk, backward, backward.disk)))
+    if backward.shares is not None:
+        elsewhere.append((backward.shares, functools.partial(backward.shares.update, backward)))
+    for holder, update_there in elsewhere:
+        there = {n: g for n, g in zip(names, grads, strict=True) if holder.holds(backward.parameters[n])}
+        if there:
+            update_there(there, factor)
+        at_home = {name: grad for name, grad in zip(names, grads, strict=True) if name not in there}
         names, grads = tuple(at_home), list(at_home.values())
         if not names:
             return parameters
@@ -125,7 +143,7 @@ def _update(backward: Backward, names: tuple[str, ...], *values: Tensor) -> Sequ
     if masters is not None and all(id(backward.parameters[name]) in masters.by_parameter for name in names):
         _update_masters(backward, masters, dict(zip(names, grads, strict=True)), factor)
     else:
-        _update_plain(backward, dict(zip(names, grads, strict=True)), factor)
+        update_plain(backward, dict(zip(names, grads, strict=True)), factor)
     return parameters
 
 
@@ -149,7 +167,7 @@ def _update_on_disk(backward: Backward, disk: DiskState, grads: Mapping[str, Ten
         if staged.name in written:
             written[staged.name](staged, grads[staged.name])
         else:
-            _update_plain(backward, {staged.name: grads[staged.name]}, factor, staged)
+            update_plain(backward, {staged.name: grads[staged.name]}, factor, staged)
 
     disk.update(states, change)
 
@@ -162,7 +180,7 @@ def _update_masters(backward: Backward, masters: Masters, grads: Mapping[str, Te
         masters.update(backward.optimizer, parameter, grad, backward.groups[id(parameter)][1], scale)
 
 
-def _update_plain(backward: Backward, grads: Mapping[str, Tensor], factor: Tensor | None, staged: Staged | None = None) -> None:
+def update_plain(backward: Backward, grads: Mapping[str, Tensor], factor: Tensor | None, staged: Staged | None = None) -> None:
     """Step an optimizer of the same class over stand-ins that share the parameters' memory, version counters and state; or over
     one that is ``staged``."""
     optimizer = backward.optimizer

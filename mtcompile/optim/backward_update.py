@@ -27,7 +27,7 @@ from mtcompile.optim.backward_checks import (
     check_parameters,
     check_step,
 )
-from mtcompile.optim.backward_kernels import KERNELS, Backward
+from mtcompile.optim.backward_kernels import KERNELS, Backward, Shares
 from mtcompile.optim.disk_state import DiskState
 from mtcompile.optim.master_weights import Masters
 from mtcompile.optim.update_options import UpdateOptions
@@ -48,6 +48,7 @@ class UpdatesInBackward:
         self.model = weakref.ref(model)
         self.optimizer: torch.optim.Optimizer | None = None
         self.disk: DiskState | None = None
+        self.shares: Shares | None = None
         self.stepped = True  # optimizer.step() has been called since the last backward
         self._backward: Backward | None = None
         self._threads = torch.get_num_threads()
@@ -65,7 +66,7 @@ class UpdatesInBackward:
 
     def release(self) -> None:
         """Forgets the last backward."""
-        self.disk = self._backward = None
+        self.disk = self.shares = self._backward = None
 
     # ---------------------------------------------------------------------------------------------------- for the plan
 
@@ -156,7 +157,7 @@ class UpdatesInBackward:
         self._backward = Backward(
             self._wholeness.steps + 1, self.options, optimizer, self.masters, parameters, groups, self._threads, self.grad_norm
         )
-        self._backward.disk = self.disk
+        self._backward.disk, self._backward.shares = self.disk, self.shares
 
     def end_backward(self) -> None:
         """Note that all updates of the backward are done, or under way."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from mtcompile import knobs
 from mtcompile.errors import StepError
-from mtcompile.optim.disk_state import DiskState, Staged
+from mtcompile.optim.disk_state import Homes, Staged
 from mtcompile.optim.precision import Precision
 from mtcompile.optim.state_sizes import STATES
 from mtcompile.optim.written_update import class_name, grad_scaling, written_update
@@ -288,11 +288,11 @@ class Masters:
         for name in names:
             if state.get(name) is None:
                 state[name] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
-        states = tuple(_flat(state[name]) for name in names)
+        states = tuple(flat(state[name]) for name in names)
         if not states:  # SGD without momentum: what the kernel writes there is not read
             states = (torch.empty(parameter.numel(), device=parameter.device),)
         grad = grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
-        operands = Operands(_flat(parameter.detach()), _flat(grad.detach()), states, _flat(master.remainder))
+        operands = Operands(flat(parameter.detach()), flat(grad.detach()), states, flat(master.remainder))
         if parameter.device.type == "cpu":
             host_kernels.apply(update, operands)
         else:
@@ -300,21 +300,22 @@ class Masters:
         self._remember_version(master)
 
     def staged_update(
-        self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: Mapping[str, Any], scale: float, disk: DiskState
+        self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: Mapping[str, Any], scale: float, homes: Homes
     ) -> Callable[[Staged, Tensor], None]:
-        """Returns what updates pieces of one parameter on disk, given each and its gradient; counts its step up."""
+        """Returns what updates pieces of one parameter that is at home elsewhere, given each and its gradient; counts its step
+        up."""
         name, state = self.by_parameter[id(parameter)].name, optimizer.state[parameter]
         keys = STATES[class_name(optimizer)] if group.get("momentum", 1) else ()
         update = written_update(optimizer, parameter, group, scale)
         for key in keys:
             if state.get(key) is None:
-                state[key] = disk.new_zeros(name, key, parameter, torch.float32)
+                state[key] = homes.new_zeros(name, key, parameter, torch.float32)
 
         def apply(staged: Staged, grad: Tensor) -> None:
             assert staged.remainder is not None
             grad = grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
             states = tuple(staged.state[key] for key in keys) or (torch.empty(staged.values.numel()),)
-            piece = _flat(grad.detach())[staged.start : staged.stop]
+            piece = flat(grad.detach())[staged.start : staged.stop]
             host_kernels.apply(update, Operands(staged.values, piece, states, staged.remainder))
 
         return apply
@@ -368,7 +369,7 @@ def _check_dense(name: str, parameter: Tensor) -> None:
         raise ValueError(f"expected parameters without gaps in memory, found {name} with strides {parameter.stride()}")
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def flat(tensor: Tensor) -> Tensor:
     """A 1-D view of all elements in their order in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
@@ -377,7 +378,7 @@ def _checksum(parameter: Tensor) -> int | None:
     """A checksum of the bits under MT_CHECK=1, else None."""
     if not knobs.check():
         return None
-    bits = _flat(parameter.detach()).view(torch.int16).to(torch.int64)
+    bits = flat(parameter.detach()).view(torch.int16).to(torch.int64)
     places = torch.arange(1, bits.numel() + 1, device=bits.device)
     return int((bits * places).sum())
 
