@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -187,6 +188,10 @@ class RanksDoor(ModelDoor):
         return super().disk_staging_nbytes() + self.ranks.exchange_nbytes
 
     # ---------------------------------------------------------------------------------------------- around a step that runs
+
+    def training_call(self) -> AbstractContextManager[None]:
+        """Lets a rank that fails in its forward tell the others, which wait for it in their backward."""
+        return self.ranks.phase() if torch.is_grad_enabled() else contextlib.nullcontext()
 
     def before_backward(self, keeps: bool) -> None:
         with self.ranks.phase():

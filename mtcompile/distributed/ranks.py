@@ -31,7 +31,8 @@ class Ranks:
     def __init__(self, connection: Connection) -> None:
         self.connection, self.rank, self.count = connection, connection.rank, connection.count
         self._parted: str | None = None
-        self._agreed = False
+        self._agreed = self._told = False  # told: the others know of the error that goes through phases
+        self._depth = 0
         self._rounds = self._backwards = 0
         self._remembered: tuple[tuple[str, ...], bytes] | None = None
         self._sequences: WeakKeyDictionary[fx.GraphModule, dict[Phase, bytes]] = WeakKeyDictionary()
@@ -97,8 +98,10 @@ class Ranks:
 
     @contextlib.contextmanager
     def phase(self) -> Iterator[None]:
-        """Surrounds a phase that ``agree`` begins. An error inside reaches the other ranks."""
+        """Surrounds a phase that ``agree`` begins, or what leads to one. An error inside reaches the other ranks."""
         around, self._agreed = self._agreed, False
+        self._told &= self._depth > 0
+        self._depth += 1
         try:
             yield
         except BaseException as error:
@@ -106,13 +109,14 @@ class Ranks:
             raise
         finally:
             self._agreed = around
+            self._depth -= 1
 
     def _stopped(self, error: BaseException) -> None:
-        if self._parted is not None:
+        """Tells the others of an error that goes through ``phase``, once."""
+        if self._parted is not None or self._told or isinstance(error, StoppedTogether):
             return
         why = str(error).partition("\n")[0] or type(error).__name__
-        if isinstance(error, StoppedTogether):
-            return
+        self._told = True
         if self._agreed or not isinstance(error, Exception):
             self._parted = why
             self.connection.meeting.fail(why)

@@ -71,6 +71,10 @@ class Door(RunnablePlacement, Protocol):
         """Returns the bytes that all parameters take at home."""
         return 0
 
+    def training_call(self) -> AbstractContextManager[None]:
+        """Surrounds a call that may train."""
+        return nullcontext()
+
     def before_forward(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Raises StepError if a training forward with these inputs, by name, cannot start now."""
         return

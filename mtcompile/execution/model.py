@@ -129,7 +129,8 @@ class CompiledModel:
         if (model := self.door.model()) is not None and not _needs_gradients(model, args, kwargs):
             self._surroundings.check_call(model.parameters(), False)
             return self._without_gradients(model, args, kwargs)
-        return self._run(args, kwargs)
+        with self.door.training_call():
+            return self._run(args, kwargs)
 
     def _initializing(self, lazy: Mapping[nn.Module, str], args: Any, kwargs: Any) -> Any:
         """Calls a model with lazy modules, which get their parameters in this call."""
