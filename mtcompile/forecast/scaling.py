@@ -41,10 +41,13 @@ def _of_host(forecast: Forecast, ranks: int) -> Forecast:
 
 
 def _limit(forecast: Forecast, layout: RankLayout, whole: Machine, own: Machine) -> str:
-    """Says in words which resource is busy for the longest."""
-    busy = forecast.busy or {}
-    queue = max(busy, key=lambda name: busy[name], default="compute")
+    """Says in words which resource is busy for the longest. The host's memory is, while anything goes through it: copies, sums
+    of gradients and updates."""
+    busy_us = {name: share * forecast.step_time_us for name, share in (forecast.busy or {}).items()}
+    queue = max(busy_us, key=lambda name: busy_us[name], default="compute")
     shared = f"the host's memory, whose {whole.host_gbps:g} GB/s {layout.gpus} ranks share"
+    if layout.gpus > 1 and _through_host_us(forecast, own) >= busy_us.get(queue, 0.0):
+        return shared
     if queue == "compute":
         return "compute, of which each rank has its own"
     if queue in _LINKS:
@@ -54,3 +57,17 @@ def _limit(forecast: Forecast, layout: RankLayout, whole: Machine, own: Machine)
     if queue == "network" and between > 1 / own.host_gbps:
         return f"the network between hosts ({own.network_gbps:g} GB/s)"
     return shared if layout.gpus > 1 else f"the host's memory ({whole.host_gbps:g} GB/s)"
+
+
+def _through_host_us(forecast: Forecast, own: Machine) -> float:
+    """Returns the microseconds that a step's traffic takes on the part of the host's memory that a rank has, without waits for
+    the network between hosts."""
+    total_us = 0.0
+    for instruction in forecast.planned.schedule.instructions if forecast.planned is not None else ():
+        if instruction.queue in _LINKS:
+            total_us += instruction.nbytes / own.host_gbps / 1e3
+        elif instruction.queue == "host":
+            total_us += instruction.time_us
+        elif instruction.work == "collective":
+            total_us += own.collective_us(instruction.nbytes, 1, reduces=True)
+    return total_us

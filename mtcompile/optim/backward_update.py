@@ -116,6 +116,12 @@ class UpdatesInBackward:
         whole, and as ``check_memory``."""
         self._threads = torch.get_num_threads()
         self._wholeness.check()
+        if torch_private.inside_ddp():
+            raise StepError(
+                'the model was called by DistributedDataParallel, to which update="backward" leaves no gradients to average; '
+                "expected the compiled model itself, on every rank, after torch.distributed.init_process_group: it combines "
+                'gradients itself. Where a library wraps it, such as the Transformers Trainer, pass update="step"'
+            )
         check_memory(inputs, self._parameters())
 
     def begin_backward(

@@ -237,7 +237,14 @@ def refusals(rank: int, count: int) -> list[str]:
         errors.append(str(error.value))
     with pytest.raises(ValueError) as refused:
         mtcompile.compile(nn.Linear(2, 2), memory="1MB", host="1MB", disk="/tmp:1MB")
-    return [*errors, str(refused.value)]
+    plain = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    wrapped = nn.parallel.DistributedDataParallel(
+        mtcompile.compile(plain, memory="1MB", optimizer=optimizer, update="backward")
+    )
+    with pytest.raises(StepError) as late:
+        wrapped(torch.ones(1, 2)).sum().backward()
+    return [*errors, str(refused.value), str(late.value)]
 
 
 def sharded(plain: nn.Module, count: int) -> nn.Module:
@@ -251,8 +258,9 @@ def sharded(plain: nn.Module, count: int) -> nn.Module:
 
 
 def test_what_is_distributed_already_and_what_differs_is_refused(tmp_path: Path) -> None:
-    for wrapped, dtensor, other, disk in job.run(refusals, 2, tmp_path):
+    for wrapped, dtensor, other, disk, late in job.run(refusals, 2, tmp_path):
         assert "wrapped in DistributedDataParallel; expected the plain module" in wrapped
         assert "weight is a DTensor" in dtensor
         assert "rank 1 has other names, shapes" in other
         assert "expected no disk=" in disk
+        assert late.startswith("the model was called by DistributedDataParallel, to which")
