@@ -1,6 +1,7 @@
 """How steps are predicted to scale over GPUs and hosts: forecasts, of which none has been compared with several GPUs yet.
 
-    python -m benchmarks.rank_scaling --json out.json     # and a table in out.md
+    python -m benchmarks.rank_scaling --json out.json             # and a table in out.md
+    python -m benchmarks.rank_scaling --short --json out.json     # with a shorter search for each plan
 
 Every GPU has its own batch and link. Those of a host share its memory, where weights, masters and optimizer state lie once;
 gradients are summed there, and between hosts over the network. ``MACHINE`` is a preset; its figures are in the table's head.
@@ -16,6 +17,7 @@ from typing import Any
 import mtcompile
 from benchmarks.run import about
 from mtcompile.machine.presets import named
+from mtcompile.passes.planning import candidates, frontier
 
 MACHINE, NETWORK, BATCH, SEQ = "h200-sxm", 50.0, 8, 4096
 MODELS = ("qwen2.5-7b", "qwen2.5-14b", "llama-70b")
@@ -67,13 +69,18 @@ def table(rows: list[dict[str, Any]], head: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, help="where the rows go; a table goes beside it, as .md")
+    parser.add_argument("--short", action="store_true", help="search less: steps may be longer than plans can have them")
     args = parser.parse_args()
+    if args.short:
+        candidates.MOST_SEARCHED = candidates.MOST_POINTS = 8
+        frontier.ROUNDS = 1
+    short = " --short" if args.short else ""
     machine = named(MACHINE)
     head = (
         f"Predicted, not measured: {MACHINE} ({machine.flops / 1e12:.0f} TFLOPS, {machine.h2d_gbps:g} GB/s each way per GPU, "
         f"{machine.host_gbps:g} GB/s of host memory for all GPUs of a host, {NETWORK:g} GB/s between hosts), {BATCH} x {SEQ} "
         "tokens per GPU, bf16 weights with fp32 masters, AdamW in the backward.\n\n"
-        "    python -m benchmarks.rank_scaling --json benchmarks/results/rank-scaling.json"
+        f"    python -m benchmarks.rank_scaling{short} --json benchmarks/results/rank-scaling.json"
     )
     rows: list[dict[str, Any]] = []
     layouts = [*((gpus, 1) for gpus in GPUS), *((GPUS[-1], hosts) for hosts in HOSTS)]

@@ -112,6 +112,7 @@ class RanksDoor(ModelDoor):
         such a step. Until then, every rank may compute with its own."""
         settles = not self._settled and any(spec.kind in ("grad", "update") for spec in step.meta["outputs"])
         if settles:
+            self.ranks.check_alike(sorted(self._common_names(step)))
             self.parameters.common = self._new_slab
         try:
             super().adopt(step, planned)
@@ -123,14 +124,19 @@ class RanksDoor(ModelDoor):
             self.updates.shares = self.shares
             self.shares.watch(self._parameters())
 
+    def _common_names(self, step: fx.GraphModule) -> dict[str, str]:
+        """Returns the parameters of a step that will lie once for all ranks of this host -> their home blocks."""
+        parameters, blocks, homes = self._parameters(), dict[str, dict[str, nn.Parameter]](), step.meta["homes"]
+        for name, block in homes.items():
+            blocks.setdefault(block, {})[name] = parameters[name]
+        common = {block for block, members in blocks.items() if self._is_common(members)[0]}
+        return {name: block for name, block in homes.items() if block in common}
+
     def _common_blocks(self, step: fx.GraphModule) -> frozenset[str]:
         """Returns the home blocks of a step that lie once for all ranks of this host, or will."""
-        if self._settled:
-            return frozenset(block for block, slab in self.parameters.slabs.items() if slab.common)
-        parameters, blocks = self._parameters(), dict[str, dict[str, nn.Parameter]]()
-        for name, block in step.meta["homes"].items():
-            blocks.setdefault(block, {})[name] = parameters[name]
-        return frozenset(block for block, members in blocks.items() if self._is_common(members)[0])
+        if not self._settled:
+            return frozenset(self._common_names(step).values())
+        return frozenset(block for block, slab in self.parameters.slabs.items() if slab.common)
 
     def state_nbytes(self) -> dict[str, int]:
         """Returns the current bytes of the training state; of what lies once for this host, this rank's part."""

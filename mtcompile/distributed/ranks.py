@@ -74,6 +74,17 @@ class Ranks:
         with torch.no_grad():
             self.connection.exchange.broadcast(values, values, "for the weights of rank 0")
 
+    def check_alike(self, names: Sequence[str]) -> None:
+        """Raises MtcompileError, on all ranks, unless all of them name the same parameters as those that a host has once."""
+        with self.reaching_others("to share weights"):
+            numbers = self.connection.gather(int.from_bytes(_digest(names)[:7], "big"))
+        if others := [rank for rank, number in enumerate(numbers) if number != numbers[0]]:
+            raise MtcompileError(
+                f"expected the ranks of a host to share the same weights, found that rank {others[0]} and rank 0 would not: on "
+                "one of them, tensors outside the model, such as a state_dict, share memory with parameters. Drop these before "
+                "the first step; MT_RANKS_SHARE=0 gives each rank weights of its own"
+            )
+
     def common_memory(self, nbytes: int, fill: Callable[[Tensor], None], together: bool = False) -> Tensor:
         """Returns memory with what ``fill`` writes there, once for all ranks of this host: ``together``, for good; else as long
         as nobody writes to it. All of them call it."""

@@ -16,7 +16,7 @@ import mtcompile
 from mtcompile.errors import StepError
 from tests.ranks import job
 from tests.ranks.compiled import mapping_of, train
-from tests.ranks.reference import batches, differing, model, trained
+from tests.ranks.reference import adamw, batches, differing, generator_of, model, trained
 
 MASTERS: dict[str, Any] = {"update": "backward", "precision": "bf16-master32"}
 
@@ -162,3 +162,42 @@ def not_elementwise(rank: int, count: int) -> dict[str, Any]:
 def test_an_optimizer_that_looks_at_whole_parameters_has_weights_of_each_rank(tmp_path: Path) -> None:
     for found in job.run(not_elementwise, 2, tmp_path):
         assert found == {"different": [], "shares": False}
+
+
+def evaluated_and_closed(rank: int, count: int) -> dict[str, Any]:
+    """Evaluates on some ranks before and between steps, closes, and holds a weight of another model on one rank."""
+    steps, found = batches(3, count), dict[str, Any](different=[])
+    for evaluating in (range(count), (0,)):
+        plain = model(seed=rank)
+        optimizer = adamw(plain)
+        ours = mtcompile.compile(plain, memory="200KB", optimizer=optimizer, update="backward")
+        states = [generator_of(rank)]
+        for of_ranks in steps:
+            if rank in evaluating:
+                with torch.no_grad():
+                    ours.eval()(*of_ranks[rank])
+            torch.set_rng_state(states.pop())
+            ours.train()(*of_ranks[rank]).backward()
+            optimizer.step()
+            states.append(torch.get_rng_state())
+        assert ours._mt_model.door.shares is not None
+        ours.close()
+        torch.distributed.barrier()
+        expected = trained(model(), steps)
+        found["different"] += differing(ours, expected)
+        next(ours.parameters()).data.zero_() if rank == 0 else None
+        torch.distributed.barrier()
+        found["different"] += differing(ours, expected) if rank else []
+    plain = model()
+    ours = mtcompile.compile(plain, memory="200KB", optimizer=adamw(plain), update="backward")
+    held = next(ours.parameters()).data if rank == 1 else None
+    with pytest.raises(mtcompile.MtcompileError) as error:
+        ours(*steps[0][rank]).backward()
+    return {**found, "error": str(error.value), "held": held is not None}
+
+
+@pytest.mark.long
+def test_ranks_may_evaluate_alone_and_have_weights_of_their_own_after_close(tmp_path: Path) -> None:
+    for found in job.run(evaluated_and_closed, 2, tmp_path):
+        assert found["different"] == []
+        assert found["error"].startswith("expected the ranks of a host to share the same weights, found that rank 1 and rank 0")
