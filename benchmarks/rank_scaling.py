@@ -69,6 +69,7 @@ def table(rows: list[dict[str, Any]], head: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, help="where the rows go; a table goes beside it, as .md")
+    parser.add_argument("--models", nargs="*", default=MODELS, help="of these alone")
     parser.add_argument("--short", action="store_true", help="search less: steps may be longer than plans can have them")
     args = parser.parse_args()
     if args.short:
@@ -82,10 +83,11 @@ def main() -> None:
         "tokens per GPU, bf16 weights with fp32 masters, AdamW in the backward.\n\n"
         f"    python -m benchmarks.rank_scaling{short} --json benchmarks/results/rank-scaling.json"
     )
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
+    rows = [row for row in rows if row["model"] not in args.models]
     layouts = [*((gpus, 1) for gpus in GPUS), *((GPUS[-1], hosts) for hosts in HOSTS)]
-    for gpus, hosts in layouts:
-        for model in MODELS:
+    for model in args.models:
+        for gpus, hosts in layouts:
             rows.append(row(model, gpus, hosts))
             print(table(rows[-1:], "").splitlines()[-1], flush=True)
             rows.sort(key=lambda r: (MODELS.index(r["model"]), r["hosts"], r["gpus"]))
