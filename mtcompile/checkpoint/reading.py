@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mtcompile.capture.refusals import first_line
-from mtcompile.checkpoint.content import may_be_on_disk, with_state
+from mtcompile.checkpoint.content import folder_of_rank, may_be_on_disk, rank_of, with_state
 from mtcompile.checkpoint.encoding import decoded
 from mtcompile.checkpoint.files import MANIFEST, Manifest, checkpoints, read_manifest, verify_files
 from mtcompile.checkpoint.generators import check_generator_states, set_generator_states
@@ -67,9 +68,10 @@ def load(
 ) -> Loaded:
     """Loads a checkpoint: ``folder`` itself, or the one that was saved last into it.
 
-    ``optimizer`` and ``others`` are as for ``save``. ``generators=False`` leaves the random generators alone. Gradients become
-    those that were saved, or None. Call it before or after ``mtcompile.compile``, with any budget: the training goes on with
-    the same bits. Raises CheckpointError if there is no checkpoint, or if it is damaged or of another model; nothing has
+    Where several ranks train, all of them call it, on one folder, and as many as there are now: weights and state are those of
+    all. ``optimizer`` and ``others`` are as for ``save``. ``generators=False`` leaves the random generators alone. Gradients
+    become those that were saved, or None. Call it before or after ``mtcompile.compile``, with any budget: the training goes on
+    with the same bits. Raises CheckpointError if there is no checkpoint, or if it is damaged or of another model; nothing has
     changed then.
     """
     path, manifest = _opened(Path(folder))
@@ -87,9 +89,27 @@ def load(
     with _all_or_none(others, others_state):
         _load_training(path, model, weights, optimizer, state["optimizer"])
     _set_gradients(model, state.get("gradients") or {})
-    if generators:
-        set_generator_states(state["generators"])
+    if generators and (own := _generators_of_rank(path, manifest, model, state["generators"])) is not None:
+        set_generator_states(own)
     return Loaded(path, manifest.step, dict(state["extra"]))
+
+
+def _generators_of_rank(path: Path, manifest: Manifest, model: nn.Module, of_first: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the states of this rank's random generators when a checkpoint was saved. Warns, and returns None, where it has
+    saved none, as under fewer ranks."""
+    rank = rank_of(model)
+    if not rank:
+        return of_first
+    saved = [each for each in checkpoints(folder_of_rank(path.parent, rank)) if each[1].step == manifest.step]
+    if saved:
+        verify_files(*saved[-1])
+        return dict(_state(*saved[-1], copied=True)[0]["generators"])
+    warnings.warn(
+        f"rank {rank} has saved no random generators with {path.name}: it draws on as it was seeded. To save them, call save "
+        "on all ranks",
+        stacklevel=3,
+    )
+    return None
 
 
 @contextlib.contextmanager

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mtcompile.runtime.devices.host_pages import Placing, placing
-from mtcompile.runtime.devices.pinned import NotPinned, pinned
+from mtcompile.runtime.devices.pinned import NotPinned, pinned, registered
 
 
 class Api:
@@ -84,10 +86,15 @@ class Api:
 
     def pin(self, nbytes: int) -> torch.Tensor:
         """Return page-locked host memory. Raises NotPinned."""
+        return self._locked(functools.partial(pinned, nbytes, where=self.placing()))
+
+    def register(self, memory: torch.Tensor) -> torch.Tensor:
+        """Page-lock host memory that begins with a page, and return it. Raises NotPinned."""
+        return self._locked(functools.partial(registered, memory))
+
+    def _locked(self, lock: Callable[..., torch.Tensor]) -> torch.Tensor:
         try:
-            return pinned(
-                nbytes, self.module.cudart(), self.synchronize, lambda: self.module.device(self.device), self.placing()
-            )
+            return lock(self.module.cudart(), self.synchronize, lambda: self.module.device(self.device))
         except NotPinned:
             with contextlib.suppress(RuntimeError):  # the refusal stays the thread's last error until a launch reports it
                 torch.empty(1, device=self.device).fill_(0)
