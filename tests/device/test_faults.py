@@ -164,7 +164,7 @@ def sweep(way: str, kind: str, device: torch.device, late: bool, most: int) -> C
             outcome = "ran"
         torch.ops.second_device.fail_allocation(0)
         if late and DEVICE.error is not None:
-            with pytest.raises((RuntimeError, mtcompile.MtcompileError), match=r"injected|failed"):
+            with pytest.raises(RuntimeError, match=r"injected|among its updates"):  # the first cause, whatever is called
                 training.step()
             DEVICE.reset()
             left["ended"] += 1

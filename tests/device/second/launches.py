@@ -140,7 +140,7 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
 def _finish(stream: Stream) -> None:
     stream.drain()
     if DEVICE.error is not None:
-        raise RuntimeError(f"device error: {DEVICE.error}") from DEVICE.error
+        raise RuntimeError(str(DEVICE.error)) from DEVICE.error
 
 
 def _copy_from_and_resize(source: Tensor, target: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class Device:
     def note(self, kind: str, name: str, stream: Stream) -> Callable[[], None] | None:
         """Notes a call. Raises what it is to raise; returns what is to fail in its place, or None."""
         if self.error is not None:
-            raise RuntimeError(f"device error: {self.error} (of an earlier call)") from self.error
+            raise RuntimeError(str(self.error)) from self.error
         if self.calls is not None:
             self.calls.append(Call(kind, name, stream.number, threading.current_thread().name))
         if self.faults.at[kind] > 0:
@@ -69,18 +69,19 @@ class Device:
         return None
 
     def _fail(self, text: str) -> Callable[[], None]:
-        def failing() -> None:
+        if not self.faults.late:
             raise RuntimeError(text)
 
-        if not self.faults.late:
-            failing()
+        def failing() -> None:
+            raise RuntimeError(f"CUDA error: an illegal memory access was encountered, {text}")
+
         return failing
 
     def synchronize(self) -> None:
         for stream in tuple(_streams):
             stream.drain()
         if self.error is not None:
-            raise RuntimeError(f"device error: {self.error} (of an earlier call)") from self.error
+            raise RuntimeError(str(self.error)) from self.error
 
     def reset(self) -> None:
         """Ends errors, faults, pauses and notes."""
@@ -116,6 +117,8 @@ class Stream:
 
         self.put(working)
         self.drain()
+        if DEVICE.error is not None:
+            raise RuntimeError(str(DEVICE.error)) from DEVICE.error
         return future.result(timeout=0)
 
     def drain(self) -> None:
@@ -178,7 +181,7 @@ class Event:
         if self.reached is not None:
             _wait(self.reached)
         if DEVICE.error is not None:
-            raise RuntimeError(f"device error: {DEVICE.error} (of an earlier call)") from DEVICE.error
+            raise RuntimeError(str(DEVICE.error)) from DEVICE.error
 
     def query(self) -> bool:
         return self.reached is None or self.reached.is_set()
