@@ -148,6 +148,12 @@ def may_be_on_disk(model: nn.Module) -> bool:
     return any(compiled.options.disk is not None for compiled in _compiled(model))
 
 
+def with_masters(model: nn.Module) -> set[int]:
+    """Returns the parameters, by id, that have fp32 masters. Their gradients may be fp32 too, as sums of several are."""
+    masters = (compiled.door.masters for compiled in _compiled(model))
+    return {key for each in masters if each is not None for key in each.trained()}
+
+
 def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields what the next backward adds to. Raises TypeError for a gradient that a file cannot hold."""
     for name, parameter in model.named_parameters():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mtcompile.capture.refusals import first_line
-from mtcompile.checkpoint.content import may_be_on_disk, with_state
+from mtcompile.checkpoint.content import may_be_on_disk, with_masters, with_state
 from mtcompile.checkpoint.encoding import decoded
 from mtcompile.checkpoint.files import MANIFEST, Manifest, checkpoints, read_manifest, verify_files
 from mtcompile.checkpoint.generators import check_generator_states, set_generator_states
@@ -132,6 +132,8 @@ def _set_gradients(model: nn.Module, saved: Mapping[str, Any]) -> None:
         gradient = saved.get(name)
         parameter.grad = None
         if gradient is not None:
+            if gradient.dtype != parameter.dtype:
+                parameter.grad_dtype = None  # any
             parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
 
@@ -214,10 +216,17 @@ def _compare(path: Path, model: nn.Module, weights: Mapping[str, Any]) -> None:
 
 def _compare_gradients(path: Path, model: nn.Module, saved: Mapping[str, Any]) -> None:
     """Raises CheckpointError for gradients that are not those of the model's parameters."""
-    shapes = {name: (tuple(p.shape), p.dtype) for name, p in nn.Module.named_parameters(model)}
+    parameters, wide = dict(nn.Module.named_parameters(model)), with_masters(model)
     for name, gradient in saved.items():
-        if not isinstance(gradient, Tensor) or shapes.get(name) != (tuple(gradient.shape), gradient.dtype):
+        parameter = parameters.get(name)
+        if parameter is None or not isinstance(gradient, Tensor) or gradient.shape != parameter.shape:
             raise CheckpointError(f"{path}: the gradient of {name} is not one of this model: save after zero_grad()")
+        dtypes = {parameter.dtype, parameter.grad_dtype or gradient.dtype, *[torch.float32] * (id(parameter) in wide)}
+        if gradient.dtype not in dtypes:
+            raise CheckpointError(
+                f"{path}: expected a gradient of {parameter.dtype} for {name}, found {gradient.dtype}: load it into a model that "
+                'is compiled with precision="bf16-master32", or save after zero_grad()'
+            )
 
 
 def _first(names: list[str]) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import mtcompile
 from mtcompile import checkpoint
+from mtcompile.errors import CheckpointError
 
 pytestmark = pytest.mark.slow  # it compiles models
 
@@ -77,3 +78,35 @@ def test_masters_of_parameters_without_steps(steps: int, tmp_path: Path) -> None
     its_optimizer.load_state_dict(state)
     assert all(torch.equal(weights[name], value) for name, value in mtcompile.master_parameters(other).items())
     assert not its_optimizer.state[other.unused.weight]
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_an_accumulation_with_masters_goes_on(backwards: int, tmp_path: Path) -> None:
+    """Sums of two gradients and more are fp32, and the parameters bf16."""
+    model, optimizer = masters()
+    for seed in range(backwards):
+        backward(model, seed)
+    assert model.trained.weight.grad.dtype == (torch.bfloat16 if backwards == 1 else torch.float32)
+    checkpoint.save(tmp_path, model, optimizer, step=0)
+    expected = trained(model, optimizer, range(5, 7))
+    for steps in (0, 1):
+        other, its_optimizer = masters()
+        trained(other, its_optimizer, range(steps))
+        checkpoint.load(tmp_path, other, its_optimizer)
+        assert all(map(torch.equal, expected, trained(other, its_optimizer, range(5, 7))))
+        assert same_masters(model, other)
+
+
+def test_gradients_of_another_dtype_are_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2).bfloat16()
+    for parameter in model.parameters():
+        parameter.grad_dtype = None
+        parameter.grad = torch.ones_like(parameter, dtype=torch.float32)
+    checkpoint.save(tmp_path, model, step=0)
+    other = nn.Linear(2, 2).bfloat16()
+    before = other.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=r"expected a gradient of torch.bfloat16 for weight, found torch.float32"):
+        checkpoint.load(tmp_path, other)
+    assert torch.equal(before, other.weight) and other.weight.grad is None
+    checkpoint.load(tmp_path, model)
+    assert torch.equal(model.weight.grad, torch.ones(2, 2))
