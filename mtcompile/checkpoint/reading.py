@@ -224,8 +224,8 @@ def _compare_gradients(path: Path, model: nn.Module, saved: Mapping[str, Any]) -
         dtypes = {parameter.dtype, parameter.grad_dtype or gradient.dtype, *[torch.float32] * (id(parameter) in wide)}
         if gradient.dtype not in dtypes:
             raise CheckpointError(
-                f"{path}: expected a gradient of {parameter.dtype} for {name}, found {gradient.dtype}: load it into a model that "
-                'is compiled with precision="bf16-master32", or save after zero_grad()'
+                f"{path}: expected a gradient of {parameter.dtype} for {name}, found {gradient.dtype}: load it into a model "
+                'compiled with precision="bf16-master32", or save after zero_grad()'
             )
 
 
