@@ -22,6 +22,7 @@ from mtcompile.checkpoint.generators import check_generator_states, set_generato
 from mtcompile.checkpoint.saving import wait_for_saving
 from mtcompile.checkpoint.shards import INDEX
 from mtcompile.errors import CheckpointError, StepError
+from mtcompile.optim.master_weights import MASTER
 from mtcompile.reading import interrupts_later
 from mtcompile.runtime.devices.arena import overlaps
 
@@ -80,6 +81,7 @@ def load(
     _compare_gradients(path, model, state.get("gradients") or {})
     if optimizer is not None:
         _compare_optimizer(path, optimizer, state["optimizer"])
+        _compare_masters(path, model, state["optimizer"])
     for name in others:
         if name not in others_state:
             known = ", ".join(sorted(others_state)) or "none"
@@ -187,7 +189,7 @@ def _tensors(folder: Path, manifest: Manifest, stem: str) -> dict[str, Tensor]:
 
 
 def _compare(path: Path, model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if the names or shapes are not the model's."""
+    """Raises CheckpointError if the names, shapes or dtypes are not the model's. Parameters with fp32 masters take fp32."""
     try:
         own = model.state_dict()
     except StepError:  # a model that must be loaded does not give its state
@@ -199,6 +201,8 @@ def _compare(path: Path, model: nn.Module, weights: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{path} is of another model: it lacks {_first(missing)} and has {_first(unknown)} that this one has not"
         )
+    masters = with_masters(model)
+    wide = {name for name, p in nn.Module.named_parameters(model, remove_duplicate=False) if id(p) in masters}
     for name, value in own.items():
         if not isinstance(value, Tensor) or not isinstance(weights[name], Tensor):
             continue
@@ -206,6 +210,12 @@ def _compare(path: Path, model: nn.Module, weights: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"{path} is of another model: {name} has the shape {tuple(weights[name].shape)} there, "
                 f"{tuple(value.shape)} here"
+            )
+        if weights[name].dtype not in (value.dtype, *[torch.float32] * (name in wide)):
+            raise CheckpointError(
+                f"{path}: expected {name} in {value.dtype}, as in this model, found {weights[name].dtype}: a conversion would "
+                f"change its bits. Convert the model first, with model.to({weights[name].dtype}), and compile or convert it back "
+                "after load"
             )
         if overlaps(value):
             raise CheckpointError(
@@ -260,3 +270,12 @@ def _compare_optimizer(path: Path, optimizer: torch.optim.Optimizer, saved: Any)
                 raise CheckpointError(
                     f"{path}: {key} of parameter {number} has the shape {tuple(value.shape)}, expected {shape}"
                 )
+
+
+def _compare_masters(path: Path, model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for fp32 masters that this model would lose."""
+    if not with_masters(model) and any(MASTER in entry for entry in saved["state"].values()):
+        raise CheckpointError(
+            f"{path} holds fp32 masters of bf16 weights, and this model has none: compile it with "
+            'precision="bf16-master32" and its optimizer before load'
+        )
