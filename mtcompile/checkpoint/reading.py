@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mtcompile.capture.refusals import first_line
-from mtcompile.checkpoint.content import may_be_on_disk, with_masters, with_state
+from mtcompile.checkpoint.content import may_be_on_disk, optimized_names, with_masters, with_state
 from mtcompile.checkpoint.encoding import decoded
 from mtcompile.checkpoint.files import MANIFEST, Manifest, checkpoints, read_manifest, verify_files
 from mtcompile.checkpoint.generators import check_generator_states, set_generator_states
@@ -81,6 +81,7 @@ def load(
     _compare_gradients(path, model, state.get("gradients") or {})
     if optimizer is not None:
         _compare_optimizer(path, optimizer, state["optimizer"])
+        _compare_order(path, optimized_names(model, optimizer), state.get("names"))
         _compare_masters(path, model, state["optimizer"])
     for name in others:
         if name not in others_state:
@@ -279,3 +280,17 @@ def _compare_masters(path: Path, model: nn.Module, saved: Mapping[str, Any]) -> 
             f"{path} holds fp32 masters of bf16 weights, and this model has none: compile it with "
             'precision="bf16-master32" and its optimizer before load'
         )
+
+
+def _compare_order(path: Path, own: list[list[str | None]], saved: Any) -> None:
+    """Raises CheckpointError if an optimizer has its parameters in another order than was saved: state goes by their numbers.
+    Checkpoints of earlier versions have no names."""
+    if saved is None or own == saved:
+        return
+    pairs = ((number, pair) for number, names in enumerate(zip(own, saved, strict=True)) for pair in zip(*names, strict=True))
+    group, (here, there) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
+    raise CheckpointError(
+        f"{path}: expected {there or 'a parameter of another model'} in group {group} of the optimizer, found "
+        f"{here or 'a parameter of another model'}: make the optimizer with its parameters in the order of the one that was "
+        "saved, or its state would go to others"
+    )

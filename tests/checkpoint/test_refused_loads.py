@@ -66,3 +66,17 @@ def test_masters_take_fp32_weights_and_are_not_lost(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, model, optimizer, step=1)
     refused(path, *trained(lambda model: model.bfloat16()), "holds fp32 masters of bf16 weights, and this model has none")
     refused(path, *trained(), r"expected 0.weight in torch.float32, as in this model, found torch.bfloat16")
+
+
+def test_an_optimizer_with_its_parameters_in_another_order(tmp_path: Path) -> None:
+    """Of like shapes, so that nothing else would tell."""
+    path = checkpoint.save(tmp_path, *trained(), step=1)
+    refused(path, *trained(turned=True), "expected 0.weight in group 0 of the optimizer, found 2.weight")
+    model, _ = trained()
+    groups = [{"params": [model[2].weight]}, {"params": [model[0].weight]}]
+    one, two = torch.optim.AdamW(groups), torch.optim.AdamW(groups[::-1])
+    path = checkpoint.save(tmp_path, model, one, step=2)
+    refused(path, model, two, "expected 2.weight in group 0 of the optimizer, found 0.weight")
+    other = torch.optim.AdamW([{"params": [nn.Parameter(torch.ones(4, 4))]}, {"params": [model[0].weight]}])
+    refused(path, model, other, "expected 2.weight in group 0 of the optimizer, found a parameter of another model")
+    checkpoint.load(path, model, one)
