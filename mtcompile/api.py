@@ -309,8 +309,8 @@ def compile(
     the same budget. ``compile`` itself raises ValueError or TypeError for options that it cannot honour.
     """
     options = Options(
-        memory=parse_bytes(memory),
-        host=parse_bytes(host),
+        memory=parse_bytes(memory, "memory"),
+        host=parse_bytes(host, "host"),
         disk=parse_disk(disk),
         kernels=kernels,
         loss_chunks=loss_chunks,

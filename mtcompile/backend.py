@@ -44,7 +44,7 @@ class Backend(Door):
         unknown = sorted(set(given) - set(_OPTIONS))
         if unknown:
             raise ValueError(f"expected options among {', '.join(_OPTIONS)}, found {', '.join(unknown)}")
-        memory = parse_bytes(given.get("activation_memory"))
+        memory = parse_bytes(given.get("activation_memory"), "activation_memory")
         options = Options(memory=memory, **{name: given[name] for name in _OPTIONS[1:] if name in given})
         self.given, self.device, self.options = given, device, options
         self.frames = LiveFrames()

@@ -21,6 +21,8 @@ _UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 
+MOST = (1 << 63) - 1  # bytes that sizes and places in files may have
+_LONGEST = 40  # characters of a size that a message repeats
 FEWEST = 1024  # bytes: a smaller number without a unit probably means GiB
 
 Size = str | int | float | None
@@ -104,24 +106,30 @@ def parse_disk(disk: str | None) -> DiskBudget | None:
     folder, colon, size = str(disk).rpartition(":")
     if not colon or not folder or not size.strip():
         raise ValueError(f'expected disk to be a folder and a size, such as "/mnt/nvme:400GiB", found {disk!r}')
-    nbytes = parse_bytes(size)
+    nbytes = parse_bytes(size, "disk")
     assert nbytes is not None
     return DiskBudget(Path(folder).expanduser(), nbytes)
 
 
-def parse_bytes(size: Size) -> int | None:
-    """Converts a size such as ``"16GiB"``, ``"16GB"`` or a number to bytes; None stays None. Raises ValueError."""
+def parse_bytes(size: Size, option: str = "") -> int | None:
+    """Converts a size such as ``"16GiB"``, ``"16GB"`` or a number to bytes; None stays None. Raises ValueError, which names the
+    ``option``."""
     if size is None:
         return None
+    place = f"{option}: " if option else ""
+    found = repr(size) if len(str(size)) <= _LONGEST else f"one of {len(str(size))} characters"
     if isinstance(size, (int, float)) and not isinstance(size, bool):
-        if size <= 0:
-            raise ValueError(f"expected a size above zero, found {size!r}")
+        if not 0 < size <= MOST:  # nan too
+            raise ValueError(f"{place}expected a size above zero, and below 8 EiB, found {found}")
         return int(size)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     if match is None or match.group(2).lower() not in _UNITS or float(match.group(1)) <= 0:
-        raise ValueError(f'expected a size such as "16GiB", "16GB" or a number of bytes, found {size!r}')
-    nbytes = int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+        raise ValueError(f'{place}expected a size such as "16GiB", "16GB" or a number of bytes, found {found}')
+    exact = float(match.group(1)) * _UNITS[match.group(2).lower()]
+    if exact > MOST:
+        raise ValueError(f'{place}expected a size below 8 EiB, such as "16GiB", found {found}')
+    nbytes = int(exact)
     if not match.group(2) and nbytes < FEWEST:
         meant = f'did you mean "{match.group(1)}GiB"? For bytes write "{match.group(1)}B"'
-        raise ValueError(f'expected a size such as "16GiB", "16GB" or a number of bytes, found {size!r}; {meant}')
+        raise ValueError(f'{place}expected a size such as "16GiB", "16GB" or a number of bytes, found {found}; {meant}')
     return nbytes

@@ -8,7 +8,7 @@ import os
 import signal
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -69,20 +69,25 @@ def parsed_json(text: str, place: object) -> Any:
 
 
 @contextlib.contextmanager
-def interrupts_later() -> Iterator[None]:
-    """Holds Ctrl-C back while a library runs that would lose it, or tell of it as of an error in a file."""
+def interrupts_later() -> Iterator[Callable[[], None]]:
+    """Holds Ctrl-C back while a library runs that would lose it, or tell of it as of an error in a file, and while something is
+    held that must be given back. Yields what lets one through that has come, for places where it may be raised."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
+        yield lambda: None
         return
     interrupts: list[tuple[int, FrameType | None]] = []
+
+    def let_through() -> None:
+        if interrupts:
+            before(*interrupts.pop())
+
     signal.signal(signal.SIGINT, lambda *arguments: interrupts.append(arguments))
     try:
-        yield
+        yield let_through
     finally:
         signal.signal(signal.SIGINT, before)
-        if interrupts:
-            before(*interrupts[0])
+        let_through()
 
 
 def _whole(digits: str) -> int:

@@ -23,6 +23,15 @@ def test_text_without_a_unit_that_must_mean_gib_is_refused() -> None:
     assert (parse_bytes("24B"), parse_bytes(24), parse_bytes("1048576")) == (24, 24, 1 << 20)
 
 
+@pytest.mark.parametrize("size", ["9" * 400, "9" * 400 + "GiB", "8388608TiB", 10**400, float("inf"), float("nan"), "1e400"])
+def test_a_size_that_nothing_has_is_refused_with_the_option(size: Any) -> None:
+    """Found with 400 digits, of which no number could be made. The message does not repeat them."""
+    for option in ("memory", "host"):
+        with pytest.raises(ValueError, match=f"^{option}: expected a size") as error:
+            mtcompile.compile(nn.Linear(2, 2), **{option: size})
+        assert len(str(error.value)) < 150
+
+
 @pytest.mark.parametrize("bad", ["16 potatoes", "-1GiB", "", 0, -5, "GiB"])
 def test_a_bad_size_is_refused_with_what_is_expected(bad: Any) -> None:
     with pytest.raises(ValueError, match="expected a size"):

@@ -136,6 +136,7 @@ def content_of(
     parts: dict[str, Any] = {
         "model": others_of_model,
         "optimizer": optimizer_state,
+        "names": None if optimizer is None else optimized_names(model, optimizer),
         "gradients": dict(_gradients(model)) if gradients else {},
         "generators": now.generators,
     }
@@ -165,6 +166,18 @@ def folder_of_rank(folder: Path, rank: int) -> Path:
 def may_be_on_disk(model: nn.Module) -> bool:
     """Tells whether some of a model's state may be too large for memory."""
     return any(compiled.options.disk is not None for compiled in _compiled(model))
+
+
+def with_masters(model: nn.Module) -> set[int]:
+    """Returns the parameters, by id, that have fp32 masters. Their gradients may be fp32 too, as sums of several are."""
+    masters = (compiled.door.masters for compiled in _compiled(model))
+    return {key for each in masters if each is not None for key in each.trained()}
+
+
+def optimized_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str | None]]:
+    """Returns the names of an optimizer's parameters by group, in its order; None for those of other models."""
+    name_of = {id(parameter): name for name, parameter in nn.Module.named_parameters(model)}
+    return [[name_of.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mtcompile.errors import CheckpointError
+from mtcompile.reading import interrupts_later
 
 FORMAT = "mtcompile-checkpoint-1"
 MANIFEST = "manifest.json"
@@ -80,14 +81,15 @@ def checksum_of(data: bytes) -> str:
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Writes a new file to the disk. Raises OSError."""
-    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        place, done = memoryview(data), 0
-        while done < len(place):
-            done += os.write(number, place[done:])
-        os.fsync(number)
-    finally:
-        os.close(number)
+    with interrupts_later():
+        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            place, done = memoryview(data), 0
+            while done < len(place):
+                done += os.write(number, place[done:])
+            os.fsync(number)
+        finally:
+            os.close(number)
 
 
 def make_folder(folder: Path) -> None:
@@ -100,11 +102,12 @@ def make_folder(folder: Path) -> None:
 
 def on_disk(path: Path) -> None:
     """Waits until a file, or the names in a folder, are on the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+    with interrupts_later():
+        number = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -210,10 +213,14 @@ def locked(folder: Path) -> Iterator[None]:
     import filelock
 
     try:
-        held = filelock.FileLock(folder / ".lock").acquire(timeout=0)
+        with interrupts_later():
+            held = filelock.FileLock(folder / ".lock").acquire(timeout=0)
     except filelock.Timeout:
         raise CheckpointError(
             f"another process saves a checkpoint into {folder}; give each training a folder of its own"
         ) from None
-    with held:
+    try:
         yield
+    finally:
+        with interrupts_later():
+            held.lock.release()

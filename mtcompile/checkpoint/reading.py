@@ -16,13 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from mtcompile.capture.refusals import first_line
-from mtcompile.checkpoint.content import folder_of_rank, may_be_on_disk, rank_of, with_state
+from mtcompile.checkpoint.content import (
+    folder_of_rank,
+    may_be_on_disk,
+    optimized_names,
+    rank_of,
+    with_masters,
+    with_state,
+)
 from mtcompile.checkpoint.encoding import decoded
 from mtcompile.checkpoint.files import MANIFEST, Manifest, checkpoints, read_manifest, verify_files
 from mtcompile.checkpoint.generators import check_generator_states, set_generator_states
 from mtcompile.checkpoint.saving import wait_for_saving
 from mtcompile.checkpoint.shards import INDEX
 from mtcompile.errors import CheckpointError, StepError
+from mtcompile.optim.master_weights import MASTER
 from mtcompile.reading import interrupts_later
 from mtcompile.runtime.devices.arena import overlaps
 
@@ -82,6 +90,8 @@ def load(
     _compare_gradients(path, model, state.get("gradients") or {})
     if optimizer is not None:
         _compare_optimizer(path, optimizer, state["optimizer"])
+        _compare_order(path, optimized_names(model, optimizer), state.get("names"))
+        _compare_masters(path, model, state["optimizer"])
     for name in others:
         if name not in others_state:
             known = ", ".join(sorted(others_state)) or "none"
@@ -152,6 +162,8 @@ def _set_gradients(model: nn.Module, saved: Mapping[str, Any]) -> None:
         gradient = saved.get(name)
         parameter.grad = None
         if gradient is not None:
+            if gradient.dtype != parameter.dtype:
+                parameter.grad_dtype = None  # any
             parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
 
@@ -205,7 +217,7 @@ def _tensors(folder: Path, manifest: Manifest, stem: str) -> dict[str, Tensor]:
 
 
 def _compare(path: Path, model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if the names or shapes are not the model's."""
+    """Raises CheckpointError if the names, shapes or dtypes are not the model's. Parameters with fp32 masters take fp32."""
     try:
         own = model.state_dict()
     except StepError:  # a model that must be loaded does not give its state
@@ -217,6 +229,8 @@ def _compare(path: Path, model: nn.Module, weights: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{path} is of another model: it lacks {_first(missing)} and has {_first(unknown)} that this one has not"
         )
+    masters = with_masters(model)
+    wide = {name for name, p in nn.Module.named_parameters(model, remove_duplicate=False) if id(p) in masters}
     for name, value in own.items():
         if not isinstance(value, Tensor) or not isinstance(weights[name], Tensor):
             continue
@@ -224,6 +238,12 @@ def _compare(path: Path, model: nn.Module, weights: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"{path} is of another model: {name} has the shape {tuple(weights[name].shape)} there, "
                 f"{tuple(value.shape)} here"
+            )
+        if weights[name].dtype not in (value.dtype, *[torch.float32] * (name in wide)):
+            raise CheckpointError(
+                f"{path}: expected {name} in {value.dtype}, as in this model, found {weights[name].dtype}: a conversion would "
+                f"change its bits. Convert the model first, with model.to({weights[name].dtype}), and compile or convert it back "
+                "after load"
             )
         if overlaps(value):
             raise CheckpointError(
@@ -234,10 +254,17 @@ def _compare(path: Path, model: nn.Module, weights: Mapping[str, Any]) -> None:
 
 def _compare_gradients(path: Path, model: nn.Module, saved: Mapping[str, Any]) -> None:
     """Raises CheckpointError for gradients that are not those of the model's parameters."""
-    shapes = {name: (tuple(p.shape), p.dtype) for name, p in nn.Module.named_parameters(model)}
+    parameters, wide = dict(nn.Module.named_parameters(model)), with_masters(model)
     for name, gradient in saved.items():
-        if not isinstance(gradient, Tensor) or shapes.get(name) != (tuple(gradient.shape), gradient.dtype):
+        parameter = parameters.get(name)
+        if parameter is None or not isinstance(gradient, Tensor) or gradient.shape != parameter.shape:
             raise CheckpointError(f"{path}: the gradient of {name} is not one of this model: save after zero_grad()")
+        dtypes = {parameter.dtype, parameter.grad_dtype or gradient.dtype, *[torch.float32] * (id(parameter) in wide)}
+        if gradient.dtype not in dtypes:
+            raise CheckpointError(
+                f"{path}: expected a gradient of {parameter.dtype} for {name}, found {gradient.dtype}: load it into a model "
+                'compiled with precision="bf16-master32", or save after zero_grad()'
+            )
 
 
 def _first(names: list[str]) -> str:
@@ -271,3 +298,26 @@ def _compare_optimizer(path: Path, optimizer: torch.optim.Optimizer, saved: Any)
                 raise CheckpointError(
                     f"{path}: {key} of parameter {number} has the shape {tuple(value.shape)}, expected {shape}"
                 )
+
+
+def _compare_masters(path: Path, model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for fp32 masters that this model would lose."""
+    if not with_masters(model) and any(MASTER in entry for entry in saved["state"].values()):
+        raise CheckpointError(
+            f"{path} holds fp32 masters of bf16 weights, and this model has none: compile it with "
+            'precision="bf16-master32" and its optimizer before load'
+        )
+
+
+def _compare_order(path: Path, own: list[list[str | None]], saved: Any) -> None:
+    """Raises CheckpointError if an optimizer has its parameters in another order than was saved: state goes by their numbers.
+    Checkpoints of earlier versions have no names."""
+    if saved is None or own == saved:
+        return
+    pairs = ((number, pair) for number, names in enumerate(zip(own, saved, strict=True)) for pair in zip(*names, strict=True))
+    group, (here, there) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
+    raise CheckpointError(
+        f"{path}: expected {there or 'a parameter of another model'} in group {group} of the optimizer, found "
+        f"{here or 'a parameter of another model'}: make the optimizer with its parameters in the order of the one that was "
+        "saved, or its state would go to others"
+    )

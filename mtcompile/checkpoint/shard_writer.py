@@ -6,8 +6,10 @@ import json
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from torch import Tensor
 from mtcompile.checkpoint.encoding import Storable
 from mtcompile.checkpoint.files import FileEntry
 from mtcompile.checkpoint.shards import DTYPES
+from mtcompile.reading import interrupts_later
 
 _PIECE_NBYTES = 1 << 23
 _DIGESTED_LATER = 2  # pieces that may be on the disk before their checksum
@@ -26,34 +29,34 @@ def write_shard(path: Path, tensors: Mapping[str, Storable]) -> FileEntry:
     """Writes a new file of dense tensors to the disk. Needs host memory for three pieces of 8 MiB, if they come from another
     device, and for a whole tensor if its elements are not in row-major order. Raises OSError."""
     nbytes = 0
-    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        with _Digest() as digest:
-            for piece in _pieces(tensors):
-                digest.add(piece)
-                done = 0
-                while done < len(piece):
-                    done += os.pwrite(number, piece[done:], nbytes + done)
-                nbytes += len(piece)
-        os.fsync(number)
-    finally:
-        os.close(number)
+    with interrupts_later() as let_interrupts_through:  # else one could come before the file or the thread has an owner
+        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            with _Digest() as digest:
+                for piece in _pieces(tensors):
+                    let_interrupts_through()
+                    digest.add(piece)
+                    done = 0
+                    while done < len(piece):
+                        done += os.pwrite(number, piece[done:], nbytes + done)
+                    nbytes += len(piece)
+            os.fsync(number)
+        finally:
+            os.close(number)
     return FileEntry(nbytes, digest.hexdigest)
 
 
 class _Digest:
-    """The XXH3-128 of pieces, taken in a thread while they are written."""
+    """The XXH3-128 of pieces, taken in a thread while they are written. The thread ends with this object, however it ends."""
 
     def __init__(self) -> None:
         import xxhash
 
         self._digest = xxhash.xxh3_128()
         self._pieces: queue.Queue[memoryview | None] = queue.Queue(_DIGESTED_LATER)
-        self._thread = threading.Thread(target=self._take, name="mtcompile digests")
-
-    def _take(self) -> None:
-        while (piece := self._pieces.get()) is not None:
-            self._digest.update(piece)
+        taken = self._pieces, self._digest  # the thread does not hold this object
+        self._thread = threading.Thread(target=_take, args=taken, name="mtcompile digests", daemon=True)
+        self._end = weakref.finalize(self, self._pieces.put, None)
 
     def add(self, piece: memoryview) -> None:
         """Adds a piece. Waits if too many are still to be taken."""
@@ -68,8 +71,13 @@ class _Digest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pieces.put(None)
+        self._end()
         self._thread.join()
+
+
+def _take(pieces: queue.Queue[memoryview | None], digest: Any) -> None:
+    while (piece := pieces.get()) is not None:
+        digest.update(piece)
 
 
 def _pieces(tensors: Mapping[str, Storable]) -> Iterator[memoryview]:

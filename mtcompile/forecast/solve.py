@@ -119,7 +119,7 @@ def plan(
     if solve in ("batch", "seq") and not (isinstance(model, str) or takes_sizes(model)):
         raise ValueError(f"solve={solve!r} expects a built-in shape or a factory of (batch, seq), found {type(model).__name__}")
     kind, described = precision_named(precision), named(machine)
-    device = parse_bytes(memory)
+    device = parse_bytes(memory, "memory")
     if device is None and described.device_nbytes:
         device = int(described.device_nbytes * (1 - _LEFT_FREE))
     if make_optimizer is not None and kind.split:
@@ -130,7 +130,7 @@ def plan(
         norm_copies, held = NORM_COPIES if kind.split else 1.0, options.needs_all_gradients
         updates = Updates(copies, held=held, run_ahead=run_ahead, checked=not held, norm_copies=norm_copies)
     ranks, once = layout_named(gpus, hosts, network, solve, disk), updates is not None and updates_once(make_optimizer)
-    budgets = _with_disk(Budgets(device, parse_bytes(host), copies, updates=updates), disk, kind, force)
+    budgets = _with_disk(Budgets(device, parse_bytes(host, "host"), copies, updates=updates), disk, kind, force)
     if budgets.disk is not None and solve is not None:
         raise ValueError(f"solve={solve!r} expects no disk=, found {disk!r}: plan single sizes with a disk")
     alone = ForecastRequest(
@@ -158,7 +158,7 @@ def _with_disk(budgets: Budgets, disk: str | int | None, precision: Precision, f
         raise ValueError("disk= takes what host= has no room for; expected host= too, found none")
     named = isinstance(disk, str) and ":" in disk
     taken = parse_disk(str(disk)) if named else None
-    return with_disk(budgets, taken.nbytes if taken is not None else parse_bytes(disk), precision, force)
+    return with_disk(budgets, taken.nbytes if taken is not None else parse_bytes(disk, "disk"), precision, force)
 
 
 def _forecast(request: ForecastRequest, batch: int, seq: int) -> tuple[Forecast, SizedStep]:

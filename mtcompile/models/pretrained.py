@@ -56,7 +56,7 @@ def from_pretrained(
     """
     precision = precision_named(options.get("precision", "model"))
     tensors = stored_tensors(folder)
-    host = parse_bytes(options.get("host"))
+    host = parse_bytes(options.get("host"), "host")
     if isinstance(model, nn.Module):
         loaded: Any = _into_module(Path(folder), tensors, model, _weights(precision) or _dtype(dtype), host)
     else:

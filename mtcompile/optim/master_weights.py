@@ -25,6 +25,7 @@ from mtcompile.errors import StepError
 from mtcompile.optim.disk_state import Homes, Staged
 from mtcompile.optim.precision import Precision
 from mtcompile.optim.state_sizes import STATES
+from mtcompile.optim.training_state import numbered
 from mtcompile.optim.written_update import (
     Row,
     class_name,
@@ -224,6 +225,7 @@ class Masters:
         optimizer.register_state_dict_post_hook(self._with_masters)
         loading: dict[str, Mapping[str, Any]] = {}
         optimizer.register_load_state_dict_pre_hook(lambda opt, state: loading.update(state=state))
+        optimizer.register_load_state_dict_pre_hook(lambda opt, state: _without_masters(state))
         optimizer.register_load_state_dict_post_hook(lambda opt: self._load(opt, loading.pop("state")))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -343,7 +345,7 @@ class Masters:
     def _with_masters(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Put each master beside its parameter's state."""
         entries = dict(state["state"])
-        for index, parameter in _numbered(optimizer, state):
+        for index, parameter in numbered(optimizer, state):
             if (master := self.by_parameter.get(id(parameter))) is not None:
                 self._notice_writes(master)
                 entries[index] = {**entries.get(index, {}), MASTER: self.join(parameter.detach(), master.remainder)}
@@ -353,23 +355,23 @@ class Masters:
         """Put the fp32 values back that were loaded: torch casts them to the parameter's dtype. Gradients of a step
         that failed before belong to what was."""
         self._hidden_gradients = []
-        for index, parameter in _numbered(optimizer, state):
+        for index, parameter in numbered(optimizer, state):
             master, saved = self.by_parameter.get(id(parameter)), state["state"].get(index, {})
             if master is None:
                 continue
-            entry = optimizer.state[parameter]
             for name, value in saved.items():
-                if name != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
+                if name not in ("step", MASTER) and isinstance(value, Tensor) and value.shape == parameter.shape:
                     whole = value.dtype == torch.float32 and value.stride() == parameter.stride()
-                    entry[name] = value if whole else torch.empty_like(parameter, dtype=torch.float32).copy_(value)
-            if isinstance(value := entry.pop(MASTER, None), Tensor):
+                    values = value if whole else torch.empty_like(parameter, dtype=torch.float32).copy_(value)
+                    optimizer.state[parameter][name] = values
+            if isinstance(value := saved.get(MASTER), Tensor):
                 self.set(master, value)
 
 
-def _numbered(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[Any, nn.Parameter]]:
-    """Yields each parameter with its number in a state_dict."""
-    for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
-        yield from zip(saved["params"], group["params"], strict=True)
+def _without_masters(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state_dict as torch reads it. A parameter without steps has none of its own: torch would look for its step."""
+    own = {index: {k: v for k, v in entry.items() if k != MASTER} for index, entry in state["state"].items()}
+    return {**state, "state": {index: entry for index, entry in own.items() if entry}}
 
 
 def _check_dense(name: str, parameter: Tensor) -> None:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import torch
+
+
+def numbered(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[Any, torch.nn.Parameter]]:
+    """Yields each parameter with its number in a state_dict. Raises ValueError for groups of other lengths."""
+    for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        yield from zip(saved["params"], group["params"], strict=True)
 
 
 def state_moved(optimizer: torch.optim.Optimizer | None, parameter: torch.Tensor) -> None:

@@ -53,7 +53,7 @@ class TrainingSetup:
 
 def setup_of(device: str | torch.device | None, precision: str, memory: str | int | None, **settings: Any) -> TrainingSetup:
     """Builds a setup from what users write; ``settings``: its other fields. Raises ValueError."""
-    return TrainingSetup(choose(device), precision_named(precision), parse_bytes(memory), **settings)
+    return TrainingSetup(choose(device), precision_named(precision), parse_bytes(memory, "memory"), **settings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,8 +93,8 @@ def check(recipe: Recipe) -> None:
     for option, value in (("--lr", recipe.rate), ("--weight-decay", recipe.weight_decay), ("--clip", recipe.clip)):
         if not 0 <= value < math.inf:
             raise ValueError(f"expected {option} to be a number of 0 or more, found {value:g}")
-    for size in (recipe.memory, recipe.host):
-        parse_bytes(size)  # or it raises ValueError
+    for option, size in (("--memory", recipe.memory), ("--host", recipe.host)):
+        parse_bytes(size, option)  # or it raises ValueError
     if recipe.metrics is not None and recipe.metrics.is_dir():
         raise ValueError(f"expected --metrics to name a file, found the folder {recipe.metrics}")
     if recipe.save_every and recipe.save is None:
