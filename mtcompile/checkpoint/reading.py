@@ -242,8 +242,8 @@ def _compare(path: Path, model: nn.Module, weights: Mapping[str, Any]) -> None:
         if weights[name].dtype not in (value.dtype, *[torch.float32] * (name in wide)):
             raise CheckpointError(
                 f"{path}: expected {name} in {value.dtype}, as in this model, found {weights[name].dtype}: a conversion would "
-                f"change its bits. Convert the model first, with model.to({weights[name].dtype}), and compile or convert it back "
-                "after load"
+                f"change its bits. Convert the model first, with model.to({weights[name].dtype}); compile it, or convert it "
+                "back, after load"
             )
         if overlaps(value):
             raise CheckpointError(
