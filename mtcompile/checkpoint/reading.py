@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import os
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ def load(
     path, manifest = _opened(Path(folder))
     verify_files(path, manifest)
     state, weights = _state(path, manifest, copied=not may_be_on_disk(model))
-    others, others_state = with_state(others), state["others"]
+    passed, others, others_state = set(others or {}), with_state(others), state["others"]
     with _refusing(path):
         _compare(path, model, weights)
         _compare_gradients(path, model, state.get("gradients") or {})
@@ -94,6 +95,12 @@ def load(
     with _all_or_none(path, others, others_state):
         _load_training(path, model, weights, optimizer, state["optimizer"])
     _set_gradients(model, state.get("gradients") or {})
+    if optimizer is not None and (left := sorted(map(str, others_state.keys() - passed))):
+        warnings.warn(
+            f"{path} also holds the state of {', '.join(left)}, which was not passed to load and starts anew: pass "
+            f"others={{{left[0]!r}: ...}} as to save",
+            stacklevel=2,
+        )
     if generators:
         set_generator_states(state["generators"])
     return Loaded(path, manifest.step, dict(state["extra"]))

@@ -6,6 +6,7 @@ import functools
 import json
 import operator
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -134,3 +135,15 @@ def test_a_manifest_with_a_value_of_another_type(value: Any, tmp_path: Path) -> 
         else:
             model, optimizer, others = training()
     assert refusals > 100
+
+
+def test_others_that_are_not_passed_get_a_warning(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    others = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2)}
+    checkpoint.save(tmp_path, model, optimizer, step=1, others=others)
+    with pytest.warns(UserWarning, match=r"also holds the state of scheduler, .* pass others=\{'scheduler': ...\}"):
+        checkpoint.load(tmp_path, model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.load(tmp_path, model, optimizer, others=others)
+        checkpoint.load(tmp_path, model)  # its weights, not the training
