@@ -30,7 +30,8 @@ from mtcompile.checkpoint.generators import check_generator_states, set_generato
 from mtcompile.checkpoint.saving import wait_for_saving
 from mtcompile.checkpoint.shards import INDEX
 from mtcompile.errors import CheckpointError, StepError
-from mtcompile.optim.master_weights import MASTER
+from mtcompile.optim.master_weights import MASTER, without_masters
+from mtcompile.optim.training_state import numbered
 from mtcompile.reading import interrupts_later
 from mtcompile.runtime.devices.arena import overlaps
 
@@ -85,20 +86,28 @@ def load(
     path, manifest = _opened(Path(folder))
     verify_files(path, manifest)
     state, weights = _state(path, manifest, copied=not may_be_on_disk(model))
-    others, others_state = with_state(others), state["others"]
-    _compare(path, model, weights)
-    _compare_gradients(path, model, state.get("gradients") or {})
-    if optimizer is not None:
-        _compare_optimizer(path, optimizer, state["optimizer"])
-        _compare_order(path, optimized_names(model, optimizer), state.get("names"))
-        _compare_masters(path, model, state["optimizer"])
+    passed, others, others_state = set(others or {}), with_state(others), state["others"]
+    with _refusing(path):
+        _compare(path, model, weights)
+        _compare_gradients(path, model, state.get("gradients") or {})
+        if optimizer is not None:
+            _compare_optimizer(path, optimizer, state["optimizer"])
+            _compare_order(path, optimized_names(model, optimizer), state.get("names"))
+            _compare_masters(path, model, state["optimizer"])
+            _rehearse(optimizer, state["optimizer"])
     for name in others:
         if name not in others_state:
-            known = ", ".join(sorted(others_state)) or "none"
+            known = ", ".join(sorted(map(str, others_state))) or "none"
             raise CheckpointError(f"{path}: expected a state of {name!r} among those of others, found {known}")
-    with _all_or_none(others, others_state):
+    with _all_or_none(path, others, others_state):
         _load_training(path, model, weights, optimizer, state["optimizer"])
     _set_gradients(model, state.get("gradients") or {})
+    if optimizer is not None and (left := sorted(map(str, others_state.keys() - passed))):
+        warnings.warn(
+            f"{path} also holds the state of {', '.join(left)}, which was not passed to load and starts anew: pass "
+            f"others={{{left[0]!r}: ...}} as to save",
+            stacklevel=2,
+        )
     if generators and (own := _generators_of_rank(path, manifest, model, state["generators"])) is not None:
         set_generator_states(own)
     return Loaded(path, manifest.step, dict(state["extra"]))
@@ -123,14 +132,33 @@ def _generators_of_rank(path: Path, manifest: Manifest, model: nn.Module, of_fir
 
 
 @contextlib.contextmanager
-def _all_or_none(others: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[None]:
+def _refusing(path: Path) -> Iterator[None]:
+    """Makes a CheckpointError of any error from looking at state that has a valid checksum and is of other types."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} cannot be used: expected state as it was saved, found {type(error).__name__}: {first_line(error)}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _all_or_none(path: Path, others: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[None]:
     """Loads the states of ``others``, whose code is not ours, before what is done inside. If either raises, all of them get the
     states that they had."""
     before: list[tuple[Any, Any]] = []
     try:
         for name, other in others.items():
             before.append((other, copy.deepcopy(other.state_dict())))
-            other.load_state_dict(saved[name])
+            try:
+                other.load_state_dict(saved[name])
+            except Exception as error:
+                raise CheckpointError(
+                    f"{path}: {name} refuses the state that was saved for it, {type(error).__name__}: {first_line(error)}. "
+                    "Nothing has been loaded"
+                ) from error
         yield
     except BaseException:
         for other, state in reversed(before):
@@ -189,7 +217,10 @@ def _state(path: Path, manifest: Manifest, copied: bool = False) -> tuple[dict[s
         saved = [tensors[str(number)] for number in range(len(tensors))]
         saved = [tensor.clone() for tensor in saved] if copied else saved
         state = {name: decoded(part, saved) for name, part in manifest.state.items()}
+        if lacking := sorted({"model", "optimizer", "generators", "others", "extra"} - state.keys()):
+            raise ValueError(f"expected state of {', '.join(lacking)}")
         weights: dict[str, Any] = state["model"]
+        _check_versions(getattr(weights, "_metadata", {}))
         weights.update(_tensors(path, manifest, "model"))
         weights.update({name: weights[other] for name, other in manifest.tied.items()})
         if not all(isinstance(state.get(name, {}), dict) for name in ("others", "extra", "gradients")):
@@ -198,6 +229,13 @@ def _state(path: Path, manifest: Manifest, copied: bool = False) -> tuple[dict[s
     except Exception as error:  # the library that reads tensors has errors of its own
         raise CheckpointError(f"{path} cannot be used: {first_line(error)}") from error
     return state, weights
+
+
+def _check_versions(modules: Any) -> None:
+    """Raises ValueError unless there is a dictionary for each module of a state dictionary, with a number for its version."""
+    for name, about in modules.items():
+        if not isinstance(about, dict) or type(about.get("version", 1)) not in (int, type(None)):
+            raise ValueError(f"expected the version of module {name!r} to be a number, found {about!r:.80}")
 
 
 def _tensors(folder: Path, manifest: Manifest, stem: str) -> dict[str, Tensor]:
@@ -232,7 +270,7 @@ def _compare(path: Path, model: nn.Module, weights: Mapping[str, Any]) -> None:
     masters = with_masters(model)
     wide = {name for name, p in nn.Module.named_parameters(model, remove_duplicate=False) if id(p) in masters}
     for name, value in own.items():
-        if not isinstance(value, Tensor) or not isinstance(weights[name], Tensor):
+        if not isinstance(value, Tensor) and not isinstance(weights[name], Tensor):
             continue
         if tuple(value.shape) != tuple(weights[name].shape):
             raise CheckpointError(
@@ -283,7 +321,9 @@ def _compare_optimizer(path: Path, optimizer: torch.optim.Optimizer, saved: Any)
     own, other = [len(group["params"]) for group in optimizer.param_groups], [row[0] for row in rows]
     if own != other:
         raise CheckpointError(f"{path}: expected an optimizer with groups of {other} parameters, found {own}")
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = dict(numbered(optimizer, saved))
+    if len(parameters) != sum(own):
+        raise CheckpointError(f"{path}: expected a number of its own for each parameter of the optimizer, found some twice")
     for group, (_, keys, names) in zip(optimizer.param_groups, rows, strict=True):
         if lacking := sorted(set(group) - keys - {"param_names"}):
             raise CheckpointError(
@@ -291,13 +331,46 @@ def _compare_optimizer(path: Path, optimizer: torch.optim.Optimizer, saved: Any)
             )
         if names is not None and group.get("param_names") not in (None, names):
             raise CheckpointError(f"{path}: the optimizer has its parameters in another order than {_first(list(names))}")
+    for saved_group, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        for key in sorted(set(group) - {"params", "param_names"}):
+            if not _alike(saved_group[key], group[key]):
+                raise CheckpointError(f"{path}: expected {key} to be like {group[key]!r:.80}, found {saved_group[key]!r:.80}")
     for number, entry in states.items():
-        shape = tuple(parameters[number].shape) if isinstance(number, int) and number < len(parameters) else None
+        shape = tuple(parameters[number].shape) if number in parameters else None
         for key, value in entry.items():
-            if key in _LIKE_PARAMETERS and isinstance(value, Tensor) and tuple(value.shape) != shape:
-                raise CheckpointError(
-                    f"{path}: {key} of parameter {number} has the shape {tuple(value.shape)}, expected {shape}"
-                )
+            if key in _LIKE_PARAMETERS and value is not None and (not isinstance(value, Tensor) or tuple(value.shape) != shape):
+                about = f"the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"the value {value!r:.80}"
+                raise CheckpointError(f"{path}: {key} of parameter {number} has {about}, expected the shape {shape}")
+
+
+def _alike(saved: Any, own: Any) -> bool:
+    """Tells whether options of an optimizer are of one kind: numbers, text, or as many of them. None stands for any."""
+    if saved is None or own is None:
+        return True
+    if isinstance(own, (list, tuple)):
+        return isinstance(saved, (list, tuple)) and len(saved) == len(own) and all(map(_alike, saved, own))
+    kinds = ((int, float, Tensor), str, dict)
+    return any(isinstance(saved, kind) and isinstance(own, kind) for kind in kinds) or not isinstance(own, kinds)
+
+
+def _rehearse(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Loads the state into an optimizer of the same class whose tensors have no memory. Raises what torch's class raises. One
+    of another library is not known well enough to be copied."""
+    if type(optimizer).__module__.split(".")[:2] != ["torch", "optim"]:
+        return
+    groups = [{**group, "params": _memoryless(list(group["params"]))} for group in optimizer.param_groups]
+    trial = type(optimizer).__new__(type(optimizer))
+    trial.__setstate__({"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": groups})
+    trial.load_state_dict({**without_masters(saved), "state": _memoryless(without_masters(saved)["state"])})
+
+
+def _memoryless(value: Any) -> Any:
+    """Returns state with tensors without memory, but for counters and the like."""
+    if isinstance(value, Tensor):
+        return value if value.dim() == 0 and not isinstance(value, nn.Parameter) else value.detach().to("meta")
+    if isinstance(value, dict):
+        return {key: _memoryless(item) for key, item in value.items()}
+    return type(value)(map(_memoryless, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _compare_masters(path: Path, model: nn.Module, saved: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ from mtcompile.errors import did_you_mean, nearest_file
 from mtcompile.models.decoders import SHAPES, fake
 from mtcompile.reading import FEW_NBYTES, parsed_json, read_text
 
+_MOST_LAYERS = 10_000  # more would be built for minutes before anything is said
+_LAYERS = re.compile(r"(?<!max_window_)layers?$|num_.*layers|blocks$|depth$")
 ModelAndData = tuple[nn.Module, Mapping[str, Any]]  # and the keyword arguments of its call
 
 
@@ -174,7 +177,7 @@ def configuration(path: Path, **defaults: Any) -> tuple[Any, torch.dtype | None]
 
 def _local(fields: Any) -> Any:
     """Returns the fields of a configuration without those that name code of its own. Raises ValueError for those that name
-    weights or kernels to be fetched."""
+    weights or kernels to be fetched, and for more layers than can be built."""
     if isinstance(fields, list):
         return [_local(value) for value in fields]
     if not isinstance(fields, dict):
@@ -185,4 +188,6 @@ def _local(fields: Any) -> Any:
             raise ValueError(f"{name}: expected an implementation by name, such as 'sdpa', found {value!r}, which is fetched")
         if name in ("pretrained", "use_pretrained_backbone") and value:
             raise ValueError(f"{name}: expected false, found {value!r}: nothing is fetched")
+        if _LAYERS.search(name) and isinstance(value, (int, float)) and value > _MOST_LAYERS:
+            raise ValueError(f"{name}: expected at most {_MOST_LAYERS:,}, found {value:.3g}: each is built before the plan")
     return {name: _local(value) for name, value in fields.items() if name not in ("auto_map", "trust_remote_code")}

@@ -225,7 +225,7 @@ class Masters:
         optimizer.register_state_dict_post_hook(self._with_masters)
         loading: dict[str, Mapping[str, Any]] = {}
         optimizer.register_load_state_dict_pre_hook(lambda opt, state: loading.update(state=state))
-        optimizer.register_load_state_dict_pre_hook(lambda opt, state: _without_masters(state))
+        optimizer.register_load_state_dict_pre_hook(lambda opt, state: without_masters(state))
         optimizer.register_load_state_dict_post_hook(lambda opt: self._load(opt, loading.pop("state")))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -368,7 +368,7 @@ class Masters:
                 self.set(master, value)
 
 
-def _without_masters(state: Mapping[str, Any]) -> dict[str, Any]:
+def without_masters(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a state_dict as torch reads it. A parameter without steps has none of its own: torch would look for its step."""
     own = {index: {k: v for k, v in entry.items() if k != MASTER} for index, entry in state["state"].items()}
     return {**state, "state": {index: entry for index, entry in own.items() if entry}}

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import operator
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import xxhash
 from torch import Tensor, nn
 
 import mtcompile
@@ -80,3 +85,65 @@ def test_an_optimizer_with_its_parameters_in_another_order(tmp_path: Path) -> No
     other = torch.optim.AdamW([{"params": [nn.Parameter(torch.ones(4, 4))]}, {"params": [model[0].weight]}])
     refused(path, model, other, "expected 2.weight in group 0 of the optimizer, found a parameter of another model")
     checkpoint.load(path, model, one)
+
+
+def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yields the way to each value of a manifest; of long lists, such as the states of generators, to the first ones."""
+    for key in list(value) if isinstance(value, dict) else range(min(len(value), 12)):
+        yield (*above, key)
+        if isinstance(value[key], (dict, list)):
+            yield from places(value[key], (*above, key))
+
+
+def changed(manifest: dict[str, Any], place: tuple[Any, ...], value: Any) -> str:
+    """Returns a manifest with another value, or without it, and with the checksum of that."""
+    content = json.loads(manifest["content"])
+    holder = functools.reduce(operator.getitem, place[:-1], content)
+    if value is None:
+        del holder[place[-1]]
+    else:
+        holder[place[-1]] = value
+    text = json.dumps(content)
+    return json.dumps({**manifest, "content": text, "checksum": xxhash.xxh3_128_hexdigest(text.encode())})
+
+
+@pytest.mark.parametrize(
+    "value", [None, -1, *(pytest.param(value, marks=pytest.mark.long) for value in ("x", [], {}))], ids=repr
+)
+def test_a_manifest_with_a_value_of_another_type(value: Any, tmp_path: Path) -> None:
+    """Its checksum is valid, as anybody can make it. It is loaded, or refused and nothing has changed."""
+
+    def training() -> tuple[Any, torch.optim.Optimizer, dict[str, Any]]:
+        model, optimizer = trained(lambda model: model.append(nn.BatchNorm1d(4)))
+        return model, optimizer, {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3)}
+
+    model, optimizer, others = training()
+    path = checkpoint.save(tmp_path, model, optimizer, step=1, others=others, extra={"at": [1, "x"]})
+    file = path / "manifest.json"
+    manifest = json.loads(file.read_text())
+    refusals = 0
+    for place in places(json.loads(manifest["content"])):
+        file.write_text(changed(manifest, place, value))
+        before = [*state(model, optimizer), *(t.clone() for t in model.buffers())], str(others["scheduler"].state_dict())
+        try:
+            checkpoint.load(path, model, optimizer, others=others)
+        except CheckpointError as error:
+            refusals += 1
+            assert "Loaded so far" not in str(error), place
+            after = [*state(model, optimizer), *model.buffers()], str(others["scheduler"].state_dict())
+            assert all(map(torch.equal, before[0], after[0])) and before[1] == after[1], place
+        else:
+            model, optimizer, others = training()
+    assert refusals > 100
+
+
+def test_others_that_are_not_passed_get_a_warning(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    others = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2)}
+    checkpoint.save(tmp_path, model, optimizer, step=1, others=others)
+    with pytest.warns(UserWarning, match=r"also holds the state of scheduler, .* pass others=\{'scheduler': ...\}"):
+        checkpoint.load(tmp_path, model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.load(tmp_path, model, optimizer, others=others)
+        checkpoint.load(tmp_path, model)  # its weights, not the training
