@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
