@@ -258,7 +258,7 @@ def compile(
                compiled; without it, a decorator is returned
     memory     bytes of device memory for everything mtcompile holds there: ``"16GiB"``, ``"16GB"`` or a number;
                default: nine tenths of the free memory of a GPU, half of it on the emulated device
-    host       bytes of host memory; default: what is available, also under a control group, less a reserve of 5%
+    host       bytes of host memory, for all ranks of this host; default: what is available there, less a reserve of 5%
     disk       a folder on a fast local disk and the bytes that may be taken there, ``"/mnt/nvme:400GiB"``: what ``host`` has
                no room for lives in files without names, and is read ahead of its use: frozen weights, activations, and with
                ``update="backward"`` weights that train, with their state

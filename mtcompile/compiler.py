@@ -45,6 +45,7 @@ from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.planner import make_plan, may_be_resident, plan_like, resident_plan, structure
 from mtcompile.passes.planning.problem import BIT_EQUAL, FUSED, DoesNotFit, Planned, PlanningProblem
+from mtcompile.passes.rewrites.collectives import check_reads
 from mtcompile.passes.step_graph import copy_step
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import Schedule
@@ -205,6 +206,8 @@ def prove(joint: fx.GraphModule, built: BuiltStep, budgets: Budgets, input_homes
     given = Given(plan, budgets, built.workspace, built.held_nbytes, input_homes.all_on_device, input_homes.ranks)
     check_schedule(step, schedule, given)
     verify(schedule)
+    if budgets.sharing > 1:
+        check_reads(step, schedule)
 
 
 # --------------------------------------------------------------------------------------------------- the loops around it

@@ -89,9 +89,19 @@ def cache() -> str:
     return folder or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "mtcompile")
 
 
+def processes() -> int:
+    """WORLD_SIZE, which torchrun sets: how many processes it has started."""
+    return int(os.environ.get("WORLD_SIZE", "") or 1)
+
+
 def ranks_timeout() -> float:
     """MT_RANKS_TIMEOUT=n: how many seconds a rank waits for the others before it gives up (default 600)."""
     return float(os.environ.get("MT_RANKS_TIMEOUT", "") or 600)
+
+
+def ranks_share() -> bool:
+    """MT_RANKS_SHARE=0: each rank has weights and optimizer state of its own, also where all of a host could share them."""
+    return os.environ.get("MT_RANKS_SHARE", "1") not in ("", "0")
 
 
 def ranks_host() -> str:

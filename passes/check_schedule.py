@@ -273,6 +273,7 @@ def _resident(step: fx.GraphModule, given: Given) -> dict[str, int]:
         {} if budgets.disk is None else {"disk": 0}
     )
     estimated: dict[str, int] = {}  # trained weights by home block, whose state is rounded together where it is estimated
+    by_home: dict[str, int] = {}
     staged = [0]  # of each parameter on disk that is updated: with its state, what is in memory at a time
     for spec, node in inputs_of(step):
         if spec.role != "param" or spec.name not in homes:
@@ -285,13 +286,14 @@ def _resident(step: fx.GraphModule, given: Given) -> dict[str, int]:
             if spec.differentiable:
                 staged.append(int(min(blocks, budgets.update_piece or blocks) * (1 + copies)))
             continue
-        tier = "device" if given.plan.params(home) == "device" else "host"
-        held[tier] += nbytes if budgets.state is None else nbytes + budgets.state.get(spec.name, 0)
+        by_home[home] = by_home.get(home, 0) + (nbytes if budgets.state is None else nbytes + budgets.state.get(spec.name, 0))
         if spec.differentiable:
-            held[tier] += nbytes if budgets.updates is None else 0
+            by_home[home] += nbytes if budgets.updates is None else 0
             estimated[home] = estimated.get(home, 0) + nbytes
-    for block, nbytes in estimated.items() if budgets.state is None else ():
-        held["device" if given.plan.params(block) == "device" else "host"] += int(nbytes * budgets.state_copies)
+    for home, nbytes in by_home.items():
+        nbytes += int(estimated.get(home, 0) * budgets.state_copies) if budgets.state is None else 0
+        ranks = budgets.sharing if home in budgets.once else 1
+        held["device" if given.plan.params(home) == "device" else "host"] += -(-nbytes // ranks)
     if budgets.disk is not None and any(decision.choice == "disk" for decision in given.plan.decisions):
         held["host"] += budgets.disk_staging + UPDATE_SETS * max(staged)
     return held

@@ -151,7 +151,8 @@ def _instruction(step: fx.GraphModule, call: fx.Node, plan: Plan, machine: Machi
             scratch, time_us = _update_cost(plan, machine, queue, written_nbytes, on_disk)
         else:  # what scales updates reads every gradient once, or what it is cast to
             assert plan.updates is not None
-            read_nbytes = int(read_nbytes * (plan.updates.norm_copies if call.target is gradient_norms else 1))
+            is_cast = call.target is gradient_norms and queue == "host"  # a device casts as it reads
+            read_nbytes = int(read_nbytes * (plan.updates.norm_copies if is_cast else 1))
             time_us = read_nbytes / (machine.host_gbps if queue == "host" else machine.memory_gbps) / 1e3
     else:
         queue, kernel, moved_nbytes = _MOVES[call.target][1], "", sum([value.meta["nbytes"] for value in moved(call)])

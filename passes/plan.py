@@ -45,7 +45,7 @@ class Updates:
     next forward. ``patient``: any number of gradients may wait on the host for their updates; otherwise two sets of slots
     take turns. ``order``: of patient updates on the host, each by the name of its first parameter; the others follow as
     their gradients arrive. ``checked``: an update reads its gradient once before, for values that are not finite.
-    ``norm_copies``: what the norm of a gradient reads and writes, in sizes of the gradient."""
+    ``norm_copies``: what the norm of a gradient reads and writes on the host, in sizes of the gradient."""
 
     state_copies: float = 2.0
     workspace_copies: float = 0.0

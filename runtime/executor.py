@@ -165,7 +165,7 @@ class _PhaseRun:
 
     def run(self) -> list[Record]:
         lanes, fence, progress, deferred = self.prepared.lanes, self.fence, self.progress, self.options.deferred
-        workers = {queue: Worker(queue, self._drain) for queue in lanes if queue != "compute"}
+        workers = {queue: Worker(queue, self._drain, progress) for queue in lanes if queue != "compute"}
         host = workers.get("host") if deferred is not None else None  # not waited for, unless something fails
         stopped: BaseException | None = None
         try:

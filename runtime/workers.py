@@ -23,6 +23,7 @@ class Progress:
         self.completed: dict[str, int] = {}
         self.changed = threading.Condition()
         self.failure: BaseException | None = None
+        self.interrupted = False  # the thread that waits for the phase was
 
     def wait(self, queue: str, index: int) -> None:
         """Wait until that instruction is complete. Raises Stopped if any queue fails first."""
@@ -56,10 +57,10 @@ class Worker(threading.Thread):
     """Issues one queue. Unlike a plain thread it can be waited for again after an interrupt: up to Python 3.12, ``join`` says
     then that the thread has ended."""
 
-    def __init__(self, queue: Queue, drain: Callable[[Queue], None]) -> None:
+    def __init__(self, queue: Queue, drain: Callable[[Queue], None], progress: Progress) -> None:
         # An interpreter that ends waits for queue host, which a phase may leave running.
         super().__init__(name=f"mtcompile-{queue}", daemon=queue != "host")
-        self._drain, self._queue = drain, queue
+        self._drain, self._queue, self._progress = drain, queue, progress
         self._begun, self._ended = threading.Event(), threading.Event()
 
     def run(self) -> None:
@@ -89,9 +90,17 @@ class Worker(threading.Thread):
             try:
                 self._ended.wait()
             except BaseException as error:
-                interrupt = error
+                interrupt, self._progress.interrupted = error, True
         if interrupt is not None:
             raise interrupt
+
+    def check(self) -> None:
+        """Raises Stopped or KeyboardInterrupt, in its own thread, where the phase has failed or its caller was interrupted:
+        other processes that it waits for may never come."""
+        if self._progress.failure is not None:
+            raise Stopped
+        if self._progress.interrupted:
+            raise KeyboardInterrupt
 
 
 class DeferredQueue:

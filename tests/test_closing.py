@@ -188,7 +188,7 @@ def test_updates_that_failed_behind_the_forward_are_told_of_once_closed(tmp_path
     def fail(*_: Any) -> None:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(backward_kernels, "_update_plain", fail)
+    monkeypatch.setattr(backward_kernels, "update_plain", fail)
     with pytest.raises(MemoryError):
         training.model(training.batch).backward()
         training.model.close()

@@ -25,8 +25,9 @@ from mtcompile.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """All that a checkpoint of ``step`` is to hold. ``tied``: name -> the parameter that it shares all of its memory with.
-    ``tensors``: those of ``state``, by their numbers. ``files``: further files as bytes by name, config.json among them."""
+    """All that a checkpoint of ``step`` is to hold; of a rank that is not the first, its random generators alone.
+    ``tied``: name -> the parameter that it shares all of its memory with. ``tensors``: those of ``state``, by their numbers.
+    ``files``: further files as bytes by name, config.json among them."""
 
     step: int
     keep: int
@@ -35,6 +36,7 @@ class Content:
     tensors: Mapping[str, Storable]
     state: Mapping[str, Any]
     files: Mapping[str, bytes]
+    rank: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -117,6 +119,12 @@ def content_of(
         raise CheckpointError(
             'update="backward" has updated the parameters, and optimizer.step() has not ended the step; save after it'
         )
+    if rank := rank_of(model):
+        own: list[Storable] = []
+        generators = encoded(now.generators, own, "generators")
+        numbered = {str(number): tensor for number, tensor in enumerate(own)}
+        state = {"model": encoded({}, own, "model"), "generators": generators}
+        return Content(now.step, keep, {}, {}, numbered, state, {}, rank)
     weights, others_of_model, tied = _weights(model)
     weights.update({name: buffer for name, buffer in now.buffers.items() if name in weights})
     tensors = list(now.tensors)
@@ -142,6 +150,17 @@ def _compiled(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if (compiled := getattr(module, "_mt_model", None)) is not None:
             yield compiled
+
+
+def rank_of(model: nn.Module) -> int:
+    """Returns this process's place among the ranks that train a compiled model; 0 for the first, or for one alone."""
+    ranks = (getattr(compiled.door, "ranks", None) for compiled in _compiled(model))
+    return max((joined.rank for joined in ranks if joined is not None), default=0)
+
+
+def folder_of_rank(folder: Path, rank: int) -> Path:
+    """Returns where a rank saves what is its own alone."""
+    return folder / f"rank-{rank:04d}" if rank else folder
 
 
 def may_be_on_disk(model: nn.Module) -> bool:

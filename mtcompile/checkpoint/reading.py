@@ -8,7 +8,7 @@ import json
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from mtcompile.capture.refusals import first_line
-from mtcompile.checkpoint.content import may_be_on_disk, optimized_names, with_masters, with_state
+from mtcompile.checkpoint.content import (
+    folder_of_rank,
+    may_be_on_disk,
+    optimized_names,
+    rank_of,
+    with_masters,
+    with_state,
+)
 from mtcompile.checkpoint.encoding import decoded
 from mtcompile.checkpoint.files import MANIFEST, Manifest, checkpoints, read_manifest, verify_files
 from mtcompile.checkpoint.generators import check_generator_states, set_generator_states
@@ -29,6 +36,7 @@ from mtcompile.optim.training_state import numbered
 from mtcompile.reading import interrupts_later
 from mtcompile.runtime.devices.arena import overlaps
 
+_PARTS = ("model", "optimizer", "generators", "others", "extra")
 _LIKE_PARAMETERS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum", "master")
 
 
@@ -58,7 +66,7 @@ def inspect(folder: str | os.PathLike[str]) -> Loaded:
 
 def saved_generators(path: Path) -> dict[str, Any]:
     """Returns the states of the random generators of a checkpoint. Raises CheckpointError."""
-    return dict(_state(path, _opened(path)[1], copied=True)[0]["generators"])
+    return dict(_state(path, _opened(path)[1], copied=True, parts=("generators",))[0]["generators"])
 
 
 def load(
@@ -71,9 +79,10 @@ def load(
 ) -> Loaded:
     """Loads a checkpoint: ``folder`` itself, or the one that was saved last into it.
 
-    ``optimizer`` and ``others`` are as for ``save``. ``generators=False`` leaves the random generators alone. Gradients become
-    those that were saved, or None. Call it before or after ``mtcompile.compile``, with any budget: the training goes on with
-    the same bits. Raises CheckpointError if there is no checkpoint, or if it is damaged or of another model; nothing has
+    Where several ranks train, all of them call it, on one folder, and as many as there are now: weights and state are those of
+    all. ``optimizer`` and ``others`` are as for ``save``. ``generators=False`` leaves the random generators alone. Gradients
+    become those that were saved, or None. Call it before or after ``mtcompile.compile``, with any budget: the training goes on
+    with the same bits. Raises CheckpointError if there is no checkpoint, or if it is damaged or of another model; nothing has
     changed then.
     """
     path, manifest = _opened(Path(folder))
@@ -101,9 +110,27 @@ def load(
             f"others={{{left[0]!r}: ...}} as to save",
             stacklevel=2,
         )
-    if generators:
-        set_generator_states(state["generators"])
+    if generators and (own := _generators_of_rank(path, manifest, model, state["generators"])) is not None:
+        set_generator_states(own)
     return Loaded(path, manifest.step, dict(state["extra"]))
+
+
+def _generators_of_rank(path: Path, manifest: Manifest, model: nn.Module, of_first: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the states of this rank's random generators when a checkpoint was saved. Warns, and returns None, where it has
+    saved none, as under fewer ranks."""
+    rank = rank_of(model)
+    if not rank:
+        return of_first
+    saved = [each for each in checkpoints(folder_of_rank(path.parent, rank)) if each[1].step == manifest.step]
+    if saved:
+        verify_files(*saved[-1])
+        return dict(_state(*saved[-1], copied=True, parts=("generators",))[0]["generators"])
+    warnings.warn(
+        f"rank {rank} has saved no random generators with {path.name}: it draws on as it was seeded. To save them, call save "
+        "on all ranks",
+        stacklevel=3,
+    )
+    return None
 
 
 @contextlib.contextmanager
@@ -181,7 +208,9 @@ def _opened(folder: Path) -> tuple[Path, Manifest]:
     return complete[-1]
 
 
-def _state(path: Path, manifest: Manifest, copied: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+def _state(
+    path: Path, manifest: Manifest, copied: bool = False, parts: Collection[str] = _PARTS
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the saved state by part, and the model's state dictionary. Raises CheckpointError.
 
     The tensors of the state lie in its file, which may change or go, and at addresses for which some kernels round otherwise.
@@ -192,7 +221,7 @@ def _state(path: Path, manifest: Manifest, copied: bool = False) -> tuple[dict[s
         saved = [tensors[str(number)] for number in range(len(tensors))]
         saved = [tensor.clone() for tensor in saved] if copied else saved
         state = {name: decoded(part, saved) for name, part in manifest.state.items()}
-        if lacking := sorted({"model", "optimizer", "generators", "others", "extra"} - state.keys()):
+        if lacking := sorted(set(parts) - state.keys()):
             raise ValueError(f"expected state of {', '.join(lacking)}")
         weights: dict[str, Any] = state["model"]
         _check_versions(getattr(weights, "_metadata", {}))

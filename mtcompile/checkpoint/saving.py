@@ -62,10 +62,11 @@ def save(
     keep     how many checkpoints stay in ``folder``; older ones are deleted last, 0 keeps all
     files    further files of the checkpoint, as bytes by name, such as a tokenizer's: .json, .jinja, .txt or .model
 
-    The states of torch's, Python's and numpy's random generators are saved too. Tensors are written from where they are, in
-    pieces of 8 MiB. Raises CheckpointError if another process saves into ``folder`` or what is there is no checkpoint,
-    TypeError for state that is neither numbers, text nor tensors, and OSError if the disk refuses. The earlier checkpoints are
-    then as they were.
+    Where several ranks train, all of them call it, and nobody waits: the first saves the training, the others their random
+    generators, beside it. The states of torch's, Python's and numpy's random generators are saved too. Tensors are written from
+    where they are, in pieces of 8 MiB. Raises CheckpointError if another process saves into ``folder`` or what is there is no
+    checkpoint, TypeError for state that is neither numbers, text nor tensors, and OSError if the disk refuses. The earlier
+    checkpoints are then as they were.
     """
     finish_saving(folder)
     content = content_of(Path(folder), model, optimizer, moment(step, others, extra), keep).with_files(files or {})

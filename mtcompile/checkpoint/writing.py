@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from mtcompile.checkpoint.content import Content
+from mtcompile.checkpoint.content import Content, folder_of_rank
 from mtcompile.checkpoint.encoding import Storable
 from mtcompile.checkpoint.files import (
     FileEntry,
@@ -35,7 +35,7 @@ SHARD_NBYTES = 4 << 30
 
 def write(folder: Path, content: Content) -> Path:
     """Writes a checkpoint, and deletes old ones. Returns its folder. Raises CheckpointError and OSError as ``save`` does."""
-    step, keep = content.step, content.keep
+    step, keep, folder = content.step, content.keep, folder_of_rank(folder, content.rank)
     try:
         make_folder(folder)
         with locked(folder):

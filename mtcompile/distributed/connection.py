@@ -65,7 +65,7 @@ class Hosts:
 class Connection:
     """The connection of a rank with the others. ``rank``: its place among ``count``; ``host``: the ranks of its host, in order.
     ``exchange_nbytes``: its part of the host's memory for exchanges. ``records``: two tables in shared memory, with a row for
-    each rank. ``gather_here``: returns the number that each rank of this host passed to it."""
+    each rank. ``gather``: returns the number that each rank passed to it; ``gather_here``: those of this host's."""
 
     rank: int
     count: int
@@ -75,6 +75,7 @@ class Connection:
     exchange: Exchange
     exchange_nbytes: int
     records: torch.Tensor
+    gather: Callable[[int], list[int]]
     gather_here: Callable[[int], list[int]]
 
 
@@ -108,8 +109,11 @@ def connect(process_group: Any = None) -> Connection | None:
         peers = tuple(members[ranks[place]] for ranks in by_host.values())
         hosts = Hosts(_gloo(peers), peers, tuple(map(tuple, by_host.values())))
 
+    def gather(number: int) -> list[int]:
+        return _gather(number, len(members), group)
+
     def gather_here(number: int) -> list[int]:
-        numbers = _gather(number, len(members), group)
+        numbers = gather(number)
         return [numbers[other] for other in host]
 
     nbytes = (placed(meeting_nbytes(len(host))), placed(2 * len(members) * RECORD_NBYTES), exchange_nbytes(len(host)))
@@ -119,7 +123,7 @@ def connect(process_group: Any = None) -> Connection | None:
     exchange = Exchange(pieces, meeting, hosts, len(members))
     tables = records[: 2 * len(members) * RECORD_NBYTES].view(2, len(members), RECORD_NBYTES)
     own_nbytes = placed(-(-sum(nbytes) // len(host))) + (0 if hosts is None else placed(2 * PIECE_NBYTES // len(host)))
-    return Connection(rank, len(members), host, hosts, meeting, exchange, own_nbytes, tables, gather_here)
+    return Connection(rank, len(members), host, hosts, meeting, exchange, own_nbytes, tables, gather, gather_here)
 
 
 def _gloo(members: Sequence[int]) -> Any:

@@ -1,31 +1,42 @@
-"""The door of a model that several ranks train: parameters are at home on the host, where gradients are combined."""
+"""The door of a model that several ranks train: parameters are at home on the host, where gradients are combined.
+
+With ``update="backward"``, weights, masters and optimizer state lie once for all ranks of a host, which update them in shares.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
+from mtcompile import knobs
 from mtcompile.distributed.ranks import Ranks
-from mtcompile.errors import StepError
+from mtcompile.distributed.shares import HostShares, is_dense
+from mtcompile.errors import BudgetError, StepError
 from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames
+from mtcompile.execution.memory.parameters import Slab
 from mtcompile.execution.model_door import ModelDoor
+from mtcompile.optim.state_sizes import is_elementwise
 from mtcompile.options import Options
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets, is_trained
 from mtcompile.passes.joint.build import InputHomes
-from mtcompile.passes.planning.problem import Planned
-from mtcompile.passes.step_graph import inputs_of
+from mtcompile.passes.planning.problem import DoesNotFit, Planned
+from mtcompile.passes.step_graph import calls, inputs_of, update
+from mtcompile.references import weakly, with_hooks
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import Phase
+from mtcompile.torch_private import shares_storage
 
 
 class RanksDoor(ModelDoor):
-    """A ``ModelDoor`` whose training steps are those of all ``ranks`` together."""
+    """A ``ModelDoor`` whose training steps are those of all ``ranks`` together. ``shares``: what those of this host have once
+    between them; None until there is anything."""
 
     alone = False
 
@@ -39,35 +50,154 @@ class RanksDoor(ModelDoor):
         ranks: Ranks,
     ) -> None:
         super().__init__(model, options, device, frames, drain)
-        self.ranks = ranks
+        self.ranks, self.ranks_here = ranks, ranks.here
+        self.shares: HostShares | None = None
+        self._settled = False  # it is decided what the ranks of this host have in common
+        self._before_loading, self._after_loading = weakly(self._loading), weakly(self._loaded)
+        model.register_load_state_dict_pre_hook(self._before_loading)
+        model.register_load_state_dict_post_hook(self._after_loading)
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.shares is not None and not is_elementwise(with_hooks(optimizer)):
+            raise StepError(
+                "the ranks of this host update shares of each parameter, and expect an optimizer that treats each element by "
+                f"itself, such as AdamW; found {type(optimizer).__name__}. MT_RANKS_SHARE=0 gives each rank weights of its own"
+            )
+        new = optimizer is not self.optimizer
+        super().bind(optimizer)
+        if new:
+            with_hooks(optimizer).register_load_state_dict_pre_hook(self._before_loading)
+            with_hooks(optimizer).register_load_state_dict_post_hook(self._after_loading)
+
+    def give_back(self) -> None:
+        super().give_back()
+        if self.shares is not None:
+            self.shares.give_back([] if self.optimizer is None else list(self.optimizer.state.values()), self.masters)
+            self.shares = None
+
+    # ------------------------------------------------------------------------------------- what the ranks of a host share
+
+    @property
+    def updates_in_shares(self) -> bool:
+        """True where the ranks of this host have one set of weights and state between them."""
+        if self.updates is None or self.ranks_here == 1 or not knobs.ranks_share():
+            return False
+        return self.shares is not None or (self.optimizer is not None and is_elementwise(with_hooks(self.optimizer)))
+
+    def _is_common(self, block: Mapping[str, nn.Parameter]) -> tuple[bool, bool]:
+        """Tells whether the ranks of this host will have a block's parameters once, and whether they update them there."""
+        if not block or any(shares_storage(p) or not is_dense(p) for p in block.values()):
+            return False, False
+        if not any(parameter.requires_grad for parameter in block.values()):
+            # Each rank that maps frozen weights may write to its own; a GPU's copies need memory that is pinned, which cannot.
+            return self.device.where.type == "cpu", False
+        together = self.updates_in_shares and self.updates is not None and block.keys() <= self.updates.updated_names()
+        return together, together
+
+    def _new_slab(self, block: Mapping[str, nn.Parameter], nbytes: int, fill: Callable[[Tensor], None]) -> Slab | None:
+        """Makes the slab of a block that the ranks of this host have in common; all of them call it."""
+        common, together = self._is_common(block)
+        if not common:
+            return None
+        memory = self.ranks.common_memory(nbytes, fill, together)
+        if together:
+            memory = self.device.reach(memory)
+            if self.shares is None:
+                self.shares = self.ranks.new_shares(self._parameters(), self.masters is not None)
+            self.shares.add(memory)
+        return Slab("host", memory, common, together)
+
+    def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
+        """Puts the weights of the first step that trains where all ranks of the host have them in common: each of them has
+        such a step. Until then, every rank may compute with its own."""
+        settles = not self._settled and any(spec.kind in ("grad", "update") for spec in step.meta["outputs"])
+        if settles:
+            self.ranks.check_alike(sorted(self._common_names(step)))
+            self.parameters.common = self._new_slab
+        try:
+            super().adopt(step, planned)
+        finally:
+            self.parameters.common = lambda block, nbytes, fill: None
+        self._settled |= settles
+        self.parameters.provisional |= not self._settled
+        if settles and self.shares is not None and self.updates is not None:
+            self.updates.shares = self.shares
+            self.shares.watch(self._parameters())
+
+    def _common_names(self, step: fx.GraphModule) -> dict[str, str]:
+        """Returns the parameters of a step that will lie once for all ranks of this host -> their home blocks."""
+        parameters, blocks, homes = self._parameters(), dict[str, dict[str, nn.Parameter]](), step.meta["homes"]
+        for name, block in homes.items():
+            blocks.setdefault(block, {})[name] = parameters[name]
+        common = {block for block, members in blocks.items() if self._is_common(members)[0]}
+        return {name: block for name, block in homes.items() if block in common}
+
+    def _common_blocks(self, step: fx.GraphModule) -> frozenset[str]:
+        """Returns the home blocks of a step that lie once for all ranks of this host, or will."""
+        if not self._settled:
+            return frozenset(self._common_names(step).values())
+        return frozenset(block for block, slab in self.parameters.slabs.items() if slab.common)
+
+    def state_nbytes(self) -> dict[str, int]:
+        """Returns the current bytes of the training state; of what lies once for this host, this rank's part."""
+        nbytes = super().state_nbytes()
+        slabs = self.parameters.slabs
+        common = [place.parameter.nbytes for place in self.parameters.places.values() if slabs[place.block].common]
+        once = {"weights": sum(common), **({} if self.shares is None else self.shares.nbytes())}
+        return {name: held - (of := once.get(name, 0)) + -(-of // self.ranks_here) for name, held in nbytes.items()}
+
+    def _loading(self, *_: Any) -> None:
+        if self.shares is not None:
+            self.ranks.meet("to load weights with it, as load_state_dict does on all ranks")
+
+    def _loaded(self, *_: Any) -> None:
+        if self.shares is not None:
+            self.shares.watch(self._parameters())
+            self.ranks.forget()
+            self.ranks.meet("to load weights with it, as load_state_dict does on all ranks")
+
+    # --------------------------------------------------------------------------------------------------- the plan of a step
 
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
         return replace(super().input_homes(joint), frozen_apart=True, ranks=self.ranks.count, hosts=self.ranks.hosts)
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
         budgets, fixed = super().constraints(step)
-        return replace(budgets, exchange=self.ranks.exchange_nbytes), fixed
+        host = None if self.options.host is None else self.options.host // self.ranks_here - self.frames.host_nbytes()
+        budgets = replace(budgets, host=host, exchange=self.ranks.exchange_nbytes)
+        if self.ranks_here == 1:
+            return budgets, fixed
+        updates = budgets.updates
+        if updates is not None and self.updates_in_shares:  # a rank waits for the shares of the others after each backward
+            updates = replace(updates, run_ahead=False)
+        return replace(budgets, updates=updates, sharing=self.ranks_here, once=self._common_blocks(step)), fixed
 
     def _fixed_homes(self, step: fx.GraphModule) -> Mapping[str, str]:
         return dict.fromkeys(step.meta["homes"].values(), "host") | self.parameters.tiers
 
-    def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
-        """Puts frozen weights where all ranks of the host have them in common. A GPU's copies need memory that is pinned, of
-        which each rank would get a copy."""
-        self.parameters.shared = self.ranks.common_memory if self.device.where.type == "cpu" else None
-        try:
-            super().adopt(step, planned)
-        finally:
-            self.parameters.shared = None
+    def refusal(self, error: DoesNotFit) -> BudgetError:
+        if error.tier == "host":  # of which each rank has a part
+            causes = tuple((what, nbytes * self.ranks_here) for what, nbytes in error.causes)
+            error = DoesNotFit(error.tier, error.minimum * self.ranks_here, causes)
+        return super().refusal(error)
 
     def share_of(self, machine: Machine) -> Machine:
-        return machine.shared_by(self.ranks.count // self.ranks.hosts)
+        return machine.shared_by(self.ranks_here, self.updates_in_shares)
 
     def place_for_calls(self, tier: str) -> None:
         super().place_for_calls("host")
 
     def host_kernels(self, step: fx.GraphModule) -> Mapping[str, Any]:
         return {**super().host_kernels(step), **self.ranks.kernels(step)}
+
+    def disk_staging_nbytes(self) -> int:
+        return super().disk_staging_nbytes() + self.ranks.exchange_nbytes
+
+    # ---------------------------------------------------------------------------------------------- around a step that runs
+
+    def training_call(self) -> AbstractContextManager[None]:
+        """Lets a rank that fails in its forward tell the others, which wait for it in their backward."""
+        return self.ranks.phase() if torch.is_grad_enabled() else contextlib.nullcontext()
 
     def before_backward(self, keeps: bool) -> None:
         with self.ranks.phase():
@@ -77,6 +207,8 @@ class RanksDoor(ModelDoor):
                     "backward was called with create_graph=True, whose gradients would be those of one rank alone; expected a "
                     "backward without it where several ranks train"
                 )
+            if self.shares is not None:
+                self.shares.check()
 
     @contextlib.contextmanager
     def backward(self, node: Any, frame: Frame, tangents: Sequence[torch.Tensor | None]) -> Iterator[None]:
@@ -90,10 +222,11 @@ class RanksDoor(ModelDoor):
         if phase == "backward":  # ``backward`` surrounds it
             self.ranks.agree(compiled.step, phase, parameters)
             yield
+            if self.shares is not None and any(call.target is update for call in calls(compiled.step)):
+                self.ranks.meet("to end its updates")
+                self.shares.updated(self.masters)
+                self.ranks.remember(parameters)
         else:
             with self.ranks.phase():
                 self.ranks.agree(compiled.step, phase, parameters)
                 yield
-
-    def disk_staging_nbytes(self) -> int:
-        return super().disk_staging_nbytes() + self.ranks.exchange_nbytes

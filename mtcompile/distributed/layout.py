@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
+
+from mtcompile import knobs
 from mtcompile.distributed.exchange import exchange_nbytes
+from mtcompile.optim.state_sizes import is_elementwise
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.runtime.schedule import placed
@@ -22,17 +28,22 @@ class RankLayout:
     def count(self) -> int:
         return self.gpus * self.hosts
 
-    def machine(self, whole: Machine) -> Machine:
-        """Returns the machine as each rank has it."""
-        shared = whole.shared_by(self.gpus)
+    def machine(self, whole: Machine, once: bool) -> Machine:
+        """Returns the machine as each rank has it. ``once``: weights lie once for all ranks of a host, which update shares."""
+        shared = whole.shared_by(self.gpus, once)
         return shared if self.network_gbps is None else replace(shared, network_gbps=self.network_gbps)
 
-    def budgets(self, of_host: Budgets) -> Budgets:
-        """Returns the budgets of each rank. Each has weights and state of its own, so it has an equal part of the host."""
+    def budgets(self, of_host: Budgets, once: bool) -> Budgets:
+        """Returns the budgets of each rank, which has an equal part of the host. With weights that lie there ``once``, a rank
+        waits for the others' updates after each backward."""
         if self.count == 1:
             return of_host
         host = None if of_host.host is None else of_host.host // self.gpus
-        return replace(of_host, host=host, exchange=placed(-(-exchange_nbytes(self.gpus) // self.gpus)))
+        updates, sharing = of_host.updates, 1
+        if once and self.gpus > 1 and updates is not None:
+            updates, sharing = replace(updates, run_ahead=False), self.gpus
+        exchange = placed(-(-exchange_nbytes(self.gpus) // self.gpus))
+        return replace(of_host, host=host, updates=updates, sharing=sharing, exchange=exchange)
 
 
 ALONE = RankLayout()
@@ -49,3 +60,11 @@ def layout_named(gpus: int, hosts: int, network_gbps: float | None, solve: str |
     if gpus * hosts > 1 and disk is not None:
         raise ValueError("expected no disk= where several ranks train: weights on disk are not shared between them yet")
     return RankLayout(gpus, hosts, network_gbps)
+
+
+def updates_once(make_optimizer: Callable[[list[Any]], torch.optim.Optimizer] | None) -> bool:
+    """Tells whether the ranks of a host update one set of weights in shares. ``make_optimizer``: makes the optimizer; None: one
+    that treats each element by itself."""
+    if make_optimizer is None or not knobs.ranks_share():
+        return knobs.ranks_share()
+    return is_elementwise(make_optimizer([torch.nn.Parameter(torch.zeros(1))]))

@@ -1,7 +1,7 @@
 """The meeting place of the ranks of one host: counters in shared memory, with who has failed and who has ended.
 
 A rank that waits sleeps. It ends its wait with an error as soon as another one has said that it failed, or as its process has
-ended, and at the latest after ``timeout_s``.
+ended, and at the latest after ``timeout_s``. An interrupt ends it too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from mtcompile.errors import StepError
+from mtcompile.runtime.workers import Worker
 
 MESSAGE_NBYTES = 512
 _ARRIVED, _FAILED = 0, 1  # places of a rank's counters
@@ -52,12 +53,15 @@ class Meeting:
         began, sleep_s = time.monotonic(), _SHORTEST_S
         looked = began
         missing = [place for place in range(len(self.ranks)) if place != self.me]
+        thread = threading.current_thread()
         while missing := [place for place in missing if self._counters[place][_ARRIVED] < self._met]:
             time.sleep(sleep_s)
             sleep_s = min(_LONGEST_S, 1.5 * sleep_s)
             now = time.monotonic()
             if now - looked > _LOOK_S:
                 looked = now
+                if isinstance(thread, Worker):
+                    thread.check()
                 self._look(missing, doing, now - began > self.timeout_s)
 
     def fail(self, why: str) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor, fx, nn
 
 from mtcompile.distributed.connection import RECORD_NBYTES, Connection
 from mtcompile.distributed.meeting import RanksParted
-from mtcompile.distributed.shared_memory import common_memory
+from mtcompile.distributed.shared_memory import common_memory, shared_memory
+from mtcompile.distributed.shares import HostShares, state_places
 from mtcompile.errors import MtcompileError, StepError
 from mtcompile.passes.step_graph import all_reduce, calls, is_collective
 from mtcompile.runtime.schedule import Phase
@@ -30,14 +31,26 @@ class Ranks:
     def __init__(self, connection: Connection) -> None:
         self.connection, self.rank, self.count = connection, connection.rank, connection.count
         self._parted: str | None = None
-        self._agreed = False
+        self._agreed = self._told = False  # told: the others know of the error that goes through phases
+        self._depth = 0
         self._rounds = self._backwards = 0
+        self._remembered: tuple[tuple[str, ...], bytes] | None = None
         self._sequences: WeakKeyDictionary[fx.GraphModule, dict[Phase, bytes]] = WeakKeyDictionary()
 
     @property
     def exchange_nbytes(self) -> int:
         """Host bytes that this rank holds for exchanges."""
         return self.connection.exchange_nbytes
+
+    @property
+    def me(self) -> int:
+        """The place of this rank among those of its host."""
+        return self.connection.meeting.me
+
+    @property
+    def here(self) -> int:
+        """How many of them are on this host."""
+        return len(self.connection.host)
 
     @property
     def hosts(self) -> int:
@@ -61,18 +74,45 @@ class Ranks:
         with torch.no_grad():
             self.connection.exchange.broadcast(values, values, "for the weights of rank 0")
 
-    def common_memory(self, nbytes: int, fill: Callable[[Tensor], None]) -> Tensor:
-        """Returns memory with what ``fill`` writes there, once for all ranks of this host, as long as nobody writes to it. All
-        of them call it."""
-        with self.reaching_others("to share frozen weights"):
-            return common_memory(nbytes, self.connection.meeting.me == 0, self.connection.gather_here, fill)
+    def check_alike(self, names: Sequence[str]) -> None:
+        """Raises MtcompileError, on all ranks, unless all of them name the same parameters as those that a host has once."""
+        with self.reaching_others("to share weights"):
+            numbers = self.connection.gather(int.from_bytes(_digest(names)[:7], "big"))
+        if others := [rank for rank, number in enumerate(numbers) if number != numbers[0]]:
+            raise MtcompileError(
+                f"expected the ranks of a host to share the same weights, found that rank {others[0]} and rank 0 would not: on "
+                "one of them, tensors outside the model, such as a state_dict, share memory with parameters. Drop these before "
+                "the first step; MT_RANKS_SHARE=0 gives each rank weights of its own"
+            )
+
+    def common_memory(self, nbytes: int, fill: Callable[[Tensor], None], together: bool = False) -> Tensor:
+        """Returns memory with what ``fill`` writes there, once for all ranks of this host: ``together``, for good; else as long
+        as nobody writes to it. All of them call it."""
+        with self.reaching_others("to share weights"):
+            return common_memory(nbytes, self.me == 0, self.connection.gather_here, fill, together)
+
+    def new_shares(self, parameters: Mapping[str, nn.Parameter], masters: bool) -> HostShares:
+        """Makes what the ranks of this host have of a model between them, with memory for its optimizer state, which takes
+        nothing until it is written to. All of them call it."""
+        offsets, nbytes = state_places(parameters, masters)
+        with self.reaching_others("to share optimizer state"):
+            memory = shared_memory(nbytes, self.me == 0, self.connection.gather_here)
+        return HostShares(memory, offsets, self.me, self.here)
+
+    def meet(self, doing: str) -> None:
+        """Waits for the other ranks of this host, unless they have parted."""
+        if self._parted is None:
+            with self.reaching_others(doing):
+                self.connection.meeting.meet(doing)
 
     # ------------------------------------------------------------------------------------------------------- the phases
 
     @contextlib.contextmanager
     def phase(self) -> Iterator[None]:
-        """Surrounds a phase that ``agree`` begins. An error inside reaches the other ranks."""
+        """Surrounds a phase that ``agree`` begins, or what leads to one. An error inside reaches the other ranks."""
         around, self._agreed = self._agreed, False
+        self._told &= self._depth > 0
+        self._depth += 1
         try:
             yield
         except BaseException as error:
@@ -80,13 +120,14 @@ class Ranks:
             raise
         finally:
             self._agreed = around
+            self._depth -= 1
 
     def _stopped(self, error: BaseException) -> None:
-        if self._parted is not None:
+        """Tells the others of an error that goes through ``phase``, once."""
+        if self._parted is not None or self._told or isinstance(error, StoppedTogether):
             return
         why = str(error).partition("\n")[0] or type(error).__name__
-        if isinstance(error, StoppedTogether):
-            return
+        self._told = True
         if self._agreed or not isinstance(error, Exception):
             self._parted = why
             self.connection.meeting.fail(why)
@@ -102,7 +143,9 @@ class Ranks:
             return
         if self._parted is not None:
             raise RanksParted(f"the ranks have parted ({self._parted}); start the job again from the last checkpoint")
-        digests = self._tell(sequence + self._sample(parameters))
+        sample = self._sample(parameters)
+        self._compare(parameters, sample)
+        digests = self._tell(sequence + sample)
         self._agreed = True
         self._backwards += phase == "backward"
         alike = [digest[:_DIGEST_NBYTES] for digest in digests]
@@ -134,6 +177,21 @@ class Ranks:
         some = [tensors[i % len(tensors)] for i in range(begin, begin + min(_SAMPLED, len(tensors)))]
         sampled = [t.detach().reshape(-1)[:_SAMPLE].cpu().contiguous().view(torch.uint8).tolist() for t in some if t.numel()]
         return _digest(sampled)
+
+    def remember(self, parameters: Mapping[str, Tensor]) -> None:
+        """Takes a few values of what lies once for all ranks of a host as they are now, which ``agree`` compares next."""
+        self._remembered = tuple(parameters), self._sample(parameters)
+
+    def forget(self) -> None:
+        """Lets values change until ``remember`` takes them again."""
+        self._remembered = None
+
+    def _compare(self, parameters: Mapping[str, Tensor], sample: bytes) -> None:
+        if self._remembered is not None and self._remembered[0] == tuple(parameters) and self._remembered[1] != sample:
+            raise StepError(
+                "weights that lie once for all ranks of the host have changed between two steps, and not by an update; load "
+                "them again (load_state_dict on all ranks). MT_RANKS_SHARE=0 gives each rank weights of its own"
+            )
 
     def _tell(self, record: bytes, why: str = "") -> list[bytes]:
         """Tells all ranks a record, and returns theirs, in order. Raises StepError if one of the others has stopped, with its

@@ -21,14 +21,21 @@ def shared_memory(nbytes: int, first: bool, gather: Callable[[int], Sequence[int
 
 
 def common_memory(
-    nbytes: int, first: bool, gather: Callable[[int], Sequence[int]], fill: Callable[[torch.Tensor], None]
+    nbytes: int,
+    first: bool,
+    gather: Callable[[int], Sequence[int]],
+    fill: Callable[[torch.Tensor], None],
+    together: bool = False,
 ) -> torch.Tensor:
-    """Returns memory with what ``fill`` writes to it on the first rank, which all ranks of a host have in common as long as
-    nobody writes to it: a rank that does gets pages of its own. Otherwise as ``shared_memory``."""
+    """Returns memory with what ``fill`` writes to it on the first rank, which all ranks of a host have in common: ``together``,
+    whatever a rank writes; else as long as nobody writes to it, for a rank that does gets pages of its own. Otherwise as
+    ``shared_memory``. Raises MtcompileError on all of them where they ask for different sizes."""
+    if len(sizes := set(gather(nbytes))) > 1:
+        raise MtcompileError(f"expected the ranks of a host to share the same weights, found sizes of {sorted(sizes)} bytes")
     descriptor = _new_file(nbytes) if first else -1
     if first:
         fill(torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8))
-    return _mapped(descriptor, nbytes, mmap.MAP_PRIVATE, gather)
+    return _mapped(descriptor, nbytes, mmap.MAP_SHARED if together else mmap.MAP_PRIVATE, gather)
 
 
 def _new_file(nbytes: int) -> int:

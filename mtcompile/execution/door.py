@@ -41,11 +41,12 @@ class Door(RunnablePlacement, Protocol):
 
     options: Options
     alone: bool = True  # no other rank takes part in its steps
+    ranks_here: int = 1  # processes of this host that train the model together; ``host=`` is for all of them
 
     def limit_host(self, plan: Plan) -> bool:
         state = sum(nbytes for name, nbytes in self.state_nbytes().items() if name != "gradients")  # which may be yet to come
-        held = min(state, psutil.Process().memory_info().rss)  # taken already, and counted by the plan
-        needed = plan.peak_bytes.get("host", 0)
+        held = min(state, psutil.Process().memory_info().rss) * self.ranks_here  # taken already, and counted by the plan
+        needed = plan.peak_bytes.get("host", 0) * self.ranks_here
         limit, room = host_room() or ("", needed)
         if self.options.host is not None or needed <= room + held:
             return False
@@ -89,6 +90,10 @@ class Door(RunnablePlacement, Protocol):
     def weights_nbytes(self) -> int:
         """Returns the bytes that all parameters take at home."""
         return 0
+
+    def training_call(self) -> AbstractContextManager[None]:
+        """Surrounds a call that may train."""
+        return nullcontext()
 
     def before_forward(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Raises StepError if a training forward with these inputs, by name, cannot start now."""

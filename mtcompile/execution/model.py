@@ -133,7 +133,8 @@ class CompiledModel:
         if (model := self.door.model()) is not None and not _needs_gradients(model, args, kwargs):
             self._surroundings.check_call(model.parameters(), False)
             return self._without_gradients(model, args, kwargs)
-        return self._run(args, kwargs)
+        with self.door.training_call():
+            return self._run(args, kwargs)
 
     def _initializing(self, lazy: Mapping[nn.Module, str], args: Any, kwargs: Any) -> Any:
         """Calls a model with lazy modules, which get their parameters in this call."""
@@ -207,8 +208,10 @@ class CompiledModel:
         return self.door.updates is not None and not self.door.updates.stepped
 
     def report(self) -> dict[str, Any]:
-        """Returns bytes: budgets, planned and measured peaks per tier, and the training state."""
-        session, state = self.session, self.door.state_nbytes()
+        """Returns bytes: budgets, planned and measured peaks per tier, and the training state; where several ranks train, those
+        of the host and of the state are of all ranks of this host together."""
+        session, here = self.session, self.door.ranks_here
+        state = {name: nbytes * here for name, nbytes in self.door.state_nbytes().items()}
         planned = session.last.schedule.peak_nbytes if session.last else {}
         session.note_host_bytes(session.last)
         return {
@@ -217,8 +220,8 @@ class CompiledModel:
             "planned_peak_device_bytes": session.planned_device_bytes,
             **self._reserved_report(),
             "budget_host_bytes": self.door.options.host,
-            "peak_host_bytes": session.peak_host_bytes,
-            "planned_peak_host_bytes": planned.get("host", 0),
+            "peak_host_bytes": session.peak_host_bytes * here,
+            "planned_peak_host_bytes": planned.get("host", 0) * here,
             **self._disk_report(planned),
             **({} if session.replanner is None else {"plan_changes": list(session.replanner.changes)}),
             "state_bytes": sum(state.values()),

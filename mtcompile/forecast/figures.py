@@ -118,6 +118,8 @@ def _ledger(unplanned: Forecast, candidates: Candidates, planned: Planned) -> di
     ``other``: what is held at all times beside training state: a generator's state, the step counters of optimizers."""
     schedule, step, budgets = planned.schedule, candidates.problem.step, candidates.problem.budgets
     by_block = param_nbytes(step), trained_nbytes(step), state_nbytes(step, budgets), held_nbytes(step, budgets)
+    own = [{block: budgets.part_of(block, nbytes) for block, nbytes in part.items()} for part in by_block[:3]]
+    by_block = own[0], own[1], own[2], by_block[3]
     on_disk: tuple[dict[str, int] | None, ...] = (None,) * len(by_block)
     if budgets.disk is not None:
         weights_there, trained_there = weights_on_disk_nbytes(step), weights_on_disk_nbytes(step, trained=True)
@@ -129,7 +131,8 @@ def _ledger(unplanned: Forecast, candidates: Candidates, planned: Planned) -> di
     for tier, nbytes in weights.items():
         masters = trained[tier] if split else 0
         parts = {"weights": nbytes, "master": masters, "optimizer": state[tier] - masters}
-        parts["gradients"] = held[tier] - sum(parts.values())
+        parts["gradients"] = held[tier] - sum(parts.values()) if budgets.grad_copies else 0
+        parts["optimizer"] += held[tier] - sum(parts.values())  # of what ranks share, what rounding leaves
         arena = schedule.arena_nbytes.get(tier, 0)
         if tier == "host":
             slots = min(arena, most_in_slots(schedule, "host", "grad"))
@@ -156,19 +159,22 @@ def _refused(request: ForecastRequest, sized: SizedStep, unplanned: Forecast, bu
     tier = error.tier
     limit = budgets.nbytes[tier] or 0
     other = "host" if tier == "device" else "device"
-    short = error.minimum - limit
+    ranks = {"host": request.ranks.gpus}  # of which each has a part of the host
+    minimum = error.minimum * ranks.get(tier, 1)
+    short = minimum - limit * ranks.get(tier, 1)
     parts = ", ".join(f"{what} {gib(nbytes)}" for what, nbytes in error.causes)
     if tier != "device" and budgets.disk is not None:
-        ways = [f"{tier} memory of {gib(error.minimum)} ({error.minimum} bytes) or more"]
+        ways = [f"{tier} memory of {gib(minimum)} ({minimum} bytes) or more"]
         if not budgets.disk_updates:
             ways.append('update="backward": weights that train may then go to disk, with their state')
         return replace(unplanned, short_bytes=short, ways_out=(*ways, f"less in one of the largest parts: {parts}"))
     ways = ways_on_host(request, sized, budgets, error) if tier == "host" else []
     more = candidates.needs(other, {tier: limit})
     if more is not None:
+        more *= ranks.get(other, 1)
         ways.append(f"{other} memory of {gib(more)} ({more} bytes) takes what the {tier} cannot")
     then = candidates.best(*((error.minimum, None) if tier == "device" else (None, error.minimum))).plan.total_us
-    ways.append(f"{tier} memory of {gib(error.minimum)} ({error.minimum} bytes) or more: {time_of(then)} a step then")
+    ways.append(f"{tier} memory of {gib(minimum)} ({minimum} bytes) or more: {time_of(then)} a step then")
     if tier == "host":
         return replace(unplanned, short_bytes=short, ways_out=tuple(ways))
     ways.append('fewer tokens a step: solve="batch" or solve="seq" finds how many fit')

@@ -75,7 +75,8 @@ class Forecast:
     ``advice``: if the step fits, the changes that would gain most; None if that was not asked for. ``ways_out``: what would
     help if nothing fits, or if the disk makes no sense; ``refusal``: why it does not. ``solved``: the size that ``solve``
     found. ``peak_expressions``: with ``solve``, the bytes that the leanest plan needs in each tier, as sympy expressions.
-    ``scaling``: of several ranks; then ``tokens`` and ``tokens_per_s`` are those of all, and other figures those of each.
+    ``scaling``: of several ranks; then ``tokens`` and ``tokens_per_s`` are those of all, bytes of the host and of the state
+    those of all ranks of a host, and other figures those of each.
     ``planned``: None if nothing fits, unless forced. ``joint`` and ``problem``: the joint graph, and the planning problem made
     from it.
     """

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mtcompile.capture.tracing import collecting_later
-from mtcompile.distributed.layout import layout_named
+from mtcompile.distributed.layout import layout_named, updates_once
 from mtcompile.errors import did_you_mean
 from mtcompile.forecast.advice import most_helpful
 from mtcompile.forecast.figures import figures
@@ -129,15 +129,14 @@ def plan(
     if options is not None:
         norm_copies, held = NORM_COPIES if kind.split else 1.0, options.needs_all_gradients
         updates = Updates(copies, held=held, run_ahead=run_ahead, checked=not held, norm_copies=norm_copies)
-    ranks, whole = layout_named(gpus, hosts, network, solve, disk), described
-    described = ranks.machine(described)
+    ranks, once = layout_named(gpus, hosts, network, solve, disk), updates is not None and updates_once(make_optimizer)
     budgets = _with_disk(Budgets(device, parse_bytes(host, "host"), copies, updates=updates), disk, kind, force)
     if budgets.disk is not None and solve is not None:
         raise ValueError(f"solve={solve!r} expects no disk=, found {disk!r}: plan single sizes with a disk")
-    budgets = ranks.budgets(budgets)
-    request = ForecastRequest(
-        model, data, kind, optimizer, described, budgets, policies, force, progress, accumulate, lora, make_optimizer, ranks
+    alone = ForecastRequest(
+        model, data, kind, optimizer, described, budgets, policies, force, progress, accumulate, lora, make_optimizer
     )
+    request = replace(alone, machine=ranks.machine(described, once), budgets=ranks.budgets(budgets, once), ranks=ranks)
     with collecting_later():
         if solve in ("batch", "seq"):
             return _largest(request, solve, batch, seq)
@@ -145,7 +144,7 @@ def plan(
         if solve == "memory":
             return _least_memory(request, sized)
         if ranks.count > 1:
-            return with_scaling(request, forecast, whole, lambda alone: _forecast(alone, batch, seq)[0])
+            return with_scaling(request, forecast, described, lambda: _forecast(alone, batch, seq)[0])
         if advise and forecast.feasible:
             return replace(forecast, advice=most_helpful(request, sized, forecast))
         return forecast

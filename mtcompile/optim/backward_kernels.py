@@ -6,12 +6,14 @@ that the instruction writes.
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +26,25 @@ from mtcompile.passes.step_graph import gradient_norms, gradient_scale, update
 from mtcompile.runtime.optim import host_kernels
 
 
+class Shares(Protocol):
+    """Parameters of which this process updates a share."""
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Tells whether a parameter is one of them."""
+
+    def update(self, backward: Backward, grads: Mapping[str, Tensor], factor: Tensor | None) -> None:
+        """Updates this process's share of the parameters that have these gradients."""
+
+
 @dataclass(slots=True)
 class Backward:
     """One backward with updates: what it started from, then what has happened in it.
 
     ``number``: of the step, from 1. ``parameters``: those that are updated, in the model's order. ``groups``: by a parameter's
     id, the index of its group in the optimizer and the group's options as they were at the start. ``threads``: of the caller,
-    whatever thread the backward runs in. ``disk``: of parameters that are there.
+    whatever thread the backward runs in. ``disk``: of parameters that are there; ``shares``: of those that lie once for all
+    ranks of the host. ``cast_rooms``: by thread, for gradients on the host that are cast for their norm, until all norms are
+    there.
     """
 
     number: int
@@ -46,14 +60,18 @@ class Backward:
     warned: bool = False
     allocated_state: bool = False
     disk: DiskState | None = None
+    shares: Shares | None = None
+    cast_rooms: dict[int, Tensor] = field(default_factory=dict)
 
 
 def _norms(backward: Backward, names: tuple[str, ...], *grads: Tensor) -> tuple[Tensor]:
     """Each gradient's norm as torch.nn.utils.clip_grad_norm_ has it, except that it is fp32 where there are fp32 masters."""
     result = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
     cast = [g for g in grads if g.dtype != _norm_dtype(backward, g) and g.device.type == "cpu"]
-    # One place for all casts: touching new pages takes longer than the norm.
-    room = torch.empty(max((g.numel() for g in cast), default=0), dtype=torch.float32)
+    thread, largest = threading.get_ident(), max((g.numel() for g in cast), default=0)
+    room = backward.cast_rooms.get(thread)
+    if room is None or room.numel() < largest:  # one for all casts: touching new pages takes longer than the norm
+        room = backward.cast_rooms[thread] = torch.empty(largest, dtype=torch.float32)
     norms = []
     for g in grads:
         if any(g is each for each in cast):
@@ -69,6 +87,7 @@ def _norm_dtype(backward: Backward, tensor: Tensor) -> torch.dtype:
 def _clip_factor(backward: Backward, names: tuple[str, ...], *norms: Tensor) -> tuple[Tensor]:
     """``max_grad_norm`` over the norm of all gradients, at most 1; summed in the order of the model's parameters."""
     limit = backward.options.max_grad_norm
+    backward.cast_rooms.clear()
     joined = torch.cat(norms)
     by_name = dict(zip(names, joined, strict=True))
     ordered = [by_name[name].to(_norm_dtype(backward, p)) for name, p in backward.parameters.items() if name in by_name]
@@ -105,9 +124,14 @@ def _update(backward: Backward, names: tuple[str, ...], *values: Tensor) -> Sequ
     if backward.skips:
         return parameters
     factor = factors[0] if factors and backward.options.max_grad_norm is not None else None
-    masters, disk, checked = backward.masters, backward.disk, not backward.options.needs_all_gradients
-    on_disk = {n: g for n, g in zip(names, grads, strict=True) if disk is not None and disk.holds(backward.parameters[n])}
-    if masters is not None and not on_disk and all(id(backward.parameters[name]) in masters.by_parameter for name in names):
+    masters, checked = backward.masters, not backward.options.needs_all_gradients
+    elsewhere: list[tuple[Any, Callable[..., None]]] = []  # where parameters may be, and what updates them there
+    if backward.disk is not None:
+        elsewhere.append((backward.disk, functools.partial(_update_on_disk, backward, backward.disk)))
+    if backward.shares is not None:
+        elsewhere.append((backward.shares, functools.partial(backward.shares.update, backward)))
+    home = [p for p in map(backward.parameters.__getitem__, names) if not any(holder.holds(p) for holder, _ in elsewhere)]
+    if masters is not None and len(home) == count and all(id(parameter) in masters.by_parameter for parameter in home):
         _update_masters(backward, masters, dict(zip(names, grads, strict=True)), factor, checked)
         return parameters
     if checked and (position := host_kernels.nonfinite(grads)) is not None:
@@ -118,13 +142,16 @@ def _update(backward: Backward, names: tuple[str, ...], *values: Tensor) -> Sequ
         if grad.data_ptr() in addresses:
             grads[index] = grad.clone()
         addresses.add(grad.data_ptr())
-    if disk is not None and on_disk:
-        _update_on_disk(backward, disk, on_disk, factor)
-    at_home = {name: grad for name, grad in zip(names, grads, strict=True) if name not in on_disk}
-    if masters is not None and at_home and all(id(backward.parameters[name]) in masters.by_parameter for name in at_home):
-        _update_masters(backward, masters, at_home, factor, checked=False)
-    elif at_home:
-        _update_plain(backward, at_home, factor)
+    for holder, update_there in elsewhere:
+        there = {n: g for n, g in zip(names, grads, strict=True) if holder.holds(backward.parameters[n])}
+        if there:
+            update_there(there, factor)
+        at_home = {name: grad for name, grad in zip(names, grads, strict=True) if name not in there}
+        names, grads = tuple(at_home), list(at_home.values())
+    if masters is not None and names and all(id(backward.parameters[name]) in masters.by_parameter for name in names):
+        _update_masters(backward, masters, dict(zip(names, grads, strict=True)), factor, checked=False)
+    elif names:
+        update_plain(backward, dict(zip(names, grads, strict=True)), factor)
     return parameters
 
 
@@ -153,7 +180,7 @@ def _update_on_disk(backward: Backward, disk: DiskState, grads: Mapping[str, Ten
         if staged.name in written:
             written[staged.name](staged, grads[staged.name])
         else:
-            _update_plain(backward, {staged.name: grads[staged.name]}, factor, staged)
+            update_plain(backward, {staged.name: grads[staged.name]}, factor, staged)
 
     disk.update(states, change)
 
@@ -175,7 +202,7 @@ def _update_masters(
     backward.allocated_state |= new
 
 
-def _update_plain(backward: Backward, grads: Mapping[str, Tensor], factor: Tensor | None, staged: Staged | None = None) -> None:
+def update_plain(backward: Backward, grads: Mapping[str, Tensor], factor: Tensor | None, staged: Staged | None = None) -> None:
     """Step an optimizer of the same class over stand-ins that share the parameters' memory, version counters and state; or over
     one that is ``staged``."""
     optimizer = backward.optimizer

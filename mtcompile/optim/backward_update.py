@@ -27,7 +27,7 @@ from mtcompile.optim.backward_checks import (
     check_parameters,
     check_step,
 )
-from mtcompile.optim.backward_kernels import KERNELS, Backward
+from mtcompile.optim.backward_kernels import KERNELS, Backward, Shares
 from mtcompile.optim.disk_state import DiskState
 from mtcompile.optim.master_weights import Masters
 from mtcompile.optim.update_options import UpdateOptions
@@ -54,6 +54,7 @@ class UpdatesInBackward:
         self.model = weakref.ref(model)
         self.optimizer: torch.optim.Optimizer | None = None
         self.disk: DiskState | None = None
+        self.shares: Shares | None = None
         self.stepped = True  # optimizer.step() has been called since the last backward
         self._backward: Backward | None = None
         self._threads = torch.get_num_threads()
@@ -71,7 +72,7 @@ class UpdatesInBackward:
 
     def release(self) -> None:
         """Forgets the last backward."""
-        self.disk = self._backward = None
+        self.disk = self.shares = self._backward = None
 
     # ---------------------------------------------------------------------------------------------------- for the plan
 
@@ -122,6 +123,12 @@ class UpdatesInBackward:
         whole, and as ``check_memory``."""
         self._threads = torch.get_num_threads()
         self._wholeness.check()
+        if torch_private.inside_ddp():
+            raise StepError(
+                'the model was called by DistributedDataParallel, to which update="backward" leaves no gradients to average; '
+                "expected the compiled model itself, on every rank, after torch.distributed.init_process_group: it combines "
+                'gradients itself. Where a library wraps it, such as the Transformers Trainer, pass update="step"'
+            )
         check_memory(inputs, self._parameters())
 
     def begin_backward(
@@ -163,7 +170,7 @@ class UpdatesInBackward:
         self._backward = Backward(
             self._wholeness.steps + 1, self.options, optimizer, self.masters, parameters, groups, self._threads, self.grad_norm
         )
-        self._backward.disk = self.disk
+        self._backward.disk, self._backward.shares = self.disk, self.shares
 
     def end_backward(self) -> None:
         """Note that all updates of the backward are done, or under way."""

@@ -15,7 +15,7 @@ import queue
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,13 @@ from mtcompile.runtime.disk.store import DiskStore, Move
 
 PIECE = 1 << 23  # elements that are updated at a time, where the formula does not care
 VALUES, REMAINDER = "", "remainder"  # keys of what is on disk of a parameter beside its optimizer state
+
+
+class Homes(Protocol):
+    """Memory for optimizer state beside the process's own."""
+
+    def new_zeros(self, name: str, key: str, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the home of a state of a parameter, as ``like`` but for its dtype, with zeros."""
 
 
 @dataclass(slots=True)

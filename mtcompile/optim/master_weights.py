@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from mtcompile import knobs
 from mtcompile.errors import StepError
-from mtcompile.optim.disk_state import DiskState, Staged
+from mtcompile.optim.disk_state import Homes, Staged
 from mtcompile.optim.precision import Precision
 from mtcompile.optim.state_sizes import STATES
 from mtcompile.optim.training_state import numbered
@@ -310,16 +310,17 @@ class Masters:
         return None
 
     def staged_update(
-        self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: Mapping[str, Any], scale: float, disk: DiskState
+        self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: Mapping[str, Any], scale: float, homes: Homes
     ) -> Callable[[Staged, Tensor], None]:
-        """Returns what updates pieces of one parameter on disk, given each and its gradient; counts its step up."""
+        """Returns what updates pieces of one parameter that is at home elsewhere, given each and its gradient; counts its step
+        up."""
         name, state = self.by_parameter[id(parameter)].name, optimizer.state[parameter]
         keys = STATES[class_name(optimizer)] if group.get("momentum", 1) else ()
         update = written_update(optimizer, parameter, group, scale)
         count_step(optimizer, parameter)
         for key in keys:
             if state.get(key) is None:
-                state[key] = disk.new_zeros(name, key, parameter, torch.float32)
+                state[key] = homes.new_zeros(name, key, parameter, torch.float32)
 
         def apply(staged: Staged, grad: Tensor) -> None:
             assert staged.remainder is not None

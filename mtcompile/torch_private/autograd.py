@@ -18,6 +18,11 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def inside_ddp() -> bool:
+    """True inside the forward of a DistributedDataParallel, which averages gradients once they are in ``.grad``."""
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
+
+
 def accumulating(function: Any) -> list[bool]:
     """Tells for each leaf that the backward node which is running has a gradient for: will this backward add it to ``.grad``?
     ``backward()`` adds to all of them, with ``inputs=`` to some, ``torch.autograd.grad`` to none."""

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtcompile import checkpoint
+from mtcompile import checkpoint, knobs
 from mtcompile.checkpoint.shards import stored_tensors
 from mtcompile.data.encoding import TooLong
 from mtcompile.models.loading import check_shape
@@ -77,6 +77,11 @@ class Recipe:
 
 def check(recipe: Recipe) -> None:
     """Raises ValueError, or OSError for a folder that cannot be made, before anything takes time."""
+    if (processes := knobs.processes()) > 1:
+        raise ValueError(
+            f"expected one process, found WORLD_SIZE={processes}, as torchrun sets it: mtcompile train does not train with "
+            "several ranks yet. Start it without torchrun, or take a loop of your own, as examples/train_gpt.py has it"
+        )
     if recipe.batch % recipe.accumulate:
         raise ValueError(f"expected a batch that is a multiple of accumulate={recipe.accumulate}, found {recipe.batch}")
     if recipe.run_ahead and recipe.update != "backward":

@@ -64,6 +64,7 @@ class Machine:
     disk_nbytes: int = 0
     disk_rated_nbytes: int = 0
     network_gbps: float = 1.0
+    updating_ranks: int = 1
 
     def scale(self, queue: str) -> float:
         return 1.0 if self.measured is None else self.measured.scale.get(queue, 1.0)
@@ -80,15 +81,19 @@ class Machine:
 
     def update_us(self, host_nbytes: int, device_nbytes: int, state_copies: float, checked: bool = False) -> float:
         """The microseconds of an elementwise optimizer's update, by parameter bytes at home in each tier: it reads weight,
-        gradient and state, and writes weight and state, once each; where the gradient is ``checked``, it reads it once more."""
+        gradient and state, and writes weight and state, once each; where the gradient is ``checked``, it reads it once more. On
+        the host, each of ``updating_ranks`` updates a share."""
         passes = 3 + checked + 2 * state_copies
-        return passes * (host_nbytes / self.host_gbps + device_nbytes / self.memory_gbps) / 1e3
+        host_gbps = self.host_gbps * self.updating_ranks
+        return passes * (host_nbytes / host_gbps + device_nbytes / self.memory_gbps) / 1e3
 
-    def shared_by(self, ranks: int) -> Machine:
+    def shared_by(self, ranks: int, once: bool = False) -> Machine:
         """Returns the machine as each of ``ranks`` on one host has it while all do the same: each with a device and a link of
-        its own, and with an equal part of the host's memory traffic, through which copies go too."""
-        part = self.host_gbps / ranks
-        return replace(self, host_gbps=part, h2d_gbps=min(self.h2d_gbps, part), d2h_gbps=min(self.d2h_gbps, part))
+        its own, and with an equal part of the host's memory traffic, through which copies go too. ``once``: their weights lie
+        on the host once, and each updates a share of them."""
+        part, sharing = self.host_gbps / ranks, ranks if once else 1
+        links = {"h2d_gbps": min(self.h2d_gbps, part), "d2h_gbps": min(self.d2h_gbps, part)}
+        return replace(self, host_gbps=part, updating_ranks=sharing, **links)
 
     def collective_us(self, nbytes: int, hosts: int, reduces: bool) -> float:
         """The microseconds of a collective over ``nbytes`` of each rank, on a machine ``shared_by`` those of a host. A byte is

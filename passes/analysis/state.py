@@ -32,7 +32,8 @@ class Budgets:
     ``update_piece``: the bytes of a parameter on disk that are updated at a time; 0: all. ``disk_slowdown``: how many times as
     long as without the disk's time a step may take; ``disk_days``: how many days of steps the drive must last; 0: any.
     ``disk_takes``: homes that an earlier program put on the host and that may go to disk all the same. ``exchange``: bytes of
-    the host through which ranks combine gradients."""
+    the host through which ranks combine gradients. ``sharing``: how many ranks of a host have the home blocks ``once`` between
+    them, with their state; each rank counts an equal part of these."""
 
     device: int | None = None
     host: int | None = None
@@ -49,6 +50,8 @@ class Budgets:
     disk_takes: tuple[str, ...] = ()
     state: Mapping[str, int] | None = None
     exchange: int = 0
+    sharing: int = 1
+    once: frozenset[str] = frozenset()
 
     @property
     def grad_copies(self) -> int:
@@ -60,6 +63,10 @@ class Budgets:
     def nbytes(self) -> dict[str, int | None]:
         limits = {"device": self.device, "host": self.host}
         return limits if self.disk is None else {**limits, "disk": self.disk}
+
+    def part_of(self, block: str, nbytes: int) -> int:
+        """Returns what one rank counts of the bytes of a home block."""
+        return -(-nbytes // self.sharing) if block in self.once else nbytes
 
 
 NO_LIMITS = Budgets()
@@ -106,9 +113,10 @@ def state_nbytes(step: fx.GraphModule, budgets: Budgets) -> dict[str, int]:
 
 def held_nbytes(step: fx.GraphModule, budgets: Budgets) -> dict[str, int]:
     """The bytes held at all times by home block: weights, optimizer state, and gradients where they wait for optimizer.step()
-    (an older one may be held while a new one is made)."""
-    trained, state = trained_nbytes(step), state_nbytes(step, budgets)
-    return {b: nbytes + budgets.grad_copies * trained[b] + state[b] for b, nbytes in param_nbytes(step).items()}
+    (an older one may be held while a new one is made). Of what ranks share, it is one rank's part."""
+    trained, state, copies = trained_nbytes(step), state_nbytes(step, budgets), budgets.grad_copies
+    weights = param_nbytes(step).items()
+    return {b: budgets.part_of(b, nbytes + copies * trained[b] + state[b]) for b, nbytes in weights}
 
 
 def on_disk_nbytes(step: fx.GraphModule, budgets: Budgets) -> dict[str, int]:

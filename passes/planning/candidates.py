@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
-from typing import Protocol
 
 from mtcompile.passes.analysis.state import Budgets, param_nbytes
 from mtcompile.passes.draft import draft_of
-from mtcompile.passes.plan import Certificate, Plan, Updates
-from mtcompile.passes.planning.evaluate import Inexact, completed, evaluate, identity, shortfall
+from mtcompile.passes.plan import Certificate, Decision, Plan, Updates
+from mtcompile.passes.planning.evaluate import completed, evaluate, exact, identity, shortfall
 from mtcompile.passes.planning.figures.climb import climbs, limits_between, moves
 from mtcompile.passes.planning.figures.evaluator import Evaluator
+from mtcompile.passes.planning.figures.lean import lean_plans, slower_than_some
 from mtcompile.passes.planning.frontier import (
     Frontier,
     Point,
@@ -41,7 +41,7 @@ from mtcompile.passes.planning.linear.relaxation import Solve, relaxation
 from mtcompile.passes.planning.linear.seeds import Seeds
 from mtcompile.passes.planning.pace import impatient, paced, with_pace
 from mtcompile.passes.planning.policies import POLICIES
-from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Progress, no_progress
+from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Progress, Store, no_progress
 from mtcompile.passes.planning.search import neighbours, signature
 from mtcompile.passes.step_graph import kernel_of, regions
 from mtcompile.runtime.schedule import Schedule
@@ -55,14 +55,6 @@ _REFINED = 100  # plans evaluated between two of a ladder
 _AHEAD = (1, 2, 3)  # blocks ahead that plans of the linear program fetch
 _SEARCHED, MOST_SEARCHED = 4_000_000, 300  # plans of local search: the first over the square of a step's operations; at most
 _FEW_SEARCHED = 30  # fewer are no search of a step: plans are improved by moves that its equal blocks share
-
-
-class Store(Protocol):
-    """Stores the evaluated candidates of a search between runs, as text."""
-
-    def read(self) -> str | None: ...
-
-    def write(self, text: str) -> None: ...
 
 
 class _Stale(Exception):
@@ -112,6 +104,14 @@ class Candidates:
         self._paces[key] = candidate.plan.updates
         return candidate
 
+    def go_by_schedules(self) -> bool:
+        """Forgets all figures of summaries, and makes no more. Tells whether there were any."""
+        could, self._evaluator.able, self._varied_points = self._evaluator.able, False, None
+        self._figures, self._paces, self._points = {}, {}, []
+        self.__dict__.pop("_everything", None)
+        return could
+
+    @exact
     def planned(self, plan: Plan) -> Planned:
         """Returns the plan with its rewritten step graph and schedule, whether it fits or not."""
         candidate = self.evaluate(plan)
@@ -189,19 +189,10 @@ class Candidates:
             return Certificate(relaxed.bound_us, {what: us for what, us in gains_us.items() if us > 1e-3})
         return None
 
+    @exact
     def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:
         """Returns the fastest candidate within these bytes. ``known``: the plan found for the same request before; it is taken
         without a search if it still fits. Raises DoesNotFit."""
-        try:
-            return self._best(device, host, known)
-        except Inexact:  # never seen; schedules themselves then tell the figures
-            if not self._evaluator.able:
-                raise
-            self._evaluator.able, self._varied_points = False, None
-            self._figures, self._paces, self._points = {}, {}, []
-            return self._best(device, host, known)
-
-    def _best(self, device: int | None, host: int | None, known: Plan | None) -> Planned:
         problem = self._within(device, host)
         if known is not None and fits((again := self.evaluate(known)).plan, problem.budgets):
             return completed(problem, again, known.minimum_device_bytes, known.certificate)
@@ -228,6 +219,7 @@ class Candidates:
         peaks = [point.plan.peak_bytes for point in (*self._points, *self._variants)]
         return min((p[tier] for p in peaks if all(p[other] <= n for other, n in limits.items())), default=None)
 
+    @exact
     def by_policy(self, policy: str, budgets: Budgets) -> Planned:
         """Returns the plan of a fixed policy. Raises DoesNotFit."""
         candidate = self.of_policy(policy, budgets)
@@ -272,9 +264,9 @@ class Candidates:
 
     @property
     def _variants(self) -> list[Point]:
-        """Variants of undominated plans: without waiting gradients, and, where the host casts, with casts where they were
-        captured. Where it casts nothing, gradients that wait should slow no plan down, and a faster variant is left out: only
-        host budgets ask for variants then, so it would make a larger budget slower."""
+        """Plans that need little of the host, and variants of undominated plans: without waiting gradients, and, where the host
+        casts, with casts where they were captured. Where it casts nothing, gradients that wait should slow no plan down, and a
+        faster variant is left out: only host budgets ask for variants then, so it would make a larger budget slower."""
         if self._varied_points is None:
             self._varied_points = []
             for point in undominated(self._points):
@@ -283,6 +275,10 @@ class Candidates:
                 if self._casts and point.plan.narrow:
                     varied.append(self._paced(replace(point.plan, narrow=False)).plan)
                 self._varied_points += [Point(plan, (plan,), 0) for plan in varied]
+            starts = [self.base, *(ladder[0] for ladder in self._by_density)]
+            starts += [one.with_decision(Decision("activation", "*", "device", 0, "")) for one in starts[:2]]
+            lean = [self.evaluate(plan).plan for plan in lean_plans(starts, self.open_params)]
+            self._varied_points += slower_than_some(lean, self._points)
         return self._varied_points
 
     def _evaluated(self, plan: Plan) -> Plan:

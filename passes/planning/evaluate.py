@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from torch import fx
 
@@ -23,6 +26,32 @@ from mtcompile.runtime.trace import busy_us
 
 class Inexact(AssertionError):
     """Raised if a plan's schedule does not have the figures that the plan was chosen by."""
+
+
+class Figured(Protocol):
+    """What plans by figures of summaries, as far as it can."""
+
+    def go_by_schedules(self) -> bool: ...
+
+
+F = TypeVar("F", bound=Figured)
+P = ParamSpec("P")
+V = TypeVar("V")
+
+
+def exact(method: Callable[Concatenate[F, P], V]) -> Callable[Concatenate[F, P], V]:
+    """Lets a method plan again by the figures of schedules if those of summaries turn out to be others, as was never seen."""
+
+    @functools.wraps(method)
+    def again(planning: F, *args: P.args, **kwargs: P.kwargs) -> V:
+        try:
+            return method(planning, *args, **kwargs)
+        except Inexact:
+            if not planning.go_by_schedules():
+                raise
+            return method(planning, *args, **kwargs)
+
+    return again
 
 
 def evaluate(problem: PlanningProblem, draft: fx.GraphModule, plan: Plan) -> Candidate:

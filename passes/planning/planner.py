@@ -16,11 +16,11 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.lower import Workspace, lower
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.candidates import Candidates, Store
-from mtcompile.passes.planning.evaluate import completed
+from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.evaluate import completed, evaluate
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.ladders import Block, everything, variant_decision
-from mtcompile.passes.planning.problem import Planned, PlanningProblem, Progress, no_progress
+from mtcompile.passes.planning.problem import Planned, PlanningProblem, Progress, Store, no_progress
 from mtcompile.passes.planning.variants import Variant
 
 _FARTHER = 1.05  # from its bound than the plan at other sizes is from its own: then a search is worth its time
@@ -58,7 +58,7 @@ def plan_like(problem: PlanningProblem, similar: Plan) -> Planned | None:
     plan = resized(similar, candidates.base, candidates.blocks, candidates.sizes)
     if plan is None or candidates.resident_fits(limits):
         return None
-    candidate = candidates.evaluate(plan)
+    candidate = evaluate(problem, candidates.draft, plan)
     certificate = candidates.certificate(limits.device, limits.host)
     if not fits(candidate.plan, limits) or certificate is None or similar.certificate is None:
         return None
@@ -103,7 +103,7 @@ def resident_plan(problem: PlanningProblem) -> Planned | None:
     plan = everything(problem.step, candidates.base, candidates.open_params, fused=True)
     if any(plan.params(block) != "device" for block in candidates.sizes):
         return None
-    planned = candidates.evaluate(plan)
+    planned = evaluate(problem, candidates.draft, plan)
     if not fits(planned.plan, problem.budgets):
         return None
     return completed(problem, planned, planned.plan.peak_bytes["device"], None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import fx
 
@@ -68,3 +69,11 @@ Progress = Callable[[str, int, int], None]  # called with (text, done, total); t
 
 def no_progress(text: str, done: int, total: int) -> None:
     """Ignores progress."""
+
+
+class Store(Protocol):
+    """Stores the evaluated candidates of a search between runs, as text."""
+
+    def read(self) -> str | None: ...
+
+    def write(self, text: str) -> None: ...

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from torch import fx
 
+from mtcompile.passes.check import SameComputationError
 from mtcompile.passes.insert import add_call
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.step_graph import all_reduce, broadcast, outputs_of, ranks_of, results
+from mtcompile.passes.step_graph import all_reduce, broadcast, calls, is_collective, outputs_of, ranks_of, results, update
+from mtcompile.runtime.happens_before import Order
+from mtcompile.runtime.schedule import Schedule
 
 
 def combine_over_ranks(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
@@ -40,3 +43,24 @@ def combine_over_ranks(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
             values[position] = item
     output.args = (tuple(values),)
     return step
+
+
+def check_reads(step: fx.GraphModule, schedule: Schedule) -> None:
+    """Checks of a step whose parameters lie once for all ranks of a host (I7): every read of a parameter at home ends before
+    its gradients are combined. A rank that has combined them may then update it at once: all others have read its old version
+    for the last time. Raises SameComputationError, which names the first read that comes later."""
+    place = {instruction.label: index for index, instruction in enumerate(schedule.instructions) if instruction.label}
+    combined = {name: place[call.name] for call in calls(step) if is_collective(call) for name in call.meta["names"]}
+    order = Order(schedule)
+    for call in calls(step):
+        if call.target is not update:
+            continue
+        homes = dict(zip((str(operand) for operand in call.args), call.meta["names"], strict=False))
+        for index, instruction in enumerate(schedule.instructions):
+            for home in homes.keys() & {*instruction.reads} if instruction.label != call.name else ():
+                if call.meta["tier"] != "host" or not order.before(index, combined[homes[home]]):
+                    raise SameComputationError(
+                        f"I7: expected every read of {homes[home]} before its gradients are combined, and its update on the "
+                        f"host, found that {instruction.label} reads it later: another rank may have updated it by then. "
+                        "MT_RANKS_SHARE=0 gives each rank weights of its own"
+                    )

@@ -211,9 +211,20 @@ class CudaDevice:
             self.check_host(nbytes, True)
             raise
         except NotPinned:
-            if self.staging is None:
-                self.staging = {queue: Staging(self.api, self._chunks()) for queue in _COPYING}
+            self._stage()
             return arena(nbytes)
+
+    def reach(self, memory: torch.Tensor) -> torch.Tensor:
+        """Pin host memory that is mapped already, such as what processes share: each registers what it has mapped."""
+        try:
+            return self.api.register(memory)
+        except NotPinned:
+            self._stage()
+            return memory
+
+    def _stage(self) -> None:
+        if self.staging is None:
+            self.staging = {queue: Staging(self.api, self._chunks()) for queue in _COPYING}
 
     def _chunks(self) -> list[torch.Tensor]:
         try:

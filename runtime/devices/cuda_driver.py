@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mtcompile.runtime.devices.host_pages import Placing, placing
-from mtcompile.runtime.devices.pinned import NotPinned, pinned
+from mtcompile.runtime.devices.pinned import NotPinned, pinned, registered
 
 
 class Api:
@@ -36,7 +38,8 @@ class Api:
         return self.module.stream(stream)  # type: ignore[no-any-return]
 
     def new_event(self, timed: bool = False) -> Any:
-        return self.module.Event(enable_timing=timed, blocking=True)  # a thread that waits for it leaves its core to others
+        # A thread that waits for it leaves its core to others; events of other devices than CUDA's do not know the word.
+        return self.module.Event(enable_timing=timed, **({"blocking": True} if self.device.type == "cuda" else {}))
 
     def record(self, event: Any, stream: Any) -> None:
         event.record(stream)
@@ -83,10 +86,15 @@ class Api:
 
     def pin(self, nbytes: int) -> torch.Tensor:
         """Return page-locked host memory. Raises NotPinned."""
+        return self._locked(functools.partial(pinned, nbytes, where=self.placing()))
+
+    def register(self, memory: torch.Tensor) -> torch.Tensor:
+        """Page-lock host memory that begins with a page, and return it. Raises NotPinned."""
+        return self._locked(functools.partial(registered, memory))
+
+    def _locked(self, lock: Callable[..., torch.Tensor]) -> torch.Tensor:
         try:
-            return pinned(
-                nbytes, self.module.cudart(), self.synchronize, lambda: self.module.device(self.device), self.placing()
-            )
+            return lock(self.module.cudart(), self.synchronize, lambda: self.module.device(self.device))
         except NotPinned:
             with contextlib.suppress(RuntimeError):  # the refusal stays the thread's last error until a launch reports it
                 torch.empty(1, device=self.device).fill_(0)

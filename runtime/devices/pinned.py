@@ -88,11 +88,22 @@ def pinned(
     memory = mmap.mmap(-1, max(nbytes, 1))
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     prepare(memory, tensor.data_ptr(), where, library(), torch.get_num_threads())
+    return registered(tensor, runtime, synchronize, current)[:nbytes]
+
+
+def registered(
+    tensor: torch.Tensor,
+    runtime: Any,
+    synchronize: Callable[[], None],
+    current: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> torch.Tensor:
+    """Page-locks memory that the process has mapped, for as long as a tensor holds it, and returns it. Otherwise as
+    ``pinned``."""
+    nbytes, pointer = tensor.numel(), tensor.data_ptr()
     with current():
-        code = int(runtime.cudaHostRegister(tensor.data_ptr(), len(memory), _PORTABLE))
+        code = int(runtime.cudaHostRegister(pointer, nbytes, _PORTABLE))
     if code:
         raise NotPinned(f"cudaHostRegister refused {nbytes} bytes with error {code}")
-    pointer = tensor.data_ptr()
 
     def release() -> None:
         with current():
@@ -100,4 +111,4 @@ def pinned(
             runtime.cudaHostUnregister(pointer)
 
     weakref.finalize(tensor.untyped_storage(), release).atexit = False  # the process takes its memory with it
-    return tensor[:nbytes]
+    return tensor

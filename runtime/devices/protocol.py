@@ -22,6 +22,9 @@ class Device(Protocol):
     def arena(self, tier: Tier, nbytes: int) -> Any:
         """Return ``nbytes`` of a tier's memory, as a tensor of bytes."""
 
+    def reach(self, memory: Any) -> Any:
+        """Return host memory that the process has mapped itself, ready for the device's copies."""
+
     def memory(
         self,
         schedule: Schedule,

@@ -136,3 +136,16 @@ def test_a_smaller_plan_that_does_not_exist(where: torch.device, monkeypatch: py
     failing = Failing(monkeypatch, torch.OutOfMemoryError("injected"))
     with pytest.raises(mtcompile.BudgetError, match="a smaller plan does not help"):
         trained(where, "step", failing, 3, memory_for(where) // 2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the cap is the second device's")
+def test_a_device_with_less_memory_than_its_budget_refuses(device: torch.device) -> None:
+    memory, second = memory_for(device), torch.ops.second_device
+    model, cap = Small(), second.cap()
+    compiled: Any = mtcompile.compile(model, memory=memory, device=device, optimizer=torch.optim.AdamW(model.parameters()))
+    second.set_cap(second.live() + memory // 8)
+    try:
+        with pytest.raises((mtcompile.BudgetError, torch.OutOfMemoryError)):
+            compiled(torch.linspace(-1, 1, 8 * 32).view(8, 32)).backward()
+    finally:
+        second.set_cap(cap)

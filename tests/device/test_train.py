@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from tests.device.models import make
 from tests.device.reference import compare, compiled_at, on
 from tests.device.reference import floor as floor_of
 from tests.device.second import LateCopies
+from tests.helpers.stacks import WIDTH, Residual
 from tests.helpers.training import adamw, loss_of
 
 MODELS = ("decoder", "dropping", "cnn", *(pytest.param(name, marks=pytest.mark.long) for name in ("tied", "chain")))
@@ -298,6 +300,25 @@ def test_bits_are_equal_when_copies_come_as_late_as_their_events_permit(
         compiled, optimizer = compiled_at(model, memory, device)
         compare(compiled, optimizer, model, data, device)
         assert device.type == "cuda" or (late[-1].copies and late[-1].blocked)
+
+
+@pytest.mark.long
+def test_late_copies_reach_the_disk_whole_and_come_back(device: torch.device, late: list[LateCopies], tmp_path: Path) -> None:
+    plain = Residual()
+    x = torch.linspace(-1, 1, 512 * WIDTH).view(512, -1)
+    ours, reference = copy.deepcopy(plain), copy.deepcopy(plain)
+    options = {"memory": "8MiB", "host": "5500KiB", "policy": "offload-all", "disk": f"{tmp_path}:16MiB", "device": device}
+    compiled: Any = mtcompile.compile(ours, **options)
+    resident: Any = mtcompile.compile(reference, device=device)
+    for _ in range(3):
+        losses = [model(x) for model in (compiled, resident)]
+        assert torch.equal(*(loss.detach().cpu() for loss in losses))
+        for loss in losses:
+            loss.backward()
+        for one, two in zip(compiled.parameters(), resident.parameters(), strict=True):
+            assert one.grad is not None and two.grad is not None and torch.equal(one.grad.cpu(), two.grad.cpu())
+    assert sum(d.kind == "activation" and d.choice == "disk" for d in compiled.plan.decisions) >= 2
+    assert compiled.memory_report()["peak_disk_bytes"] > 0
 
 
 class Halved(nn.Module):

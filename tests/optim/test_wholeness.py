@@ -259,14 +259,14 @@ def test_a_model_between_two_steps_is_not_copied(tmp_path: Path) -> None:
 
 def test_a_copy_waits_for_updates_behind_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of what is being updated would be torn."""
-    training, plain_step = Training(OPTIMIZERS["AdamW"], update="backward", run_ahead=True), backward_kernels._update_plain
+    training, plain_step = Training(OPTIMIZERS["AdamW"], update="backward", run_ahead=True), backward_kernels.update_plain
     training.restore()
 
     def slow(*args: Any) -> None:
         time.sleep(0.05)
         plain_step(*args)
 
-    monkeypatch.setattr(backward_kernels, "_update_plain", slow)
+    monkeypatch.setattr(backward_kernels, "update_plain", slow)
     training.backward()
     copied = [*copy.deepcopy(training.model).parameters()]
     assert equal(copied, training.after[: len(copied)])

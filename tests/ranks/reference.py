@@ -68,11 +68,12 @@ def trained(
     make: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
     clip: float | None = None,
     hosts: int = 1,
+    states: list[torch.Tensor] | None = None,
 ) -> nn.Module:
     """Trains ``plain`` as all ranks together do: their gradients, each divided by their number, are added up in the order of
-    the ranks of a host, and then of the hosts."""
+    the ranks of a host, and then of the hosts. ``states``: of their generators before and, in place, after it."""
     optimizer, count = make(plain), len(steps[0])
-    states = [generator_of(rank) for rank in range(count)]
+    states = [generator_of(rank) for rank in range(count)] if states is None else states
     for of_ranks in steps:
         on_hosts: list[dict[str, torch.Tensor]] = []
         for rank, batch in enumerate(of_ranks):

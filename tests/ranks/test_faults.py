@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 import mtcompile
 from mtcompile.distributed.meeting import RanksParted
+from mtcompile.errors import StepError
 from tests.ranks import job
 from tests.ranks.reference import adamw, batches, model
 
@@ -40,6 +42,68 @@ def faulty(rank: int, count: int) -> dict[str, Any]:
         second = str(error)
     changed = [name for name, value in ours.state_dict().items() if not value.equal(weights[name])]
     return {"first": first, "second": second, "took": took, "changed": changed}
+
+
+def with_errors(rank: int, count: int) -> dict[str, Any]:
+    """Rank 1 has a batch that its forward cannot take, then both go on; at last it hangs in a collective, and rank 0 is
+    interrupted while it waits there."""
+    steps, plain = batches(4, count), model()
+    optimizer = adamw(plain)
+    ours = mtcompile.compile(plain, memory="200KB", optimizer=optimizer, update="backward")
+    found: dict[str, Any] = {"errors": []}
+    for number, of_ranks in enumerate(steps[:3]):
+        ids, labels = of_ranks[rank]
+        try:
+            ours(ids + 1000 * (number == 1 and rank == 1), labels).backward()
+        except (StepError, IndexError) as error:
+            found["errors"].append(str(error))
+        optimizer.step()
+    if rank == 1:
+        ours._mt_model.door.ranks.connection.exchange.all_reduce = lambda *_: time.sleep(60)
+        signal.alarm(30)
+    else:
+        threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    loss = ours(*steps[3][rank])
+    began = time.monotonic()
+    try:
+        loss.backward()
+    except (KeyboardInterrupt, StepError) as error:
+        found["end"], found["took"] = type(error).__name__, time.monotonic() - began
+    if rank == 0:
+        os.kill(ours._mt_model.door.ranks.connection.meeting.processes[1], signal.SIGKILL)
+    return found
+
+
+def test_a_forward_that_fails_and_an_interrupt_in_a_collective_end_the_waits(tmp_path: Path) -> None:
+    first, killed = job.ended(job.start(with_errors, 2, tmp_path), tmp_path)
+    assert killed is None and "traceback" not in first, first
+    (told,) = first["errors"]
+    assert told.startswith("rank 1 stopped before this step, and nothing was changed: index out of range")
+    assert first["end"] == "KeyboardInterrupt" and first["took"] < 10
+
+
+def killed_among_updates(rank: int, count: int) -> dict[str, Any]:
+    steps, plain = batches(2, count), model()
+    optimizer = adamw(plain)
+    ours = mtcompile.compile(plain, memory="200KB", optimizer=optimizer, update="backward")
+    ours(*steps[0][rank]).backward()
+    optimizer.step()
+    if rank == 1:
+        ours._mt_model.door.shares.update = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    errors = []
+    for _ in range(2):
+        try:
+            ours(*steps[1][rank]).backward()
+        except StepError as error:
+            errors.append(str(error))
+    return {"errors": errors}
+
+
+@pytest.mark.long
+def test_weights_that_a_killed_rank_has_half_updated_are_refused(tmp_path: Path) -> None:
+    first, killed = job.ended(job.start(killed_among_updates, 2, tmp_path), tmp_path)
+    assert killed is None and "has ended while this one waited" in first["errors"][0]
+    assert first["errors"][1].startswith("step 2 failed among its updates: some parameters have been updated, others not.")
 
 
 def faults(count: int, folder: Path) -> tuple[list[Any], list[Any]]:

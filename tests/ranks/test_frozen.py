@@ -10,6 +10,7 @@ import torch
 
 import mtcompile
 from tests.ranks import job
+from tests.ranks.compiled import mapping_of
 from tests.ranks.reference import adamw, batches, differing, generator_of, model, trained
 
 
@@ -18,21 +19,6 @@ def frozen_model() -> torch.nn.Module:
     for parameter in plain.layers.parameters():
         parameter.requires_grad_(False)
     return plain
-
-
-def mapping_of(tensor: torch.Tensor) -> dict[str, str]:
-    """What the kernel says of the mapping that a tensor lies in."""
-    lines, found = Path("/proc/self/smaps").read_text().splitlines(), dict[str, str]()
-    inside = False
-    for line in lines:
-        head = line.split()
-        if "-" in head[0] and not head[0].endswith(":"):
-            start, end = (int(part, 16) for part in head[0].split("-"))
-            inside = start <= tensor.data_ptr() < end
-            found |= {"file": " ".join(head[5:]), "flags": head[1]} if inside else {}
-        elif inside:
-            found[head[0].rstrip(":")] = " ".join(head[1:])
-    return found
 
 
 def frozen(rank: int, count: int) -> dict[str, Any]:

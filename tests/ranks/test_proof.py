@@ -14,7 +14,8 @@ from mtcompile.forecast.result import Forecast
 from mtcompile.passes.check import SameComputationError, same_computation
 from mtcompile.passes.numbering import over_ranks
 from mtcompile.passes.planning import candidates, frontier
-from mtcompile.passes.step_graph import all_reduce, broadcast, calls, copy_step, is_collective, ranks_of, results
+from mtcompile.passes.rewrites.collectives import check_reads
+from mtcompile.passes.step_graph import all_reduce, broadcast, calls, copy_step, is_collective, ranks_of, results, update
 from mtcompile.report.dot import dot
 from mtcompile.runtime.schedule import from_json, with_deps
 from mtcompile.runtime.verify import ScheduleError, verify
@@ -106,3 +107,16 @@ def test_it_is_drawn_and_interpreted_and_numbered(planned: Forecast) -> None:
     call = next(filter(is_collective, calls(step)))
     assert over_ranks(call.target, (3,)) == ("all_reduce", 3)
     assert torch.equal(all_reduce(torch.ones(2))[0], torch.ones(2))
+
+
+def test_a_read_of_shared_weights_after_their_gradients_are_combined_is_refused(planned: Forecast) -> None:
+    assert planned.planned is not None
+    step, schedule = planned.planned.step, planned.planned.schedule
+    check_reads(step, schedule)
+    changed = [call for call in calls(step) if call.target is update]
+    home = str(changed[0].args[0])
+    late = next(i for i, each in enumerate(schedule.instructions) if each.label == changed[-1].name)
+    later = replace(schedule.instructions[late], reads=(*schedule.instructions[late].reads, home))
+    instructions = (*schedule.instructions[:late], later, *schedule.instructions[late + 1 :])
+    with pytest.raises(SameComputationError, match=r"I7: expected every read of .* before its gradients are combined"):
+        check_reads(step, replace(schedule, instructions=instructions))

@@ -16,29 +16,8 @@ from mtcompile.errors import StepError
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us
 from tests.ranks import job
+from tests.ranks.compiled import compiled, train
 from tests.ranks.reference import adamw, batches, differing, generator_of, model, trained
-
-BUDGET = "200KB"  # too little for all weights and activations
-
-
-def compiled(rank: int, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
-    """The model of a rank, built with other weights than those of rank 0, whose are taken."""
-    plain = model(seed=rank)
-    optimizer = adamw(plain)
-    return mtcompile.compile(plain, memory=BUDGET, optimizer=optimizer, **options), optimizer
-
-
-def train(rank: int, steps: Any, clip: float | None = None, **options: Any) -> Any:
-    ours, optimizer = compiled(rank, **options)
-    torch.set_rng_state(generator_of(rank))
-    for of_ranks in steps:
-        optimizer.zero_grad()
-        ours(*of_ranks[rank]).backward()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(ours.parameters(), clip)
-        optimizer.step()
-    ours.synchronize()
-    return ours
 
 
 def distributed_data_parallel(rank: int, steps: Any, clip: float | None = None) -> nn.Module:
@@ -187,6 +166,7 @@ def other_steps(rank: int, count: int) -> dict[str, list[str]]:
     masters = train(rank, steps, update="backward", precision="bf16-master32")
     return {
         "ragged": differing(train(rank, ragged), trained(model(), ragged)),
+        "shared": differing(train(rank, ragged, update="backward"), trained(model(), ragged)),
         "masters": differing(masters, train(rank, steps, precision="bf16-master32")),
         "accumulated": elsewhere(train(rank, steps, update="backward", accumulate=2)),
     }
@@ -206,7 +186,7 @@ def elsewhere(ours: nn.Module) -> list[str]:
 
 @pytest.mark.long
 def test_ragged_batches_masters_and_micro_batches(tmp_path: Path) -> None:
-    nothing: dict[str, list[str]] = {"ragged": [], "masters": [], "accumulated": []}
+    nothing: dict[str, list[str]] = {"ragged": [], "shared": [], "masters": [], "accumulated": []}
     assert job.run(other_steps, 2, tmp_path) == [nothing, nothing]
 
 
@@ -257,7 +237,14 @@ def refusals(rank: int, count: int) -> list[str]:
         errors.append(str(error.value))
     with pytest.raises(ValueError) as refused:
         mtcompile.compile(nn.Linear(2, 2), memory="1MB", host="1MB", disk="/tmp:1MB")
-    return [*errors, str(refused.value)]
+    plain = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    wrapped = nn.parallel.DistributedDataParallel(
+        mtcompile.compile(plain, memory="1MB", optimizer=optimizer, update="backward")
+    )
+    with pytest.raises(StepError) as late:
+        wrapped(torch.ones(1, 2)).sum().backward()
+    return [*errors, str(refused.value), str(late.value)]
 
 
 def sharded(plain: nn.Module, count: int) -> nn.Module:
@@ -271,8 +258,9 @@ def sharded(plain: nn.Module, count: int) -> nn.Module:
 
 
 def test_what_is_distributed_already_and_what_differs_is_refused(tmp_path: Path) -> None:
-    for wrapped, dtensor, other, disk in job.run(refusals, 2, tmp_path):
+    for wrapped, dtensor, other, disk, late in job.run(refusals, 2, tmp_path):
         assert "wrapped in DistributedDataParallel; expected the plain module" in wrapped
         assert "weight is a DTensor" in dtensor
         assert "rank 1 has other names, shapes" in other
         assert "expected no disk=" in disk
+        assert late.startswith("the model was called by DistributedDataParallel, to which")

@@ -27,7 +27,11 @@ def test_ranks_of_a_host_share_its_memory() -> None:
     assert alone.scaling is None and four.scaling is not None and four.planned is not None
     assert four.tokens == 4 * alone.tokens and four.scaling.alone_us == pytest.approx(alone.step_time_us)
     assert four.step_time_us > alone.step_time_us and 0 < four.scaling.speedup < 4
-    assert four.scaling.host_bytes == 4 * four.peak_bytes["host"] > 4 * alone.peak_bytes["host"]
+    assert four.scaling.host_bytes == four.peak_bytes["host"] == sum((four.ledger or {})["host"].values())
+    assert four.peak_bytes["host"] == 4 * four.planned.schedule.peak_nbytes["host"]
+    of_one, of_four = (each.ledger or {} for each in (alone, four))
+    for part in ("weights", "optimizer"):  # once for all of them
+        assert of_one["host"][part] <= of_four["host"][part] <= of_one["host"][part] + 4 * four.parameters
     verify(four.planned.schedule)
     network = [i for i in four.planned.schedule.instructions if i.work == "collective"]
     gradients = sum(i.nbytes for i in four.planned.schedule.instructions if i.work == "offload" and i.phase == "backward")

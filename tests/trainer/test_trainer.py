@@ -24,7 +24,7 @@ from mtcompile.cli.app import app
 from mtcompile.data.windows import Windows, read_tokens
 from mtcompile.errors import CheckpointError
 from mtcompile.models.loading import language_model
-from mtcompile.trainer.recipe import Recipe, learning_rate
+from mtcompile.trainer.recipe import Recipe, check, learning_rate
 from mtcompile.trainer.trainer import Evaluation, Row, train
 
 pytestmark = pytest.mark.slow  # it compiles many models
@@ -188,3 +188,9 @@ def test_the_learning_rate_rises_and_falls() -> None:
     rates = [learning_rate(wanted, 100, step) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
     assert rates[9:] == sorted(rates[9:], reverse=True) and rates[-1] == pytest.approx(0.1)
+
+
+def test_several_processes_of_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"expected one process, found WORLD_SIZE=2, as torchrun sets it"):
+        check(Recipe("gpt-11m", memory="64MiB"))

@@ -40,10 +40,16 @@ class ParameterPlace:
 
 @dataclass(slots=True)
 class Slab:
-    """The memory of one block's parameters. ``tier``: where it should be; the next ``adopt`` moves it there."""
+    """The memory of one block's parameters. ``tier``: where it should be; the next ``adopt`` moves it there. ``common``: other
+    processes have the parameters there too; ``together``: and see what this one writes."""
 
     tier: str
     memory: torch.Tensor
+    common: bool = False
+    together: bool = False
+
+
+Fill = Callable[[torch.Tensor], None]
 
 
 class ParameterStore:
@@ -71,8 +77,9 @@ class ParameterStore:
         self.provisional = False
         self.disk: DiskStore | None = None
         self.to_disk: Callable[[str, torch.nn.Parameter], None] = lambda name, parameter: None
-        # Makes memory for frozen parameters, which processes have in common, with what a function writes to it; None: none is.
-        self.shared: Callable[[int, Callable[[torch.Tensor], None]], torch.Tensor] | None = None
+        # Makes the slab of a block at home on the host that processes have in common, with what a function writes to it; None:
+        # this process has the block for itself.
+        self.common: Callable[[Mapping[str, torch.nn.Parameter], int, Fill], Slab | None] = lambda block, nbytes, fill: None
         self._gradients: list[tuple[torch.Tensor, int]] = []  # slab, and its number of holders when only this list holds it
 
     @property
@@ -105,13 +112,12 @@ class ParameterStore:
                 if not shares_storage(parameters[name]):
                     offsets[name], span = nbytes, span_nbytes(parameters[name].data)
                     nbytes += whole_blocks(span) if tier == "disk" else placed(span)
-            frozen = not any(parameters[name].requires_grad for name in names)
-            filled = tier == "host" and frozen and self.shared is not None and nbytes > 0
-            if filled and self.shared is not None:
-                values = [(offsets[name], parameters[name].data) for name in offsets]
-                self.slabs[block] = Slab(tier, self.shared(nbytes, functools.partial(_write_all, values)))
-            else:
-                self.slabs[block] = Slab(tier, self._memory(tier, nbytes))
+            slab = None
+            if tier == "host" and nbytes > 0:
+                fill = functools.partial(_write_all, offsets, parameters)
+                slab = self.common({name: parameters[name] for name in names}, nbytes, fill)
+            filled = slab is not None
+            self.slabs[block] = Slab(tier, self._memory(tier, nbytes)) if slab is None else slab
             for name in names:
                 parameter = parameters[name]
                 self.places[name] = ParameterPlace(parameter, block, None, 0, parameter.data_ptr(), name)
@@ -255,6 +261,11 @@ class ParameterStore:
         if place.parameter is parameter and parameter.data_ptr() == place.pointer:
             self._note_writes(place)
             return
+        if self.slabs[place.block].together:
+            raise StepError(
+                f"{name} was replaced by another tensor, and lies once for all ranks of the host; expected the same one. Load "
+                "the values with load_state_dict on all ranks; MT_RANKS_SHARE=0 gives each rank weights of its own"
+            )
         values, earlier, place.parameter = parameter.data, place.parameter, parameter
         wanted = self._where(self.slabs[place.block].tier)
         back = _is_at(parameter, place.home)
@@ -322,10 +333,11 @@ class ParameterStore:
         return memory
 
 
-def _write_all(values: Iterable[tuple[int, torch.Tensor]], memory: torch.Tensor) -> None:
-    """Writes tensors to memory, each so many bytes from its start."""
-    for offset, tensor in values:
-        part(memory, offset, layout_of(tensor)).copy_(tensor)
+def _write_all(offsets: Mapping[str, int], parameters: Mapping[str, torch.nn.Parameter], memory: torch.Tensor) -> None:
+    """Writes the values of parameters to memory, each so many bytes from its start."""
+    for name, offset in offsets.items():
+        values = parameters[name].data
+        part(memory, offset, layout_of(values)).copy_(values)
 
 
 def _is_at(parameter: torch.Tensor, home: torch.Tensor | None) -> bool:

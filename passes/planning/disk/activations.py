@@ -103,6 +103,8 @@ def _spilled(problem: PlanningProblem, planned: Planned, evenly: Evenly, serves:
     for ahead in AHEAD:
         tried.append(_fewest(problem, draft, replace(planned.plan, disk_lookahead=ahead), longest_first, serves))
         yield tried[-1]
+        if not serves(tried[0]):  # all of it on disk, with the least staging
+            return
     fastest = min(filter(serves, tried), key=lambda one: one.plan.total_us, default=None)
     if fastest is not None:
         plan = replace(planned.plan, disk_lookahead=fastest.plan.disk_lookahead)

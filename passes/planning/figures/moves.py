@@ -236,11 +236,12 @@ class Moves:
     def _update(self, group: _Gradients, on_host: bool) -> Call:
         assert self.updates is not None
         nbytes = sum([operand.nbytes for operand in group.operands])
-        copies, workspace = self.updates.state_copies, 0
+        copies, checked, workspace = self.updates.state_copies, self.updates.checked, 0
         if on_host:
-            us = self.machine.update_us(nbytes, 0, copies)
+            us = self.machine.update_us(nbytes, 0, copies, checked)
         else:
-            us, workspace = self.machine.update_us(0, nbytes, copies), aligned(int(nbytes * self.updates.workspace_copies))
+            us = self.machine.update_us(0, nbytes, copies, checked)
+            workspace = aligned(int(nbytes * self.updates.workspace_copies))
         updated = [operand.number for operand in group.operands]
         queue = HOST if on_host else COMPUTE
         return Call(queue, us, 1, group.buffers, [], [], updated, workspace, update=group.name or "-")

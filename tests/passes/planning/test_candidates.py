@@ -164,3 +164,26 @@ def test_updates_that_need_not_wait_for_the_last_cast_are_seen() -> None:
     assert any(point.plan.updates and not point.plan.updates.patient for point in points)
     again = points_from_json(points_to_json(points, candidates.ladders), candidates.ladders)
     assert [point.plan for point in again] == [point.plan for point in points]
+
+
+@pytest.mark.parametrize("way", ["as gradients arrive", pytest.param("behind the forward", marks=pytest.mark.long)])
+def test_the_smallest_host_that_is_named_works_and_nothing_drawn_needs_less(way: str) -> None:
+    """Budgets from nothing up to it are refused with the same bytes, and larger ones are not slower."""
+    problem = PlanningProblem(traced_case("tied").step, MACHINES[1], Budgets(updates=WAYS[way]))
+    candidates, rnd = Candidates(problem), random.Random(1)
+    least, most = candidates.least().plan.peak_bytes["device"], candidates.best(None, None).plan.peak_bytes["device"]
+    drawn = [varied(candidates, rnd) for _ in range(100)]
+    peaks = [candidates.evaluate(one).plan.peak_bytes for plan in drawn for one in (plan, impatient(plan) or plan)]
+    for device in (least + (most - least) * i // 10 for i in (3, 9)):
+        with pytest.raises(DoesNotFit) as refused:
+            candidates.best(device, 0)
+        smallest = refused.value.minimum
+        assert refused.value.tier == "host"
+        for host in (smallest // 3, smallest * 2 // 3, smallest - 1):
+            with pytest.raises(DoesNotFit) as again:
+                candidates.best(device, host)
+            assert again.value.minimum == smallest
+        budgets = [*(smallest + smallest * i // 8 for i in range(4)), None]
+        times = [candidates.best(device, host).plan.total_us for host in budgets]
+        assert times == sorted(times, reverse=True)
+        assert smallest <= min((peak["host"] for peak in peaks if peak["device"] <= device), default=smallest)

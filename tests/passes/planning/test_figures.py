@@ -11,7 +11,7 @@ from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning import candidates as candidates_module
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.evaluate import Inexact, evaluate
+from mtcompile.passes.planning.evaluate import Inexact, completed, evaluate
 from mtcompile.passes.planning.figures.evaluator import Evaluator, Figures
 from mtcompile.passes.planning.pace import impatient, with_pace
 from mtcompile.passes.planning.problem import PlanningProblem
@@ -68,6 +68,6 @@ def test_after_figures_that_are_not_those_of_the_schedule_schedules_tell_them(mo
 
     monkeypatch.setattr(Evaluator, "figures", halved)
     with pytest.raises(Inexact, match="expected the figures that the plan was chosen by"):
-        wrong.planned(wrong.base)
+        completed(problem, wrong.evaluate(wrong.base), 0, None)
     assert wrong.best(budget, None).plan == exact.best(budget, None).plan
     assert not wrong._evaluator.able

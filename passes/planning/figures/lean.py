@@ -1,0 +1,54 @@
+"""Plans that need little of the host: of a few ways to compute a step, with more and more homes on the device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from mtcompile.passes.plan import Decision, Plan
+from mtcompile.passes.planning.frontier import Point
+from mtcompile.passes.planning.pace import with_pace
+
+_FEW_HOMES = 5  # of which every choice is tried
+_SOME_HOMES = 12  # of which every count is tried; of more, a few counts, beginning with few plans
+_COUNTS, _STARTS = 6, 4
+_WHY = "on the device: the host is short of memory"
+
+
+def lean_plans(starts: Sequence[Plan], sizes: Mapping[str, int]) -> Iterator[Plan]:
+    """Yields plans whose gradients do not wait on the host. ``starts``: ways to compute the step; ``sizes``: bytes of the homes
+    whose tier is open."""
+    homes = list(sizes)
+    chosen = _subsets(homes) if len(homes) <= _FEW_HOMES else _prefixes(homes, sizes)
+    for start in starts if len(homes) <= _SOME_HOMES else starts[:_STARTS]:
+        lean = replace(with_pace(start, False, ()), lookahead=0, pooled=True)
+        for on_device in chosen:
+            decisions = tuple(Decision("params", home, "device", sizes[home], _WHY) for home in on_device)
+            others = tuple(d for d in lean.decisions if d.kind != "params" or d.subject not in on_device)
+            yield replace(lean, decisions=(*others, *decisions))
+
+
+def slower_than_some(plans: Sequence[Plan], points: Sequence[Point]) -> list[Point]:
+    """Returns those plans as points than which some of ``points`` is as fast with no higher peak on the device: then a plan
+    within a larger budget of the host is never slower."""
+
+    def slower(plan: Plan) -> bool:
+        peak, us = plan.peak_bytes["device"], plan.total_us
+        return any(point.peak <= peak and point.time_us <= us for point in points)
+
+    return [Point(plan, (plan,), 0) for plan in plans if slower(plan)]
+
+
+def _subsets(homes: Sequence[str]) -> list[frozenset[str]]:
+    every = (itertools.combinations(homes, count) for count in range(len(homes) + 1))
+    return [frozenset(chosen) for chosen in itertools.chain.from_iterable(every)]
+
+
+def _prefixes(homes: Sequence[str], sizes: Mapping[str, int]) -> list[frozenset[str]]:
+    """The first few of the homes and so on to all: in the order of the step, backward, the smallest or the largest first."""
+    by_size = sorted(homes, key=lambda home: sizes[home])
+    orders = (homes, homes[::-1], by_size, by_size[::-1]) if len(homes) <= _SOME_HOMES else (homes, by_size[::-1])
+    count = len(homes) + 1 if len(homes) <= _SOME_HOMES else _COUNTS
+    counts = [round(len(homes) * i / (count - 1)) for i in range(count)]
+    return list(dict.fromkeys(frozenset(order[:count]) for order in orders for count in counts))

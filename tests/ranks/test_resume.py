@@ -1,0 +1,57 @@
+"""A training goes on with the same bits from a checkpoint, under as many ranks as there are then."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mtcompile
+from mtcompile import checkpoint
+from tests.ranks import job
+from tests.ranks.reference import adamw, batches, differing, generator_of, model, trained
+
+STAGES = (2, 4, 4, 2, 1, 4)  # ranks, one step each
+
+
+def stage(folder: Path, number: int, rank: int, count: int) -> dict[str, Any]:
+    """Goes on from the checkpoint of the stage before, for one step."""
+    plain = model(seed=rank + number)
+    optimizer = adamw(plain)
+    ours = mtcompile.compile(plain, memory="200KB", optimizer=optimizer, update="backward")
+    torch.set_rng_state(generator_of(rank))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        if number:
+            assert checkpoint.load(folder, ours, optimizer).step == number
+    ours(*batches(len(STAGES), 4)[number][rank]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    checkpoint.save(folder, ours, optimizer, step=number + 1)
+    return {"warned": any("has saved no random generators" in str(each.message) for each in warned)}
+
+
+@pytest.mark.long
+def test_a_training_resumes_under_more_and_fewer_ranks(tmp_path: Path) -> None:
+    folder, plain = tmp_path / "run", model()
+    optimizer, states = adamw(plain), [generator_of(rank) for rank in range(4)]
+    for number, count in enumerate(STAGES):
+        (at := tmp_path / str(number)).mkdir()
+        found = job.run(functools.partial(stage, folder, number), count, at)
+        before = STAGES[number - 1] if number else count
+        assert [each["warned"] for each in found] == [rank >= before for rank in range(count)]
+        for rank in range(before, count):  # these have new generators
+            states[rank] = generator_of(rank)
+        trained(plain, [batches(len(STAGES), 4)[number][:count]], lambda of: optimizer, states=states)
+        loaded = model(seed=9)
+        state = adamw(loaded)
+        assert checkpoint.load(folder, loaded, state).step == number + 1
+        assert differing(loaded, plain) == []
+        expected = optimizer.state_dict()["state"]
+        for index, entry in state.state_dict()["state"].items():
+            assert all(torch.equal(value, expected[index][key]) for key, value in entry.items())
+    assert sorted(path.name for path in folder.glob("rank-*")) == ["rank-0001", "rank-0002", "rank-0003"]
