@@ -8,7 +8,7 @@ import json
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from mtcompile.optim.training_state import numbered
 from mtcompile.reading import interrupts_later
 from mtcompile.runtime.devices.arena import overlaps
 
+_PARTS = ("model", "optimizer", "generators", "others", "extra")
 _LIKE_PARAMETERS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum", "master")
 
 
@@ -65,7 +66,7 @@ def inspect(folder: str | os.PathLike[str]) -> Loaded:
 
 def saved_generators(path: Path) -> dict[str, Any]:
     """Returns the states of the random generators of a checkpoint. Raises CheckpointError."""
-    return dict(_state(path, _opened(path)[1], copied=True)[0]["generators"])
+    return dict(_state(path, _opened(path)[1], copied=True, parts=("generators",))[0]["generators"])
 
 
 def load(
@@ -123,7 +124,7 @@ def _generators_of_rank(path: Path, manifest: Manifest, model: nn.Module, of_fir
     saved = [each for each in checkpoints(folder_of_rank(path.parent, rank)) if each[1].step == manifest.step]
     if saved:
         verify_files(*saved[-1])
-        return dict(_state(*saved[-1], copied=True)[0]["generators"])
+        return dict(_state(*saved[-1], copied=True, parts=("generators",))[0]["generators"])
     warnings.warn(
         f"rank {rank} has saved no random generators with {path.name}: it draws on as it was seeded. To save them, call save "
         "on all ranks",
@@ -207,7 +208,9 @@ def _opened(folder: Path) -> tuple[Path, Manifest]:
     return complete[-1]
 
 
-def _state(path: Path, manifest: Manifest, copied: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+def _state(
+    path: Path, manifest: Manifest, copied: bool = False, parts: Collection[str] = _PARTS
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the saved state by part, and the model's state dictionary. Raises CheckpointError.
 
     The tensors of the state lie in its file, which may change or go, and at addresses for which some kernels round otherwise.
@@ -218,7 +221,7 @@ def _state(path: Path, manifest: Manifest, copied: bool = False) -> tuple[dict[s
         saved = [tensors[str(number)] for number in range(len(tensors))]
         saved = [tensor.clone() for tensor in saved] if copied else saved
         state = {name: decoded(part, saved) for name, part in manifest.state.items()}
-        if lacking := sorted({"model", "optimizer", "generators", "others", "extra"} - state.keys()):
+        if lacking := sorted(set(parts) - state.keys()):
             raise ValueError(f"expected state of {', '.join(lacking)}")
         weights: dict[str, Any] = state["model"]
         _check_versions(getattr(weights, "_metadata", {}))
@@ -281,8 +284,8 @@ def _compare(path: Path, model: nn.Module, weights: Mapping[str, Any]) -> None:
         if weights[name].dtype not in (value.dtype, *[torch.float32] * (name in wide)):
             raise CheckpointError(
                 f"{path}: expected {name} in {value.dtype}, as in this model, found {weights[name].dtype}: a conversion would "
-                f"change its bits. Convert the model first, with model.to({weights[name].dtype}); compile it, or convert it "
-                "back, after load"
+                f"change its bits. Convert the model first, with model.to({weights[name].dtype}), and compile it or convert it "
+                "back after load"
             )
         if overlaps(value):
             raise CheckpointError(

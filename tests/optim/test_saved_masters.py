@@ -1,4 +1,4 @@
-"""Checkpoints of trainings that are not between two like steps: parameters without steps, and accumulations that go on."""
+"""Checkpoints of trainings with masters: parameters without steps, and accumulations that go on."""
 
 from __future__ import annotations
 
