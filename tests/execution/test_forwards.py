@@ -197,22 +197,25 @@ def test_bits_are_equal_at_three_budgets(name: str) -> None:
 def test_more_forwards_than_fit_are_refused_and_nothing_is_lost() -> None:
     memory = smallest(Net, siamese)
     model = made(Net)
-    inputs = [data() for _ in range(3)]
+    inputs = [data() for _ in range(6)]
     plain = copy.deepcopy(model)
     sum(plain(x).square().mean() for x in inputs[:2]).backward()
     compiled = mtcompile.compile(copy.deepcopy(model), memory=memory)
     torch.manual_seed(0)
-    first, second = (compiled(x).square().mean() for x in inputs[:2])
-    before = torch.get_rng_state()
-    with pytest.raises(mtcompile.BudgetError, match=r"3 training forwards .* and 2 fit") as raised:
-        compiled(inputs[2])
+    waiting = []
+    with pytest.raises(mtcompile.BudgetError, match=r"\d training forwards .* and \d fit") as raised:
+        for x in inputs:
+            before = torch.get_rng_state()
+            waiting.append(compiled(x).square().mean())
+    fit = len(waiting)
+    assert 2 <= fit < 6 and f"{fit + 1} training forwards" in str(raised.value) and f"and {fit} fit" in str(raised.value)
     assert raised.value.minimum_bytes > memory
     assert torch.equal(before, torch.get_rng_state())
     torch.manual_seed(0)
     del plain
     plain = copy.deepcopy(model)
-    sum(plain(x).square().mean() for x in inputs[:2]).backward()
-    (first + second).backward()
+    sum(plain(x).square().mean() for x in inputs[:fit]).backward()
+    sum(waiting).backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), compiled.parameters(), strict=True))
     roomier = mtcompile.compile(copy.deepcopy(model), memory=raised.value.minimum_bytes)
     run(roomier, triplet, steps=1)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import mtcompile
 from mtcompile.execution.runner import write_buffers
 from mtcompile.runtime.devices.cpu import CpuMemory
-from mtcompile.runtime.workers import Worker
+from mtcompile.runtime.workers import Progress, Worker
 from tests.helpers.training import minimum_bytes
 
 pytestmark = pytest.mark.slow  # it compiles many models
@@ -375,7 +375,7 @@ def test_a_thread_that_never_began_holds_nothing(monkeypatch: pytest.MonkeyPatch
         def drain(self, queue: str) -> None: ...
 
     memory = Memory()
-    worker, seen = Worker("h2d", memory.drain), weakref.ref(memory)
+    worker, seen = Worker("h2d", memory.drain, Progress()), weakref.ref(memory)
     worker.settle()
     del memory
     assert seen() is None
@@ -385,7 +385,7 @@ def test_a_thread_that_never_began_holds_nothing(monkeypatch: pytest.MonkeyPatch
 
 _HANGS = """
 import signal, torch
-from mtcompile.runtime.workers import Worker
+from mtcompile.runtime.workers import Progress, Worker
 from tests.execution.test_interrupts import WAYS, Training
 signal.signal(signal.SIGINT, signal.default_int_handler)
 training, start = Training(WAYS["backward"]), Worker.start

@@ -64,7 +64,7 @@ def test_every_figure_is_the_schedules(kind: str) -> None:
     assert params.keys() == {name for name, block in homes.items() if "layers" in (name.split(".")[0], block.split(".")[0])}
     for name, value in params.items():
         assert value.home == one.plan.params(homes[name])
-        copies = [life for life in value.lives if life.kind == "placed" and life.tier == "device"]
+        copies = [life for life in value.lives if life.kind in ("placed", "pooled") and life.tier == "device"]
         assert bool(copies) == (value.home == "host")
 
 
