@@ -199,10 +199,10 @@ def test_checked_runs_poison_and_delay(device: torch.device, monkeypatch: pytest
         compare(compiled, optimizer, model, data, device, steps=2)
 
 
-def test_a_hundred_steps_give_equal_bits(device: torch.device) -> None:
+def test_many_steps_give_equal_bits(device: torch.device) -> None:
     model, data = make("dropping")
     compiled, optimizer = compiled_at(model, floor("dropping", device), device)
-    compare(compiled, optimizer, model, data, device, steps=100)
+    compare(compiled, optimizer, model, data, device, steps=100 if device.type == "cuda" else 25)  # what is no GPU is slow
 
 
 def test_a_trace_is_taken_by_the_devices_clock(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from tests.device.second.streams import DEVICE, Stream
 
 _AT_ONCE = (torch.ops.aten.native_batch_norm.default,)  # which keeps other statistics on the CPU than is told beforehand
+_KNOWN: dict[Any, Any] = {}  # what comes out of operations, by what goes in
 _LIBRARIES: list[torch.library.Library] = []  # registered as long as they live
 
 
@@ -88,7 +89,18 @@ def _at_launch(tensor: Tensor) -> Tensor:
 
 def _shapes(op: Any, args: Any, kwargs: Any) -> Any:
     """What comes out of an operation, on the meta device; None if that depends on values, or is a number."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    key = (op, str(spec), *map(_metadata, leaves))
+    if key not in _KNOWN:
+        _KNOWN[key] = _new_shapes(op, args, kwargs)
+    return _KNOWN[key]
 
+
+def _metadata(leaf: Any) -> Any:
+    return (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf))
+
+
+def _new_shapes(op: Any, args: Any, kwargs: Any) -> Any:
     def meta(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
