@@ -10,7 +10,7 @@ from torch import fx
 
 from mtcompile.passes.analysis.cost import Machine, kernel_us
 from mtcompile.passes.analysis.memory import workspace_nbytes
-from mtcompile.passes.plan import Plan
+from mtcompile.passes.plan import Plan, Updates
 from mtcompile.passes.slots import assign_offsets
 from mtcompile.passes.step_graph import (
     all_reduce,
@@ -146,11 +146,11 @@ def _instruction(step: fx.GraphModule, call: fx.Node, plan: Plan, machine: Machi
         time_us = machine.collective_us(read_nbytes, step.meta["hosts"], call.target is all_reduce)
     elif work == "update":
         queue = "host" if call.meta["tier"] == "host" else "compute"
+        assert plan.updates is not None
         if call.target is update:
             on_disk = sum([item.meta["nbytes"] for item in written if item.meta["tier"] == "disk"])
-            scratch, time_us = _update_cost(plan, machine, queue, written_nbytes, on_disk)
+            scratch, time_us = update_cost(plan.updates, machine, queue, written_nbytes, on_disk)
         else:  # what scales updates reads every gradient once, or what it is cast to
-            assert plan.updates is not None
             is_cast = call.target is gradient_norms and queue == "host"  # a device casts as it reads
             read_nbytes = int(read_nbytes * (plan.updates.norm_copies if is_cast else 1))
             time_us = read_nbytes / (machine.host_gbps if queue == "host" else machine.memory_gbps) / 1e3
@@ -174,16 +174,15 @@ def _instruction(step: fx.GraphModule, call: fx.Node, plan: Plan, machine: Machi
     )
 
 
-def _update_cost(plan: Plan, machine: Machine, queue: Queue, nbytes: int, on_disk: int = 0) -> tuple[int, float]:
+def update_cost(updates: Updates, machine: Machine, queue: Queue, nbytes: int, on_disk: int = 0) -> tuple[int, float]:
     """Returns the workspace in bytes and the microseconds of updating ``nbytes`` of parameters where they are at home. What is
     ``on_disk`` is read and written with its state, beside the updates, but through one drive."""
-    assert plan.updates is not None
-    copies, checked = plan.updates.state_copies, plan.updates.checked
+    copies, checked = updates.state_copies, updates.checked
     if queue == "host":
         moved = int(on_disk * (1 + copies))
         disk_us = machine.copy_us(moved, "disk_read") + machine.copy_us(moved, "disk_write")
         return 0, max(machine.update_us(nbytes, 0, copies, checked), disk_us)
-    return aligned(int(nbytes * plan.updates.workspace_copies)), machine.update_us(0, nbytes, copies, checked)
+    return aligned(int(nbytes * updates.workspace_copies)), machine.update_us(0, nbytes, copies, checked)
 
 
 def _with_lives(work: list[Instruction], buffers: Mapping[str, Buffer], lookahead: int) -> list[Instruction]:

@@ -365,7 +365,7 @@ def _rehearse(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     groups = [{**group, "params": _memoryless(list(group["params"]))} for group in optimizer.param_groups]
     trial = type(optimizer).__new__(type(optimizer))
     trial.__setstate__({"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": groups})
-    trial.load_state_dict({**without_masters(saved), "state": _memoryless(without_masters(saved)["state"])})
+    trial.load_state_dict((own := without_masters(saved)) | {"state": _memoryless(own["state"])})
 
 
 def _memoryless(value: Any) -> Any:

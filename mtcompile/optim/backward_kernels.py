@@ -67,14 +67,15 @@ class Backward:
 def _norms(backward: Backward, names: tuple[str, ...], *grads: Tensor) -> tuple[Tensor]:
     """Each gradient's norm as torch.nn.utils.clip_grad_norm_ has it, except that it is fp32 where there are fp32 masters."""
     result = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
-    cast = [g for g in grads if g.dtype != _norm_dtype(backward, g) and g.device.type == "cpu"]
-    thread, largest = threading.get_ident(), max((g.numel() for g in cast), default=0)
+    casts = [g.dtype != _norm_dtype(backward, g) and g.device.type == "cpu" for g in grads]
+    largest = max((g.numel() for g, is_cast in zip(grads, casts, strict=True) if is_cast), default=0)
+    thread = threading.get_ident()
     room = backward.cast_rooms.get(thread)
     if room is None or room.numel() < largest:  # one for all casts: touching new pages takes longer than the norm
         room = backward.cast_rooms[thread] = torch.empty(largest, dtype=torch.float32)
     norms = []
-    for g in grads:
-        if any(g is each for each in cast):
+    for g, is_cast in zip(grads, casts, strict=True):
+        if is_cast:
             g = torch.as_strided(room, g.shape, torch.empty_like(g, device="meta").stride()).copy_(g)
         norms.append(torch.linalg.vector_norm(g, dtype=_norm_dtype(backward, g)).to(result))
     return (torch.stack(norms),)
@@ -130,8 +131,10 @@ def _update(backward: Backward, names: tuple[str, ...], *values: Tensor) -> Sequ
         elsewhere.append((backward.disk, functools.partial(_update_on_disk, backward, backward.disk)))
     if backward.shares is not None:
         elsewhere.append((backward.shares, functools.partial(backward.shares.update, backward)))
-    home = [p for p in map(backward.parameters.__getitem__, names) if not any(holder.holds(p) for holder, _ in elsewhere)]
-    if masters is not None and len(home) == count and all(id(parameter) in masters.by_parameter for parameter in home):
+    parts = [([n for n in names if holder.holds(backward.parameters[n])], update_there) for holder, update_there in elsewhere]
+    at_home = [name for name in names if not any(name in part for part, _ in parts)]
+    by_kernel = masters is not None and all(id(backward.parameters[name]) in masters.by_parameter for name in at_home)
+    if masters is not None and by_kernel and len(at_home) == count:
         _update_masters(backward, masters, dict(zip(names, grads, strict=True)), factor, checked)
         return parameters
     if checked and (position := host_kernels.nonfinite(grads)) is not None:
@@ -142,16 +145,15 @@ def _update(backward: Backward, names: tuple[str, ...], *values: Tensor) -> Sequ
         if grad.data_ptr() in addresses:
             grads[index] = grad.clone()
         addresses.add(grad.data_ptr())
-    for holder, update_there in elsewhere:
-        there = {n: g for n, g in zip(names, grads, strict=True) if holder.holds(backward.parameters[n])}
-        if there:
-            update_there(there, factor)
-        at_home = {name: grad for name, grad in zip(names, grads, strict=True) if name not in there}
-        names, grads = tuple(at_home), list(at_home.values())
-    if masters is not None and names and all(id(backward.parameters[name]) in masters.by_parameter for name in names):
-        _update_masters(backward, masters, dict(zip(names, grads, strict=True)), factor, checked=False)
-    elif names:
-        update_plain(backward, dict(zip(names, grads, strict=True)), factor)
+    by_name = dict(zip(names, grads, strict=True))
+    for part, update_there in parts:
+        if part:
+            update_there({name: by_name[name] for name in part}, factor)
+    remaining = {name: by_name[name] for name in at_home}
+    if masters is not None and by_kernel and remaining:
+        _update_masters(backward, masters, remaining, factor, checked=False)
+    elif remaining:
+        update_plain(backward, remaining, factor)
     return parameters
 
 

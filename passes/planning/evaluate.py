@@ -29,7 +29,7 @@ class Inexact(AssertionError):
 
 
 class Figured(Protocol):
-    """What plans by figures of summaries, as far as it can."""
+    """A search that plans by figures of summaries, as far as it can."""
 
     def go_by_schedules(self) -> bool: ...
 

@@ -122,14 +122,14 @@ def _offload_between(
             before = _issue_point(regions_in_order, order[use], ahead)
             read_before = _issue_point(regions_in_order, order[use], min(ahead + (ahead_on_disk or 0), between))
             if at_home is None:
-                made = producer.meta["phase"], producer.meta["block"]
+                about_producer = producer.meta["phase"], producer.meta["block"]
                 # The copy on the host waits for its write beside later ones, so that the disk keeps none of them waiting.
                 until = _issued_until(regions_in_order, order[producer], ahead_on_disk or 0, order[read_before])
                 with step.graph.inserting_before(results(producer)[-1].next):
-                    (at_home,) = add_move(step.graph, offload, [value], made, f"save_{value.name}")
+                    (at_home,) = add_move(step.graph, offload, [value], about_producer, f"save_{value.name}")
                 if ahead_on_disk is not None:
                     with step.graph.inserting_before(at_home.next if until is producer else _behind(until)):
-                        (at_home,) = add_move(step.graph, write, [at_home], made, f"spill_{value.name}")
+                        (at_home,) = add_move(step.graph, write, [at_home], about_producer, f"spill_{value.name}")
             arriving = at_home
             if ahead_on_disk is not None:
                 with step.graph.inserting_before(read_before):

@@ -261,7 +261,12 @@ def _replay(schedule: Schedule, allocator: CachingAllocator) -> None:
         buffers = (schedule.buffers[name] for name in names)
         return [buffer for buffer in buffers if buffer.tier == "device" and buffer.kind == "pooled" and not buffer.version_of]
 
+    held: set[str] = set()
+
     def allocate(buffer: Buffer) -> None:
+        if buffer.name in held:
+            return
+        held.add(buffer.name)
         first, _, nbytes = together.get(buffer.name, (buffer.name, 0, buffer.nbytes))
         parts[first] += 1
         if first not in live:
@@ -273,20 +278,16 @@ def _replay(schedule: Schedule, allocator: CachingAllocator) -> None:
         if parts[first] == 0:
             allocator.free(live.pop(first))
 
-    held: set[str] = set()
     for instruction in schedule.instructions:
         if instruction.op == "run":
             workspace = allocator.allocate(instruction.workspace) if instruction.workspace else None
             for buffer in pooled(instruction.writes):
-                if buffer.name not in held:
-                    allocate(buffer)
-                    held.add(buffer.name)
+                allocate(buffer)
             if workspace is not None:
                 allocator.free(workspace)
         elif instruction.op == "copy":
             for buffer in pooled(instruction.writes):
                 allocate(buffer)
-                held.add(buffer.name)
         elif instruction.op == "free":
             for buffer in pooled(instruction.writes):
                 if buffer.name in held:

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import mtcompile
 from mtcompile.runtime.devices import cuda
 from tests.device.second.streams import DEVICE, Call
+from tests.helpers.models import Small
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(torch.cuda.is_available(), reason="the second device fails as it is told")]
 WAYS: dict[str, dict[str, Any]] = {
@@ -31,23 +32,6 @@ def whole_device() -> Iterator[None]:
     yield
     torch.ops.second_device.fail_allocation(0)
     DEVICE.reset()
-
-
-class Small(nn.Module):
-    """Blocks with dropout and batch norm: weights, buffers and random numbers all change in a step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 32))
-            for _ in range(2)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
 
 
 class Training:

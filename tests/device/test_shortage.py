@@ -8,33 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import mtcompile
 from mtcompile.runtime.devices.cpu import CpuMemory
+from tests.helpers.models import Small
 
 WAYS: dict[str, dict[str, Any]] = {
     "step": {},
     "backward": {"update": "backward"},
     "ahead": {"update": "backward", "run_ahead": True},
 }
-
-
-class Small(nn.Module):
-    """Blocks with dropout and batch norm: a step that ran half a time more would show."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 32))
-            for _ in range(2)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
 
 
 class Failing:

@@ -19,12 +19,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import mtcompile
 from mtcompile.execution.runner import write_buffers
 from mtcompile.runtime.devices.cpu import CpuMemory
 from mtcompile.runtime.workers import Progress, Worker
+from tests.helpers.models import Small
 from tests.helpers.training import minimum_bytes
 
 pytestmark = pytest.mark.slow  # it compiles many models
@@ -37,23 +38,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "ahead": {"update": "backward", "run_ahead": True},
     "clipped ahead": {"update": "backward", "run_ahead": True, "max_grad_norm": 0.1},
 }
-
-
-class Small(nn.Module):
-    """Four blocks with dropout and batch norm: weights, buffers and random numbers all change in a step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 32))
-            for _ in range(4)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +55,7 @@ class Training:
     """A compiled model that can be put back to its state after two steps."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        model, memory = Small(), int(least_bytes() * 1.2)
+        model, memory = Small(blocks=4), int(least_bytes() * 1.2)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self.model: Any = mtcompile.compile(model, memory=memory, optimizer=self.optimizer, **options)
         torch.manual_seed(1)
@@ -114,7 +98,7 @@ class Training:
 
 @functools.cache
 def least_bytes() -> int:
-    return minimum_bytes(Small(), {"x": BATCH})
+    return minimum_bytes(Small(blocks=4), {"x": BATCH})
 
 
 @functools.cache

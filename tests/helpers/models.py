@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,22 @@ class Cnn(nn.Module):
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.head(self.body(images).mean((2, 3))), labels)
+
+
+class Small(nn.Module):
+    """Blocks with dropout and a norm: weights, random numbers and, with batch norm, buffers all change in a step."""
+
+    def __init__(self, blocks: int = 2, norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 64), norm(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 32)) for _ in range(blocks)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
 
 
 class Tied(nn.Module):

@@ -11,20 +11,18 @@ from typing import Any
 
 import pytest
 
-import mtcompile
 from mtcompile.distributed.meeting import RanksParted
 from mtcompile.errors import StepError
 from tests.ranks import job
-from tests.ranks.reference import adamw, batches, model
+from tests.ranks.compiled import compiled
+from tests.ranks.reference import batches
 
 _TIMEOUT_S = 4
 
 
 def faulty(rank: int, count: int) -> dict[str, Any]:
     """Rank 1 of two is killed, and rank 1 of three is stopped, before its second backward."""
-    steps, plain = batches(3, count), model()
-    optimizer = adamw(plain)
-    ours = mtcompile.compile(plain, memory="200KB", optimizer=optimizer, update="backward")
+    steps, (ours, optimizer) = batches(3, count), compiled(rank, update="backward")
     ours(*steps[0][rank]).backward()
     optimizer.step()
     weights = {name: value.clone() for name, value in ours.state_dict().items()}
@@ -47,9 +45,7 @@ def faulty(rank: int, count: int) -> dict[str, Any]:
 def with_errors(rank: int, count: int) -> dict[str, Any]:
     """Rank 1 has a batch that its forward cannot take, then both go on; at last it hangs in a collective, and rank 0 is
     interrupted while it waits there."""
-    steps, plain = batches(4, count), model()
-    optimizer = adamw(plain)
-    ours = mtcompile.compile(plain, memory="200KB", optimizer=optimizer, update="backward")
+    steps, (ours, optimizer) = batches(4, count), compiled(rank, update="backward")
     found: dict[str, Any] = {"errors": []}
     for number, of_ranks in enumerate(steps[:3]):
         ids, labels = of_ranks[rank]
@@ -83,9 +79,7 @@ def test_a_forward_that_fails_and_an_interrupt_in_a_collective_end_the_waits(tmp
 
 
 def killed_among_updates(rank: int, count: int) -> dict[str, Any]:
-    steps, plain = batches(2, count), model()
-    optimizer = adamw(plain)
-    ours = mtcompile.compile(plain, memory="200KB", optimizer=optimizer, update="backward")
+    steps, (ours, optimizer) = batches(2, count), compiled(rank, update="backward")
     ours(*steps[0][rank]).backward()
     optimizer.step()
     if rank == 1:

@@ -54,10 +54,10 @@ def waiting_on_host(schedule: Schedule) -> list[Waiting]:
 
 
 class Spilled(NamedTuple):
-    """What keeping activations on disk gives. ``found``: the fastest plan found that keeps to all budgets, and the problem that
-    it solves; None if there is none. ``least_host``: the fewest bytes of the host that any of those tried needs."""
+    """The gain of activations on disk. ``fastest``: the fastest plan found that keeps to all budgets, and the problem that it
+    solves; None if there is none. ``least_host``: the fewest bytes of the host that any of those tried needs."""
 
-    found: tuple[PlanningProblem, Candidate] | None = None
+    fastest: tuple[PlanningProblem, Candidate] | None = None
     least_host: int = MOST_NBYTES
 
 
@@ -68,7 +68,7 @@ def with_activations_on_disk(problem: PlanningProblem, find: Find, roomy: Roomy,
     limit = problem.budgets.host
     if limit is None or not problem.budgets.host_activations:
         return Spilled()
-    found: tuple[PlanningProblem, Candidate] | None = None
+    fastest: tuple[PlanningProblem, Candidate] | None = None
     least, host = MOST_NBYTES, None
     for _ in range(2):  # a host without limit, and one half way to it
         try:
@@ -84,12 +84,12 @@ def with_activations_on_disk(problem: PlanningProblem, find: Find, roomy: Roomy,
 
         for candidate in _spilled(part, planned, evenly, serves):
             least = min(least, candidate.plan.peak_bytes["host"])
-            if serves(candidate) and (found is None or candidate.plan.total_us < found[1].plan.total_us):
-                found = part, candidate
+            if serves(candidate) and (fastest is None or candidate.plan.total_us < fastest[1].plan.total_us):
+                fastest = part, candidate
         host = (limit + planned.plan.peak_bytes["host"]) // 2
         if host <= limit:
             break
-    return Spilled(found, least)
+    return Spilled(fastest, least)
 
 
 def _spilled(problem: PlanningProblem, planned: Planned, evenly: Evenly, serves: Serves) -> Iterator[Candidate]:
@@ -105,9 +105,9 @@ def _spilled(problem: PlanningProblem, planned: Planned, evenly: Evenly, serves:
         yield tried[-1]
         if not serves(tried[0]):  # all of it on disk, with the least staging
             return
-    fastest = min(filter(serves, tried), key=lambda one: one.plan.total_us, default=None)
-    if fastest is not None:
-        plan = replace(planned.plan, disk_lookahead=fastest.plan.disk_lookahead)
+    best = min(filter(serves, tried), key=lambda one: one.plan.total_us, default=None)
+    if best is not None:
+        plan = replace(planned.plan, disk_lookahead=best.plan.disk_lookahead)
         yield _fewest(problem, draft, plan, [by_value[value] for value in evenly(list(by_value))], serves)
 
 

@@ -69,7 +69,7 @@ def within_disk(problem: PlanningProblem, find: Find, roomy: Roomy = lambda sche
                 if spilled is None:
                     raise refused from None
                 return _judged(*spilled, problem)
-    spilled = spilled or with_activations_on_disk(fixed, find, roomy, _evenly).found
+    spilled = spilled or with_activations_on_disk(fixed, find, roomy, _evenly).fastest
     if spilled is None:
         return _fastest(part, planned, replace(problem, budgets=part.budgets), sent, roomy)
     try:

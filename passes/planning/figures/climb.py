@@ -120,14 +120,14 @@ def _of_blocks(blocks: Sequence[Block], host: bool) -> Move:
         return tuple(i for i, value in enumerate(block.saved) if plan.keeps(block.name, value.name))
 
     def neighbours(plan: Plan) -> Iterator[Plan]:
-        kept = {block.index: positions(plan, block) for block in blocks}
-        for block in dict.fromkeys((_last(blocks, lambda b: len(kept[b.index]) < len(b.saved)), blocks[0])):
+        saved_now = {block.index: positions(plan, block) for block in blocks}
+        for block in dict.fromkeys((_last(blocks, lambda b: len(saved_now[b.index]) < len(b.saved)), blocks[0])):
             for variant in block.variants if block is not None else ():
-                if block is not None and variant.positions != kept[block.index]:
+                if block is not None and variant.positions != saved_now[block.index]:
                     varied = plan.with_decision(variant_decision(block.name, block.saved, variant, _WHY))
                     yield _placed(varied, [block.saved[i] for i in variant.positions], "device")
         for groups in (
-            [(b, [b.saved[i] for i in kept[b.index]]) for b in blocks],
+            [(b, [b.saved[i] for i in saved_now[b.index]]) for b in blocks],
             [(b, [*b.crossing, *b.others]) for b in blocks],
         ):
             at_home = [values for _, values in groups if any(plan.activation(v.name) == "host" for v in values)]

@@ -13,9 +13,9 @@ Touched = tuple[list[int], list[int], list[int]]  # of ranges in order: first by
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lives:
-    """By call: the buffers that are ``freed`` behind it, each with the place of its last user. ``after``: buffer in a slot ->
-    those that had its bytes before; ``across``: the same for slots of the forward, of the step before. ``arenas``: bytes by
-    kind; ``most``: bytes of the allocator and workspace, at most at once."""
+    """Lifetimes. ``freed``: by call, the buffers that are freed behind it, each with the place of its last user. ``after``:
+    buffer in a slot -> those that had its bytes before; ``across``: the same for slots of the forward, of the step before.
+    ``arenas``: bytes by kind; ``most``: bytes of the allocator and workspace, at most at once."""
 
     freed: Sequence[Sequence[tuple[int, int]]]
     after: dict[int, list[int]]

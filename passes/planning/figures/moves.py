@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.lower import update_cost
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.figures.summary import Leaving, Operand, Summary, Value
-from mtcompile.runtime.schedule import aligned
 
 COMPUTE, H2D, D2H, HOST = range(4)  # queues
 POOLED, ON_DEVICE, ON_HOST = range(3)  # kinds of buffers: of the allocator, in slots of the device, in slots of the host
@@ -81,7 +81,7 @@ class Moves:
     # --------------------------------------------------------------------------------------------------------- fetches
 
     def _fetch(self) -> None:
-        """What comes in for each region, a copy per home."""
+        """Lists what comes in for each region, a copy per home."""
         plan, staying = self.plan, dict[int, int]()
         stays_home = {home: plan.stays(home) for home in self.on_device}
         for position, region in enumerate(self.summary.regions):
@@ -117,15 +117,15 @@ class Moves:
 
     def _make(self, position: int) -> None:
         region, call = self.summary.regions[position], self._regions[position]
-        kept: dict[tuple[tuple[int, ...], bool], list[int]] = {}
+        by_readers: dict[tuple[tuple[int, ...], bool], list[int]] = {}
         for value in region.activations:
             if self.plan.activation(value.name) == "host":
                 self._waits_at_home(position, value)
             else:
-                sizes = kept.setdefault((value.readers, value.returned), [0, 0])
+                sizes = by_readers.setdefault((value.readers, value.returned), [0, 0])
                 sizes[0] += value.nbytes
                 sizes[1] += value.slot
-        for (readers, returned), sizes in kept.items():
+        for (readers, returned), sizes in by_readers.items():
             self._stays(call, readers, sizes[0], sizes[1], returned)
         for value in region.others:
             self._stays(call, value.readers, value.nbytes, value.slot, value.returned)
@@ -133,25 +133,25 @@ class Moves:
             self._leave(position, region.leaving)
 
     def _stays(self, call: Call, readers: tuple[int, ...], nbytes: int, slot: int, returned: bool) -> int:
-        made = self._buffer(POOLED, nbytes, slot, returned)
-        call.writes.append(made)
+        buffer = self._buffer(POOLED, nbytes, slot, returned)
+        call.writes.append(buffer)
         for reader in readers:
-            self._regions[reader].reads.append(made)
-        return made
+            self._regions[reader].reads.append(buffer)
+        return buffer
 
     def _waits_at_home(self, position: int, value: Value) -> None:
         """A value that goes home behind its region, and comes back before later ones."""
         regions, machine = self.summary.regions, self.machine
-        made = current = self._buffer(POOLED, value.nbytes, value.slot, value.returned)
-        self._regions[position].writes.append(made)
+        result = current = self._buffer(POOLED, value.nbytes, value.slot, value.returned)
+        self._regions[position].writes.append(result)
         at_home, previous = -1, position
         for use in value.readers:
             same_phase = regions[previous].phase == regions[use].phase
-            if not (use - previous <= 1 and (same_phase or current == made)):
+            if not (use - previous <= 1 and (same_phase or current == result)):
                 if at_home < 0:
                     at_home = self._buffer(ON_HOST, value.nbytes, value.slot)
                     us = machine.copy_us(value.nbytes, "d2h")
-                    home = Call(D2H, us, regions[position].phase, [made], [at_home], copied=value.nbytes)
+                    home = Call(D2H, us, regions[position].phase, [result], [at_home], copied=value.nbytes)
                     self._behind[position].insert(0, home)
                 current = self._buffer(POOLED if self.plan.pooled else ON_DEVICE, value.nbytes, value.slot)
                 us = machine.copy_us(value.nbytes, "h2d")
@@ -169,11 +169,11 @@ class Moves:
                 by_home.setdefault(entry.home, []).append(entry)
             else:
                 updated = entry.updates and self.updates is not None
-                made = self._stays(call, entry.readers, entry.nbytes, entry.slot, not updated)
+                gradient = self._stays(call, entry.readers, entry.nbytes, entry.slot, not updated)
                 if updated:
                     here.name = here.name or entry.name
                     here.operands.append(entry.of)
-                    here.buffers.append(made)
+                    here.buffers.append(gradient)
         if here.operands:
             self._gradients[id(call)] = here
         copies = []
@@ -229,19 +229,13 @@ class Moves:
         after.setdefault(end, []).extend(late)
         for place, call in enumerate(order):
             self.calls.append(call)
-            for made, group in after.get(place, ()) if place != end else ():
-                self.calls.append(self._update(group, order[made].queue == D2H))
-        self.calls += [self._update(group, order[made].queue == D2H) for made, group in after[end]]
+            for source, group in after.get(place, ()) if place != end else ():
+                self.calls.append(self._update(group, order[source].queue == D2H))
+        self.calls += [self._update(group, order[source].queue == D2H) for source, group in after[end]]
 
     def _update(self, group: _Gradients, on_host: bool) -> Call:
         assert self.updates is not None
         nbytes = sum([operand.nbytes for operand in group.operands])
-        copies, checked, workspace = self.updates.state_copies, self.updates.checked, 0
-        if on_host:
-            us = self.machine.update_us(nbytes, 0, copies, checked)
-        else:
-            us = self.machine.update_us(0, nbytes, copies, checked)
-            workspace = aligned(int(nbytes * self.updates.workspace_copies))
+        workspace, us = update_cost(self.updates, self.machine, "host" if on_host else "compute", nbytes)
         updated = [operand.number for operand in group.operands]
-        queue = HOST if on_host else COMPUTE
-        return Call(queue, us, 1, group.buffers, [], [], updated, workspace, update=group.name or "-")
+        return Call(HOST if on_host else COMPUTE, us, 1, group.buffers, [], [], updated, workspace, update=group.name or "-")

@@ -151,8 +151,8 @@ def summary_of(draft: fx.GraphModule, machine: Machine, workspace: Workspace) ->
                 if place < places.get(entry, place + 1):
                     places[entry], entry.name = place, node.name
             elif role == "activation":
-                activations.append(made := Value(0, 0, readers, item.name, item in returned))
-                made.add(nbytes)
+                activations.append(activation := Value(0, 0, readers, item.name, item in returned))
+                activation.add(nbytes)
             else:
                 key = (role, readers, item in returned)
                 others.setdefault(key, Value(0, 0, readers, "", item in returned)).add(nbytes)

@@ -12,7 +12,7 @@ from mtcompile.passes.planning.pace import Arriving, earliest_due
 
 @dataclass(slots=True, eq=False)
 class Late:
-    """What a step leaves to the next one, in µs of that: when the host is free, when inputs have their new versions, and when
+    """The remains of a step, in µs of the next one: when the host is free, when inputs have their new versions, and when
     bytes of slots are free."""
 
     host: float = 0.0
@@ -22,7 +22,7 @@ class Late:
 
 @dataclass(slots=True, eq=False)
 class Clock:
-    """When things happen in a step, in µs: its ``end`` and that of all queues but host's (``drained``); where the ``backward``
+    """The moments of a step, in µs: its ``end`` and that of all queues but host's (``drained``); where the ``backward``
     begins; ``arrived``: by update on the host, when its operands are there; ``late``: what it leaves to the next step."""
 
     end: float

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import mtcompile
 from mtcompile.runtime.devices.cpu import CpuMemory
-from tests.helpers.models import Mixture
+from tests.helpers.models import Mixture, Small
 from tests.helpers.stacks import WIDTH, Residual
 from tests.helpers.training import minimum_bytes
 
@@ -53,23 +53,6 @@ class Injected(RuntimeError):
     """A fault."""
 
 
-class Small(nn.Module):
-    """Blocks with dropout and batch norm: weights, buffers and random numbers all change in a step. Where weights are bf16, and
-    buffers are not, with layer norm."""
-
-    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 64), norm(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 32)) for _ in range(2)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
-
-
 class Model(Residual):
     """Whose second block is frozen."""
 
@@ -92,7 +75,7 @@ def subject(way: str) -> tuple[nn.Module, dict[str, Any]]:
         rows = 16 if way == "disk" else 512
         return Model(), {"x": torch.linspace(-1, 1, rows * WIDTH).view(rows, -1)}
     dtype = torch.bfloat16 if "masters" in way else torch.float32
-    return Small(nn.LayerNorm if "masters" in way else nn.BatchNorm1d), {
+    return Small(norm=nn.LayerNorm if "masters" in way else nn.BatchNorm1d), {
         "x": torch.linspace(-1, 1, 8 * 32).view(8, 32).to(dtype)
     }
 
