@@ -253,6 +253,7 @@ def plan_for(joint: JointStep, target: Target, placement: RunnablePlacement) -> 
             if (planned := plan_like(alike, similar.plan)) is not None:
                 return alike, planned
         problem = planning_problem(joint, placement, machine, workspace)
+        placement.expect(problem)
         if options.fuses and options.policy == FASTEST and may_be_resident(problem):
             whole = planning_problem(joint, placement, machine, workspace, whole=True)
             if (resident := resident_plan(whole)) is not None and leaves_room(whole.budgets, resident.schedule, target.beside):
