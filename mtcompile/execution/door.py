@@ -85,7 +85,7 @@ class Door(RunnablePlacement, Protocol):
         return
 
     def pinned_ahead_nbytes(self) -> int:
-        """Returns the bytes that are pinned already for weights which have not moved there yet."""
+        """Returns the bytes that have been pinned for weights which have not moved there yet, and lets no more be pinned."""
         return 0
 
     def place_for_calls(self, tier: str) -> None:

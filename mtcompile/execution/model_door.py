@@ -107,7 +107,7 @@ class ModelDoor(Door):
         self.parameters.pin_ahead(homes, parameters, problem.budgets.device, most)
 
     def pinned_ahead_nbytes(self) -> int:
-        return self.parameters.ahead.nbytes
+        return self.parameters.ahead.settled_nbytes()
 
     def place_for_calls(self, tier: str) -> None:
         has_state = self.optimizer is not None and bool(self.optimizer.state)  # which would follow its parameters

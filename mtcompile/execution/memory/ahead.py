@@ -26,8 +26,8 @@ def surely_at_home(sizes: Sequence[int], device_nbytes: int | None, most: int) -
 
 
 class PinnedAhead:
-    """A thread that pins memory of given sizes, until somebody takes each. What nobody takes is freed by ``end``. It gives up
-    at the first refusal: who needs the memory asks again, and gets the error."""
+    """A thread that pins memory of given sizes while a plan is searched, for whoever takes each. It gives up at the first
+    refusal: who needs the memory asks again, and gets the error."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -37,18 +37,20 @@ class PinnedAhead:
         self._ready: list[torch.Tensor] = []
         self._thread: threading.Thread | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are pinned and not taken."""
-        with self._changed:
-            return sum(memory.numel() for memory in self._ready)
-
     def begin(self, sizes: Iterable[int]) -> None:
         """Starts to pin, unless it has begun before."""
         if self._thread is None and (waiting := list(sizes)):
             self._waiting = waiting
             self._thread = threading.Thread(target=self._run, name="mtcompile-pinning", daemon=True)
             self._thread.start()
+
+    def settled_nbytes(self) -> int:
+        """Begins nothing more, waits for what is being pinned, and returns the bytes that nobody has taken yet."""
+        with self._changed:
+            self._waiting.clear()
+        if self._thread is not None:
+            self._thread.join()
+        return sum(memory.numel() for memory in self._ready)
 
     def take(self, nbytes: int) -> torch.Tensor | None:
         """Returns pinned memory of that size, which is the caller's from now on; None if there is none, nor soon."""
@@ -62,10 +64,7 @@ class PinnedAhead:
 
     def end(self) -> None:
         """Ends the thread, and frees what nobody has taken."""
-        with self._changed:
-            self._waiting.clear()
-        if self._thread is not None:
-            self._thread.join()
+        self.settled_nbytes()
         self._thread = None
         self._ready.clear()
 
@@ -73,19 +72,23 @@ class PinnedAhead:
         return next((index for index, memory in enumerate(self._ready) if memory.numel() == nbytes), None)
 
     def _run(self) -> None:
-        with contextlib.suppress(RuntimeError, OSError):
-            while True:
-                with self._changed:
-                    self._pinning = nbytes = self._waiting.pop(0) if self._waiting else 0
-                if not nbytes:
-                    return
-                memory = host_arena(self._device, nbytes, "the weights of a block", "pass a larger memory=")
-                with self._changed:
-                    self._ready.append(memory)
-                    self._pinning = 0
-                    self._changed.notify_all()
-                del memory  # else the thread would share it with who takes it
+        try:
+            with contextlib.suppress(RuntimeError, OSError):
+                while (nbytes := self._next()) > 0:
+                    memory = host_arena(self._device, nbytes, "the weights of a block", "pass a larger memory=")
+                    with self._changed:
+                        self._ready.append(memory)
+                        self._pinning = 0
+                        self._changed.notify_all()
+                    del memory  # else the thread would share it with who takes it
+        finally:
+            with self._changed:
+                self._waiting.clear()
+                self._pinning = 0
+                self._changed.notify_all()
+
+    def _next(self) -> int:
+        """Returns the size to pin next; 0 for none."""
         with self._changed:
-            self._waiting.clear()
-            self._pinning = 0
-            self._changed.notify_all()
+            self._pinning = self._waiting.pop(0) if self._waiting else 0
+            return self._pinning

@@ -212,7 +212,8 @@ TORCH_LIBRARY(second_device, m) {
   m.def("bytes(Tensor x) -> Tensor", &bytes);
   m.def("cap() -> int", []() -> int64_t { return cap; });
   m.def("set_cap(int nbytes) -> ()", [](int64_t nbytes) { cap = nbytes; });
-  m.def("fail_allocation(int number) -> ()", [](int64_t number) { failing_allocation = number; });
+  // Returns how many allocations from now the last one told to fail would have been; 0 where it has failed.
+  m.def("fail_allocation(int number) -> int", [](int64_t number) -> int64_t { return failing_allocation.exchange(number); });
   m.def("pin(int address, int nbytes) -> ()", [](int64_t at, int64_t nbytes) {
     std::lock_guard<std::mutex> lock(mutex);
     pinned[at] = at + nbytes;

@@ -44,7 +44,7 @@ def test_what_is_ready_is_taken_once_and_the_rest_is_freed() -> None:
     taken = [ahead.take(64), ahead.take(128)]  # waits for what is under way, and pins by itself what has not begun
     ahead.end()
     assert all(memory is None or memory.numel() == nbytes for memory, nbytes in zip(taken, (64, 128), strict=True))
-    assert ahead.nbytes == 0 and ahead.take(64) is None
+    assert ahead.settled_nbytes() == 0 and ahead.take(64) is None
 
 
 def test_the_taker_waits_for_what_is_being_pinned_and_not_for_what_has_not_begun() -> None:
@@ -64,8 +64,18 @@ def test_a_refusal_ends_it_and_nobody_waits() -> None:
         device.may_go_on.release()
     assert ahead.take(256) is None
     ahead.end()
-    assert device.pinned == [64] and ahead.nbytes == 0
+    assert device.pinned == [64] and ahead.settled_nbytes() == 0
     ahead.begin([32])  # it may begin anew
+    ahead.end()
+
+
+def test_once_settled_nothing_more_is_pinned_and_what_is_ready_can_be_taken() -> None:
+    device, ahead = pinning_ahead([64, 128])
+    assert device.began.acquire(timeout=10)
+    threading.Timer(0.05, device.may_go_on.release).start()
+    assert ahead.settled_nbytes() == 64 and device.pinned == [64]
+    ahead.begin([256])  # as a second search of the same step does
+    assert ahead.take(256) is None and ahead.take(64) is not None
     ahead.end()
 
 
