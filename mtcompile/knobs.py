@@ -104,6 +104,11 @@ def ranks_share() -> bool:
     return os.environ.get("MT_RANKS_SHARE", "1") not in ("", "0")
 
 
+def ranks_shard() -> bool:
+    """MT_RANKS_SHARD=0: each host has all of the optimizer state, also where hosts could have a part of it each."""
+    return os.environ.get("MT_RANKS_SHARD", "1") not in ("", "0")
+
+
 def ranks_host() -> str:
     """MT_RANKS_HOST=name: the host that a rank counts itself to (default: the machine it runs on)."""
     return os.environ.get("MT_RANKS_HOST", "")
