@@ -20,11 +20,8 @@ from mtcompile.distributed.shares import HostShares
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us
 from tests.ranks import job
-from tests.ranks.compiled import mapping_of, train
-from tests.ranks.reference import batches, differing, model, trained
-from tests.ranks.test_homes import OPTIMIZERS, wide
-
-MASTERS: dict[str, Any] = {"update": "backward", "precision": "bf16-master32"}
+from tests.ranks.compiled import MASTERS, mapping_of, train, wide
+from tests.ranks.reference import OPTIMIZERS, batches, differing, model, trained
 
 
 def sharded(rank: int, count: int) -> dict[str, Any]:
