@@ -94,6 +94,11 @@ def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "") or 1)
 
 
+def process_here() -> int:
+    """LOCAL_RANK, which torchrun sets: the number of this process among those of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "") or 0)
+
+
 def ranks_timeout() -> float:
     """MT_RANKS_TIMEOUT=n: how many seconds a rank waits for the others before it gives up (default 600)."""
     return float(os.environ.get("MT_RANKS_TIMEOUT", "") or 600)
