@@ -2,9 +2,11 @@
 
     python -m benchmarks.rank_scaling --json out.json             # and a table in out.md
     python -m benchmarks.rank_scaling --short --json out.json     # with a shorter search for each plan
+    python -m benchmarks.rank_scaling --models qwen2.5-7b --hosts 4 16 --json out.json   # these rows; others stay
 
-Every GPU has its own batch and link. Those of a host share its memory, where weights, masters and optimizer state lie once;
-gradients are summed there, and between hosts over the network. ``MACHINE`` is a preset; its figures are in the table's head.
+Every GPU has its own batch and link. Those of a host share its memory, where weights lie once, with the masters and optimizer
+state of the host's part; gradients are summed there, and between hosts over the network. ``MACHINE`` is a preset, whose figures
+are in the table's head.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from mtcompile.passes.planning import candidates, frontier
 
 MACHINE, NETWORK, BATCH, SEQ = "h200-sxm", 50.0, 8, 4096
 MODELS = ("qwen2.5-7b", "qwen2.5-14b", "llama-70b")
-GPUS, HOSTS = (1, 4, 8), (2, 8, 64)
+GPUS, HOSTS = (1, 4, 8), (2, 4, 8, 16, 32, 64)
 
 
 def row(model: str, gpus: int, hosts: int) -> dict[str, Any]:
@@ -39,6 +41,7 @@ def row(model: str, gpus: int, hosts: int) -> dict[str, Any]:
     scaling = forecast.scaling
     return {
         "model": model,
+        "commit": about()["commit"],
         "gpus": gpus,
         "hosts": hosts,
         "feasible": forecast.feasible,
@@ -70,6 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, help="where the rows go; a table goes beside it, as .md")
     parser.add_argument("--models", nargs="*", default=MODELS, help="of these alone")
+    parser.add_argument("--hosts", type=int, nargs="*", default=(1, *HOSTS), help="of so many hosts alone")
     parser.add_argument("--short", action="store_true", help="search less: steps may be longer than plans can have them")
     args = parser.parse_args()
     if args.short:
@@ -84,14 +88,15 @@ def main() -> None:
         f"    python -m benchmarks.rank_scaling{short} --json benchmarks/results/rank-scaling.json"
     )
     rows: list[dict[str, Any]] = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
-    rows = [row for row in rows if row["model"] not in args.models]
     layouts = [*((gpus, 1) for gpus in GPUS), *((GPUS[-1], hosts) for hosts in HOSTS)]
+    layouts = [(gpus, hosts) for gpus, hosts in layouts if hosts in args.hosts]
     for model in args.models:
         for gpus, hosts in layouts:
-            rows.append(row(model, gpus, hosts))
+            new = row(model, gpus, hosts)
+            rows = [*(r for r in rows if (r["model"], r["gpus"], r["hosts"]) != (model, gpus, hosts)), new]
             print(table(rows[-1:], "").splitlines()[-1], flush=True)
             rows.sort(key=lambda r: (MODELS.index(r["model"]), r["hosts"], r["gpus"]))
-            args.json.write_text(json.dumps({"about": about(), "rows": rows}, indent=1) + "\n")
+            args.json.write_text(json.dumps({"about": {"machine": about()["machine"]}, "rows": rows}, indent=1) + "\n")
             args.json.with_suffix(".md").write_text(table(rows, head))
 
 

@@ -94,6 +94,11 @@ def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "") or 1)
 
 
+def process_here() -> int:
+    """LOCAL_RANK, which torchrun sets: the number of this process among those of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "") or 0)
+
+
 def ranks_timeout() -> float:
     """MT_RANKS_TIMEOUT=n: how many seconds a rank waits for the others before it gives up (default 600)."""
     return float(os.environ.get("MT_RANKS_TIMEOUT", "") or 600)
@@ -102,6 +107,11 @@ def ranks_timeout() -> float:
 def ranks_share() -> bool:
     """MT_RANKS_SHARE=0: each rank has weights and optimizer state of its own, also where all of a host could share them."""
     return os.environ.get("MT_RANKS_SHARE", "1") not in ("", "0")
+
+
+def ranks_shard() -> bool:
+    """MT_RANKS_SHARD=0: each host has all of the optimizer state, also where hosts could have a part of it each."""
+    return os.environ.get("MT_RANKS_SHARD", "1") not in ("", "0")
 
 
 def ranks_host() -> str:

@@ -32,7 +32,7 @@ from torch import fx
 from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.rewrites.casts import cast_on_host
-from mtcompile.passes.rewrites.collectives import combine_over_ranks
+from mtcompile.passes.rewrites.collectives import combine_over_ranks, gather_over_hosts
 from mtcompile.passes.rewrites.recompute import recompute, repeat_forward
 from mtcompile.passes.rewrites.transfers import offload_activations, offload_gradients, stream_params
 from mtcompile.passes.rewrites.trim import trim
@@ -50,6 +50,7 @@ PIPELINE: tuple[Pass, ...] = (
     offload_gradients,  # sends gradients and new buffers home
     combine_over_ranks,  # makes gradients and buffers those of all ranks
     place_updates,  # puts updates of parameters into the backward
+    gather_over_hosts,  # brings the parts of parameters that other hosts have updated
     cast_on_host,  # moves casts to the side of the link where fewer bytes cross
 )
 

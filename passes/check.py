@@ -20,6 +20,7 @@ from mtcompile.passes.step_graph import (
     TIER_OF_MOVE,
     InputSpec,
     OutputSpec,
+    all_gather,
     all_reduce,
     body_outputs,
     broadcast,
@@ -36,6 +37,7 @@ from mtcompile.passes.step_graph import (
     outputs_of,
     placeholders,
     ranks_of,
+    reduce_scatter,
     results,
     source,
     span_nbytes,
@@ -127,11 +129,18 @@ def _combined(step: fx.GraphModule, spec: OutputSpec, number: Number) -> Number:
 def _same_collectives(
     joint: fx.GraphModule, step: fx.GraphModule, captured: Mapping[fx.Node, Number], rewritten: Mapping[fx.Node, Number]
 ) -> None:
-    """Checks that collectives combine results of the captured graph, each under its own name, by which ranks compare them."""
+    """Checks that collectives combine results of the captured graph, and updates of parameters, each under its own name, by
+    which ranks compare them."""
     named = {spec.name: captured[one] for spec, one in outputs_of(joint) if spec.kind == "grad"}
     buffers = {spec.name: captured[one] for spec, one in outputs_of(joint) if spec.kind == "mutation"}
+    updated = {
+        name: rewritten[item]
+        for call in calls(step)
+        if call.target is update
+        for name, item in zip(call.meta["names"], results(call), strict=False)
+    }
     for call in filter(is_collective, calls(step)):
-        numbers = named if call.target is all_reduce else buffers
+        numbers = {broadcast: buffers, all_gather: updated}.get(call.target, named)
         expected = [over_ranks(call.target, numbers[name]) if name in numbers else () for name in call.meta["names"]]
         combined = [rewritten[item] for item in results(call)]
         expect(combined == expected, lambda c=call: f"{c.name} to name what it combines, found {c.meta['names']}")
@@ -161,7 +170,10 @@ def _same_updates(
             expect(spec.index in params, lambda s=spec: f"an update of a parameter, found {s}")
             param_spec, param = params[spec.index]
             grads[param_spec.name] = grad = _combined(step, spec, captured[one])
-            of_its_own = rewritten[other][:3] == ("update", rewritten[param], grad)
+            number, own = rewritten[other], [grad]
+            if number[0] == "all_gather":  # each rank updates some elements, and may have the gradient of these alone
+                number, own = number[1:], [grad, over_ranks(reduce_scatter, captured[one])]
+            of_its_own = number[:2] == ("update", rewritten[param]) and number[2] in own
             expect(of_its_own, lambda s=spec: f"{s.name} to be updated by its own gradient")
             follows = other.meta.get("version_of") == param.name
             expect(follows, lambda o=other, p=param: f"{o.name} to be the next version of {p.name}")

@@ -22,6 +22,7 @@ from mtcompile.passes.check import expect
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.step_graph import (
     InputSpec,
+    all_gather,
     body_outputs,
     calls,
     gradient_norms,
@@ -117,6 +118,16 @@ def _updates_as_asked(step: fx.GraphModule, given: Given) -> None:
             count: Any = call.kwargs["count"]
             scaled = len(call.args) == 2 * count + (updates is not None and updates.held)
             expect(scaled, lambda c=call: f"{c.name} to be scaled exactly where the norm of all gradients is asked for")
+            _gathered_as_asked(step, call, () if updates is None else updates.sharded)
+
+
+def _gathered_as_asked(step: fx.GraphModule, call: fx.Node, sharded: tuple[str, ...]) -> None:
+    """Checks that exactly those parameters are gathered after their update of which hosts update parts."""
+    for item, name in zip(results(call), call.meta["names"], strict=True):
+        gathered = [user for user in item.users if user.target is all_gather]
+        asked = step.meta["homes"].get(name) in sharded
+        right = len(gathered) == asked and (not asked or len(item.users) == 1)
+        expect(right, lambda i=item, a=asked: f"{i.name} to be gathered from the hosts {'once' if a else 'never'}")
 
 
 def _nothing_for_nothing(step: fx.GraphModule) -> None:
@@ -172,6 +183,9 @@ def _made(call: fx.Node, item: fx.Node, leaves: bool) -> Buffer:
         return replace(buffer, returned=leaves)
     if call.target is prefetch_slices:  # of a value whose other slices are not there
         buffer = replace(buffer, value=f"{buffer.value}[{source(call.args[-1]).name}]")
+    if call.target is all_gather:
+        updated: Any = call.args[item.args[1]]
+        return replace(buffer, kind="home", version_of=str(updated.args[0].args[updated.args[1]]))
     if is_move(call) or is_convert(call) or is_collective(call):
         return replace(buffer, kind="home" if leaves else "pooled" if meta.get("pooled") else "placed")
     if call.target is update:
@@ -286,10 +300,13 @@ def _resident(step: fx.GraphModule, given: Given) -> dict[str, int]:
             if spec.differentiable:
                 staged.append(int(min(blocks, budgets.update_piece or blocks) * (1 + copies)))
             continue
-        by_home[home] = by_home.get(home, 0) + (nbytes if budgets.state is None else nbytes + budgets.state.get(spec.name, 0))
+        state = nbytes if budgets.state is None else budgets.state.get(spec.name, 0)
+        if budgets.hosts > 1 and home in budgets.once:
+            state = _of_largest_host(state, node.meta["val"].numel(), budgets)
+        by_home[home] = by_home.get(home, 0) + nbytes + (0 if budgets.state is None else state)
         if spec.differentiable:
             by_home[home] += nbytes if budgets.updates is None else 0
-            estimated[home] = estimated.get(home, 0) + nbytes
+            estimated[home] = estimated.get(home, 0) + state
     for home, nbytes in by_home.items():
         nbytes += int(estimated.get(home, 0) * budgets.state_copies) if budgets.state is None else 0
         ranks = budgets.sharing if home in budgets.once else 1
@@ -297,6 +314,13 @@ def _resident(step: fx.GraphModule, given: Given) -> dict[str, int]:
     if budgets.disk is not None and any(decision.choice == "disk" for decision in given.plan.decisions):
         held["host"] += budgets.disk_staging + UPDATE_SETS * max(staged)
     return held
+
+
+def _of_largest_host(nbytes: int, numel: int, budgets: Budgets) -> int:
+    """The state of a parameter on the first host, whose ranks have whole shares: 64 elements or a multiple each."""
+    ranks = budgets.sharing * budgets.hosts
+    share = 64 * (-(-numel // (64 * ranks)))
+    return -(-nbytes * min(numel, share * budgets.sharing) // max(1, numel))
 
 
 def _state_copies(spec: InputSpec, nbytes: int, budgets: Budgets) -> float:

@@ -13,7 +13,6 @@ from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.plan import Plan, Updates
 from mtcompile.passes.slots import assign_offsets
 from mtcompile.passes.step_graph import (
-    all_reduce,
     calls,
     gradient_norms,
     is_collective,
@@ -143,7 +142,7 @@ def _instruction(step: fx.GraphModule, call: fx.Node, plan: Plan, machine: Machi
         time_us = (read_nbytes + written_nbytes) / machine.host_gbps / 1e3
     elif work == "collective":
         queue, moved_nbytes = "network", read_nbytes
-        time_us = machine.collective_us(read_nbytes, step.meta["hosts"], call.target is all_reduce)
+        time_us = machine.collective_us(read_nbytes, step.meta["hosts"], str(getattr(call.target, "__name__", "")))
     elif work == "update":
         queue = "host" if call.meta["tier"] == "host" else "compute"
         assert plan.updates is not None

@@ -15,6 +15,8 @@ Nodes
   gradient_scale(*xs)    norms -> (the factor of all gradients)
   all_reduce(*xs)        on the host, each gradient's mean over all ranks
   broadcast(*xs)         on the host, each value as the first rank has it
+  reduce_scatter(*xs)    on the host, each gradient's mean over all ranks, of which a rank has those elements that it updates
+  all_gather(*xs)        on the host, updated parameters with the elements that ranks of other hosts have updated
   output                 (buffer mutations..., outputs..., gradients...)
 
 ``node.meta`` of every value (placeholder or getitem): ``val`` (a fake tensor), ``nbytes``, ``role``, ``tier``; ``origin``, its
@@ -123,6 +125,17 @@ def all_reduce(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def broadcast(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Each value as the first rank has it; of one rank, the value itself."""
+    return values
+
+
+def reduce_scatter(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The mean of each value over all ranks, summed in their order, in those elements that this rank updates; the others are
+    undefined. Of one rank, the value itself."""
+    return values
+
+
+def all_gather(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Each parameter with all elements as the ranks that update them have them; of one rank, the parameter itself."""
     return values
 
 
@@ -243,7 +256,7 @@ def is_update(node: fx.Node) -> bool:
 
 def is_collective(node: fx.Node) -> bool:
     """True for a call in which all ranks take part."""
-    return node.op == "call_function" and node.target in (all_reduce, broadcast)
+    return node.op == "call_function" and node.target in COLLECTIVES
 
 
 def is_convert(node: fx.Node) -> bool:
@@ -252,7 +265,8 @@ def is_convert(node: fx.Node) -> bool:
 
 # Where a move puts what it moves.
 TIER_OF_MOVE: dict[Any, Tier] = {prefetch: "device", prefetch_slices: "device", offload: "host", read: "host", write: "disk"}
-_CALLS = frozenset({*TIER_OF_MOVE, convert, update, gradient_norms, gradient_scale, all_reduce, broadcast})
+COLLECTIVES = (all_reduce, broadcast, reduce_scatter, all_gather)
+_CALLS = frozenset({*TIER_OF_MOVE, convert, update, gradient_norms, gradient_scale, *COLLECTIVES})
 
 
 def ranks_of(step: fx.GraphModule) -> int:

@@ -7,11 +7,13 @@ proves, and ``ScheduleError.invariant`` names:
 
 - **I0 well formed**: known ops, queues, phases and buffers; the phases one after the other; waits only for earlier
   instructions; ``alloc`` and ``free`` name one buffer, ``copy`` pairs. So ≺ agrees with list order: no deadlock. The next
-  version of a home (``version_of``) is itself a home, of the same size, in the same tier, and the only next version.
+  version of a home (``version_of``) is itself a home, of the same size, in the same tier, and the only next version, or one of
+  two.
 - **I1 present**: every buffer that is not a home is allocated once and written once, every home written at most once.
   For every operand read: its producer ≺ the read; for every operand: its alloc ≺ the use ≺ its free. A home that
   nothing writes is valid from the start (a tangent from the start of backward), one that is written only from then on, and
-  one with a next version until that is written: no read of it comes later.
+  one with a next version until that is written: no read of it comes later. Of two next versions, a collective makes the
+  second of the first, which nothing reads later.
   Copies join the tiers their queue serves, with equal value and size; kernels use the tier they run on, and updates on the
   host also write over homes on disk.
 - **I2 race-free**: two instructions that touch common bytes (one buffer, or placed buffers of one tier that overlap),
@@ -93,16 +95,15 @@ def _well_formed(schedule: Schedule) -> None:
         need(buffer.nbytes >= 0, None, f"expected 0 bytes or more for {name}, found {buffer.nbytes}")
         placed = buffer.kind == "placed"
         need((buffer.offset is not None) == placed, None, f"{name}: placed buffers have an offset, others have none")
-    replaced: set[str] = set()
+    versions: dict[str, int] = {}
     for name, buffer in ((name, buffer) for name, buffer in schedule.buffers.items() if buffer.version_of):
         need(buffer.version_of in schedule.buffers, None, f"{name}: version_of {buffer.version_of!r} is not in the table")
         old = schedule.buffers[buffer.version_of]
         alike = (old.kind, old.tier, old.nbytes) == (buffer.kind, buffer.tier, buffer.nbytes)
         need(alike and buffer.kind == "home", None, f"expected {name} to be a home alike its old version, found {old.name}")
-        need(
-            not old.version_of and old.name not in replaced, None, f"expected one next version of {old.name}, found {name} too"
-        )
-        replaced.add(old.name)
+        versions[old.name] = versions.get(old.name, 0) + 1
+        few = not old.version_of and versions[old.name] <= 2
+        need(few, None, f"expected one next version of {old.name}, or two, found {name} too")
     reached = 0
     for index, instruction in enumerate(schedule.instructions):
         op, reads, writes = instruction.op, instruction.reads, instruction.writes
@@ -198,7 +199,18 @@ def _readable(facts: Facts, index: int, buffer: Buffer) -> None:
 
 
 def _not_overtaken(facts: Facts) -> None:
-    """Checks that no home is read once its next version has been written over it."""
+    """Checks that no home, and no next version of it, is read once another one has been written over it."""
+    first: dict[str, str] = {}  # home -> its next version that is written first
+    versions = (name for name, buffer in facts.schedule.buffers.items() if buffer.version_of and facts.writers[name])
+    for writer, name in sorted((facts.writers[name][0], name) for name in versions):
+        home, instruction = facts.schedule.buffers[name].version_of, facts.schedule.instructions[writer]
+        if (before := first.setdefault(home, name)) == name:
+            continue
+        if instruction.queue != "network" or before not in instruction.reads:
+            what = f"expected a collective to make {name} of {before}, the version of {home} before it"
+            raise facts.error("I1", writer, f"{what}, found queue {instruction.queue} to read {', '.join(instruction.reads)}")
+        if late := [reader for reader in facts.readers[before] if reader > writer]:
+            raise facts.error("I1", late[0], f"{before} is read, but #{writer} has written {name} over it; read it before")
     for name, buffer in facts.schedule.buffers.items():
         for writer in facts.writers[name] if buffer.version_of else ():
             late = [reader for reader in facts.readers[buffer.version_of] if reader > writer]

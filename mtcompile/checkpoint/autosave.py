@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mtcompile.capture.refusals import first_line
-from mtcompile.checkpoint.content import Moment, content_of, moment
+from mtcompile.checkpoint.content import Moment, any_rank, content_of, moment, saves_together, saving_together
 from mtcompile.checkpoint.saving import begin, finish_saving, note
 from mtcompile.checkpoint.writing import write
 from mtcompile.references import with_hooks
@@ -90,7 +90,9 @@ class Autosave:
         ``save``."""
         self.note(step, extra)
         due = bool(self.every) and step % self.every == 0
-        if due or (self.seconds and time.monotonic() - self._saved_at >= self.seconds) or self.stopping:
+        late = bool(self.seconds) and time.monotonic() - self._saved_at >= self.seconds
+        due, self.stopping = any_rank(self.model, (due or late, self.stopping))
+        if due or self.stopping:
             self.save()
         return not self.stopping
 
@@ -104,11 +106,13 @@ class Autosave:
         if (last := self._last) is None or last.step == self._saved_step:
             return
         finish_saving(self.folder)
-        content = content_of(self.folder, self.model, self.optimizer, last, self.keep, gradients=False).with_files(self.files)
-        if self.background and not self.stopping:
-            begin(self.folder, content).note_to(self.model)
-        else:
-            note(self.model, write(self.folder, content))
+        with saving_together(self.model):
+            content = content_of(self.folder, self.model, self.optimizer, last, self.keep, gradients=False)
+            content = content.with_files(self.files)
+            if self.background and not self.stopping:
+                begin(self.folder, content).note_to(self.model)
+            else:
+                note(self.model, write(self.folder, content))
         self._saved_step, self._saved_at = last.step, time.monotonic()
 
     def end(self) -> None:
@@ -128,6 +132,8 @@ class Autosave:
         step, outcome = self._last.step, "was saved"
         if not self._whole:
             outcome = "is not saved: the optimizer has begun another step"
+        elif saves_together(self.model):  # the other ranks may not come
+            outcome = "is not saved: each host has a part of the optimizer state"
         else:
             buffers = {name: copy for name, (_, _, copy) in self._buffers.items()}
             self._last, self.background = replace(self._last, buffers=buffers), False

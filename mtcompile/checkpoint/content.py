@@ -158,6 +158,34 @@ def rank_of(model: nn.Module) -> int:
     return max((joined.rank for joined in ranks if joined is not None), default=0)
 
 
+def _on_several_hosts(model: nn.Module) -> list[Any]:
+    """Returns the doors of compiled models of which each host has a part of the optimizer state."""
+    return [compiled.door for compiled in _compiled(model) if getattr(compiled.door, "on_several_hosts", False)]
+
+
+@contextlib.contextmanager
+def saving_together(model: nn.Module) -> Iterator[None]:
+    """Surrounds a save on each rank: from the other hosts the first rank gets, piece by piece, what it writes."""
+    with contextlib.ExitStack() as stack:
+        for door in _on_several_hosts(model):
+            stack.enter_context(door.saving())
+        yield
+
+
+def saves_together(model: nn.Module) -> bool:
+    """Tells whether a save needs all ranks."""
+    return bool(_on_several_hosts(model))
+
+
+def any_rank(model: nn.Module, flags: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Returns which flags are set on any rank, where a save needs all of them: they must save after the same step."""
+    for door in _on_several_hosts(model):
+        with door.ranks.reaching_others("to save after the same step: all ranks call after(step), as often"):
+            told = door.ranks.connection.gather(sum(flag << place for place, flag in enumerate(flags)))
+        flags = tuple(any(number >> place & 1 for number in told) for place in range(len(flags)))
+    return flags
+
+
 def folder_of_rank(folder: Path, rank: int) -> Path:
     """Returns where a rank saves what is its own alone."""
     return folder / f"rank-{rank:04d}" if rank else folder

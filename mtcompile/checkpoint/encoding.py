@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mtcompile.checkpoint.shards import DTYPES
+from mtcompile.distributed.gathering import WholeLater
 from mtcompile.optim.master_weights import JoinedLater
 
 _MOST_DEPTH = 64
@@ -27,7 +28,7 @@ def storable(tensor: Tensor, where: str) -> Tensor:
     return tensor
 
 
-Storable = Tensor | JoinedLater
+Storable = Tensor | JoinedLater | WholeLater
 
 
 def encoded(value: Any, tensors: list[Storable], where: str, depth: int = 0) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, ParamSpec
 import torch
 from torch import nn
 
-from mtcompile.checkpoint.content import Content, content_of, moment
+from mtcompile.checkpoint.content import Content, content_of, moment, saving_together
 from mtcompile.checkpoint.writing import write
 from mtcompile.machine.device import check_room
 from mtcompile.runtime.schedule import gib
@@ -64,15 +64,16 @@ def save(
     keep     how many checkpoints stay in ``folder``; older ones are deleted last, 0 keeps all
     files    further files of the checkpoint, as bytes by name, such as a tokenizer's: .json, .jinja, .txt or .model
 
-    Where several ranks train, all of them call it, and nobody waits: the first saves the training, the others their random
-    generators, beside it. The states of torch's, Python's and numpy's random generators are saved too. Tensors are written from
-    where they are, in pieces of 8 MiB. Raises CheckpointError if another process saves into ``folder`` or what is there is no
-    checkpoint, TypeError for state that is neither numbers, text nor tensors, and OSError if the disk refuses. The earlier
-    checkpoints are then as they were.
+    Where several ranks train, all of them call it: the first saves the training, the others their random generators, beside
+    it. Nobody waits, unless each host has a part of the optimizer state, which it sends to the first rank. The states of
+    torch's, Python's and numpy's random generators are saved too. Tensors are written from where they are, in pieces of 8 MiB.
+    Raises CheckpointError if another process saves into ``folder`` or what is there is no checkpoint, TypeError for state that
+    is neither numbers, text nor tensors, and OSError if the disk refuses. The earlier checkpoints are then as they were.
     """
     finish_saving(folder)
-    content = content_of(Path(folder), model, optimizer, moment(step, others, extra), keep).with_files(files or {})
-    return write(Path(folder), content)
+    with saving_together(model):
+        content = content_of(Path(folder), model, optimizer, moment(step, others, extra), keep).with_files(files or {})
+        return write(Path(folder), content)
 
 
 def save_in_background(
@@ -93,8 +94,9 @@ def save_in_background(
     memory has no room for the copy. A later error is a warning, and is raised by ``wait`` or by the next save into ``folder``.
     """
     finish_saving(folder)
-    content = content_of(Path(folder), model, optimizer, moment(step, others, extra), keep).with_files(files or {})
-    saving = begin(Path(folder), content)
+    with saving_together(model):
+        content = content_of(Path(folder), model, optimizer, moment(step, others, extra), keep).with_files(files or {})
+        saving = begin(Path(folder), content)
     saving.note_to(model)
     return saving
 

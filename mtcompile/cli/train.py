@@ -47,6 +47,8 @@ def train(
 
     Random weights are trained on text, whose bytes are the tokens, or on files of tokens.
 
+    Under torchrun, each process trains on a part of each batch: torchrun --nproc-per-node 2 -m mtcompile train ...
+
     Ctrl-C or SIGTERM ends the training after the current step. With --save, a checkpoint is written.
 
     \b
@@ -65,7 +67,8 @@ def train(
     job = prepared(recipe)  # before the first step there is nothing to save: Ctrl-C ends it at once
     with _stopping() as stop, _reporting(job, as_json) as report:
         summary = run(job, report, stop)
-    print(json.dumps(asdict(summary), indent=1) if as_json else _lines(summary))
+    if not job.together.rank:
+        print(json.dumps(asdict(summary), indent=1) if as_json else _lines(summary))
     raise typer.Exit(INTERRUPTED if summary.interrupted else FINE)
 
 
@@ -98,7 +101,11 @@ def _stopping() -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def _reporting(job: Job, as_json: bool) -> Iterator[Callable[[Row | Evaluation, Any], None]]:
-    """Shows a bar on a terminal, else prints about twenty lines; on stderr with --json. Yields a function of (row, model)."""
+    """Shows a bar on a terminal, else prints about twenty lines; on stderr with --json. Yields a function of (row, model). Of
+    several ranks, only the first says anything: its rows are those of all."""
+    if job.together.rank:
+        yield lambda row, model: None
+        return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mtcompile import knobs
-from mtcompile.distributed.exchange import PIECE_NBYTES, Exchange, exchange_nbytes
+from mtcompile.distributed.exchange import Exchange, exchange_nbytes, staging_nbytes
 from mtcompile.distributed.meeting import Meeting, meeting_nbytes
 from mtcompile.distributed.shared_memory import shared_memory
 from mtcompile.errors import MtcompileError
@@ -55,6 +55,14 @@ class Hosts:
         for peer, part in zip(self.peers, parts, strict=True):
             if len(part):
                 dist.broadcast(part.view(torch.uint8), peer, group=self.group)
+
+    def sum_of_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the sum, in the order of the hosts, of the row that each of them has for this one. ``rows``: by host."""
+        received: torch.Tensor = torch.empty_like(rows)
+        dist.all_to_all_single(received.view(torch.uint8), rows.view(torch.uint8), group=self.group)
+        for other in received[1:]:
+            received[0].add_(other)
+        return received[0]
 
     def broadcast(self, piece: torch.Tensor) -> None:
         """Makes ``piece`` that of the first host."""
@@ -120,9 +128,9 @@ def connect(process_group: Any = None) -> Connection | None:
     memory = shared_memory(sum(nbytes), place == 0, gather_here)
     meet, records, pieces = memory.split(nbytes)
     meeting = Meeting(meet, host, _visible(gather_here(os.getpid())), place, knobs.ranks_timeout())
-    exchange = Exchange(pieces, meeting, hosts, len(members))
+    exchange = Exchange(pieces, meeting, hosts, len(members), rank)
     tables = records[: 2 * len(members) * RECORD_NBYTES].view(2, len(members), RECORD_NBYTES)
-    own_nbytes = placed(-(-sum(nbytes) // len(host))) + (0 if hosts is None else placed(2 * PIECE_NBYTES // len(host)))
+    own_nbytes = placed(-(-sum(nbytes) // len(host))) + staging_nbytes(len(host), len(by_host))
     return Connection(rank, len(members), host, hosts, meeting, exchange, own_nbytes, tables, gather, gather_here)
 
 

@@ -6,6 +6,7 @@ With ``update="backward"``, weights, masters and optimizer state lie once for al
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from mtcompile import knobs
+from mtcompile.distributed.meeting import RanksParted
 from mtcompile.distributed.ranks import Ranks
 from mtcompile.distributed.shares import HostShares, is_dense
 from mtcompile.errors import BudgetError, StepError
@@ -22,6 +24,7 @@ from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames
 from mtcompile.execution.memory.parameters import Slab
 from mtcompile.execution.model_door import ModelDoor
 from mtcompile.optim.state_sizes import is_elementwise
+from mtcompile.optim.training_state import numbered
 from mtcompile.options import Options
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets, is_trained
@@ -68,51 +71,93 @@ class RanksDoor(ModelDoor):
         if new:
             with_hooks(optimizer).register_load_state_dict_pre_hook(self._before_loading)
             with_hooks(optimizer).register_load_state_dict_post_hook(self._after_loading)
+            with_hooks(optimizer).register_state_dict_post_hook(weakly(self._with_other_hosts))
 
     def give_back(self) -> None:
         super().give_back()
-        if self.shares is not None:
-            self.shares.give_back([] if self.optimizer is None else list(self.optimizer.state.values()), self.masters)
-            self.shares = None
+        shares, self.shares = self.shares, None
+        if shares is None:
+            return
+        entries = [] if self.optimizer is None else list(self.optimizer.state.values())
+        try:
+            shares.give_back(entries, self.masters)
+        except RanksParted as error:  # other hosts have parts of it
+            shares.forget_state(entries)
+            warnings.warn(f"optimizer state is lost; load the last checkpoint to go on: {error}", stacklevel=4)
+
+    # ----------------------------------------------------------------------------------- state of which other hosts have parts
+
+    def _with_other_hosts(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Puts whole tensors in place of this host's parts into a state_dict, which all ranks ask for."""
+        if self.shares is None or self.shares.elsewhere is None:
+            return None
+        entries, masters = dict(state["state"]), {} if self.masters is None else self.masters.by_parameter
+        for index, parameter in numbered(optimizer, state):
+            if (entry := entries.get(index)) is not None:
+                whole = self.shares.whole_state(entry, masters.get(id(parameter)), parameter.detach())
+                entries[index] = {**entry, **whole}
+        self.shares.release_others()
+        return {**state, "state": entries}
+
+    @property
+    def on_several_hosts(self) -> bool:
+        """True where each host has a part of the optimizer state."""
+        return self.shares is not None and self.shares.elsewhere is not None
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Surrounds a save: the first rank may write state that other hosts have parts of, which these send until it ends."""
+        shares, ranks = self.shares, self.ranks
+        if shares is None or shares.elsewhere is None or (ranks.rank and ranks.me):
+            yield
+            return
+        shares.saving = not ranks.rank
+        try:
+            yield
+        finally:
+            shares.saving = False
+            shares.serve() if ranks.rank else shares.elsewhere.end()
 
     # ------------------------------------------------------------------------------------- what the ranks of a host share
 
     @property
     def updates_in_shares(self) -> bool:
         """True where the ranks of this host have one set of weights and state between them."""
-        if self.updates is None or self.ranks_here == 1 or not knobs.ranks_share():
+        if self.updates is None or self.ranks_here * self.ranks.sharing_hosts == 1 or not knobs.ranks_share():
             return False
         return self.shares is not None or (self.optimizer is not None and is_elementwise(with_hooks(self.optimizer)))
 
     def _is_common(self, block: Mapping[str, nn.Parameter]) -> tuple[bool, bool]:
         """Tells whether the ranks of this host will have a block's parameters once, and whether they update them there."""
-        if not block or any(shares_storage(p) or not is_dense(p) for p in block.values()):
+        alone = self.ranks_here == 1  # weights are where they would be for one rank: other hosts have parts of their state
+        if not block or any(not is_dense(p) or (shares_storage(p) and not alone) for p in block.values()):
             return False, False
         if not any(parameter.requires_grad for parameter in block.values()):
             # Each rank that maps frozen weights may write to its own; a GPU's copies need memory that is pinned, which cannot.
-            return self.device.where.type == "cpu", False
+            return self.device.where.type == "cpu" and not alone, False
         together = self.updates_in_shares and self.updates is not None and block.keys() <= self.updates.updated_names()
-        return together, together
+        return together and not alone, together
 
     def _new_slab(self, block: Mapping[str, nn.Parameter], nbytes: int, fill: Callable[[Tensor], None]) -> Slab | None:
         """Makes the slab of a block that the ranks of this host have in common; all of them call it."""
         common, together = self._is_common(block)
+        if together and self.shares is None:
+            self.shares = self.ranks.new_shares(self._parameters(), self.masters is not None)
+            if self.masters is not None:
+                self.masters.whole = self.shares.whole
+        if together and self.shares is not None:
+            self.shares.names.update(block)
         if not common:
             return None
         memory = self.ranks.common_memory(nbytes, fill, together)
-        if together:
-            memory = self.device.reach(memory)
-            if self.shares is None:
-                self.shares = self.ranks.new_shares(self._parameters(), self.masters is not None)
-            self.shares.add(memory)
-        return Slab("host", memory, common, together)
+        return Slab("host", self.device.reach(memory) if together else memory, common, together)
 
     def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
         """Puts the weights of the first step that trains where all ranks of the host have them in common: each of them has
         such a step. Until then, every rank may compute with its own."""
         settles = not self._settled and any(spec.kind in ("grad", "update") for spec in step.meta["outputs"])
         if settles:
-            self.ranks.check_alike(sorted(self._common_names(step)))
+            self.ranks.check_alike(sorted({*self._common_names(step), *self._common_names(step, updated=True)}))
             self.parameters.common = self._new_slab
         try:
             super().adopt(step, planned)
@@ -124,18 +169,22 @@ class RanksDoor(ModelDoor):
             self.updates.shares = self.shares
             self.shares.watch(self._parameters())
 
-    def _common_names(self, step: fx.GraphModule) -> dict[str, str]:
+    def _common_names(self, step: fx.GraphModule, updated: bool = False) -> dict[str, str]:
         """Returns the parameters of a step that will lie once for all ranks of this host -> their home blocks."""
         parameters, blocks, homes = self._parameters(), dict[str, dict[str, nn.Parameter]](), step.meta["homes"]
         for name, block in homes.items():
             blocks.setdefault(block, {})[name] = parameters[name]
-        common = {block for block, members in blocks.items() if self._is_common(members)[0]}
+        common = {block for block, members in blocks.items() if self._is_common(members)[updated]}
         return {name: block for name, block in homes.items() if block in common}
 
-    def _common_blocks(self, step: fx.GraphModule) -> frozenset[str]:
-        """Returns the home blocks of a step that lie once for all ranks of this host, or will."""
+    def _common_blocks(self, step: fx.GraphModule, updated: bool = False) -> frozenset[str]:
+        """Returns the home blocks of a step that lie once for all ranks of this host, or will. ``updated``: those alone that
+        they update in shares."""
         if not self._settled:
-            return frozenset(self._common_names(step).values())
+            return frozenset(self._common_names(step, updated).values())
+        if updated or self.ranks_here == 1:
+            names = set() if self.shares is None else self.shares.names
+            return frozenset(block for name, block in step.meta["homes"].items() if name in names)
         return frozenset(block for block, slab in self.parameters.slabs.items() if slab.common)
 
     def state_nbytes(self) -> dict[str, int]:
@@ -144,7 +193,8 @@ class RanksDoor(ModelDoor):
         slabs = self.parameters.slabs
         common = [place.parameter.nbytes for place in self.parameters.places.values() if slabs[place.block].common]
         once = {"weights": sum(common), **({} if self.shares is None else self.shares.nbytes())}
-        return {name: held - (of := once.get(name, 0)) + -(-of // self.ranks_here) for name, held in nbytes.items()}
+        whole = once | ({} if self.shares is None else self.shares.nbytes_of_all())
+        return {name: held - whole.get(name, 0) + -(-once.get(name, 0) // self.ranks_here) for name, held in nbytes.items()}
 
     def _loading(self, *_: Any) -> None:
         if self.shares is not None:
@@ -153,6 +203,7 @@ class RanksDoor(ModelDoor):
     def _loaded(self, *_: Any) -> None:
         if self.shares is not None:
             self.shares.watch(self._parameters())
+            self.shares.release_others()
             self.ranks.forget()
             self.ranks.meet("to load weights with it, as load_state_dict does on all ranks")
 
@@ -165,12 +216,12 @@ class RanksDoor(ModelDoor):
         budgets, fixed = super().constraints(step)
         host = None if self.options.host is None else self.options.host // self.ranks_here - self.frames.host_nbytes()
         budgets = replace(budgets, host=host, exchange=self.ranks.exchange_nbytes)
-        if self.ranks_here == 1:
-            return budgets, fixed
-        updates = budgets.updates
+        updates, hosts = budgets.updates, self.ranks.sharing_hosts if self.updates_in_shares else 1
         if updates is not None and self.updates_in_shares:  # a rank waits for the shares of the others after each backward
-            updates = replace(updates, run_ahead=False)
-        return replace(budgets, updates=updates, sharing=self.ranks_here, once=self._common_blocks(step)), fixed
+            sharded = sorted(self._common_blocks(step, updated=True) & {*fixed.keys()}) if hosts > 1 else ()
+            updates = replace(updates, run_ahead=False, sharded=tuple(sharded))
+        once = self._common_blocks(step, updated=self.ranks_here == 1)
+        return replace(budgets, updates=updates, sharing=self.ranks_here, once=once, hosts=hosts), fixed
 
     def _fixed_homes(self, step: fx.GraphModule) -> Mapping[str, str]:
         return dict.fromkeys(step.meta["homes"].values(), "host") | self.parameters.tiers
@@ -182,7 +233,7 @@ class RanksDoor(ModelDoor):
         return super().refusal(error)
 
     def share_of(self, machine: Machine) -> Machine:
-        return machine.shared_by(self.ranks_here, self.updates_in_shares)
+        return machine.shared_by(self.ranks_here, self.updates_in_shares, self.ranks.sharing_hosts)
 
     def place_for_calls(self, tier: str) -> None:
         super().place_for_calls("host")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mtcompile import knobs
-from mtcompile.distributed.exchange import exchange_nbytes
+from mtcompile.distributed.exchange import exchange_nbytes, staging_nbytes
 from mtcompile.optim.state_sizes import is_elementwise
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
@@ -30,7 +30,7 @@ class RankLayout:
 
     def machine(self, whole: Machine, once: bool) -> Machine:
         """Returns the machine as each rank has it. ``once``: weights lie once for all ranks of a host, which update shares."""
-        shared = whole.shared_by(self.gpus, once)
+        shared = whole.shared_by(self.gpus, once, self.hosts if knobs.ranks_shard() else 1)
         return shared if self.network_gbps is None else replace(shared, network_gbps=self.network_gbps)
 
     def budgets(self, of_host: Budgets, once: bool) -> Budgets:
@@ -40,10 +40,11 @@ class RankLayout:
             return of_host
         host = None if of_host.host is None else of_host.host // self.gpus
         updates, sharing = of_host.updates, 1
-        if once and self.gpus > 1 and updates is not None:
+        hosts = self.hosts if once and updates is not None and knobs.ranks_shard() else 1
+        if once and self.gpus * hosts > 1 and updates is not None:
             updates, sharing = replace(updates, run_ahead=False), self.gpus
-        exchange = placed(-(-exchange_nbytes(self.gpus) // self.gpus))
-        return replace(of_host, host=host, updates=updates, sharing=sharing, exchange=exchange)
+        exchange = placed(-(-exchange_nbytes(self.gpus) // self.gpus)) + staging_nbytes(self.gpus, self.hosts)
+        return replace(of_host, host=host, updates=updates, sharing=sharing, exchange=exchange, hosts=hosts)
 
 
 ALONE = RankLayout()

@@ -12,12 +12,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx, nn
 
+from mtcompile import knobs
 from mtcompile.distributed.connection import RECORD_NBYTES, Connection
+from mtcompile.distributed.gathering import PartsOnHosts
 from mtcompile.distributed.meeting import RanksParted
 from mtcompile.distributed.shared_memory import common_memory, shared_memory
 from mtcompile.distributed.shares import HostShares, state_places
 from mtcompile.errors import MtcompileError, StepError
-from mtcompile.passes.step_graph import all_reduce, calls, is_collective
+from mtcompile.passes.step_graph import all_gather, all_reduce, broadcast, calls, is_collective, reduce_scatter
 from mtcompile.runtime.schedule import Phase
 
 _SAMPLED, _SAMPLE = 4, 256  # parameters, and elements of each, that ranks compare before a backward
@@ -34,6 +36,7 @@ class Ranks:
         self._agreed = self._told = False  # told: the others know of the error that goes through phases
         self._depth = 0
         self._rounds = self._backwards = 0
+        self.nonfinite: dict[str, bool] = {}  # by parameter: whether a gradient of which each rank has a part is not finite
         self._remembered: tuple[tuple[str, ...], bytes] | None = None
         self._sequences: WeakKeyDictionary[fx.GraphModule, dict[Phase, bytes]] = WeakKeyDictionary()
 
@@ -56,6 +59,11 @@ class Ranks:
     def hosts(self) -> int:
         """How many hosts they are on."""
         return self.count // len(self.connection.host)
+
+    @property
+    def sharing_hosts(self) -> int:
+        """How many hosts update a part each of what they have in common."""
+        return self.hosts if knobs.ranks_shard() else 1
 
     # ------------------------------------------------------------------------------------------------------- the model
 
@@ -97,7 +105,12 @@ class Ranks:
         offsets, nbytes = state_places(parameters, masters)
         with self.reaching_others("to share optimizer state"):
             memory = shared_memory(nbytes, self.me == 0, self.connection.gather_here)
-        return HostShares(memory, offsets, self.me, self.here)
+        hosts = self.sharing_hosts
+        shares = HostShares(memory, offsets, (self.rank if hosts > 1 else self.me), self.here, hosts)
+        shares.nonfinite = self.nonfinite
+        if hosts > 1:
+            shares.elsewhere = PartsOnHosts(self.connection.hosts, self.reaching_others)
+        return shares
 
     def meet(self, doing: str) -> None:
         """Waits for the other ranks of this host, unless they have parted."""
@@ -141,8 +154,7 @@ class Ranks:
         sequence = self._sequence(step, phase)
         if not sequence:
             return
-        if self._parted is not None:
-            raise RanksParted(f"the ranks have parted ({self._parted}); start the job again from the last checkpoint")
+        self._check_together()
         sample = self._sample(parameters)
         self._compare(parameters, sample)
         digests = self._tell(sequence + sample)
@@ -161,6 +173,10 @@ class Ranks:
                 "of them was changed on one rank only, or a gradient came from outside the model's call. Start the job again "
                 "from the last checkpoint"
             )
+
+    def _check_together(self) -> None:
+        if self._parted is not None:
+            raise RanksParted(f"the ranks have parted ({self._parted}); start the job again from the last checkpoint")
 
     def _sequence(self, step: fx.GraphModule, phase: Phase) -> bytes:
         """Returns a digest of the collectives of a phase, in order; empty where there are none."""
@@ -220,6 +236,7 @@ class Ranks:
     @contextlib.contextmanager
     def reaching_others(self, doing: str) -> Iterator[None]:
         """Turns errors of the way to other ranks into RanksParted."""
+        self._check_together()
         try:
             yield
         except RanksParted as error:
@@ -242,14 +259,29 @@ class Ranks:
     def kernels(self, step: fx.GraphModule) -> dict[str, Callable[..., None]]:
         """The collectives of a schedule's network instructions, by name."""
         return {
-            call.name: functools.partial(self._run, call.target is all_reduce) for call in calls(step) if is_collective(call)
+            call.name: functools.partial(self._run, call.target, call.meta["names"])
+            for call in calls(step)
+            if is_collective(call)
         }
 
-    def _run(self, reduces: bool, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        exchange = self.connection.exchange
-        doing = "to combine gradients" if reduces else "for the buffers of rank 0"
+    def _run(self, collective: Any, names: Sequence[str], sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        exchange, doing = self.connection.exchange, _DOING[collective]
         with self.reaching_others(doing), torch.no_grad():
-            (exchange.all_reduce if reduces else exchange.broadcast)(sources, targets, doing)
+            if collective is reduce_scatter:
+                flags = exchange.reduce_scatter(sources, targets, doing)
+                self.nonfinite.update(zip(names, flags, strict=True))
+            elif collective is all_gather:
+                exchange.all_gather(sources, targets, doing)
+            else:
+                (exchange.all_reduce if collective is all_reduce else exchange.broadcast)(sources, targets, doing)
+
+
+_DOING = {
+    all_reduce: "to combine gradients",
+    reduce_scatter: "to combine gradients",
+    all_gather: "for the parameters that other hosts have updated",
+    broadcast: "for the buffers of rank 0",
+}
 
 
 class StoppedTogether(StepError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -36,6 +37,13 @@ def common_memory(
     if first:
         fill(torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8))
     return _mapped(descriptor, nbytes, mmap.MAP_SHARED if together else mmap.MAP_PRIVATE, gather)
+
+
+def free_pages(start: int, end: int) -> None:
+    """Gives back the whole pages of shared memory between two addresses; they read as zeros from then on."""
+    first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < last:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_REMOVE)
 
 
 def _new_file(nbytes: int) -> int:

@@ -6,27 +6,34 @@
 
 An update may begin as soon as its gradients have been combined: every rank of the host has then fetched the old version for
 the last time (``check_reads`` proves it of each schedule). All shares are written once all ranks have met after the backward.
+
+Of several hosts, each has the weights, and of their state what its ranks update: shares are then those of all ranks, in their
+order, and an all-gather brings what other hosts have updated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mtcompile.distributed.gathering import PartsOnHosts, WholeLater
+from mtcompile.distributed.shared_memory import free_pages
 from mtcompile.errors import StepError
 from mtcompile.optim.backward_kernels import Backward, update_plain
 from mtcompile.optim.disk_state import REMAINDER, Staged
-from mtcompile.optim.master_weights import Master, Masters
+from mtcompile.optim.master_weights import MASTER, Master, Masters
 from mtcompile.optim.state_sizes import STATES
 from mtcompile.optim.written_update import flat
+from mtcompile.passes.analysis.state import share_length
 from mtcompile.runtime.devices.arena import Layout, part
+from mtcompile.runtime.optim.operands import joined
 from mtcompile.runtime.schedule import placed
 
 _STATES = sorted({*(name for names in STATES.values() for name in names), "max_exp_avg_sq"})
-_ELEMENTS = 64  # shares begin at multiples, so that vectorised kernels see the same elements together as without shares
 
 
 def state_places(parameters: Mapping[str, nn.Parameter], masters: bool) -> tuple[dict[tuple[str, str], int], int]:
@@ -47,28 +54,37 @@ def is_dense(parameter: Tensor) -> bool:
 
 class HostShares:
     """The homes of one model's parameters that the ranks of a host share. ``memory``: shared, for their optimizer state, which
-    lies there at ``offsets``. ``me``: this rank's place among ``count`` of the host."""
+    lies there at ``offsets``. ``me``: this rank's place among those that update shares: ``here`` on each of ``hosts``, of which
+    each has the state of its ranks' shares alone; the pages of all others take nothing."""
 
-    def __init__(self, memory: Tensor, offsets: Mapping[tuple[str, str], int], me: int, count: int) -> None:
-        self._memory, self._offsets, self._me, self._count = memory, offsets, me, count
-        self._slabs: list[Tensor] = []
+    def __init__(self, memory: Tensor, offsets: Mapping[tuple[str, str], int], me: int, here: int, hosts: int) -> None:
+        self._memory, self._offsets, self._me, self.here, self.hosts = memory, offsets, me, here, hosts
+        self.nonfinite: Mapping[str, bool] = {}
+        self.elsewhere: PartsOnHosts | None = None  # the way to the state of other hosts' shares
+        self.saving = False  # the first rank writes a checkpoint, and other hosts serve it
+        self.names: set[str] = set()  # of the parameters
         self._homes: dict[tuple[str, str], Tensor] = {}
         self._written: list[nn.Parameter] = []
         self._versions: dict[str, tuple[nn.Parameter, int]] = {}
 
-    def add(self, slab: Tensor) -> None:
-        """Takes memory that all ranks of the host have weights in, and write to."""
-        self._slabs.append(slab)
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Tells whether a parameter lies in such memory."""
-        start = tensor.data_ptr()
-        return any(slab.data_ptr() <= start < slab.data_ptr() + slab.numel() for slab in self._slabs)
-
     def nbytes(self) -> dict[str, int]:
         """Returns the bytes of optimizer state and of masters that lie here, once for the host."""
+        masters = sum(self._nbytes_here(home) for (_, key), home in self._homes.items() if key == REMAINDER)
+        return {"optimizer": sum(map(self._nbytes_here, self._homes.values())) - masters, "masters": masters}
+
+    def nbytes_of_all(self) -> dict[str, int]:
+        """Returns the same bytes with those that other hosts have."""
         masters = sum(home.nbytes for (_, key), home in self._homes.items() if key == REMAINDER)
         return {"optimizer": sum(home.nbytes for home in self._homes.values()) - masters, "masters": masters}
+
+    def _nbytes_here(self, home: Tensor) -> int:
+        own = self.part_of_host(home, self._me // self.here if self.hosts > 1 else 0)
+        return int(own.stop - own.start) * home.element_size()
+
+    def part_of_host(self, like: Tensor, host: int) -> slice:
+        """Returns the elements, in their order in memory, that the ranks of a host update."""
+        each = self.here * share_length(like.numel(), self.here * self.hosts)
+        return slice(min(host * each, like.numel()), min((host + 1) * each, like.numel()))
 
     # ------------------------------------------------------------------------------------------------------- an update
 
@@ -101,7 +117,7 @@ class HostShares:
 
     def _share(self, parameter: Tensor) -> slice:
         """Returns the elements, in their order in memory, that this rank updates."""
-        each = -(-parameter.numel() // (self._count * _ELEMENTS)) * _ELEMENTS
+        each = share_length(parameter.numel(), self.here * self.hosts)
         return slice(min(self._me * each, parameter.numel()), min((self._me + 1) * each, parameter.numel()))
 
     def _staged(self, name: str, parameter: nn.Parameter, entry: Mapping[str, Any], master: Master | None) -> Staged:
@@ -155,11 +171,11 @@ class HostShares:
 
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Takes the values that these parameters have now as those of all ranks: new homes, or after a load."""
-        self._versions |= {name: (p, p._version) for name, p in parameters.items() if self.holds(p)}
+        self._versions |= {name: (p, p._version) for name, p in parameters.items() if name in self.names}
 
     def check(self) -> None:
-        """Raises StepError if this rank has written to a parameter by itself."""
-        for name, (parameter, version) in self._versions.items():
+        """Raises StepError if this rank has written to a parameter by itself that other ranks of the host read."""
+        for name, (parameter, version) in self._versions.items() if self.here > 1 else ():
             if parameter._version != version:
                 raise StepError(
                     f"{name} was written to between two steps, and lies once for all ranks of the host, so that a write of one "
@@ -173,11 +189,66 @@ class HostShares:
         for entry in entries:
             for key, value in entry.items():
                 if id(value) in homes:
-                    entry[key] = value.clone(memory_format=torch.preserve_format)
+                    entry[key] = self.whole(value)
         for master in masters or ():
             if id(master.remainder) in homes:
-                master.remainder = master.remainder.clone(memory_format=torch.preserve_format)
+                master.remainder = self.whole(master.remainder)
         self._homes.clear()
+
+    def forget_state(self, entries: Sequence[dict[str, Any]]) -> None:
+        """Drops optimizer state of which other hosts have parts that this rank cannot get any longer."""
+        homes = {id(home) for home in self._homes.values()}
+        for entry in entries:
+            if any(id(value) in homes for value in entry.values()):
+                entry.clear()
+        self._homes.clear()
+
+    # ------------------------------------------------------------------------------- state of which other hosts have parts
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Returns a copy with the parts of all hosts, where a tensor is a home; all ranks call it. Any other as it is."""
+        if not any(tensor is home for home in self._homes.values()):
+            return tensor
+        if self.elsewhere is None:
+            return tensor.clone(memory_format=torch.preserve_format)
+        return self.elsewhere.whole(tensor, self._parts_of(tensor))
+
+    def whole_state(
+        self, entry: Mapping[str, Any], master: Master | None, high: Tensor | None
+    ) -> dict[str, Tensor | WholeLater]:
+        """Returns what of a parameter's entry in a state_dict lies on several hosts: whole, or what reads it, for a checkpoint
+        that is written piece by piece."""
+        numbers = {id(home): number for number, home in enumerate(self._served())}
+        found = {key: value for key, value in entry.items() if id(value) in numbers}
+        if master is not None and id(master.remainder) in numbers:
+            found[MASTER] = master.remainder
+        return {key: self._read(home, numbers[id(home)], high if key == MASTER else None) for key, home in found.items()}
+
+    def _read(self, home: Tensor, number: int, high: Tensor | None) -> Tensor | WholeLater:
+        assert self.elsewhere is not None
+        if not self.saving:
+            whole = self.whole(home)
+            return whole if high is None else joined(high, whole)
+        return WholeLater(home, functools.partial(self.elsewhere.read, number, home, self._parts_of(home)), high)
+
+    def serve(self) -> None:
+        """Sends the first rank this host's parts of what it saves."""
+        if self.elsewhere is not None:
+            self.elsewhere.serve([(home, self._parts_of(home)) for home in self._served()])
+
+    def _served(self) -> list[Tensor]:
+        """Returns the homes, in an order that is that of all ranks."""
+        return [self._homes[key] for key in sorted(self._homes)]
+
+    def _parts_of(self, home: Tensor) -> Callable[[int], slice]:
+        return functools.partial(self.part_of_host, home)
+
+    def release_others(self) -> None:
+        """Frees the pages that values of other hosts' parts have taken, as a load writes whole tensors."""
+        for home in self._homes.values() if self.elsewhere is not None else ():
+            own, width = self.part_of_host(home, self._me // self.here), home.element_size()
+            free_pages(home.data_ptr(), home.data_ptr() + own.start * width)
+            free_pages(home.data_ptr() + own.stop * width, home.data_ptr() + home.nbytes)
 
 
 def _like(parameter: Tensor, dtype: torch.dtype) -> Tensor:

@@ -129,7 +129,7 @@ def _ledger(unplanned: Forecast, candidates: Candidates, planned: Planned) -> di
     fullest = max(walk(schedule), key=lambda usage: usage.pooled + usage.tangents + usage.workspace)
     ledger: dict[str, dict[str, int]] = {}
     for tier, nbytes in weights.items():
-        masters = trained[tier] if split else 0
+        masters = trained[tier] // budgets.hosts if split else 0
         parts = {"weights": nbytes, "master": masters, "optimizer": state[tier] - masters}
         parts["gradients"] = held[tier] - sum(parts.values()) if budgets.grad_copies else 0
         parts["optimizer"] += held[tier] - sum(parts.values())  # of what ranks share, what rounding leaves

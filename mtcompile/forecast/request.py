@@ -88,8 +88,10 @@ class AssumedPlacement:
             parameters_nbytes = sum(node.meta["nbytes"] for spec, node in inputs_of(step) if spec.role == "param")
             budgets = replace(budgets, disk_staging=staging_nbytes(parameters_nbytes))
         fixed = dict.fromkeys(step.meta["homes"].values(), "host") if self.ranks.count > 1 else {}
-        if budgets.sharing > 1:
-            budgets = replace(budgets, once=frozenset(fixed))
+        if budgets.sharing * budgets.hosts > 1:
+            sharded = tuple(sorted(fixed)) if budgets.hosts > 1 else ()
+            updates = None if budgets.updates is None else replace(budgets.updates, sharded=sharded)
+            budgets = replace(budgets, once=frozenset(fixed), updates=updates)
         if self.make_optimizer is None:
             return budgets, fixed
         with without_memory():

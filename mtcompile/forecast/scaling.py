@@ -69,5 +69,5 @@ def _through_host_us(forecast: Forecast, own: Machine) -> float:
         elif instruction.queue == "host":
             total_us += instruction.time_us
         elif instruction.work == "collective":
-            total_us += own.collective_us(instruction.nbytes, 1, reduces=True)
+            total_us += own.collective_us(instruction.nbytes, 1, "all_reduce")
     return total_us

@@ -11,7 +11,7 @@ import math
 import threading
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,10 +27,14 @@ from mtcompile.runtime.optim import host_kernels
 
 
 class Shares(Protocol):
-    """Parameters of which this process updates a share."""
+    """Parameters of which this process updates a share. ``nonfinite``: by the name of each whose gradient it has in that share
+    alone, whether any process has found there what is not finite."""
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Tells whether a parameter is one of them."""
+    nonfinite: Mapping[str, bool]
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the parameters."""
 
     def update(self, backward: Backward, grads: Mapping[str, Tensor], factor: Tensor | None) -> None:
         """Updates this process's share of the parameters that have these gradients."""
@@ -126,18 +130,18 @@ def _update(backward: Backward, names: tuple[str, ...], *values: Tensor) -> Sequ
         return parameters
     factor = factors[0] if factors and backward.options.max_grad_norm is not None else None
     masters, checked = backward.masters, not backward.options.needs_all_gradients
-    elsewhere: list[tuple[Any, Callable[..., None]]] = []  # where parameters may be, and what updates them there
-    if backward.disk is not None:
-        elsewhere.append((backward.disk, functools.partial(_update_on_disk, backward, backward.disk)))
-    if backward.shares is not None:
-        elsewhere.append((backward.shares, functools.partial(backward.shares.update, backward)))
-    parts = [([n for n in names if holder.holds(backward.parameters[n])], update_there) for holder, update_there in elsewhere]
+    parts: list[tuple[list[str], Callable[..., None]]] = []  # of parameters that are not at home, and what updates them
+    if (disk := backward.disk) is not None:
+        there = [name for name in names if disk.holds(backward.parameters[name])]
+        parts.append((there, functools.partial(_update_on_disk, backward, disk)))
+    if (shares := backward.shares) is not None:
+        parts.append(([name for name in names if name in shares.names], functools.partial(shares.update, backward)))
     at_home = [name for name in names if not any(name in part for part, _ in parts)]
     by_kernel = masters is not None and all(id(backward.parameters[name]) in masters.by_parameter for name in at_home)
     if masters is not None and by_kernel and len(at_home) == count:
         _update_masters(backward, masters, dict(zip(names, grads, strict=True)), factor, checked)
         return parameters
-    if checked and (position := host_kernels.nonfinite(grads)) is not None:
+    if checked and (position := _first_nonfinite(backward, names, grads)) is not None:
         _stop_or_warn(backward, names[position])
     backward.has_updated = True
     addresses: set[int] = set()
@@ -155,6 +159,17 @@ def _update(backward: Backward, names: tuple[str, ...], *values: Tensor) -> Sequ
     elif remaining:
         update_plain(backward, remaining, factor)
     return parameters
+
+
+def _first_nonfinite(backward: Backward, names: Sequence[str], grads: Sequence[Tensor]) -> int | None:
+    """Returns the position of the first gradient that is not finite, on whatever rank; None if all are."""
+    told: Mapping[str, bool] = {} if backward.shares is None else backward.shares.nonfinite
+    if not told:
+        return host_kernels.nonfinite(grads)
+    for position, (name, grad) in enumerate(zip(names, grads, strict=True)):
+        if told[name] if name in told else host_kernels.nonfinite([grad]) is not None:
+            return position
+    return None
 
 
 def _stop_or_warn(backward: Backward, name: str) -> None:

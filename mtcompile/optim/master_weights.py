@@ -84,9 +84,10 @@ class JoinedLater:
 class Masters:
     """The masters of one model's floating-point parameters that are trained. Frozen ones become bf16 and have none, until they
     are trained; ``_frozen``: their names by id, and whether their bf16 values are exact. ``join``: makes the values that an
-    optimizer's ``state_dict`` holds."""
+    optimizer's ``state_dict`` holds; ``whole``: a remainder with the parts that other hosts have."""
 
     join: Callable[[Tensor, Tensor], Tensor | JoinedLater] = staticmethod(joined)
+    whole: Callable[[Tensor], Tensor] = staticmethod(torch.detach)
 
     def __init__(self, model: nn.Module) -> None:
         self.by_parameter: dict[int, Master] = {}
@@ -131,7 +132,7 @@ class Masters:
         """The fp32 masters by name, joined from their two planes."""
         for master in self:
             self._notice_writes(master)
-        return {m.name: joined(m.parameter.detach(), m.remainder) for m in self}
+        return {m.name: joined(m.parameter.detach(), self.whole(m.remainder)) for m in self}
 
     def set(self, master: Master, value: Tensor) -> None:
         """Make ``value`` the master, exactly where it is fp32."""
@@ -385,8 +386,7 @@ def _checksum(parameter: Tensor) -> int | None:
     if not knobs.check():
         return None
     bits = flat(parameter.detach()).view(torch.int16).to(torch.int64)
-    places = torch.arange(1, bits.numel() + 1, device=bits.device)
-    return int((bits * places).sum())
+    return int((bits * torch.arange(1, bits.numel() + 1, device=bits.device)).sum())
 
 
 def cast(model: nn.Module, precision: Precision) -> Masters | None:

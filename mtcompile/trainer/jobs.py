@@ -23,12 +23,13 @@ from mtcompile.models.loading import configuration, language_model, returning_lo
 from mtcompile.models.pretrained import from_pretrained
 from mtcompile.reading import read_bytes
 from mtcompile.trainer.recipe import Recipe, check, check_resumed
+from mtcompile.trainer.together import ALONE, RowsOfRank, Together, device_of_rank, join
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """A training that is ready to run. ``steps``: in all; ``extra``, ``files``: what checkpoints hold beside the
-    state; ``about``: the data in words, if there is something to say."""
+    state; ``about``: the data in words, if there is something to say; ``together``: the ranks that run it."""
 
     recipe: Recipe
     steps: int
@@ -38,12 +39,18 @@ class Job:
     extra: Mapping[str, Any]
     files: Mapping[str, bytes] = field(default_factory=dict)
     about: str = ""
+    together: Together = ALONE
 
 
 def prepared(recipe: Recipe) -> Job:
-    """Reads the data, makes or loads the model, and compiles it. Raises ValueError, OSError and what ``compile`` raises."""
+    """Reads the data, makes or loads the model, and compiles it; under torchrun, as one of several ranks. Raises ValueError,
+    OSError and what ``compile`` raises."""
     check(recipe)
-    return _fine_tuning(recipe) if recipe.pretrained else _from_scratch(recipe)
+    together = join()
+    job = _fine_tuning(recipe) if recipe.pretrained else _from_scratch(recipe)
+    if together.rank:  # each rank draws its dropout from a generator of its own
+        torch.manual_seed(recipe.seed + together.rank)
+    return job if together.count == 1 else replace(job, data=RowsOfRank(job.data, together), together=together)
 
 
 def _from_scratch(recipe: Recipe) -> Job:
@@ -120,6 +127,6 @@ def _options(recipe: Recipe) -> dict[str, Any]:
         **{
             name: getattr(recipe, name) for name in ("memory", "host", "disk", "precision", "accumulate", "update", "run_ahead")
         },
-        "device": choose(recipe.device).where,
+        "device": choose(device_of_rank(recipe.device)).where,
         "max_grad_norm": recipe.clip or None if backward else None,
     }

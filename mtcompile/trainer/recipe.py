@@ -77,13 +77,11 @@ class Recipe:
 
 def check(recipe: Recipe) -> None:
     """Raises ValueError, or OSError for a folder that cannot be made, before anything takes time."""
-    if (processes := knobs.processes()) > 1:
-        raise ValueError(
-            f"expected one process, found WORLD_SIZE={processes}, as torchrun sets it: mtcompile train does not train with "
-            "several ranks yet. Start it without torchrun, or take a loop of your own, as examples/train_gpt.py has it"
-        )
-    if recipe.batch % recipe.accumulate:
-        raise ValueError(f"expected a batch that is a multiple of accumulate={recipe.accumulate}, found {recipe.batch}")
+    ranks = knobs.processes()
+    if recipe.batch % (recipe.accumulate * ranks):
+        among = f", of which each of {ranks} ranks takes a part" if ranks > 1 else ""
+        multiple = f"accumulate={recipe.accumulate}" + (f" times {ranks} ranks" if ranks > 1 else "")
+        raise ValueError(f"expected a batch that is a multiple of {multiple}, found {recipe.batch}{among}")
     if recipe.run_ahead and recipe.update != "backward":
         raise ValueError("expected --run-ahead with --update backward only")
     if recipe.steps is not None and recipe.epochs is not None:

@@ -79,7 +79,7 @@ def run(job: Job, report: Report = lambda row, model: None, stop: Callable[[], b
     rows: list[Row] = []
     evaluation: Evaluation | None = None
     interrupted = False
-    with saving(job) as saver, metrics_file(recipe) as write:
+    with saving(job) as saver, metrics_file(job) as write:
         while step < job.steps and not interrupted:
             step += 1
             rows.append(one_step(job, step))
@@ -93,7 +93,7 @@ def run(job: Job, report: Report = lambda row, model: None, stop: Callable[[], b
                 report(evaluation, job.model)
             if saver is not None:
                 saver.after(step, job.extra)
-            interrupted = step < job.steps and stop()
+            interrupted = bool(job.together.sums([step < job.steps and stop()])[0])
     return summary(job, step, rows, evaluation, interrupted)
 
 
@@ -104,7 +104,9 @@ def one_step(job: Job, step: int) -> Row:
         group["lr"] = rate
     batch = job.data.batch(step, recipe.batch, recipe.seed)
     loss = job.model(**batch.arguments)
-    value = float(loss.detach())
+    if job.together.count > 1:
+        loss = loss * job.together.weight(batch.targets)
+    value, tokens = job.together.sums([float(loss.detach()) / job.together.count, batch.tokens])
     if not math.isfinite(value):
         raise StepError(f"the loss of step {step} is {value}; nothing was changed. Lower --lr, or give a longer --warmup")
     loss.backward()
@@ -114,7 +116,7 @@ def one_step(job: Job, step: int) -> Row:
     seconds = time.perf_counter() - started
     report = job.model.memory_report()
     peaks = (report["peak_device_bytes"], report["peak_host_bytes"])
-    return Row(step, value, rate, norm, batch.tokens / seconds, *peaks)
+    return Row(step, value, rate, norm, tokens / seconds, *peaks)
 
 
 def clip(recipe: Recipe, model: Any) -> float | None:
@@ -126,15 +128,17 @@ def clip(recipe: Recipe, model: Any) -> float | None:
 
 
 def evaluate(job: Job, step: int) -> Evaluation:
-    """Evaluates held-out data in batches of one micro-batch, which is what fits."""
-    recipe, total, count = job.recipe, 0.0, 0
+    """Evaluates held-out data in batches of one rank's micro-batch, which is what fits; each rank takes a share of them."""
+    recipe, ranks, total, count = job.recipe, job.together.count, 0.0, 0
     job.model.eval()
     with torch.no_grad():
-        for batch in job.data.evaluation(recipe.batch // recipe.accumulate, _MOST_EVALUATED * recipe.accumulate):
+        parts = recipe.accumulate * ranks
+        for batch in job.data.evaluation(recipe.batch // parts, _MOST_EVALUATED * parts):
             total += float(job.model(**batch.arguments)) * batch.targets
             count += batch.targets
     job.model.train()
-    return Evaluation(step, total / count, count)
+    total, of_all = job.together.sums([total, count])
+    return Evaluation(step, total / of_all, int(of_all))
 
 
 def saving(job: Job) -> contextlib.AbstractContextManager[checkpoint.Autosave | None]:
@@ -147,9 +151,10 @@ def saving(job: Job) -> contextlib.AbstractContextManager[checkpoint.Autosave | 
 
 
 @contextlib.contextmanager
-def metrics_file(recipe: Recipe) -> Iterator[Callable[[Row | Evaluation], None]]:
+def metrics_file(job: Job) -> Iterator[Callable[[Row | Evaluation], None]]:
     """Opens the metrics file. Yields a function that writes one row as a line of JSON and flushes it."""
-    if recipe.metrics is None:
+    recipe = job.recipe
+    if recipe.metrics is None or job.together.rank:  # the first rank's rows are those of all
         yield lambda row: None
         return
     with recipe.metrics.open("a" if recipe.resume else "w", encoding="utf-8") as file:

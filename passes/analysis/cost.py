@@ -27,7 +27,9 @@ _REDUCTIONS = {
     aten.sum.dim_IntList,
     aten.mean.dim,
 }
-_PASSES_OF_SUM, _PASSES_OF_COPY = 7, 4  # of a collective through the host's memory, reads and writes
+# Of a collective through the host's memory, reads and writes of what a rank has; of the network between hosts, crossings.
+_PASSES = {"all_reduce": 7, "reduce_scatter": 5, "all_gather": 4, "broadcast": 4}
+_CROSSINGS = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "broadcast": 2}
 _FUSION_GAIN = 3  # fused, fusible operations move one in so many of the bytes that they move one by one (an estimate)
 
 
@@ -87,20 +89,22 @@ class Machine:
         host_gbps = self.host_gbps * self.updating_ranks
         return passes * (host_nbytes / host_gbps + device_nbytes / self.memory_gbps) / 1e3
 
-    def shared_by(self, ranks: int, once: bool = False) -> Machine:
+    def shared_by(self, ranks: int, once: bool = False, hosts: int = 1) -> Machine:
         """Returns the machine as each of ``ranks`` on one host has it while all do the same: each with a device and a link of
         its own, and with an equal part of the host's memory traffic, through which copies go too. ``once``: their weights lie
-        on the host once, and each updates a share of them."""
-        part, sharing = self.host_gbps / ranks, ranks if once else 1
+        on the host once, and each updates a share of them; of ``hosts``, each updates a part."""
+        part, sharing = self.host_gbps / ranks, ranks * hosts if once else 1
         links = {"h2d_gbps": min(self.h2d_gbps, part), "d2h_gbps": min(self.d2h_gbps, part)}
         return replace(self, host_gbps=part, updating_ranks=sharing, **links)
 
-    def collective_us(self, nbytes: int, hosts: int, reduces: bool) -> float:
+    def collective_us(self, nbytes: int, hosts: int, kind: str) -> float:
         """The microseconds of a collective over ``nbytes`` of each rank, on a machine ``shared_by`` those of a host. A byte is
         read and written where the others see it, added up there in shares, and read and written back; a broadcast adds nothing
-        up. Between hosts, each host sends and receives the sum of its ranks about twice."""
-        through_host = (_PASSES_OF_SUM if reduces else _PASSES_OF_COPY) * nbytes / self.host_gbps
-        return (through_host + 2 * (hosts - 1) / hosts * nbytes / self.network_gbps) / 1e3
+        up, and a reduce-scatter gives nothing back. In an all-gather, each rank brings a share of what other hosts have.
+        Between hosts, each host sends and receives the sum of its ranks about twice, or once where it needs a part of it."""
+        ranks = max(1, self.updating_ranks // hosts) if kind == "all_gather" else 1
+        through_host = _PASSES[kind] * nbytes / ranks / self.host_gbps
+        return (through_host + _CROSSINGS[kind] * (hosts - 1) / hosts * nbytes / self.network_gbps) / 1e3
 
     def contention_us(self, nbytes: int) -> float:
         """The microseconds that copies of ``nbytes`` cost the kernels they hide behind: both go through the same memory."""

@@ -33,7 +33,7 @@ class Budgets:
     long as without the disk's time a step may take; ``disk_days``: how many days of steps the drive must last; 0: any.
     ``disk_takes``: homes that an earlier program put on the host and that may go to disk all the same. ``exchange``: bytes of
     the host through which ranks combine gradients. ``sharing``: how many ranks of a host have the home blocks ``once`` between
-    them, with their state; each rank counts an equal part of these."""
+    them, with their state; each rank counts an equal part of these. ``hosts``: how many have a part each of that state."""
 
     device: int | None = None
     host: int | None = None
@@ -52,6 +52,7 @@ class Budgets:
     exchange: int = 0
     sharing: int = 1
     once: frozenset[str] = frozenset()
+    hosts: int = 1
 
     @property
     def grad_copies(self) -> int:
@@ -70,6 +71,18 @@ class Budgets:
 
 
 NO_LIMITS = Budgets()
+_ELEMENTS = 64  # shares begin at multiples, so that vectorised kernels see the same elements together as without shares
+
+
+def share_length(numel: int, ranks: int) -> int:
+    """Returns how many elements of a parameter each of ``ranks`` updates; the last ones have fewer, or none."""
+    return -(-numel // (ranks * _ELEMENTS)) * _ELEMENTS
+
+
+def part_of_host(nbytes: int, numel: int, budgets: Budgets) -> int:
+    """Returns the bytes of a parameter's state on the host that has the largest part of it. ``nbytes``: of all of it."""
+    elements = min(numel, budgets.sharing * share_length(numel, budgets.sharing * budgets.hosts))
+    return -(-nbytes * elements // max(1, numel))
 
 
 def param_nbytes(step: fx.GraphModule) -> dict[str, int]:
@@ -102,19 +115,32 @@ def is_trained(spec: InputSpec) -> bool:
 
 
 def state_nbytes(step: fx.GraphModule, budgets: Budgets) -> dict[str, int]:
-    """The bytes of optimizer state by home block."""
+    """The bytes of optimizer state by home block; of what hosts have parts of, those of the host with the largest."""
     if budgets.state is None:
-        return {block: int(nbytes * budgets.state_copies) for block, nbytes in trained_nbytes(step).items()}
+        sizes = {block: int(nbytes * budgets.state_copies) for block, nbytes in trained_nbytes(step).items()}
+        return sizes | _sharded_state_nbytes(step, budgets)
     sizes = dict.fromkeys(param_nbytes(step), 0)
     for name, block in step.meta["homes"].items():
         sizes[block] += budgets.state.get(name, 0)
-    return sizes
+    return sizes | _sharded_state_nbytes(step, budgets)
+
+
+def _sharded_state_nbytes(step: fx.GraphModule, budgets: Budgets) -> dict[str, int]:
+    """The bytes of optimizer state by home block of which hosts have parts, on that with the largest part of each parameter."""
+    sizes: dict[str, int] = dict.fromkeys(budgets.once if budgets.hosts > 1 else (), 0)
+    for spec, node in inputs_of(step) if sizes else ():
+        if is_trained(spec) and (block := step.meta["homes"].get(spec.name)) in sizes:
+            state = placed(node.meta["nbytes"]) if budgets.state is None else budgets.state.get(spec.name, 0)
+            sizes[block] += part_of_host(state, node.meta["val"].numel(), budgets)
+    return sizes if budgets.state is not None else {block: int(n * budgets.state_copies) for block, n in sizes.items()}
 
 
 def held_nbytes(step: fx.GraphModule, budgets: Budgets) -> dict[str, int]:
     """The bytes held at all times by home block: weights, optimizer state, and gradients where they wait for optimizer.step()
-    (an older one may be held while a new one is made). Of what ranks share, it is one rank's part."""
-    trained, state, copies = trained_nbytes(step), state_nbytes(step, budgets), budgets.grad_copies
+    (an older one may be held while a new one is made). Of what ranks share, it is one rank's part; of what hosts share, that of
+    the host with the largest."""
+    trained, copies = trained_nbytes(step), budgets.grad_copies
+    state = state_nbytes(step, budgets)
     weights = param_nbytes(step).items()
     return {b: budgets.part_of(b, nbytes + copies * trained[b] + state[b]) for b, nbytes in weights}
 

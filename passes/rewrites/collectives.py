@@ -3,45 +3,105 @@
 Every rank has the gradients of its own batch. Their mean takes the place of each gradient from where it is on the host, so that
 updates, norms and ``p.grad`` see the same bits on all ranks. New versions of buffers (the statistics of a batch norm) are those
 of the first rank. Collectives are listed in the order in which the backward makes gradients, whatever a plan decides.
+
+Where hosts update parts of a parameter, each rank needs the elements of the gradient that it updates, and no others:
+
+    gradient --> reduce_scatter --> update of a part --> all_gather --> the whole parameter, on every host
+
+Updates come in the order of a plan, and the gathers behind them too; before each phase ranks compare these orders.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import fx
 
 from mtcompile.passes.check import SameComputationError
 from mtcompile.passes.insert import add_call
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.step_graph import all_reduce, broadcast, calls, is_collective, outputs_of, ranks_of, results, update
+from mtcompile.passes.step_graph import (
+    all_gather,
+    all_reduce,
+    broadcast,
+    calls,
+    inputs_of,
+    outputs_of,
+    ranks_of,
+    reduce_scatter,
+    results,
+    update,
+)
 from mtcompile.runtime.happens_before import Order
 from mtcompile.runtime.schedule import Schedule
 
 
 def combine_over_ranks(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-    """Puts an all-reduce behind each offload of gradients of parameters, and a broadcast behind each offload of buffers. Does
-    nothing for one rank, or for a step without gradients."""
+    """Puts an all-reduce behind each offload of gradients of parameters, or a reduce-scatter where hosts update parts of these,
+    and a broadcast behind each offload of buffers. Does nothing for one rank, or for a step without gradients."""
     if ranks_of(step) == 1 or not any(spec.kind == "grad" for spec in step.meta["outputs"]):
         return step
-    roles = {spec.index: spec.role for spec in step.meta["inputs"] if spec.role != "tangent"}
-    combined: dict[tuple[fx.Node, bool], list[int]] = {}  # (offload, of gradients) -> positions among the outputs
+    inputs = {spec.index: (spec, node) for spec, node in inputs_of(step) if spec.role != "tangent"}
+    combined: dict[tuple[fx.Node, Any], list[int]] = {}  # (offload, collective) -> positions among the outputs
     for position, (spec, value) in enumerate(outputs_of(step)):
-        shared = roles.get(spec.index) == ("param" if spec.kind == "grad" else "buffer")
+        source, home = inputs.get(spec.index, (None, None))
+        shared = source is not None and source.role == ("param" if spec.kind == "grad" else "buffer")
         if spec.kind != "output" and shared:
-            combined.setdefault((value.args[0], spec.kind == "grad"), []).append(position)
+            scattered = spec.kind == "grad" and _is_scattered(step, plan, source.name, home, value)
+            target = broadcast if spec.kind != "grad" else reduce_scatter if scattered else all_reduce
+            combined.setdefault((value.args[0], target), []).append(position)
     output = step.graph.output_node()
     values = list(output.args[0])
-    for (call, of_gradients), positions in combined.items():
+    for (call, target), positions in combined.items():
         operands = [values[position] for position in positions]
         with step.graph.inserting_before(results(call)[-1].next):
-            target, verb = (all_reduce, "reduce") if of_gradients else (broadcast, "share")
+            verb = _VERBS[target]
             name = f"{verb}_{call.name.removeprefix('store_')}"
             node = step.graph.create_node("call_function", target, tuple(operands), name=name)
             names = tuple(step.meta["outputs"][position].name for position in positions)
             node.meta.update(phase=call.meta["phase"], block=call.meta["block"], names=names)
-            items = add_call(step.graph, node, [(f"{value.name}_{verb}d", dict(value.meta)) for value in operands])
+            items = add_call(step.graph, node, [(f"{value.name}_{_PAST[verb]}", dict(value.meta)) for value in operands])
         for position, item in zip(positions, items, strict=True):
             values[position] = item
     output.args = (tuple(values),)
+    return step
+
+
+_VERBS = {all_reduce: "reduce", reduce_scatter: "scatter", broadcast: "share"}
+_PAST = {"reduce": "reduced", "scatter": "scattered", "share": "shared"}
+
+
+def _is_scattered(step: fx.GraphModule, plan: Plan, name: str, parameter: fx.Node, gradient: fx.Node) -> bool:
+    """Tells whether nobody needs a gradient but the update of a part of its parameter: its norm needs all of it."""
+    updates, wanted = plan.updates, step.meta.get("updated")
+    if updates is None or updates.held or not is_sharded(step, plan, name) or (wanted is not None and name not in wanted):
+        return False
+    return bool(gradient.meta["val"].stride() == parameter.meta["val"].stride())  # parts are of elements as they lie in memory
+
+
+def is_sharded(step: fx.GraphModule, plan: Plan, name: str) -> bool:
+    """Tells whether each host updates a part of a parameter."""
+    return plan.updates is not None and step.meta["homes"].get(name) in plan.updates.sharded
+
+
+def gather_over_hosts(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+    """Puts an all-gather behind each update of parameters of which hosts update parts."""
+    if plan.updates is None or not plan.updates.sharded:
+        return step
+    gathered: dict[fx.Node, fx.Node] = {}
+    for call in [call for call in calls(step) if call.target is update]:
+        names: Any = call.meta["names"]
+        parts = [item for item in results(call) if is_sharded(step, plan, names[item.args[1]])]
+        if not parts:
+            continue
+        with step.graph.inserting_before(results(call)[-1].next):
+            node = step.graph.create_node("call_function", all_gather, tuple(parts), name=f"gather_{call.name}")
+            node.meta.update(phase=call.meta["phase"], block=call.meta["block"])
+            node.meta["names"] = tuple(names[item.args[1]] for item in parts)
+            items = add_call(step.graph, node, [(f"{item.name}_gathered", dict(item.meta)) for item in parts])
+        gathered |= dict(zip(parts, items, strict=True))
+    output = step.graph.output_node()
+    output.args = (tuple(gathered.get(value, value) for value in output.args[0]),)
     return step
 
 
@@ -50,7 +110,8 @@ def check_reads(step: fx.GraphModule, schedule: Schedule) -> None:
     its gradients are combined. A rank that has combined them may then update it at once: all others have read its old version
     for the last time. Raises SameComputationError, which names the first read that comes later."""
     place = {instruction.label: index for index, instruction in enumerate(schedule.instructions) if instruction.label}
-    combined = {name: place[call.name] for call in calls(step) if is_collective(call) for name in call.meta["names"]}
+    reductions = (call for call in calls(step) if call.target in (all_reduce, reduce_scatter))
+    combined = {name: place[call.name] for call in reductions for name in call.meta["names"]}
     order = Order(schedule)
     for call in calls(step):
         if call.target is not update:

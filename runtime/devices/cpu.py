@@ -204,6 +204,9 @@ class CpuMemory:
                 self.tensors[name] = tensor
 
     def exchange(self, collective: Callable[..., None], reads: Sequence[str], writes: Sequence[str]) -> None:
+        for name in writes:
+            if home := self.schedule.buffers[name].version_of:  # it is written in place
+                self.tensors[name] = self.tensors[home]
         collective([self.tensors[name] for name in reads], [self.tensors[name] for name in writes])
 
     def _empty(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

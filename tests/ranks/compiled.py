@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import mtcompile
 from tests.ranks.reference import adamw, generator_of, model
 
+MASTERS: dict[str, Any] = {"update": "backward", "precision": "bf16-master32"}
 BUDGET = "200KB"  # too little for all weights and activations
 
 
@@ -31,6 +35,35 @@ def train(rank: int, steps: Any, clip: float | None = None, **options: Any) -> A
         optimizer.step()
     ours.synchronize()
     return ours
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return F.mse_loss(x, torch.ones_like(x))
+
+
+def wide(rank: int, share: bool) -> tuple[Any, torch.optim.Optimizer]:
+    """A model after two steps. ``share``: False: each rank has weights of its own."""
+    os.environ["MT_RANKS_SHARE"] = str(int(share))
+    torch.manual_seed(0)
+    plain = Wide()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    ours = mtcompile.compile(plain, memory="4MB", optimizer=optimizer, **MASTERS)
+    for seed in (1, 2):
+        step(ours, optimizer, rank, seed)
+    return ours, optimizer
+
+
+def step(ours: nn.Module, optimizer: torch.optim.Optimizer, rank: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(10 * seed + rank)
+    ours(torch.randn(4, 512, generator=generator).bfloat16()).backward()
+    optimizer.step()
 
 
 def mapping_of(tensor: torch.Tensor) -> dict[str, str]:

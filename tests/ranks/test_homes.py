@@ -9,45 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import mtcompile
 from mtcompile.errors import StepError
 from tests.ranks import job
-from tests.ranks.compiled import mapping_of, train
-from tests.ranks.reference import adamw, batches, differing, generator_of, model, trained
-
-MASTERS: dict[str, Any] = {"update": "backward", "precision": "bf16-master32"}
-
-
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return F.mse_loss(x, torch.ones_like(x))
-
-
-def wide(rank: int, share: bool) -> tuple[Any, torch.optim.Optimizer]:
-    """A model after two steps. ``share``: False: each rank has weights of its own."""
-    os.environ["MT_RANKS_SHARE"] = str(int(share))
-    torch.manual_seed(0)
-    plain = Wide()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
-    ours = mtcompile.compile(plain, memory="4MB", optimizer=optimizer, **MASTERS)
-    for seed in (1, 2):
-        step(ours, optimizer, rank, seed)
-    return ours, optimizer
-
-
-def step(ours: nn.Module, optimizer: torch.optim.Optimizer, rank: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(10 * seed + rank)
-    ours(torch.randn(4, 512, generator=generator).bfloat16()).backward()
-    optimizer.step()
+from tests.ranks.compiled import mapping_of, step, train, wide
+from tests.ranks.reference import OPTIMIZERS, adamw, batches, differing, generator_of, model, trained
 
 
 def once(rank: int, count: int) -> dict[str, Any]:
@@ -108,19 +76,6 @@ def test_a_host_has_weights_masters_and_state_once(tmp_path: Path) -> None:
         assert rank["errors"][1].startswith("layers.0.weight was replaced by another tensor, and lies once for all ranks")
     assert ranks[1]["errors"][0].startswith("layers.0.weight was written to between two steps, and lies once for all ranks")
     assert ranks[0]["errors"][0].startswith("weights that lie once for all ranks of the host have changed")
-
-
-OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
-    "amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
-    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3),
-    "radam": lambda p: torch.optim.RAdam(p, lr=1e-3),
-    "adamax": lambda p: torch.optim.Adamax(p, lr=1e-3),
-}
 
 
 def optimizers(rank: int, count: int) -> dict[str, list[str]]:

@@ -11,11 +11,24 @@ from torch import fx
 
 import mtcompile
 from mtcompile.forecast.result import Forecast
+from mtcompile.passes.analysis.state import NO_LIMITS
 from mtcompile.passes.check import SameComputationError, same_computation
+from mtcompile.passes.check_schedule import Given, check_schedule
 from mtcompile.passes.numbering import over_ranks
 from mtcompile.passes.planning import candidates, frontier
 from mtcompile.passes.rewrites.collectives import check_reads
-from mtcompile.passes.step_graph import all_reduce, broadcast, calls, copy_step, is_collective, ranks_of, results, update
+from mtcompile.passes.step_graph import (
+    all_gather,
+    all_reduce,
+    broadcast,
+    calls,
+    copy_step,
+    is_collective,
+    ranks_of,
+    reduce_scatter,
+    results,
+    update,
+)
 from mtcompile.report.dot import dot
 from mtcompile.runtime.schedule import from_json, with_deps
 from mtcompile.runtime.verify import ScheduleError, verify
@@ -30,6 +43,86 @@ def planned() -> Forecast:
             patch.setattr(candidates, name, few)
         patch.setattr(frontier, "ROUNDS", 1)
         return mtcompile.plan(Model, {"ids": ids, "labels": labels}, memory="200KB", update="backward", gpus=2)
+
+
+@pytest.fixture(scope="module")
+def sharded() -> Forecast:
+    """A step of two hosts, which have a part each of the optimizer state."""
+    ids, labels = batches(1, 1)[0][0]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MOST_SEARCHED", "MOST_POINTS"):
+            patch.setattr(candidates, name, 2)
+        patch.setattr(frontier, "ROUNDS", 1)
+        return mtcompile.plan(Model, {"ids": ids, "labels": labels}, memory="200KB", update="backward", hosts=2)
+
+
+def call_of(step: fx.GraphModule, target: object) -> fx.Node:
+    return next(call for call in calls(step) if call.target is target)
+
+
+def reduce_all(step: fx.GraphModule) -> None:
+    call_of(step, reduce_scatter).target = broadcast
+
+
+def gather_nothing(step: fx.GraphModule) -> None:
+    for item in results(call := call_of(step, all_gather)):
+        item.replace_all_uses_with(call.args[item.args[1]])
+        step.graph.erase_node(item)
+    step.graph.erase_node(call)
+
+
+def gather_under_another_name(step: fx.GraphModule) -> None:
+    call = call_of(step, all_gather)
+    call.meta["names"] = (*call.meta["names"][1:], "another")
+
+
+def return_a_part(step: fx.GraphModule) -> None:
+    """Leaves a gradient of which a rank has a part to the user."""
+    output = step.graph.output_node()
+    position = next(i for i, spec in enumerate(step.meta["outputs"]) if spec.kind == "update")
+    values = list(output.args[0])
+    name = step.meta["outputs"][position].name
+    call = next(call for call in calls(step) if call.target is reduce_scatter and name in call.meta["names"])
+    values[position] = results(call)[call.meta["names"].index(name)]
+    output.args = (tuple(values),)
+    specs = list(step.meta["outputs"])
+    specs[position] = replace(specs[position], kind="grad")
+    step.meta["outputs"] = tuple(specs)
+
+
+@pytest.mark.parametrize("damage", [reduce_all, gather_nothing, gather_under_another_name, return_a_part])
+def test_parts_of_parameters_are_updated_by_parts_of_gradients_and_gathered(
+    sharded: Forecast, damage: Callable[[fx.GraphModule], None]
+) -> None:
+    step = step_of(sharded)
+    assert sharded.joint is not None and sharded.planned is not None
+    same_computation(sharded.joint, step)
+    updates = sharded.planned.plan.updates
+    assert updates is not None and {call.target for call in filter(is_collective, calls(step))} == {reduce_scatter, all_gather}
+    given = Given(sharded.planned.plan, replace(NO_LIMITS, updates=updates), ranks=2)
+    damage(step)
+    with pytest.raises(SameComputationError):
+        same_computation(sharded.joint, step)
+        check_schedule(step, sharded.planned.schedule, given)
+
+
+def test_the_next_version_of_a_gathered_parameter_is_proven(sharded: Forecast) -> None:
+    assert sharded.planned is not None
+    schedule = from_json(sharded.planned.schedule.to_json())
+    verify(schedule)
+    index = next(i for i, each in enumerate(schedule.instructions) if each.label.startswith("gather_"))
+    gather, rows = schedule.instructions[index], list(schedule.instructions)
+    wrong = {
+        "I1": replace(gather, reads=(schedule.buffers[gather.writes[0]].version_of, *gather.reads[1:])),
+        "I2": replace(gather, deps=()),
+    }
+    for instruction in wrong.values():
+        with pytest.raises(ScheduleError):
+            verify(replace(schedule, instructions=(*rows[:index], instruction, *rows[index + 1 :])))
+    late = next(i for i, each in enumerate(rows) if i > index and each.queue == "host" and each.op == "run")
+    reading = replace(rows[late], reads=(*rows[late].reads, gather.reads[0]))
+    with pytest.raises(ScheduleError, match=r"is read, but #\d+ has written"):
+        verify(replace(schedule, instructions=(*rows[:late], reading, *rows[late + 1 :])))
 
 
 def step_of(forecast: Forecast) -> fx.GraphModule:

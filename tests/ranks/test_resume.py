@@ -15,7 +15,8 @@ from mtcompile import checkpoint
 from tests.ranks import job
 from tests.ranks.reference import adamw, batches, differing, generator_of, model, trained
 
-STAGES = (2, 4, 4, 2, 1, 4)  # ranks, one step each
+ONE_HOST = ("aa", "aaaa", "aaaa", "aa", "a", "aaaa")  # the host of each rank, one step each
+SEVERAL = ("ab", "aabb", "abcd", "aa", "a", "ab")  # of which each has a part of the optimizer state
 
 
 def stage(folder: Path, number: int, rank: int, count: int) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def stage(folder: Path, number: int, rank: int, count: int) -> dict[str, Any]:
         warnings.simplefilter("always")
         if number:
             assert checkpoint.load(folder, ours, optimizer).step == number
-    ours(*batches(len(STAGES), 4)[number][rank]).backward()
+    ours(*batches(len(ONE_HOST), 4)[number][rank]).backward()
     optimizer.step()
     optimizer.zero_grad()
     checkpoint.save(folder, ours, optimizer, step=number + 1)
@@ -36,17 +37,19 @@ def stage(folder: Path, number: int, rank: int, count: int) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_a_training_resumes_under_more_and_fewer_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [ONE_HOST, SEVERAL])
+def test_a_training_resumes_under_more_and_fewer_ranks_and_hosts(stages: tuple[str, ...], tmp_path: Path) -> None:
     folder, plain = tmp_path / "run", model()
     optimizer, states = adamw(plain), [generator_of(rank) for rank in range(4)]
-    for number, count in enumerate(STAGES):
+    for number, hosts in enumerate(stages):
+        count = len(hosts)
         (at := tmp_path / str(number)).mkdir()
-        found = job.run(functools.partial(stage, folder, number), count, at)
-        before = STAGES[number - 1] if number else count
+        found = job.run(functools.partial(stage, folder, number), count, at, tuple(hosts))
+        before = len(stages[number - 1]) if number else count
         assert [each["warned"] for each in found] == [rank >= before for rank in range(count)]
         for rank in range(before, count):  # these have new generators
             states[rank] = generator_of(rank)
-        trained(plain, [batches(len(STAGES), 4)[number][:count]], lambda of: optimizer, states=states)
+        trained(plain, [batches(len(ONE_HOST), 4)[number][:count]], lambda of: optimizer, hosts=len({*hosts}), states=states)
         loaded = model(seed=9)
         state = adamw(loaded)
         assert checkpoint.load(folder, loaded, state).step == number + 1

@@ -190,7 +190,7 @@ def test_the_learning_rate_rises_and_falls() -> None:
     assert rates[9:] == sorted(rates[9:], reverse=True) and rates[-1] == pytest.approx(0.1)
 
 
-def test_several_processes_of_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"expected one process, found WORLD_SIZE=2, as torchrun sets it"):
+def test_ranks_take_equal_parts_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match=r"multiple of accumulate=1 times 3 ranks, found 8, of which each of 3 ranks takes"):
         check(Recipe("gpt-11m", memory="64MiB"))
