@@ -167,7 +167,7 @@ class CpuMemory:
             self._fill_with_zeros(target)
         elif self.check:
             self._poison(target, "device", whole=False)
-        self._copy_pairs([(target[start:end], source[start:end]) for start, end in named], to_device)
+        self._copy_stretches(target, source, named, to_device)
         most = min(len(source), sum(index.numel() for index in indices))
         return sum(end - start for start, end in named) / most if most else 1.0
 
@@ -178,7 +178,15 @@ class CpuMemory:
     def _fill_with_zeros(self, target: torch.Tensor) -> None:
         ctypes.memset(target.data_ptr(), 0, span_nbytes(target))
 
-    def _copy_pairs(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], to_device: bool = True) -> None:
+    def _copy_stretches(
+        self, target: torch.Tensor, source: torch.Tensor, stretches: Sequence[tuple[int, int]], to_device: bool
+    ) -> None:
+        """Copy stretches of rows, each from its first row to its end."""
+        to, of, nbytes = target.data_ptr(), source.data_ptr(), source[0].numel() * source.element_size()
+        for start, end in stretches:
+            ctypes.memmove(to + start * nbytes, of + start * nbytes, (end - start) * nbytes)
+
+    def _copy_pairs(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for target, source in pairs:
             ctypes.memmove(target.data_ptr(), source.data_ptr(), span_nbytes(source))
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import mtcompile
 from mtcompile.capture.tracing import Traced
+from mtcompile.execution.compiled import retimed
 from mtcompile.passes import rewrite
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.rows import read_by_rows
@@ -121,6 +122,9 @@ def test_only_the_rows_that_a_batch_names_cross_the_link(way: str, monkeypatch: 
             reports.append(compiled.memory_report())
 
         logs[embeddings] = steps_of(compiled, optimizer, report, backwards)
+        last = compiled._mt_model.session.last
+        again = [each.time_us for each in retimed(last, last.problem.machine) if each.rows]
+        assert again == [each.time_us for each in by_rows(last.schedule)] and bool(again) == (embeddings == "used")
         copied[embeddings] = sum(i.nbytes for i in compiled.schedule.instructions if i.queue == "d2h")
     for one, other in zip(logs["all"], logs["used"], strict=True):
         assert len(one) == len(other) and all(map(torch.equal, one, other))
