@@ -88,11 +88,9 @@ class CompiledModule(nn.Module):
     def memory_report(self) -> dict[str, Any]:
         """Returns bytes by name: budget, planned peak and measured peak per tier, the training state, and what the last step
         copied to the device.
-
         A model that was called with several shapes has several programs. ``programs`` is a list with the inputs, the planned
         peaks and the step time of each. The planned peaks of host and disk are those of the last program that trained; all
         other peaks are the highest of all programs.
-
         ``peak_device_bytes`` is measured from the allocator's events in the first step of each program (in every step
         under MT_CHECK=1).
         """
@@ -248,6 +246,7 @@ def compile(
     run_ahead: bool = False,
     nonfinite: str = "stop",
     experts: str = "auto",
+    embeddings: str = "auto",
     elastic: bool = False,
     viz: str | Path | None = None,
     process_group: Any = None,
@@ -294,11 +293,11 @@ def compile(
                themselves; call ``model.synchronize()`` before you read parameters in any other way
     nonfinite  with ``update="backward"``, for a loss or gradient that is not finite: ``"stop"`` raises StepError, ``"skip"``
                skips the whole update (and keeps all gradients until their norm is known), ``"continue"`` warns
-    experts    for a mixture of experts that ``grouped_mm`` computes: which experts are copied to the device. ``"used"``: those
-               that tokens of the batch chose, once the router has run; ``"all"``: all of them, ahead of the router;
-               ``"auto"``: as ``"used"`` where a notable part is thus surely left out. Plans count all experts
-    elastic    True: plans again in the background when the last steps show other speeds than were planned for, and goes on
-               by the new plan, with the same bits, where it is 3 % faster. ``memory_report()["plan_changes"]`` says why
+    experts    of a mixture that ``grouped_mm`` computes, those that are copied to the device. ``"used"``: those that tokens
+               chose, once the router has run; ``"all"``, ahead of the router; ``"auto"``: the used ones if that spares much
+    embeddings  which rows of embeddings are copied, and of their gradients: ``"used"``: those that a batch names; or as above
+    elastic    True: plans again in the background when the last steps show other speeds, and goes on by the new plan, with
+               the same bits, where it is 3 % faster. ``memory_report()["plan_changes"]`` says why
     viz        writes each training program's timeline to this HTML file: predicted after its first step, with measured times
                after its second; a second program goes to ``<name>-2.html``, and so on
     process_group  the ranks that train the model together, each with its own part of the batch; default: all of them, once
@@ -321,6 +320,7 @@ def compile(
         throttle=None if throttle is None else named(throttle),
         viz=viz,
         experts=experts,
+        embeddings=embeddings,
         elastic=elastic,
     )
     if model is None:

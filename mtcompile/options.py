@@ -13,7 +13,7 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.planning.policies import POLICIES
 
 KERNELS = ("eager", "inductor")
-EXPERTS = ("auto", "used", "all")  # which are fetched
+FETCHED = ("auto", "used", "all")  # which experts, and which rows of embeddings
 FASTEST = "fastest"  # the policy that searches
 _UNITS = {
     "": 1, "b": 1,
@@ -59,6 +59,7 @@ class Options:
     viz: str | Path | None = None
     disk: DiskBudget | None = None
     experts: str = "auto"
+    embeddings: str = "auto"
     elastic: bool = False
 
     def __post_init__(self) -> None:
@@ -68,9 +69,10 @@ class Options:
         if self.kernels not in KERNELS:
             close = did_you_mean(self.kernels, KERNELS)
             raise ValueError(f"expected kernels to be one of {', '.join(KERNELS)}, found {self.kernels!r}{close}")
-        if self.experts not in EXPERTS:
-            close = did_you_mean(self.experts, EXPERTS)
-            raise ValueError(f"expected experts to be one of {', '.join(EXPERTS)}, found {self.experts!r}{close}")
+        for option in ("experts", "embeddings"):
+            if (choice := getattr(self, option)) not in FETCHED:
+                close = did_you_mean(choice, FETCHED)
+                raise ValueError(f"expected {option} to be one of {', '.join(FETCHED)}, found {choice!r}{close}")
         if not _is_count(self.loss_chunks) and self.loss_chunks != "auto":
             raise ValueError(f'expected loss_chunks to be a whole number of 1 or more, or "auto", found {self.loss_chunks!r}')
         if not _is_count(self.accumulate):

@@ -21,6 +21,7 @@ from mtcompile.passes.analysis.state import NO_LIMITS, SCALAR_STATE_NBYTES, UPDA
 from mtcompile.passes.check import expect
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.step_graph import (
+    MOVES_OF_ROWS,
     InputSpec,
     all_gather,
     body_outputs,
@@ -36,9 +37,11 @@ from mtcompile.passes.step_graph import (
     moved,
     must_run,
     offload,
+    offload_rows,
     outputs_of,
     placeholders,
     prefetch,
+    prefetch_rows,
     prefetch_slices,
     ranks_of,
     read,
@@ -186,6 +189,8 @@ def _made(call: fx.Node, item: fx.Node, leaves: bool) -> Buffer:
     if call.target is all_gather:
         updated: Any = call.args[item.args[1]]
         return replace(buffer, kind="home", version_of=str(updated.args[0].args[updated.args[1]]))
+    if call.target is prefetch_rows:
+        buffer = replace(buffer, value=f"{buffer.value}[rows {' '.join(map(str, call.args[1:]))}]")
     if is_move(call) or is_convert(call) or is_collective(call):
         return replace(buffer, kind="home" if leaves else "pooled" if meta.get("pooled") else "placed")
     if call.target is update:
@@ -235,13 +240,18 @@ def _instruction(step: fx.GraphModule, call: fx.Node, given: Given) -> Instructi
         work = "recompute" if recomputes(call) else "compute"
         return replace(row, queue="compute", kernel=str(call.target), workspace=workspace, work=work)
     if is_move(call):
-        nbytes, ends = sum(operand.meta["nbytes"] for operand in moved(call)), ""
-        directions = {prefetch: ("h2d", "prefetch"), offload: ("d2h", "offload")}
+        nbytes, ends, rows = sum(operand.meta["nbytes"] for operand in moved(call)), "", tuple[str, ...]()
+        directions: dict[Any, tuple[Any, Any]] = {prefetch: ("h2d", "prefetch"), offload: ("d2h", "offload")}
         if call.target is prefetch_slices:
             directions[prefetch_slices], ends = ("h2d", "prefetch"), operands[-1].name
+        if call.target in MOVES_OF_ROWS:
+            directions |= {prefetch_rows: ("h2d", "prefetch"), offload_rows: ("d2h", "offload")}
+            rows = tuple(operand.name for operand in operands[1:])
+            val, named = operands[0].meta["val"], sum(operand.meta["val"].numel() for operand in operands[1:])
+            nbytes = min(val.shape[0], named) * val[0].numel() * val.element_size()
         directions |= {read: ("disk_read", "read"), write: ("disk_write", "write")}
         queue, work = directions[call.target]
-        return replace(row, queue=queue, kernel="", nbytes=nbytes, work=work, ends=ends)
+        return replace(row, queue=queue, kernel="", nbytes=nbytes, work=work, ends=ends, rows=rows)
     if is_convert(call):
         return replace(row, work="convert")
     if is_collective(call):

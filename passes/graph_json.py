@@ -23,12 +23,15 @@ import torch
 from torch import fx
 
 from mtcompile.passes.analysis.kernels import kernel_key
+from mtcompile.passes.analysis.rows import Rows
 from mtcompile.passes.generators import replay, save_rng
 from mtcompile.passes.step_graph import (
     InputSpec,
     OutputSpec,
     offload,
+    offload_rows,
     prefetch,
+    prefetch_rows,
     prefetch_slices,
     ranks_of,
     read,
@@ -38,7 +41,9 @@ from mtcompile.passes.step_graph import (
 
 FORMAT = "mtcompile-graph-1"
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    f.__name__: f for f in (operator.getitem, save_rng, replay, restride, prefetch, prefetch_slices, offload, read, write)
+    f.__name__: f
+    for f in (operator.getitem, save_rng, replay, restride, *(prefetch, prefetch_slices, prefetch_rows))
+    + (offload, offload_rows, read, write)
 }
 _Operator: Any = type(torch.ops.aten.add.Tensor)
 _ENUMERATIONS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
@@ -93,6 +98,7 @@ def _graph(module: fx.GraphModule) -> dict[str, Any]:
         "told": list(module.meta.get("told", ())),
         "homes": dict(module.meta.get("homes", {})),
         "sliced": list(module.meta.get("sliced", ())),
+        "rows": {name: asdict(rows) for name, rows in module.meta.get("rows", {}).items()},
         "ranks": ranks_of(module),
         "hosts": module.meta.get("hosts", 1),
     }
@@ -182,6 +188,7 @@ def _module(data: Mapping[str, Any]) -> fx.GraphModule:
             told=tuple(data["step"].get("told", ())),
             homes=data["step"]["homes"],
             sliced=tuple(data["step"].get("sliced", ())),
+            rows={name: Rows(tuple(r["indices"]), r["count"], r["nbytes"]) for name, r in data["step"].get("rows", {}).items()},
             ranks=data["step"].get("ranks", 1),
             hosts=data["step"].get("hosts", 1),
             constants={},

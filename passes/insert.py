@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,13 +29,13 @@ def add_move(
     values: list[fx.Node],
     about: tuple[Phase, int],
     name: str,
-    ends: fx.Node | None = None,
+    by: Sequence[fx.Node] = (),
     pooled: bool = False,
 ) -> list[fx.Node]:
-    """Appends one move of ``values`` (a prefetch, say) and returns the moved values. ``about``: phase and block. ``ends``: of a
-    prefetch of slices. ``pooled``: what arrives comes from the allocator instead of having a slot."""
+    """Appends one move of ``values`` (a prefetch, say) and returns the moved values. ``about``: phase and block. ``by``: of a
+    move of slices or rows, what says which. ``pooled``: what arrives comes from the allocator instead of having a slot."""
     tier = TIER_OF_MOVE[target]
-    call = graph.create_node("call_function", target, (*values, *(() if ends is None else (ends,))), name=name)
+    call = graph.create_node("call_function", target, (*values, *by), name=name)
     call.meta.update(phase=about[0], block=about[1])
     outputs = [(f"{value.name}_{tier}", dict(value.meta, tier=tier, pooled=pooled)) for value in values]
     return add_call(graph, call, outputs)

@@ -10,9 +10,11 @@ from torch import fx
 
 from mtcompile.passes.analysis.cost import Machine, kernel_us
 from mtcompile.passes.analysis.memory import workspace_nbytes
+from mtcompile.passes.analysis.rows import crossing
 from mtcompile.passes.plan import Plan, Updates
 from mtcompile.passes.slots import assign_offsets
 from mtcompile.passes.step_graph import (
+    MOVES_OF_ROWS,
     calls,
     gradient_norms,
     is_collective,
@@ -22,8 +24,10 @@ from mtcompile.passes.step_graph import (
     kernel_of,
     moved,
     offload,
+    offload_rows,
     placeholders,
     prefetch,
+    prefetch_rows,
     prefetch_slices,
     read,
     recomputes,
@@ -40,7 +44,9 @@ from mtcompile.runtime.usage import peaks
 _MOVES: dict[object, tuple[Work, Queue]] = {
     prefetch: ("prefetch", "h2d"),
     prefetch_slices: ("prefetch", "h2d"),
+    prefetch_rows: ("prefetch", "h2d"),
     offload: ("offload", "d2h"),
+    offload_rows: ("offload", "d2h"),
     read: ("read", "disk_read"),
     write: ("write", "disk_write"),
 }
@@ -121,10 +127,13 @@ def _buffers(step: fx.GraphModule) -> dict[str, Buffer]:
 
 
 def _value(node: fx.Node) -> str:
-    """The name of the value that a buffer holds. Slices of a value are another one, by where their rows end."""
+    """The name of the value that a buffer holds. Slices of a value are another one, by where their rows end, and so are rows
+    of a parameter, by what names them. A gradient of which only rows crossed is whole."""
     call = node.args[0] if node.target is operator.getitem else None
     if call is not None and call.target is prefetch_slices:
         return f"{source(node).name}[{source(call.args[-1]).name}]"
+    if call is not None and call.target is prefetch_rows:
+        return f"{source(node).name}[rows {' '.join([index.name for index in call.args[1:]])}]"
     return source(node).name
 
 
@@ -156,6 +165,8 @@ def _instruction(step: fx.GraphModule, call: fx.Node, plan: Plan, machine: Machi
     else:
         queue, kernel, moved_nbytes = _MOVES[call.target][1], "", sum([value.meta["nbytes"] for value in moved(call)])
         time_us = machine.copy_us(moved_nbytes, queue)
+        if call.target in MOVES_OF_ROWS:
+            moved_nbytes, time_us = crossing(call, machine, queue)
     return Instruction(
         "run" if kernel else "copy",
         queue,
@@ -170,6 +181,7 @@ def _instruction(step: fx.GraphModule, call: fx.Node, plan: Plan, machine: Machi
         block=block,
         work=work,
         ends=call.args[-1].name if call.target is prefetch_slices else "",
+        rows=tuple([index.name for index in call.args[1:]]) if call.target in MOVES_OF_ROWS else (),
     )
 
 

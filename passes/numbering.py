@@ -15,6 +15,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from mtcompile.passes.analysis.kernels import Operand
+from mtcompile.passes.analysis.rows import index_of_gradient, keeps_zeros, lookup, picked_from
 from mtcompile.passes.analysis.slices import grouped_operands, is_sliceable, slice_view
 from mtcompile.passes.generators import replay, save_rng
 from mtcompile.passes.step_graph import (
@@ -28,7 +29,9 @@ from mtcompile.passes.step_graph import (
     is_region,
     is_update,
     kernel_of,
+    offload_rows,
     placeholders,
+    prefetch_rows,
     prefetch_slices,
 )
 
@@ -38,7 +41,9 @@ Number = tuple[Any, ...]  # what a value is; of an operation's result, one integ
 class Numbering:
     """Value numbers that several graphs share. ``stream``: how many random operations the current graph has run.
     ``drawn_in``: the phase of each of them, by its place in the stream. ``device``: whose generator is drawn from.
-    ``slices``: of values of which only the slices with rows are there, the whole value and where the rows end."""
+    ``slices``: of values of which only the slices with rows are there, the whole value and where the rows end.
+    ``rows``: of values of which only rows are there, the whole value and what names these. ``picked``: of numbers that are
+    picked from others, the latter. ``sparse``: of values that are zero in all other rows, what the rows are picked from."""
 
     def __init__(self, device: str) -> None:
         self.numbers: dict[Any, int] = {}
@@ -46,6 +51,9 @@ class Numbering:
         self.stream = 0
         self.drawn_in: list[str] = []
         self.slices: dict[Number, tuple[Number, Number]] = {}
+        self.rows: dict[Number, tuple[Number, frozenset[Number]]] = {}
+        self.picked: dict[Number, Number] = {}
+        self.sparse: dict[Number, frozenset[Number]] = {}
 
     def of(self, key: Any) -> Number:
         return (self.numbers.setdefault(key, len(self.numbers)),)
@@ -82,6 +90,14 @@ class Numbering:
                 *values, ends = [numbers[a] for a in node.args]
                 sliceable = [is_sliceable(a.meta["val"]) for a in node.args[:-1]]
                 several[node] = tuple(self._slices(*each, ends) for each in zip(values, sliceable, strict=True))
+            elif node.target is prefetch_rows:
+                value, *indices = [numbers[a] for a in node.args]
+                several[node] = (self.of(("rows", value, *indices)),)
+                self.rows[several[node][0]] = value, frozenset(indices)
+            elif node.target is offload_rows:
+                value, *indices = [numbers[a] for a in node.args]
+                whole = value in self.sparse and self.sparse[value] <= {*indices}
+                several[node] = (value if whole else self.of(("rows alone", value, *indices)),)
             elif is_move(node):
                 several[node] = tuple(numbers[a] for a in node.args)
             elif node.op == "call_function" and node.target is operator.getitem:
@@ -123,7 +139,28 @@ class Numbering:
         whole, ends = self.slices.get(numbers[weight], (None, None))
         return None if whole is None or numbers[end] != ends else self._operation(node, {**numbers, weight: whole}, phase)
 
+    def _on_rows(self, node: fx.Node, numbers: dict[fx.Node, Number], phase: str) -> Number | None:
+        """Numbers a lookup in rows as that in the whole value where these are all that it reads; None for anything else."""
+        weight, index = lookup(node) or (None, None)
+        if weight is None or index is None or numbers[weight] not in self.rows:
+            return None
+        whole, indices = self.rows[numbers[weight]]
+        named = self.picked.get(numbers[index], numbers[index])
+        return self._operation(node, {**numbers, weight: whole}, phase) if named in indices else None
+
     def _operation(self, node: fx.Node, numbers: dict[fx.Node, Number], phase: str) -> Number:
+        number = self._number(node, numbers, phase)
+        if (operand := picked_from(node)) is not None and numbers[operand] != number:
+            self.picked[number] = self.picked.get(numbers[operand], numbers[operand])
+        if (index := index_of_gradient(node)) is not None:
+            self.sparse[number] = frozenset([self.picked.get(numbers[index], numbers[index])])
+        elif self.sparse and (operands := keeps_zeros(node)) and all(numbers[each] in self.sparse for each in operands):
+            self.sparse[number] = frozenset().union(*(self.sparse[numbers[each]] for each in operands))
+        return number
+
+    def _number(self, node: fx.Node, numbers: dict[fx.Node, Number], phase: str) -> Number:
+        if self.rows and (number := self._on_rows(node, numbers, phase)) is not None:
+            return number
         if self.slices and (number := self._on_slices(node, numbers, phase)) is not None:
             return number
         if node.target is save_rng:

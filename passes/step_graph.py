@@ -6,7 +6,9 @@ Nodes
   getitem                one value of a call
   prefetch(*xs)          host -> device, the identity on bits
   prefetch_slices(*xs, e)  host -> device, the slices of each that have rows, which end at e (``analysis/slices``)
+  prefetch_rows(x, *is)  host -> device, the rows of x that the indices is name (``analysis/rows``)
   offload(*xs)           device -> host, the identity on bits
+  offload_rows(x, *is)   device -> host, a gradient that is zero but in the rows that the indices is name
   read(*xs)              disk -> host, the identity on bits
   write(*xs)             host -> disk, the identity on bits
   convert(*xs, casts=c)  on the host, each value cast by its _to_copy keywords
@@ -26,9 +28,10 @@ Of every call: ``phase`` and ``block`` (the index of the forward block it belong
 it computes again.
 ``step.meta``: ``inputs`` (InputSpec per placeholder), ``outputs`` (OutputSpec per output), ``constants`` (tensors),
 ``blocks`` (their names), ``device`` (where its kernels run, as torch names it), ``homes`` (parameter -> home block) and
-``sliced`` (the parameters that are fetched by slices), ``ranks`` (how many train together, on ``hosts``) and
-``updated`` (the parameters that a backward updates, if not all); ``build`` alone writes them. ``kernels`` and ``memo`` (kernels
-by body, and by what rewrites made them for) are shared by a step graph and all rewritten copies of it.
+``sliced`` (the parameters that are fetched by slices), ``rows`` (those that are fetched by rows), ``ranks`` (how many train
+together, on ``hosts``) and ``updated`` (the parameters that a backward updates, if not all); ``build`` alone writes them.
+``kernels`` and ``memo`` (kernels by body, and by what rewrites made them for) are shared by a step graph and all rewritten
+copies of it.
 ``fx.Interpreter(step).run(*inputs)`` is the reference execution, in which an update returns the gradients it is given: what
 it makes of them is the optimizer's.
 """
@@ -81,6 +84,24 @@ def prefetch_slices(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     *sliced, ends = values
     used = ends.diff(prepend=ends.new_zeros(1)) != 0
     return tuple(torch.where(used.view(-1, *[1] * (value.dim() - 1)), value, torch.nan) for value in sliced)
+
+
+def prefetch_rows(value: torch.Tensor, *indices: torch.Tensor) -> tuple[torch.Tensor]:
+    """Copies from host to device the rows that ``indices`` name. What the other rows hold is undefined; here, NaN."""
+    return (torch.where(_named(value, indices), value, torch.nan),)
+
+
+def offload_rows(value: torch.Tensor, *indices: torch.Tensor) -> tuple[torch.Tensor]:
+    """Copies from device to host the rows that ``indices`` name. The other rows become zeros."""
+    return (torch.where(_named(value, indices), value, torch.zeros_like(value)),)
+
+
+def _named(value: torch.Tensor, indices: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Returns which rows of a value are named: bool [rows, 1]."""
+    named = torch.zeros(len(value), 1, dtype=torch.bool)
+    for index in indices:
+        named[index.flatten()] = True
+    return named
 
 
 def offload(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -245,7 +266,9 @@ def is_move(node: fx.Node) -> bool:
 
 
 def moved(call: fx.Node) -> tuple[Any, ...]:
-    """Returns the operands that a move moves: all but where the rows of slices end."""
+    """Returns the operands that a move moves: all but where the rows of slices end, and what names rows."""
+    if call.target in MOVES_OF_ROWS:
+        return tuple(call.args[:1])
     return tuple(call.args[:-1] if call.target is prefetch_slices else call.args)
 
 
@@ -266,6 +289,8 @@ def is_convert(node: fx.Node) -> bool:
 # Where a move puts what it moves.
 TIER_OF_MOVE: dict[Any, Tier] = {prefetch: "device", prefetch_slices: "device", offload: "host", read: "host", write: "disk"}
 COLLECTIVES = (all_reduce, broadcast, reduce_scatter, all_gather)
+MOVES_OF_ROWS: dict[Any, Tier] = {prefetch_rows: "device", offload_rows: "host"}
+TIER_OF_MOVE |= MOVES_OF_ROWS
 _CALLS = frozenset({*TIER_OF_MOVE, convert, update, gradient_norms, gradient_scale, *COLLECTIVES})
 
 

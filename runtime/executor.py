@@ -67,6 +67,9 @@ class Memory(Protocol):
     def copy_slices(self, reads: Sequence[str], writes: Sequence[str], ends: str) -> float:
         """Copy the slices that have rows, by ``Instruction.ends``. Return the share of the bytes that were copied."""
 
+    def copy_rows(self, reads: Sequence[str], writes: Sequence[str], rows: Sequence[str]) -> float:
+        """Copy the rows that ``Instruction.rows`` name. Return the share of the bytes that were copied."""
+
     def transfer(self, reads: Sequence[str], writes: Sequence[str]) -> None:
         """Copy between host and disk, and return when it is done."""
 
@@ -280,6 +283,8 @@ class _PhaseRun:
         """Does what an instruction says. Returns the share of its bytes that had to be copied."""
         if instruction.op == "copy" and instruction.ends:
             return self.memory.copy_slices(instruction.reads[:-1], instruction.writes, instruction.ends)
+        if instruction.op == "copy" and instruction.rows:
+            return self.memory.copy_rows(instruction.reads[:1], instruction.writes, instruction.rows)
         if instruction.op == "copy" and queue in ("disk_read", "disk_write"):
             self.memory.transfer(instruction.reads, instruction.writes)
         elif instruction.op == "copy":

@@ -133,6 +133,9 @@ class Instruction:
     ``ends``: of a copy of slices, the last of ``reads``, which is not copied: int32 [slices] on the device. Slice i along the
     first dimension of each pair is copied if ``ends[i]`` differs from ``ends[i - 1]`` (the first one, if it is not 0); the
     others are left as they are. ``nbytes`` and ``time_us`` are those of all slices.
+    ``rows``: of a copy of rows, the reads behind the first, which are not copied: integers on the host or the device. The rows
+    of the first pair that these name are copied; on the way to the host, the other ones become zeros. ``nbytes`` and
+    ``time_us`` are of as many rows as they can name.
     """
 
     op: Op
@@ -150,6 +153,7 @@ class Instruction:
     deps: tuple[int, ...] = ()
     previous_step_deps: tuple[int, ...] = ()
     ends: str = ""
+    rows: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,10 +284,12 @@ def _check_form(schedule: Schedule, rows: int) -> None:
         if instruction.op in ("alloc", "free"):
             need((reads, writes) == (0, 1), f"#{index}: {instruction.op} names one buffer, in writes")
         if instruction.op == "copy":
-            paired = reads - bool(instruction.ends)
+            paired = reads - bool(instruction.ends) - len(instruction.rows)
             need(0 < paired == writes, f"#{index}: copy pairs reads with writes, found {paired} and {writes}")
         last = instruction.reads[-1:] == (instruction.ends,) and instruction.op == "copy"
         need(last or not instruction.ends, f"#{index}: expected ends as the last read of a copy, found {instruction.ends!r}")
+        last = instruction.reads[1:] == instruction.rows and instruction.op == "copy" and not instruction.ends
+        need(last or not instruction.rows, f"#{index}: expected rows as the last reads of a copy, found {instruction.rows!r}")
 
 
 def listed(names: Iterable[str], most: int) -> str:
@@ -322,8 +328,9 @@ def instruction_text(instruction: Instruction, buffers: Mapping[str, Buffer]) ->
         what = buffer_text(buffers[instruction.writes[0]])
     elif instruction.op == "copy":
         what = ", ".join(f"{r} -> {w}" for r, w in zip(instruction.reads, instruction.writes))
-        what += f"  [{'at most ' if instruction.ends else ''}{gib(instruction.nbytes)}]"
+        what += f"  [{'at most ' if instruction.ends or instruction.rows else ''}{gib(instruction.nbytes)}]"
         what += f"  slices by {instruction.ends}" if instruction.ends else ""
+        what += f"  rows by {', '.join(instruction.rows)}" if instruction.rows else ""
     else:
         what = f"{instruction.kernel}({', '.join(instruction.reads)}) -> {', '.join(instruction.writes) or '()'}"
         if instruction.workspace:

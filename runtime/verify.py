@@ -125,10 +125,12 @@ def _well_formed(schedule: Schedule) -> None:
         if op in ("alloc", "free"):
             need(len(writes) == 1 and not reads, index, f"expected {op} of one buffer, named in writes")
         if op == "copy":
-            paired = len(reads) - bool(instruction.ends)
+            paired = len(reads) - bool(instruction.ends) - len(instruction.rows)
             need(0 < paired == len(writes), index, f"expected pairs, found {paired} -> {len(writes)} operands")
         last = op == "copy" and instruction.queue == "h2d" and reads[-1:] == (instruction.ends,)
         need(last or not instruction.ends, index, f"expected ends as the last read of a copy, found {instruction.ends!r}")
+        last = op == "copy" and instruction.queue in ("h2d", "d2h") and reads[1:] == instruction.rows and not instruction.ends
+        need(last or not instruction.rows, index, f"expected rows as the last reads of a copy, found {instruction.rows!r}")
 
 
 def _present(facts: Facts) -> None:
@@ -182,6 +184,8 @@ def _copy_operands(facts: Facts, index: int) -> None:
             what = f"expected {expected} on {instruction.queue}, found {source.tier} -> {target.tier} ({pair})"
             raise facts.error("I1", index, f"{what}; use the queue that serves it")
         value = source.value if ends is None else f"{source.value}[{ends.value}]"
+        if instruction.rows and instruction.queue == "h2d":  # what comes home is whole, with zeros in the other rows
+            value += f"[rows {' '.join(facts.schedule.buffers[name].value for name in instruction.rows)}]"
         if value != target.value:
             raise facts.error("I1", index, f"expected equal values, found {value} -> {target.value} ({pair})")
         if source.nbytes != target.nbytes:

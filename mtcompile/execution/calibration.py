@@ -139,7 +139,7 @@ def medians(timed: Iterable[TimedPhase], speeds: Machine) -> Times:
     for compiled, _, records in timed:
         for record in records:
             instruction = compiled.schedule.instructions[record.index]
-            if instruction.work in ("update", "convert", "collective") or instruction.ends:
+            if instruction.work in ("update", "convert", "collective") or instruction.ends or instruction.rows:
                 continue
             if instruction.op == "copy":
                 subject, us = str(instruction.nbytes), speeds.copy_us(instruction.nbytes, instruction.queue)

@@ -13,12 +13,15 @@ from torch import fx
 
 from mtcompile.capture.joint import Pattern, Tangents
 from mtcompile.passes.analysis.cost import Machine, kernel_us
+from mtcompile.passes.analysis.rows import crossing
 from mtcompile.passes.analysis.storages import inputs_read_by_place
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
 from mtcompile.passes.step_graph import (
+    MOVES_OF_ROWS,
     InputSpec,
     OutputSpec,
+    calls,
     has_random,
     inputs_of,
     is_convert,
@@ -123,8 +126,11 @@ def compiled_step(
 
 def retimed(compiled: CompiledStep, machine: Machine) -> Iterator[Instruction]:
     """Yields the instructions of a step as another machine would run them: kernels of the device, and copies."""
+    of_rows = {call.name: call for call in calls(compiled.step) if call.target in MOVES_OF_ROWS}
     for each in compiled.schedule.instructions:
-        if each.work in ("compute", "recompute"):
+        if each.rows:
+            yield replace(each, time_us=crossing(of_rows[each.label], machine, each.queue)[1])
+        elif each.work in ("compute", "recompute"):
             body: Any = compiled.step.get_submodule(each.kernel)
             yield replace(each, time_us=kernel_us(body, machine))
         else:

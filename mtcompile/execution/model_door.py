@@ -125,8 +125,8 @@ class ModelDoor(Door):
 
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
         updated = None if self.updates is None or not _trains(joint) else self.updates.updated_names()
-        apart = self.options.disk is not None
-        return InputHomes(self.parameters.blocks(), updated=updated, frozen_apart=apart, experts=self.options.experts)
+        apart, parts = self.options.disk is not None, (self.options.experts, self.options.embeddings)
+        return InputHomes(self.parameters.blocks(), False, updated, apart, *parts)
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
         parameters, updates = self._parameters(), None

@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 
 from mtcompile.passes.analysis.kernels import Kernels, copy_meta, install
 from mtcompile.passes.analysis.memory import owner
+from mtcompile.passes.analysis.rows import fetched_by_rows
 from mtcompile.passes.analysis.slices import grouped_operands, read_by_slices, rows_of, slice_nbytes
 from mtcompile.passes.generators import generator_nbytes, save_rng
 from mtcompile.passes.insert import add_call
@@ -40,13 +41,15 @@ class InputHomes:
     the backward updates; None: all that have gradients. ``frozen_apart``: frozen parameters have homes of their own, which have
     no gradients and no optimizer state. ``experts``: which experts are fetched: "all"; "used", those that tokens of the batch
     chose; or "auto", as "used" where that surely spares enough to be worth the wait.
-    ``ranks``: how many train together, on ``hosts``."""
+    ``embeddings``: which rows of embeddings are fetched: "all"; "used", those that the batch names; or "auto", as "used" where
+    that surely spares enough to be worth a copy for each row. ``ranks``: how many train together, on ``hosts``."""
 
     known: Mapping[str, str] = field(default_factory=dict)
     all_on_device: bool = False
     updated: Collection[str] | None = None
     frozen_apart: bool = False
     experts: str = "auto"
+    embeddings: str = "auto"
     ranks: int = 1
     hosts: int = 1
 
@@ -121,6 +124,7 @@ def build(
     )
     step.meta.update(kernels=kernels, device=device, homes=homes, memo={})
     step.meta["sliced"] = tuple(sliced)
+    step.meta["rows"] = {} if input_homes.all_on_device else fetched_by_rows(joint, input_homes.embeddings)
     step.meta.update(ranks=input_homes.ranks, hosts=input_homes.hosts)
     if input_homes.updated is not None:
         step.meta["updated"] = input_homes.updated

@@ -11,11 +11,14 @@ from mtcompile.passes.analysis.slices import read_by_slices
 from mtcompile.passes.insert import add_move
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.step_graph import (
+    inputs_of,
     is_region,
     kernel_of,
     offload,
+    offload_rows,
     placeholders,
     prefetch,
+    prefetch_rows,
     prefetch_slices,
     read,
     regions,
@@ -38,18 +41,20 @@ def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         home = homes.get(spec.name)  # none: nothing that counts reads it
         if spec.role == "param" and home is not None and (tier := plan.params(home)) in ("device", "disk"):
             node.meta["tier"] = tier
-    order = regions(step)
+    order, indices = regions(step), _indices_of_rows(step)
     staying: dict[fx.Node, fx.Node] = {}  # parameters, and what the forward fetched of them
     for position, region in enumerate(order):
-        groups: dict[tuple[str, fx.Node | None], list[fx.Node]] = {}
+        groups: dict[tuple[str, tuple[fx.Node, ...]], list[fx.Node]] = {}  # by home, and by what says which parts are fetched
         ends, backward = _ends_of_slices(step, region), region.meta["phase"] == PHASES[1]
         for operand in region.all_input_nodes:
             if backward and operand in staying:
                 region.replace_input_with(operand, staying[operand])
             elif operand.op == "placeholder" and operand.meta["tier"] != "device":
                 home = homes.get(operand.meta["name"], "")
-                groups.setdefault((home, ends.get(operand)), []).append(operand)
-        for (home, end), values in groups.items():
+                by = (ends[operand],) if operand in ends else indices.get(operand.meta["name"], ())
+                groups.setdefault((home, by), []).append(operand)
+        for (home, by), values in groups.items():
+            end = ends.get(values[0])
             values.sort(key=lambda value: order_at_home.get(value.meta["name"], -1))  # neighbours cross together
             name, about = home.replace(".", "_") or "inputs", (region.meta["phase"], region.meta["block"])
             at_home = values
@@ -59,9 +64,9 @@ def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
             # Which slices have rows is known once the region has run that computes it.
             ahead = plan.lookahead if end is None else min(plan.lookahead, position - order.index(end.args[0]) - 1)
             with step.graph.inserting_before(_issue_point(order, position, ahead)):
-                target = prefetch if end is None else prefetch_slices
+                target = prefetch_slices if end is not None else prefetch_rows if by else prefetch
                 stays = not backward and end is None and bool(home) and plan.stays(home)
-                moved = add_move(step.graph, target, at_home, about, f"fetch_{name}", end, plan.pooled or stays)
+                moved = add_move(step.graph, target, at_home, about, f"fetch_{name}", by, plan.pooled or stays)
             for value, arrived in zip(values, moved, strict=True):
                 region.replace_input_with(value, arrived)
                 if stays:
@@ -85,6 +90,13 @@ def _ends_of_slices(step: fx.GraphModule, region: fx.Node) -> dict[fx.Node, fx.N
         for value, end in pairs
         if value.meta.get("name") in step.meta["sliced"] and end.op != "placeholder" and is_region(end.args[0])
     }
+
+
+def _indices_of_rows(step: fx.GraphModule) -> dict[str, tuple[fx.Node, ...]]:
+    """Returns the parameters of which only rows cross, by name, each with the inputs that name its rows."""
+    rows = step.meta.get("rows") or {}
+    inputs = {spec.name: node for spec, node in inputs_of(step) if spec.role == "input"} if rows else {}
+    return {name: tuple(inputs[index] for index in each.indices) for name, each in rows.items()}
 
 
 def offload_activations(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
@@ -156,8 +168,9 @@ def _behind(region: fx.Node) -> fx.Node:
 
 
 def offload_gradients(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-    """Sends gradients and new buffer versions home right after the region that makes them, in one offload per region and home;
-    a gradient whose parameter lives on the device stays there and leaves with the outputs."""
+    """Sends gradients and new buffer versions home right after the region that makes them, in one offload per region and home,
+    and one for each gradient that crosses by rows; a gradient whose parameter lives on the device stays there and leaves with
+    the outputs."""
     output, homes = step.graph.output_node(), step.meta["homes"]
     values = list(output.args[0])
     specs = step.meta["outputs"]
@@ -166,18 +179,22 @@ def offload_gradients(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True)
         if spec.index >= 0 and spec.role != "tangent"
     }
-    leaving: dict[fx.Node, dict[str, list[int]]] = {}  # region -> home -> positions of its results among the outputs
+    indices = _indices_of_rows(step)
+    # region -> home, and what is apart -> positions of its results among the outputs
+    leaving: dict[fx.Node, dict[tuple[str, str], list[int]]] = {}
     for position, (spec, value) in enumerate(zip(specs, values, strict=True)):
         home = inputs[spec.index].meta["tier"] if spec.kind != "output" else "device"
         if spec.kind != "output" and home != "device":
-            leaving.setdefault(value.args[0], {}).setdefault(homes.get(spec.name, ""), []).append(position)
+            by_rows = spec.name if spec.name in indices else ""
+            leaving.setdefault(value.args[0], {}).setdefault((homes.get(spec.name, ""), by_rows), []).append(position)
     for region, by_home in leaving.items():
         behind = results(region)[-1].next
-        for home, positions in by_home.items():
-            name = f"store_{region.name}" + (f"_{home.replace('.', '_')}" if len(by_home) > 1 else "")
+        for (home, by_rows), positions in by_home.items():
+            name = f"store_{region.name}" + (f"_{(by_rows or home).replace('.', '_')}" if len(by_home) > 1 else "")
             with step.graph.inserting_before(behind):
                 gradients = [values[position] for position in positions]
-                moved = add_move(step.graph, offload, gradients, (region.meta["phase"], region.meta["block"]), name)
+                about, target = (region.meta["phase"], region.meta["block"]), offload_rows if by_rows else offload
+                moved = add_move(step.graph, target, gradients, about, name, indices.get(by_rows, ()))
             for position, at_home in zip(positions, moved, strict=True):
                 values[position] = at_home
     output.args = (tuple(values),)

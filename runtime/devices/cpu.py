@@ -12,6 +12,7 @@ import torch
 
 from mtcompile.runtime.devices.arena import Layout, arena, layout_of, same_strides, span_nbytes, view
 from mtcompile.runtime.devices.joining import NO_SLABS
+from mtcompile.runtime.devices.rows import stretches_of
 from mtcompile.runtime.disk.store import DiskStore
 from mtcompile.runtime.schedule import ALIGNMENT, Queue, Schedule, Tier, gib
 
@@ -155,6 +156,35 @@ class CpuMemory:
         """Return which slices have rows, by where the rows of each end. Waits for the device."""
         places = ends.tolist()
         return [i for i, (start, end) in enumerate(itertools.pairwise((0, *places))) if start != end]
+
+    def copy_rows(self, reads: Sequence[str], writes: Sequence[str], rows: Sequence[str]) -> float:
+        """Copy the rows that are named, and return their share of as many as could be. On their way home, the other rows become
+        zeros; on their way to the device they are left as they are, and overwritten under ``check``."""
+        ((target, source),) = self._pairs(reads, writes)
+        indices, to_device = [self._index(name) for name in rows], self.schedule.buffers[writes[0]].tier == "device"
+        named = stretches_of(indices, len(source))
+        if not to_device:
+            self._fill_with_zeros(target)
+        elif self.check:
+            self._poison(target, "device", whole=False)
+        self._copy_stretches(target, source, named, to_device)
+        most = min(len(source), sum(index.numel() for index in indices))
+        return sum(end - start for start, end in named) / most if most else 1.0
+
+    def _index(self, name: str) -> torch.Tensor:
+        """Return a tensor of the step in memory that the host reads."""
+        return self.tensors[name]
+
+    def _fill_with_zeros(self, target: torch.Tensor) -> None:
+        ctypes.memset(target.data_ptr(), 0, span_nbytes(target))
+
+    def _copy_stretches(
+        self, target: torch.Tensor, source: torch.Tensor, stretches: Sequence[tuple[int, int]], to_device: bool
+    ) -> None:
+        """Copy stretches of rows, each from its first row to its end."""
+        to, of, nbytes = target.data_ptr(), source.data_ptr(), source[0].numel() * source.element_size()
+        for start, end in stretches:
+            ctypes.memmove(to + start * nbytes, of + start * nbytes, (end - start) * nbytes)
 
     def _copy_pairs(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for target, source in pairs:

@@ -131,6 +131,23 @@ class CudaMemory(CpuMemory):
     def _copy_pairs(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._copy_all(pairs, to_device=True)
 
+    def _copy_stretches(
+        self, target: torch.Tensor, source: torch.Tensor, stretches: Sequence[tuple[int, int]], to_device: bool
+    ) -> None:
+        self._copy_all([(target[start:end], source[start:end]) for start, end in stretches], to_device)
+
+    def _index(self, name: str) -> torch.Tensor:
+        """Return a tensor in memory that the host reads. The thread that issues copies waits for one of the device."""
+        tensor = self.tensors[name]
+        return tensor if self.schedule.buffers[name].tier == "host" else self.api.to_host(tensor)
+
+    def _fill_with_zeros(self, target: torch.Tensor) -> None:
+        """Fill host memory once all copies that were issued before have run: no stream orders what the host writes."""
+        issued = self.api.new_event()
+        self.api.record(issued, self.api.current_stream())
+        self.api.block(issued)
+        super()._fill_with_zeros(target)
+
     def _slices_with_rows(self, ends: torch.Tensor) -> list[int]:
         """Return which slices have rows. The thread that issues copies waits until the device has computed that."""
         return super()._slices_with_rows(self.api.to_host(ends))
@@ -166,6 +183,10 @@ class NamedMemory(CudaMemory):
     def copy_slices(self, reads: Sequence[str], writes: Sequence[str], ends: str) -> float:
         with self._range((*reads, ends), writes):
             return super().copy_slices(reads, writes, ends)
+
+    def copy_rows(self, reads: Sequence[str], writes: Sequence[str], rows: Sequence[str]) -> float:
+        with self._range((*reads, *rows), writes):
+            return super().copy_rows(reads, writes, rows)
 
     def run(self, kernel: Callable[..., Any], reads: Sequence[str], writes: Sequence[str], workspace: int) -> None:
         with self._range(reads, writes):

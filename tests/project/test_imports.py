@@ -21,7 +21,7 @@ from tests.project.sources import (
 )
 
 TORCH_IN_RUNTIME = {
-    f"runtime/devices/{name}.py" for name in ("cpu", "cuda", "cuda_driver", "arena", "fetching", "joining", "pinned")
+    f"runtime/devices/{name}.py" for name in ("cpu", "cuda", "cuda_driver", "arena", "fetching", "joining", "pinned", "rows")
 }
 TORCH_IN_RUNTIME |= {f"runtime/optim/{name}_kernels.py" for name in ("host", "torch", "device", "triton")}  # on tensors
 TORCH_IN_RUNTIME |= {"runtime/optim/operands.py"}

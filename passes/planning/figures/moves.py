@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.analysis.rows import rows_us
 from mtcompile.passes.lower import update_cost
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.figures.summary import Leaving, Operand, Summary, Value
+from mtcompile.runtime.schedule import Queue
 
 COMPUTE, H2D, D2H, HOST = range(4)  # queues
 POOLED, ON_DEVICE, ON_HOST = range(3)  # kinds of buffers: of the allocator, in slots of the device, in slots of the host
@@ -78,6 +81,14 @@ class Moves:
     def _away(self, operand: Operand) -> bool:
         return not self.on_device[operand.home] if operand.weights else operand.tier != "device"
 
+    def _copied(self, together: Sequence[Operand | Leaving], queue: Queue) -> tuple[int, float]:
+        """The bytes that cross of what is copied together, and the µs."""
+        first = together[0] if isinstance(together[0], Operand) else together[0].of
+        nbytes = sum([each.nbytes for each in together])
+        if first is not None and first.rows is not None:
+            return first.rows.nbytes, rows_us(self.machine, queue, first.rows.count, first.rows.nbytes, nbytes)
+        return nbytes, self.machine.copy_us(nbytes, queue)
+
     # --------------------------------------------------------------------------------------------------------- fetches
 
     def _fetch(self) -> None:
@@ -86,19 +97,19 @@ class Moves:
         stays_home = {home: plan.stays(home) for home in self.on_device}
         for position, region in enumerate(self.summary.regions):
             call = self._regions[position]
-            groups: dict[str, list[Operand]] = {}
+            groups: dict[tuple[str, int], list[Operand]] = {}  # by home; what crosses by rows is apart
             for operand in region.reads:
                 if region.phase and operand.number in staying:
                     call.reads.append(staying[operand.number])
                 elif self._away(operand):
-                    groups.setdefault(operand.home, []).append(operand)
+                    groups.setdefault((operand.home, -1 if operand.rows is None else operand.number), []).append(operand)
                 else:
                     call.inputs.append(operand.number)
-            for home, operands in groups.items():
-                total = sum([operand.nbytes for operand in operands])
+            for (home, _), operands in groups.items():
+                total, us = self._copied(operands, "h2d")
                 stays = not region.phase and bool(home) and stays_home.get(home, False)
                 kind = POOLED if plan.pooled or stays else ON_DEVICE
-                fetch = Call(H2D, self.machine.copy_us(total, "h2d"), region.phase, copied=total)
+                fetch = Call(H2D, us, region.phase, copied=total)
                 by_role: dict[str, list[Operand]] = {}
                 for operand in operands:
                     fetch.inputs.append(operand.number)
@@ -162,11 +173,12 @@ class Moves:
 
     def _leave(self, position: int, leaving: list[Leaving]) -> None:
         """Gradients and new buffers: a copy home per home, or an update on the device."""
-        call, by_home, here = self._regions[position], dict[str, list[Leaving]](), _Gradients([], [])
+        call, by_home, here = self._regions[position], dict[tuple[str, int], list[Leaving]](), _Gradients([], [])
         for entry in leaving:
             assert entry.of is not None
             if self._away(entry.of):
-                by_home.setdefault(entry.home, []).append(entry)
+                apart = entry.of.number if entry.of.rows is not None else -1
+                by_home.setdefault((entry.home, apart), []).append(entry)
             else:
                 updated = entry.updates and self.updates is not None
                 gradient = self._stays(call, entry.readers, entry.nbytes, entry.slot, not updated)
@@ -178,8 +190,7 @@ class Moves:
             self._gradients[id(call)] = here
         copies = []
         for entries in by_home.values():
-            total = sum([entry.nbytes for entry in entries])
-            us = self.machine.copy_us(total, "d2h")
+            total, us = self._copied(entries, "d2h")
             copies.append(copy := Call(D2H, us, self.summary.regions[position].phase, copied=total))
             gradients = _Gradients([], [])
             for entry in entries:

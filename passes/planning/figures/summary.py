@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from mtcompile.passes.analysis.cost import Machine, kernel_us
+from mtcompile.passes.analysis.rows import Rows
 from mtcompile.passes.lower import Workspace
 from mtcompile.passes.step_graph import inputs_of, is_region, kernel_of, outputs_of, regions, results
 from mtcompile.runtime.schedule import PHASES, placed
@@ -36,13 +37,14 @@ class Size:
 @dataclass(slots=True, eq=False)
 class Operand(Size):
     """Inputs of the step that are alike: of one home, role and tier, read by the same regions, with gradients of the same
-    region. ``number``: their position in the summary."""
+    region. ``number``: their position in the summary. ``rows``: of a parameter of which only rows cross, these."""
 
     number: int = 0
     home: str = ""
     role: str = ""
     tier: str = ""
     weights: bool = False  # parameters, whose tier the plan decides
+    rows: Rows | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +120,7 @@ def summary_of(draft: fx.GraphModule, machine: Machine, workspace: Workspace) ->
 
     operands: dict[fx.Node, Operand] = {}
     alike: dict[tuple[object, ...], Operand] = {}
-    tangents = 0
+    tangents, rows = 0, draft.meta.get("rows") or {}
     for given, node in inputs:
         meta = node.meta
         if meta["role"] == "tangent" and meta["tier"] == "device":
@@ -126,9 +128,11 @@ def summary_of(draft: fx.GraphModule, machine: Machine, workspace: Workspace) ->
         home = homes.get(given.name)
         readers = frozenset(user for user in node.users if user in order)
         weights = given.role == "param" and home is not None
-        key = (homes.get(meta["name"], ""), meta["role"], meta["tier"], weights, home, readers, tuple(makers.get(node, ())))
+        by_rows = rows.get(given.name) if given.role == "param" else None
+        about_home = homes.get(meta["name"], "")
+        key = (about_home, meta["role"], meta["tier"], weights, home, readers, tuple(makers.get(node, ())), by_rows and node)
         if key not in alike:
-            alike[key] = Operand(0, 0, len(alike), key[0], str(meta["role"]), str(meta["tier"]), weights)
+            alike[key] = Operand(0, 0, len(alike), about_home, str(meta["role"]), str(meta["tier"]), weights, by_rows)
         operands[node] = alike[key]
         alike[key].add(meta["nbytes"])
 

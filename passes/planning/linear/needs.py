@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from mtcompile.passes.analysis.cost import Cost, Machine, kernel_cost, kernel_us, node_cost
+from mtcompile.passes.analysis.rows import rows_of
 from mtcompile.passes.analysis.saved import saved_values
 from mtcompile.passes.generators import save_rng
 from mtcompile.passes.step_graph import body_outputs, is_view, kernel_of, must_run, outputs_of, placeholders, regions, results
@@ -46,7 +47,8 @@ def needs_of(step: fx.GraphModule) -> dict[fx.Node, Needs]:
     homes: Mapping[str, str] = step.meta["homes"]
     grads = {value: homes[spec.name] for spec, value in outputs_of(step) if spec.kind == "grad" and spec.name in homes}
     bodies: dict[tuple[str, tuple[int, ...]], tuple[set[fx.Node], Cost]] = {}
-    return {region: _needs(step, region, grads, bodies) for region in regions(step)}
+    by_rows = {value: rows.nbytes for value, rows in rows_of(step).items()}
+    return {region: _needs(step, region, grads, by_rows, bodies) for region in regions(step)}
 
 
 def narrowing_casts(operand: fx.Node) -> list[fx.Node]:
@@ -68,6 +70,7 @@ def _needs(
     step: fx.GraphModule,
     region: fx.Node,
     grads: Mapping[fx.Node, str],
+    by_rows: Mapping[fx.Node, int],
     bodies: dict[tuple[str, tuple[int, ...]], tuple[set[fx.Node], Cost]],
 ) -> Needs:
     kernel = kernel_of(step, region)
@@ -82,10 +85,11 @@ def _needs(
     needed, cost = bodies[key]
     read, stored, wide, cast_nbytes = (defaultdict[str, int](int) for _ in range(4))
     casts: dict[str, Cost] = defaultdict(Cost)
+    given = dict(zip(placeholders(kernel.graph), region.args, strict=True))
     for operand, home in param_homes(step, region).items():
         if operand in needed:
             narrow = narrowing_casts(operand)
-            read[home] += min(map(_size, (operand, *narrow)))
+            read[home] += by_rows.get(given[operand], min(map(_size, (operand, *narrow))))
             for cast in narrow:
                 casts[home] += node_cost(cast) if cast in needed else Cost()
                 cast_nbytes[home] += _size(cast)
@@ -99,7 +103,7 @@ def _needs(
                 casts[home] += node_cost(output)
                 cast_nbytes[home] += _size(source)
             else:
-                stored[home] += value.meta["nbytes"]
+                stored[home] += by_rows.get(value, value.meta["nbytes"])
     return Needs(cost, read, stored, wide, casts, cast_nbytes)
 
 

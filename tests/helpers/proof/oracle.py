@@ -267,6 +267,8 @@ class _Search:
             for read, write in zip(instruction.reads, instruction.writes):
                 source = self.schedule.buffers[read]
                 value = f"{source.value}[{self.schedule.buffers[instruction.ends].value}]" if instruction.ends else source.value
+                if instruction.rows and instruction.queue == "h2d":
+                    value += f"[rows {' '.join(self.schedule.buffers[index].value for index in instruction.rows)}]"
                 for cell, at in self.cells[write]:
                     cells[cell] = (value, at) if at + self.width[cell] <= source.nbytes else None
         return tuple(cells)

@@ -274,7 +274,7 @@ class _Replay:
 
     def _copy(self, instruction: Any) -> None:
         directions = {"h2d": ("host", "device"), "d2h": ("device", "host")}
-        reads = instruction.reads[:-1] if instruction.ends else instruction.reads
+        reads = instruction.reads[:-1] if instruction.ends else instruction.reads[:1] if instruction.rows else instruction.reads
         for read, write in zip(reads, instruction.writes, strict=True):
             source, target = self.tensors[read], self.tensors[write]
             there = directions.get(instruction.queue) == (self.places[read], self.places[write])
@@ -286,8 +286,15 @@ class _Replay:
                 ends = self.tensors[instruction.ends]
                 self._need(self.places[instruction.ends] == "device", f"{instruction.ends} is elsewhere")
                 target[ends.diff(prepend=ends.new_zeros(1)) == 0] = torch.nan
+            if instruction.rows:
+                indices = [self.tensors[name].flatten() for name in instruction.rows]
+                others = torch.ones(len(source), dtype=torch.bool)
+                others[torch.cat(indices)] = False
+                target[others] = torch.nan if instruction.queue == "h2d" else 0.0
             self.moved += _span(source)
         declared = sum(self.schedule.buffers[name].nbytes for name in reads)
+        if instruction.rows:
+            declared = min(len(source), sum(map(len, indices))) * source[0].numel() * source.element_size()
         self._need(instruction.nbytes == declared, f"a copy of {declared} bytes says that it moves {instruction.nbytes}")
 
     def _run(self, instruction: Any) -> None:

@@ -1,0 +1,148 @@
+"""Finds the parameters of which a graph reads rows alone, those that a batch names, and what of them has to cross the link.
+
+``embedding(w, index)`` reads the rows of ``w`` [rows, n] that ``index`` names, and its gradient is zero in all other rows. The
+numbers in ``index`` are among those of an input if they were only picked from it and laid out anew. So these rows are known
+before the step runs: the others are neither sent, nor do their gradients come back. They are zeros, which the host writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.step_graph import inputs_of, outputs_of, restride, span_nbytes
+
+aten: Any = torch.ops.aten
+_PICKS = (  # each number of a result is one of the first operand
+    *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default, aten.expand.default),
+    *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.select.int, aten.slice.Tensor, aten.t.default),
+    *(aten.transpose.int, aten.permute.default, aten.alias.default, aten.detach.default, aten.clone.default),
+)
+_CASTS = (aten._to_copy.default, restride)
+_WIDE = (torch.int32, torch.int64)
+_COPY_US = 4.0  # to issue the copy of one row (an estimate, not yet measured on a GPU)
+_FAST_LINK = 50_000  # bytes per µs
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a parameter that cross: those that the inputs ``indices`` name. There are at most ``count`` of them, of
+    ``nbytes`` together."""
+
+    indices: tuple[str, ...]
+    count: int
+    nbytes: int
+
+
+def picked_from(node: fx.Node) -> fx.Node | None:
+    """Returns the operand among whose numbers all numbers of a node are, for an operation that tells; else None."""
+    operand = node.args[0] if node.op == "call_function" and node.args else None
+    if not isinstance(operand, fx.Node):
+        return None
+    widens = node.target is aten._to_copy.default and {node.meta["val"].dtype, operand.meta["val"].dtype} <= {*_WIDE}
+    return operand if node.target in _PICKS or (widens and node.meta["val"].dtype == torch.int64) else None
+
+
+def lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Returns ``(w, index)`` of an embedding that reads nothing else of ``w``; None for any other operation."""
+    weight, index = (*node.args[:2], None, None)[:2]
+    right = node.target is aten.embedding.default and weight is not index and index not in node.args[2:]
+    return (weight, index) if right and isinstance(weight, fx.Node) and isinstance(index, fx.Node) else None
+
+
+def index_of_gradient(node: fx.Node) -> fx.Node | None:
+    """Returns the index that names all rows in which an embedding's gradient may not be zero; None for other operations."""
+    return node.args[1] if node.target is aten.embedding_dense_backward.default else None
+
+
+def keeps_zeros(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Returns the operands of an operation whose result is zero wherever all of them are; none for any other operation."""
+    floats = isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].is_floating_point()
+    count = 2 if node.target is aten.add.Tensor and not node.kwargs else 1 if node.target in _CASTS and floats else 0
+    operands = tuple(node.args[:count])
+    return operands if all(isinstance(operand, fx.Node) for operand in operands) else ()
+
+
+def _input_of(index: fx.Node) -> fx.Node:
+    while (operand := picked_from(index)) is not None:
+        index = operand
+    return index
+
+
+def _inputs_of_gradient(node: fx.Node) -> set[fx.Node] | None:
+    """Returns what the rows in which a gradient is not zero are picked from; None if it may be anything anywhere."""
+    if (index := index_of_gradient(node)) is not None:
+        return {_input_of(index)}
+    parts = [_inputs_of_gradient(operand) for operand in keeps_zeros(node)]
+    return set().union(*(part for part in parts if part)) if parts and all(part is not None for part in parts) else None
+
+
+def read_by_rows(joint: fx.GraphModule) -> dict[str, Rows]:
+    """Returns the parameters of which a joint graph reads rows alone, by name, if its inputs say which. Of those that have
+    gradients, these are zero in all other rows."""
+    inputs = {node: spec for spec, node in inputs_of(joint)}
+    grads = {spec.index: value for spec, value in outputs_of(joint) if spec.kind == "grad"}
+    found = {}
+    for node, spec in inputs.items():
+        val = node.meta["val"]
+        if spec.role != "param" or val.dim() != 2 or not val.numel() or not val.is_contiguous():
+            continue
+        named: set[fx.Node] = set()
+        lookups = [lookup(user) for user in node.users]
+        for each in lookups:
+            named |= {_input_of(each[1])} if each is not None and each[0] is node else {node}
+        if spec.index in grads:
+            named |= _inputs_of_gradient(grads[spec.index]) or {node}
+        if named and all(each in inputs and inputs[each].role == "input" for each in named):
+            indices = [each for each in inputs if each in named]
+            count, nbytes = rows_that_cross(val, [each.meta["val"] for each in indices])
+            found[spec.name] = Rows(tuple(inputs[each].name for each in indices), count, nbytes)
+    return found
+
+
+def fetched_by_rows(joint: fx.GraphModule, embeddings: str) -> dict[str, Rows]:
+    """Returns the parameters of which only rows are fetched. With "auto", these are those that spare so many bytes that a fast
+    link takes longer for them than the host for asking for each row."""
+    if embeddings == "all":
+        return {}
+    sizes = {spec.name: span_nbytes(node.meta["val"]) for spec, node in inputs_of(joint)}
+    return {
+        name: rows
+        for name, rows in read_by_rows(joint).items()
+        if embeddings == "used" or sizes[name] - rows.nbytes >= max(1 << 22, rows.count * _COPY_US * _FAST_LINK)
+    }
+
+
+def rows_that_cross(val: torch.Tensor, indices: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """Returns how many rows of ``val`` the ``indices`` name at most, and their bytes."""
+    count = min(int(val.shape[0]), sum(int(index.numel()) for index in indices))
+    return count, count * int(val.shape[1]) * val.element_size()
+
+
+def rows_us(machine: Machine, queue: str, rows: int, nbytes: int, whole_nbytes: int) -> float:
+    """The microseconds of a copy of ``rows``, of ``nbytes`` together, of a value of ``whole_nbytes``. On their way home, the
+    host first fills the place of the value with zeros."""
+    zeros = whole_nbytes / machine.host_gbps / 1e3 if queue == "d2h" else 0.0
+    return machine.copy_us(nbytes, queue) + rows * _COPY_US + zeros
+
+
+def crossing(call: fx.Node, machine: Machine, queue: str) -> tuple[int, float]:
+    """Returns the bytes that a copy of rows moves at most, and the microseconds that it takes then."""
+    value, *indices = call.args
+    count, nbytes = rows_that_cross(value.meta["val"], [each.meta["val"] for each in indices])
+    return nbytes, rows_us(machine, queue, count, nbytes, value.meta["nbytes"])
+
+
+def rows_of(step: fx.GraphModule) -> dict[fx.Node, Rows]:
+    """Returns the parameters of a step of which only rows cross, and their gradients, each with these rows."""
+    rows: dict[str, Rows] = step.meta.get("rows") or {}
+    if not rows:
+        return {}
+    grads = [(spec.name, value) for spec, value in outputs_of(step) if spec.kind == "grad"]
+    params = [(spec.name, node) for spec, node in inputs_of(step) if spec.role == "param"]
+    return {value: rows[name] for name, value in (*params, *grads) if name in rows}
