@@ -25,6 +25,7 @@ from torch import fx
 from mtcompile.passes.analysis.kernels import kernel_key
 from mtcompile.passes.generators import replay, save_rng
 from mtcompile.passes.step_graph import (
+    Fragment,
     InputSpec,
     OutputSpec,
     offload,
@@ -175,7 +176,7 @@ def _module(data: Mapping[str, Any]) -> fx.GraphModule:
     module = fx.GraphModule(owner, graph, class_name=_identifier(data["name"] or "Step"))
     if data["step"]["inputs"]:
         module.meta.update(
-            inputs=tuple(InputSpec(**row) for row in data["step"]["inputs"]),
+            inputs=tuple(_input_spec(row) for row in data["step"]["inputs"]),
             outputs=tuple(OutputSpec(**row) for row in data["step"]["outputs"]),
             blocks=tuple(data["step"]["blocks"]),
             device=data["step"]["device"],
@@ -191,6 +192,11 @@ def _module(data: Mapping[str, Any]) -> fx.GraphModule:
     else:
         module.meta.update(name=data["name"], key=kernel_key(graph))
     return module
+
+
+def _input_spec(row: Mapping[str, Any]) -> InputSpec:
+    fragment = row.get("fragment")
+    return InputSpec(**{**row, "fragment": None if fragment is None else Fragment(**fragment)})
 
 
 def _identifier(name: str) -> str:

@@ -17,6 +17,7 @@ from mtcompile.capture.refusals import lazy_modules_in
 from mtcompile.errors import BudgetError, CaptureError, StepError
 from mtcompile.execution.compiled import Frame, LiveFrames
 from mtcompile.execution.door import Door
+from mtcompile.execution.memory import fragments
 from mtcompile.execution.memory.host_room import check_plan, checked_before_first_step
 from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, disk_error, host_error, random_reserve_nbytes
@@ -114,6 +115,7 @@ class ModelDoor(Door):
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
         updated = None if self.updates is None or not _trains(joint) else self.updates.updated_names()
         apart = self.options.disk is not None
+        updated = fragments.with_fragments(updated, joint)
         return InputHomes(self.parameters.blocks(), updated=updated, frozen_apart=apart, experts=self.options.experts)
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
@@ -124,8 +126,8 @@ class ModelDoor(Door):
             updates = self.updates.plan_updates(copies)
         reserve, available = random_reserve_nbytes(step) + self.sent_nbytes, self._available_nbytes(step, state)
         host = None if self.options.host is None else self.options.host - self.frames.host_nbytes()
+        state, fixed = fragments.state_with_fragments(state, step), self._fixed_homes(step)
         budgets = Budgets(available, host, copies, reserve=reserve, updates=updates, state=state)
-        fixed = self._fixed_homes(step)
         return budgets if self.options.disk is None else self._with_disk(budgets, step, fixed), fixed
 
     def _with_disk(self, budgets: Budgets, step: fx.GraphModule, fixed: Mapping[str, str]) -> Budgets:
@@ -177,7 +179,7 @@ class ModelDoor(Door):
         return sum(self._optimizer_state(self._parameters()).values()) - held["optimizer"] - held["masters"]
 
     def _fixed_homes(self, step: fx.GraphModule) -> Mapping[str, str]:
-        blocks, tiers = step.meta["homes"], self.parameters.tiers
+        blocks, tiers = fragments.parameter_homes(step), self.parameters.tiers
         if tiers:
             parameters = self._parameters()
             new = {name: block for name, block in blocks.items() if name not in self.parameters.places}
@@ -189,7 +191,8 @@ class ModelDoor(Door):
             return dict.fromkeys(blocks.values(), "host")
         # Memory that other tensors share stays where they see it.
         parameters = self._parameters()
-        return {blocks[name]: "host" for name in blocks if name in parameters and shares_storage(parameters[name])}
+        fixed = {blocks[name]: "host" for name in blocks if name in parameters and shares_storage(parameters[name])}
+        return fixed | fragments.fragment_homes(step)
 
     def _available_nbytes(self, step: fx.GraphModule, state: Mapping[str, int]) -> int | None:
         """Returns the device budget, less waiting forwards and resident parameters that this program does not read."""
@@ -238,7 +241,7 @@ class ModelDoor(Door):
         return host_error(error, self.options, waiting, trained, state)
 
     def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
-        blocks = step.meta["homes"]
+        blocks = fragments.parameter_homes(step)
         tiers = {block: planned.plan.params(block) for block in blocks.values()}
         if not self.parameters.slabs:
             check_plan(planned.schedule, self.state_nbytes(), self.device.where.type == "cpu")
@@ -309,7 +312,7 @@ class ModelDoor(Door):
             yield
             return
         outputs = [ref() for ref in frame.outputs]
-        planned = frame.compiled.step.meta.get("updated")
+        planned = fragments.without_fragments(frame.compiled.step)
         self.updates.begin_backward(planned, outputs, tangents, torch_private.accumulating(node))
         with self.updates.marking_failure():
             yield

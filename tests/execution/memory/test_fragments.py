@@ -1,0 +1,81 @@
+"""A layer larger than the device's memory trains in fragments: the bits that the contract says, within the planned bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mtcompile
+from tests.helpers.training import adamw, same, train
+
+WEIGHT = 512 * 1024  # bytes
+
+
+class Wide(nn.Module):
+    """A first layer whose input needs no gradient, and a second one whose input gets one, each of ``WEIGHT`` bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(64, 2048), nn.Linear(2048, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x))).square().mean()
+
+
+class First(Wide):
+    """The first layer alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x).square().mean()
+
+
+def trained(kind: type[Wide], memory: int, **options: Any) -> tuple[Any, list[Any], list[Any]]:
+    """A model trained in fragments, what it computed, and what plain PyTorch does."""
+    data = {"x": torch.randn(4, 64, generator=torch.Generator().manual_seed(1))}
+    plain, model = kind(), kind()
+    reference, optimizer = adamw(plain.parameters()), adamw(model.parameters())
+    options = {"policy": "offload-all", **options}  # without a search
+    compiled = mtcompile.compile(model, memory=memory, optimizer=optimizer, device="cpu", **options)
+    return compiled, train(compiled, optimizer, data), train(plain, reference, data)
+
+
+def test_a_layer_larger_than_the_device_trains_with_the_same_bits() -> None:
+    with pytest.raises(mtcompile.BudgetError):
+        trained(First, WEIGHT // 2)
+    compiled, fragments, plain = trained(First, WEIGHT // 2, fragments="exact")
+    assert same(fragments, plain)
+    report = compiled.memory_report()
+    assert report["peak_device_bytes"] <= report["planned_peak_device_bytes"] <= WEIGHT // 2
+
+
+def test_split_sums_are_near_and_said() -> None:
+    with pytest.raises(mtcompile.BudgetError):
+        trained(Wide, WEIGHT // 2, fragments="exact")
+    compiled, fragments, plain = trained(Wide, WEIGHT // 2, fragments="split")
+    assert "second.weight in " in compiled.plan.numerics
+    assert torch.equal(fragments[0][0], plain[0][0])  # the first loss
+    for one, other in zip(fragments[0][1:4], plain[0][1:4], strict=True):  # the first gradients
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.long
+def test_a_search_finds_fragments_too() -> None:
+    _, fragments, plain = trained(First, WEIGHT // 2, fragments="exact", policy="fastest")
+    assert same(fragments, plain)
+
+
+@pytest.mark.long
+def test_micro_batches_in_fragments() -> None:
+    _, fragments, _ = trained(First, WEIGHT // 2, fragments="exact", accumulate=2)
+    _, whole, _ = trained(First, 8 * WEIGHT, accumulate=2)
+    assert same(fragments, whole)
+
+
+def test_options_that_fragments_cannot_honour_are_refused() -> None:
+    for options in ({"fragments": "rows"}, {"fragments": "exact", "disk": "/tmp:1GiB", "host": "1GiB"}):
+        with pytest.raises(ValueError, match="fragments"):
+            mtcompile.compile(Wide(), **options)
