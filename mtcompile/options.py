@@ -101,8 +101,11 @@ class Options:
             raise ValueError(f"expected fragments to be None or one of {', '.join(FRAGMENTS)}, found {self.fragments!r}{close}")
         if self.disk is not None:
             raise ValueError("fragments= cuts weights that are at home in host memory; expected no disk= beside it, found one")
-        if self.updates is not None:
-            raise ValueError('fragments= returns gradients whole; expected update="step" beside it, found update="backward"')
+        if self.updates is not None and self.updates.needs_all_gradients:
+            raise ValueError(
+                'fragments= with update="backward" updates each fragment as its gradient arrives; expected no max_grad_norm= '
+                'and nonfinite= other than "skip", or update="step"'
+            )
 
     @property
     def fuses(self) -> bool:

@@ -113,9 +113,8 @@ class ModelDoor(Door):
         return sum(placed(span_nbytes(parameter)) for parameter in self._parameters().values())
 
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
-        updated = None if self.updates is None or not _trains(joint) else self.updates.updated_names()
-        apart = self.options.disk is not None
-        updated = fragments.with_fragments(updated, joint)
+        names = None if self.updates is None or not _trains(joint) else self.updates.updated_names()
+        updated, apart = fragments.with_fragments(names, joint), self.options.disk is not None
         return InputHomes(self.parameters.blocks(), updated=updated, frozen_apart=apart, experts=self.options.experts)
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
@@ -190,9 +189,8 @@ class ModelDoor(Door):
         if self.masters is not None and not self.masters.may_be_on(self.device.where, self.optimizer):
             return dict.fromkeys(blocks.values(), "host")
         # Memory that other tensors share stays where they see it.
-        parameters = self._parameters()
-        fixed = {blocks[name]: "host" for name in blocks if name in parameters and shares_storage(parameters[name])}
-        return fixed | fragments.fragment_homes(step)
+        parameters, fixed = self._parameters(), fragments.fragment_homes(step)
+        return fixed | {blocks[name]: "host" for name in blocks if name in parameters and shares_storage(parameters[name])}
 
     def _available_nbytes(self, step: fx.GraphModule, state: Mapping[str, int]) -> int | None:
         """Returns the device budget, less waiting forwards and resident parameters that this program does not read."""
@@ -311,8 +309,7 @@ class ModelDoor(Door):
         if self.updates is None:
             yield
             return
-        outputs = [ref() for ref in frame.outputs]
-        planned = fragments.without_fragments(frame.compiled.step)
+        outputs, planned = [ref() for ref in frame.outputs], fragments.without_fragments(frame.compiled.step)
         self.updates.begin_backward(planned, outputs, tangents, torch_private.accumulating(node))
         with self.updates.marking_failure():
             yield

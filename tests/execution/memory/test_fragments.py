@@ -52,6 +52,7 @@ def test_a_layer_larger_than_the_device_trains_with_the_same_bits() -> None:
     assert report["peak_device_bytes"] <= report["planned_peak_device_bytes"] <= WEIGHT // 2
 
 
+@pytest.mark.long
 def test_split_sums_are_near_and_said() -> None:
     with pytest.raises(mtcompile.BudgetError):
         trained(Wide, WEIGHT // 2, fragments="exact")
@@ -60,6 +61,40 @@ def test_split_sums_are_near_and_said() -> None:
     assert torch.equal(fragments[0][0], plain[0][0])  # the first loss
     for one, other in zip(fragments[0][1:4], plain[0][1:4], strict=True):  # the first gradients
         torch.testing.assert_close(one, other)
+
+
+CASES: list[dict[str, Any]] = [
+    {"optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True)},
+    {"optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True, foreach=True), "run_ahead": True},
+    {"optimizer": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9)},
+    {"precision": "bf16-master32"},
+]
+
+
+@pytest.mark.parametrize("case", [CASES[0], *(pytest.param(case, marks=pytest.mark.long) for case in CASES[1:])])
+def test_fragments_are_updated_one_by_one_as_a_whole(case: dict[str, Any]) -> None:
+    case = {"optimizer": adamw, **case}
+    make_optimizer, options = case.pop("optimizer"), {"policy": "offload-all", "device": "cpu", **case}
+    states = []
+    for memory, more in ((4 * WEIGHT, {}), (WEIGHT // 2, {"fragments": "exact"})):
+        model = First()
+        optimizer = make_optimizer(model.parameters())
+        compiled = mtcompile.compile(model, memory=memory, optimizer=optimizer, update="backward", **options, **more)
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).to(model.first.weight.dtype)
+        log = train(compiled, optimizer, {"x": x})
+        entries = optimizer.state_dict()["state"]
+        state = [entries[i][key] for i in sorted(entries) for key in sorted(entries[i])]
+        states.append([*log, [value for value in state if isinstance(value, torch.Tensor)]])
+    assert same(*states)
+
+
+def test_an_optimizer_that_looks_at_whole_weights_is_refused() -> None:
+    model = First()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    options = {"memory": WEIGHT // 2, "policy": "offload-all", "fragments": "exact", "update": "backward", "device": "cpu"}
+    compiled = mtcompile.compile(model, optimizer=optimizer, **options)
+    with pytest.raises(mtcompile.StepError, match="fragments"):
+        compiled(torch.randn(4, 64))
 
 
 @pytest.mark.long
