@@ -37,6 +37,7 @@ from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.check import same_computation
 from mtcompile.passes.check_schedule import Given, check_schedule
 from mtcompile.passes.fragments.cut import UNCUT, Cut, cut_weights, has_resident_fragments, possible_cuts
+from mtcompile.passes.fragments.figures import streamed_whole, told_fragments
 from mtcompile.passes.joint.accumulate import Micro, repeat, weights_of
 from mtcompile.passes.joint.build import InputHomes, build
 from mtcompile.passes.joint.exceptions import attention_kernels, exceptions
@@ -48,7 +49,7 @@ from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.planner import make_plan, may_be_resident, plan_like, resident_plan, structure
 from mtcompile.passes.planning.problem import BIT_EQUAL, FUSED, DoesNotFit, Planned, PlanningProblem
 from mtcompile.passes.rewrites.collectives import check_reads
-from mtcompile.passes.step_graph import copy_step
+from mtcompile.passes.step_graph import copy_step, fragments_of
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.usage import held_between_phases
@@ -246,7 +247,17 @@ def fastest_loss_head(
                 break
     if not candidates:
         raise min(refusals, key=lambda error: error.minimum_bytes)
-    return min(candidates, key=lambda candidate: candidate.planned.plan.total_us)
+    best = min(candidates, key=lambda candidate: candidate.planned.plan.total_us)
+    if not fragments_of(best.joint.graph):
+        return best
+    whole = next((each.planned.schedule for each in candidates if not fragments_of(each.joint.graph)), None)
+    fits = whole is not None
+    if whole is None:
+        uncut = rewrite_joint(joint, options.precision, options.fuses, best.joint.chunks, captured.micro)
+        whole = streamed_whole(planning_problem(uncut, placement, target.machine, target.toolchain.eager.workspace))
+    plan = best.planned.plan
+    told = told_fragments(best.planned, whole, fits)
+    return best._replace(planned=replace(best.planned, plan=replace(plan, notes=(*plan.notes, told))))
 
 
 def plan_for(joint: JointStep, target: Target, placement: RunnablePlacement) -> tuple[PlanningProblem, Planned]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import mtcompile
+from mtcompile.passes.fragments.figures import streaming
 from tests.helpers.training import adamw, same, train
 
 WEIGHT = 512 * 1024  # bytes
@@ -50,6 +51,9 @@ def test_a_layer_larger_than_the_device_trains_with_the_same_bits() -> None:
     assert same(fragments, plain)
     report = compiled.memory_report()
     assert report["peak_device_bytes"] <= report["planned_peak_device_bytes"] <= WEIGHT // 2
+    (note,) = (note for note in compiled.plan.notes if "first.weight in " in note)
+    assert "more than there is" in note
+    assert streaming(compiled.schedule).staging_nbytes < WEIGHT // 2
 
 
 @pytest.mark.long
