@@ -37,7 +37,7 @@ from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.check import same_computation
 from mtcompile.passes.check_schedule import Given, check_schedule
 from mtcompile.passes.fragments.cut import UNCUT, Cut, cut_weights, has_resident_fragments, possible_cuts
-from mtcompile.passes.fragments.figures import streamed_whole, told_fragments
+from mtcompile.passes.fragments.figures import streamed_whole, streaming, told_fragments
 from mtcompile.passes.joint.accumulate import Micro, repeat, weights_of
 from mtcompile.passes.joint.build import InputHomes, build
 from mtcompile.passes.joint.exceptions import attention_kernels, exceptions
@@ -243,7 +243,7 @@ def fastest_loss_head(
         except BudgetError as error:
             refusals.append(error)
         else:
-            if planned.planned.plan.all_resident:
+            if planned.planned.plan.all_resident and (len(cuts) == 1 or not streaming(planned.planned.schedule).staging_nbytes):
                 break
     if not candidates:
         raise min(refusals, key=lambda error: error.minimum_bytes)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import mtcompile
 from mtcompile.passes.fragments.figures import streaming
@@ -54,6 +55,10 @@ def test_a_layer_larger_than_the_device_trains_with_the_same_bits() -> None:
     (note,) = (note for note in compiled.plan.notes if "first.weight in " in note)
     assert "more than there is" in note
     assert streaming(compiled.schedule).staging_nbytes < WEIGHT // 2
+    x = torch.randn(7, 64)
+    with torch.no_grad():  # a plan of its own
+        assert torch.equal(compiled(x), F.linear(x, compiled.first.weight, compiled.first.bias).square().mean())
+    assert compiled.memory_report()["peak_device_bytes"] <= WEIGHT // 2
 
 
 @pytest.mark.long
