@@ -4,11 +4,11 @@
 
 Kernels, copies and updates keep to the speeds of a slow machine, several times slower than this one, and plans are for that
 machine. Both ways train the same model with ``update="backward"`` within the same budget, in alternation; medians of ``STEPS``
-steps after ``WARMUPS``: forward, backward and the updates. Both first layers' waits are predicted from the schedule, and measured
-in the trace of the last step; the peak is that of the ledger. ``equal``: loss and weights have the bits of the whole layers'.
+steps after ``WARMUPS``: forward, backward and updates. The first layer's wait is predicted from the schedule, and measured in
+the trace of the last step; the peak is that of the ledger. ``equal``: loss and weights have the bits of the whole layers'.
 
-``one layer``: a linear layer; the loss is the mean square of its output. ``layer larger than the device``: the same with a budget
-below the weight, where whole layers are refused. ``head``: a small layer and a vocabulary, with ``fragments="split"``.
+``one layer``: a linear layer, whose loss is the mean square of its output. ``layer larger than the device``: the same with a
+budget below the weight, where whole layers are refused. ``head``: a small layer and a vocabulary, with ``fragments="split"``.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ def line(row: dict[str, Any]) -> str:
         ways.append(
             f"{way}: {each['measured_ms']:.1f} ms (predicted {each['predicted_ms']:.1f}), first wait "
             f"{each['first_wait_measured_ms']:.2f} ms ({each['first_wait_predicted_ms']:.2f}), staging "
-            f"{each['staging_bytes'] / 2**20:.2f} MiB, peak {each['peak_bytes'] / 2**20:.2f} MiB of {row['memory_bytes'] / 2**20:.1f}"
+            f"{each['staging_bytes'] / 2**20:.2f} MiB, peak {each['peak_bytes'] / 2**20:.2f} of "
+            f"{row['memory_bytes'] / 2**20:.2f} MiB"
         )
     faster = f"x {row['ratio']:.2f} (predicted {row['predicted_ratio']:.2f}), equal {row['equal']}" if "ratio" in row else ""
     return "\n  ".join([f"{row['case']}: {faster}", *ways])
