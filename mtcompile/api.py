@@ -47,9 +47,7 @@ class CompiledModule(nn.Module):
     def _mt_open(self) -> CompiledModel:
         """Its plans and memory. Raises StepError if it was closed."""
         if self._mt_model is None:
-            raise StepError(
-                "expected a compiled model, found one that was closed; mtcompile.compile(model, ...) compiles it again"
-            )
+            raise StepError("expected a compiled model, found one that was closed; mtcompile.compile compiles it again")
         return self._mt_model
 
     @property
@@ -248,37 +246,36 @@ def compile(
     experts: str = "auto",
     embeddings: str = "auto",
     elastic: bool = False,
+    fragments: str | None = None,
     viz: str | Path | None = None,
     process_group: Any = None,
 ) -> Any:
     """Makes ``model`` train within a device-memory budget, with results bit-identical to plain PyTorch.
 
-    model      an ``nn.Module``: compiled in place and returned; a module class: returns a subclass whose instances are
-               compiled; without it, a decorator is returned
-    memory     bytes of device memory for everything mtcompile holds there: ``"16GiB"``, ``"16GB"`` or a number;
-               default: nine tenths of the free memory of a GPU, half of it on the emulated device
+    model      an ``nn.Module``, compiled in place; or a module class: returns a subclass whose instances are compiled; without
+               it, a decorator is returned
+    memory     bytes of device memory for all that mtcompile holds there, as ``"16GiB"``, ``"16GB"`` or a number; default: nine
+               tenths of the free memory of a GPU, half of it on the emulated device
     host       bytes of host memory, for all ranks of this host; default: what is available there, less a reserve of 5%
-    disk       a folder on a fast local disk and the bytes that may be taken there, ``"/mnt/nvme:400GiB"``: what ``host`` has
-               no room for lives in files without names, and is read ahead of its use: frozen weights, activations, and with
-               ``update="backward"`` weights that train, with their state
+    disk       a folder on a fast local disk and the bytes that may be taken there, ``"/mnt/nvme:400GiB"``, for what ``host``
+               has no room for: frozen weights, activations, and with ``update="backward"`` weights that train, with their state
     optimizer  the optimizer that steps the model; its state is planned for. Or call ``model.bind(optimizer)`` later
     kernels    ``"eager"``: the kernels of plain PyTorch, bit for bit; ``"inductor"``: compiled by Inductor, within
                rounding of plain PyTorch; budgets at which the same parts are recomputed give the same bits
     loss_chunks  computes a linear layer and its mean cross-entropy in that many chunks of tokens, so that whole-batch logits
-               never exist. This changes the order of summation over tokens, and the plan's numerics say so. Raises
-               CaptureError if there is no such head, or if anything else reads its logits. ``"auto"``: mtcompile chooses,
-               and keeps one chunk where that is as fast or where there is no such head
+               never exist. This changes the order of summation over tokens. Raises CaptureError if there is no such head, or if
+               anything else reads its logits. ``"auto"``: mtcompile chooses, and keeps one chunk where that is as fast
     device     where to compute: ``"cuda"``, ``"cuda:1"``, or ``"cpu"``, which emulates a device in host memory; default:
                the GPU if there is one. Parameters and buffers move to host memory, except parameters that the plan keeps on
                the device. Tensors passed to the model are sent there
-    policy     ``"fastest"``: searches for a plan; or a fixed plan for comparison: ``"resident"``, ``"checkpoint-all"``,
+    policy     ``"fastest"``: searches for a plan; or a fixed one, to compare with: ``"resident"``, ``"checkpoint-all"``,
                ``"megatrain"``, ``"zero3-offload"``, ``"offload-all"``
-    throttle   slows the emulated device down to the speeds of a machine (a preset, a JSON file or a ``Machine``), for which
-               plans are made then. Results do not change
+    throttle   slows the emulated device down to a machine's speeds (a preset, a JSON file or a ``Machine``), for which plans
+               are made then. Results do not change
     precision  ``"model"``: the module's dtypes; ``"fp32"`` and ``"bf16"``: parameters are cast, buffers are not;
                ``"bf16-master32"``: parameters become bf16, each with a 16-bit remainder that makes it an exact fp32 master;
                AdamW, Adam or SGD update the masters with fp32 state (12 bytes per parameter with AdamW, and 2 for the
-               gradient). They stay on a GPU only if its update kernels have produced the same bits as the host's
+               gradient). They stay on a GPU only if its kernels have produced the same bits as the host's
     accumulate  runs each batch as that many micro-batches, cut along the first dimension, region by region: parameters are
                fetched once; gradients, added in order, leave once. The loss is that over the whole batch
     update     ``"step"``: gradients wait in ``p.grad`` for ``optimizer.step()``. ``"backward"``: parameters are updated as
@@ -286,11 +283,11 @@ def compile(
                ``optimizer.step()`` as before to end the step. Gradients take the host memory of two regions; if the
                host is slower than the device, a plan uses more, within the limit that ``host`` sets. Clipping by hand, gradient
                scalers and hooks of parameters raise an error
-    max_grad_norm  with ``update="backward"``: clips gradients as ``clip_grad_norm_`` does. All gradients are kept until
-               their norm (``model.grad_norm``) is known; then updates start
-    run_ahead  with ``update="backward"``: lets updates continue during the next forward, whose prefetches each wait for the
-               updates of their own region. ``model.parameters()``, ``state_dict`` and calls of the model wait by
-               themselves; call ``model.synchronize()`` before you read parameters in any other way
+    max_grad_norm  with ``update="backward"``: clips as ``clip_grad_norm_`` does. All gradients are kept until their norm
+               (``model.grad_norm``) is known; then updates start
+    run_ahead  with ``update="backward"``: lets updates continue during the next forward, whose prefetches wait for those of
+               their own region. ``model.parameters()``, ``state_dict`` and calls of the model wait by themselves; call
+               ``model.synchronize()`` before you read parameters in any other way
     nonfinite  with ``update="backward"``, for a loss or gradient that is not finite: ``"stop"`` raises StepError, ``"skip"``
                skips the whole update (and keeps all gradients until their norm is known), ``"continue"`` warns
     experts    of a mixture that ``grouped_mm`` computes, those that are copied to the device. ``"used"``: those that tokens
@@ -298,14 +295,16 @@ def compile(
     embeddings  which rows of embeddings are copied, and of their gradients: ``"used"``: those that a batch names; or as above
     elastic    True: plans again in the background when the last steps show other speeds, and goes on by the new plan, with
                the same bits, where it is 3 % faster. ``memory_report()["plan_changes"]`` says why
-    viz        writes each training program's timeline to this HTML file: predicted after its first step, with measured times
-               after its second; a second program goes to ``<name>-2.html``, and so on
-    process_group  the ranks that train the model together, each with its own part of the batch; default: all of them, once
-               ``torch.distributed`` is initialised. Weights start as those of rank 0; each gradient is the mean over the ranks
+    fragments  cuts linear weights into fragments of rows, each copied, used and updated by itself, where one does not fit or
+               that is faster. ``"exact"``: weights whose input needs no gradient; ``"split"``: any, input gradients' sums too
+    viz        writes each training program's timeline to this HTML file: predicted after its first step, measured after its
+               second; a second program goes to ``<name>-2.html``, and so on
+    process_group  the ranks that train the model together; default: all, once ``torch.distributed`` is initialised. Weights
+               start as those of rank 0; each gradient is the mean over the ranks
 
-    The first training call captures and plans. It raises ``BudgetError`` (with ``.minimum_bytes``) if no plan fits, and
-    ``CaptureError`` if the model cannot be captured. Calls without gradients run the plain forward, and are measured against
-    the same budget. ``compile`` itself raises ValueError or TypeError for options that it cannot honour.
+    The first training call plans. It raises ``BudgetError`` (with ``.minimum_bytes``) if no plan fits, and ``CaptureError`` if
+    the model cannot be captured. Calls without gradients run the plain forward, and are measured against the same budget.
+    ``compile`` itself raises ValueError or TypeError for options that it cannot honour.
     """
     options = Options(
         memory=parse_bytes(memory, "memory"),
@@ -322,6 +321,7 @@ def compile(
         experts=experts,
         embeddings=embeddings,
         elastic=elastic,
+        fragments=fragments,
     )
     if model is None:
         return lambda target: _compiled(target, options, choose(device), optimizer, process_group)

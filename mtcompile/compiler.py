@@ -12,6 +12,7 @@ parameters of earlier programs home, and ``compile_step`` plans again with slowe
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,8 @@ from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.check import same_computation
 from mtcompile.passes.check_schedule import Given, check_schedule
+from mtcompile.passes.fragments.cut import UNCUT, Cut, cut_weights, has_resident_fragments, possible_cuts
+from mtcompile.passes.fragments.figures import streamed_whole, streaming, told_fragments
 from mtcompile.passes.joint.accumulate import Micro, repeat, weights_of
 from mtcompile.passes.joint.build import InputHomes, build
 from mtcompile.passes.joint.exceptions import attention_kernels, exceptions
@@ -47,7 +50,7 @@ from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.planner import may_be_resident, plan_among, plan_like, resident_plan, structure
 from mtcompile.passes.planning.problem import BIT_EQUAL, FUSED, DoesNotFit, Planned, PlanningProblem
 from mtcompile.passes.rewrites.collectives import check_reads
-from mtcompile.passes.step_graph import copy_step
+from mtcompile.passes.step_graph import copy_step, fragments_of
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.usage import held_between_phases
@@ -161,16 +164,18 @@ def joint_of(captured: CapturedStep, target: Target) -> fx.GraphModule:
 
 
 def rewrite_joint(
-    joint: fx.GraphModule, precision: Precision, fuses: bool, chunks: int = 1, micro: Micro | None = None
+    joint: fx.GraphModule, precision: Precision, fuses: bool, chunks: int = 1, micro: Micro | None = None, cut: Cut = UNCUT
 ) -> JointStep:
-    """Returns ``joint`` with its loss head, if any, in ``chunks``, and repeated for all micro-batches. Raises CaptureError."""
+    """Returns ``joint`` with its loss head, if any, in ``chunks``, with weights in fragments as ``cut`` says, and repeated for
+    all micro-batches. Raises CaptureError."""
     contract = [precision.contract(), FUSED if fuses else BIT_EQUAL]
     if not fuses and (differing := exceptions(joint)):
         contract[-1] += f", except ({') and ('.join(differing)})"
     if kernels := attention_kernels(joint):
         contract.insert(1, f"attention by {kernels}")
-    rewritten = joint if chunks == 1 else copy_step(joint)
+    rewritten = joint if chunks == 1 and cut == UNCUT else copy_step(joint)
     chunks = chunks if chunks == 1 or chunk_loss(rewritten, chunks) else 1
+    contract += cut_weights(rewritten, cut)
     if micro is not None:
         try:
             weights = weights_of(joint, micro)
@@ -217,10 +222,13 @@ def prove(joint: fx.GraphModule, built: BuiltStep, budgets: Budgets, input_homes
 def fastest_loss_head(
     joint: fx.GraphModule, captured: CapturedStep, target: Target, placement: RunnablePlacement
 ) -> PlannedStep:
-    """Returns the plan with the requested number of loss-head chunks; for "auto", the fastest plan that fits."""
+    """Returns the plan with the requested number of loss-head chunks; for "auto", and of the cuts of weights that ``fragments``
+    allows, the fastest plan that fits."""
     options, candidates, refusals = target.options, list[PlannedStep](), list[BudgetError]()
-    for chunks in AUTO_CHUNKS if options.loss_chunks == "auto" else (int(options.loss_chunks),):
-        rewritten = rewrite_joint(joint, options.precision, options.fuses, chunks, captured.micro)
+    counts = AUTO_CHUNKS if options.loss_chunks == "auto" else (int(options.loss_chunks),)
+    cuts = possible_cuts(joint, options.fragments)
+    for chunks, cut in itertools.product(counts, cuts):
+        rewritten = rewrite_joint(joint, options.precision, options.fuses, chunks, captured.micro, cut)
         if rewritten.chunks != chunks:
             if options.loss_chunks == "auto":
                 break
@@ -230,15 +238,27 @@ def fastest_loss_head(
                     "else reads, found none; return the loss without the logits, or leave loss_chunks out"
                 )
         try:
-            candidates.append(PlannedStep(rewritten, *plan_for(rewritten, target, placement)))
+            planned = PlannedStep(rewritten, *plan_for(rewritten, target, placement))
+            if not has_resident_fragments(planned.problem.step, planned.planned.plan):
+                candidates.append(planned)
         except BudgetError as error:
             refusals.append(error)
         else:
-            if candidates[-1].planned.plan.all_resident:
+            if planned.planned.plan.all_resident and (len(cuts) == 1 or not streaming(planned.planned.schedule).staging_nbytes):
                 break
     if not candidates:
         raise min(refusals, key=lambda error: error.minimum_bytes)
-    return min(candidates, key=lambda candidate: candidate.planned.plan.total_us)
+    best = min(candidates, key=lambda candidate: candidate.planned.plan.total_us)
+    if not fragments_of(best.joint.graph):
+        return best
+    whole = next((each.planned.schedule for each in candidates if not fragments_of(each.joint.graph)), None)
+    fits = whole is not None
+    if whole is None:
+        uncut = rewrite_joint(joint, options.precision, options.fuses, best.joint.chunks, captured.micro)
+        whole = streamed_whole(planning_problem(uncut, placement, target.machine, target.toolchain.eager.workspace))
+    plan = best.planned.plan
+    told = told_fragments(best.planned, whole, fits)
+    return best._replace(planned=replace(best.planned, plan=replace(plan, notes=(*plan.notes, told))))
 
 
 def plan_for(joint: JointStep, target: Target, placement: RunnablePlacement) -> tuple[PlanningProblem, Planned]:

@@ -14,6 +14,7 @@ from mtcompile.passes.planning.policies import POLICIES
 
 KERNELS = ("eager", "inductor")
 FETCHED = ("auto", "used", "all")  # which experts, and which rows of embeddings
+FRAGMENTS = ("exact", "split")  # which weights may be cut: where no sum is split, or any
 FASTEST = "fastest"  # the policy that searches
 _UNITS = {
     "": 1, "b": 1,
@@ -43,6 +44,7 @@ class Options:
     ``memory``, ``host``: budgets in bytes; None: what is free, less a reserve. ``disk``: None for no disk; it takes what
     ``host`` has no room for. ``updates``: None for ``update="step"``. ``throttle``: the speeds of the emulated device; None:
     its own. ``offload``: whether activations may wait in host memory. ``elastic``: whether plans follow the measured speeds.
+    ``fragments``: which linear weights may be cut into fragments; None: none.
     Raises ValueError or TypeError for values that it cannot honour.
     """
 
@@ -61,6 +63,7 @@ class Options:
     experts: str = "auto"
     embeddings: str = "auto"
     elastic: bool = False
+    fragments: str | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in (FASTEST, *POLICIES):
@@ -86,10 +89,25 @@ class Options:
                 f"elastic=True changes plans while a model trains; expected policy={FASTEST!r}, and kernels='eager', whose "
                 f"bits no plan changes, found policy={self.policy!r} and kernels={self.kernels!r}"
             )
+        self._check_fragments()
         if self.disk is not None and self.host is None:
             raise ValueError('disk= takes what host= has no room for; expected host= too, such as host="64GiB", found none')
         if self.viz is not None and not isinstance(self.viz, (str, Path)):
             raise TypeError(f"expected viz to be the path of an HTML file, found {self.viz!r}")
+
+    def _check_fragments(self) -> None:
+        if self.fragments is None:
+            return
+        if self.fragments not in FRAGMENTS:
+            close = did_you_mean(self.fragments, FRAGMENTS)
+            raise ValueError(f"expected fragments to be None or one of {', '.join(FRAGMENTS)}, found {self.fragments!r}{close}")
+        if self.disk is not None:
+            raise ValueError("fragments= cuts weights that are at home in host memory; expected no disk= beside it, found one")
+        if self.updates is not None and self.updates.needs_all_gradients:
+            raise ValueError(
+                'fragments= with update="backward" updates each fragment as its gradient arrives; expected no max_grad_norm= '
+                'and nonfinite= other than "skip", or update="step"'
+            )
 
     @property
     def fuses(self) -> bool:

@@ -26,6 +26,7 @@ from mtcompile.passes.analysis.kernels import kernel_key
 from mtcompile.passes.analysis.rows import Rows
 from mtcompile.passes.generators import replay, save_rng
 from mtcompile.passes.step_graph import (
+    Fragment,
     InputSpec,
     OutputSpec,
     offload,
@@ -181,7 +182,7 @@ def _module(data: Mapping[str, Any]) -> fx.GraphModule:
     module = fx.GraphModule(owner, graph, class_name=_identifier(data["name"] or "Step"))
     if data["step"]["inputs"]:
         module.meta.update(
-            inputs=tuple(InputSpec(**row) for row in data["step"]["inputs"]),
+            inputs=tuple(_input_spec(row) for row in data["step"]["inputs"]),
             outputs=tuple(OutputSpec(**row) for row in data["step"]["outputs"]),
             blocks=tuple(data["step"]["blocks"]),
             device=data["step"]["device"],
@@ -198,6 +199,11 @@ def _module(data: Mapping[str, Any]) -> fx.GraphModule:
     else:
         module.meta.update(name=data["name"], key=kernel_key(graph))
     return module
+
+
+def _input_spec(row: Mapping[str, Any]) -> InputSpec:
+    fragment = row.get("fragment")
+    return InputSpec(**{**row, "fragment": None if fragment is None else Fragment(**fragment)})
 
 
 def _identifier(name: str) -> str:

@@ -51,16 +51,27 @@ from mtcompile.runtime.schedule import Role, Tier, gib
 
 
 @dataclass(frozen=True, slots=True)
+class Fragment:
+    """The rows ``start`` to ``end`` of a parameter [rows, columns], which is input ``index`` of the program."""
+
+    parameter: str
+    index: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class InputSpec:
     """The source of a placeholder's tensor. ``index``: position among the program's inputs; for a tangent, the
     position of its output; -1 for a constant. ``name``: the user's name (a parameter's path), unique in the graph.
-    ``tier``: where an input arrives."""
+    ``tier``: where an input arrives. ``fragment``: what it is a part of; its own index is then none of the program's."""
 
     role: Role
     name: str
     index: int
     differentiable: bool = False
     tier: Tier = "host"
+    fragment: Fragment | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,6 +348,11 @@ def placeholders(graph: fx.Graph) -> list[fx.Node]:
 def inputs_of(graph: fx.GraphModule) -> list[tuple[InputSpec, fx.Node]]:
     """The placeholders of a joint or step graph, each with what its tensor is."""
     return list(zip(graph.meta["inputs"], placeholders(graph.graph), strict=True))
+
+
+def fragments_of(graph: fx.GraphModule) -> dict[str, Fragment]:
+    """The fragments among the inputs of a joint or step graph, by name."""
+    return {spec.name: spec.fragment for spec in graph.meta["inputs"] if spec.fragment is not None}
 
 
 def outputs_of(graph: fx.GraphModule) -> list[tuple[OutputSpec, fx.Node]]:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from mtcompile.capture.joint import Pattern, Tangents
+from mtcompile.execution.memory.fragments import index_of
 from mtcompile.passes.analysis.cost import Machine, kernel_us
 from mtcompile.passes.analysis.rows import crossing
 from mtcompile.passes.analysis.storages import inputs_read_by_place
@@ -113,7 +114,7 @@ def compiled_step(
         inputs,
         outputs,
         frozenset(spec.index for spec, _ in outputs if spec.kind == "mutation"),
-        frozenset(spec.index for spec, name in inputs if name in values and spec.role in ("param", "input", "buffer")),
+        frozenset(index_of(spec) for spec, name in inputs if name in values and spec.role in ("param", "input", "buffer")),
         frozenset(spec.index for spec, name in outputs if spec.kind == "output" and name in values),
         _read_by_place(step),
         any(buffer.role == "rng" for buffer in schedule.buffers.values()) or has_random(step),
@@ -156,7 +157,7 @@ def _read_by_place(step: fx.GraphModule) -> frozenset[int]:
         by_place = inputs_read_by_place(body)
         for operand, node in zip(operands, placeholders(body), strict=True):
             if node in by_place and (spec := specs.get(source(operand))) is not None:
-                indices.add(spec.index)
+                indices.add(index_of(spec))
     return frozenset(indices - {-1})
 
 

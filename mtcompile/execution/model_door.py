@@ -17,6 +17,7 @@ from mtcompile.capture.refusals import lazy_modules_in
 from mtcompile.errors import BudgetError, CaptureError, StepError
 from mtcompile.execution.compiled import Frame, LiveFrames
 from mtcompile.execution.door import Door
+from mtcompile.execution.memory import fragments
 from mtcompile.execution.memory.disk_room import movable, room_nbytes
 from mtcompile.execution.memory.host_room import check_plan, checked_before_first_step
 from mtcompile.execution.memory.parameters import ParameterStore
@@ -103,7 +104,7 @@ class ModelDoor(Door):
             return
         parameters = self._parameters()
         gradients = 0 if self.updates is not None else sum(p.nbytes for p in parameters.values() if p.requires_grad)
-        homes, most = problem.step.meta["homes"], gradients + self._missing_state_nbytes()
+        homes, most = fragments.parameter_homes(problem.step), gradients + self._missing_state_nbytes()
         self.parameters.pin_ahead(homes, parameters, problem.budgets.device, most)
 
     def pinned_ahead_nbytes(self) -> int:
@@ -124,9 +125,9 @@ class ModelDoor(Door):
         return sum(placed(span_nbytes(parameter)) for parameter in self._parameters().values())
 
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
-        updated = None if self.updates is None or not _trains(joint) else self.updates.updated_names()
-        apart, parts = self.options.disk is not None, (self.options.experts, self.options.embeddings)
-        return InputHomes(self.parameters.blocks(), False, updated, apart, *parts)
+        names = None if self.updates is None or not _trains(joint) else self.updates.updated_names()
+        updated, parts = fragments.with_fragments(names, joint), (self.options.experts, self.options.embeddings)
+        return InputHomes(self.parameters.blocks(), False, updated, self.options.disk is not None, *parts)
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
         parameters, updates = self._parameters(), None
@@ -136,8 +137,8 @@ class ModelDoor(Door):
             updates = self.updates.plan_updates(copies)
         reserve, available = random_reserve_nbytes(step) + self.sent_nbytes, self._available_nbytes(step, state)
         host = None if self.options.host is None else self.options.host - self.frames.host_nbytes()
+        state, fixed = fragments.state_with_fragments(state, step), self._fixed_homes(step)
         budgets = Budgets(available, host, copies, reserve=reserve, updates=updates, state=state)
-        fixed = self._fixed_homes(step)
         return budgets if self.options.disk is None else self._with_disk(budgets, step, fixed), fixed
 
     def _with_disk(self, budgets: Budgets, step: fx.GraphModule, fixed: Mapping[str, str]) -> Budgets:
@@ -176,7 +177,7 @@ class ModelDoor(Door):
         return sum(self._optimizer_state(self._parameters()).values()) - held["optimizer"] - held["masters"]
 
     def _fixed_homes(self, step: fx.GraphModule) -> Mapping[str, str]:
-        blocks, tiers = step.meta["homes"], self.parameters.tiers
+        blocks, tiers = fragments.parameter_homes(step), self.parameters.tiers
         if tiers:
             parameters = self._parameters()
             new = {name: block for name, block in blocks.items() if name not in self.parameters.places}
@@ -187,8 +188,8 @@ class ModelDoor(Door):
         if self.masters is not None and not self.masters.may_be_on(self.device.where, self.optimizer):
             return dict.fromkeys(blocks.values(), "host")
         # Memory that other tensors share stays where they see it.
-        parameters = self._parameters()
-        return {blocks[name]: "host" for name in blocks if name in parameters and shares_storage(parameters[name])}
+        parameters, fixed = self._parameters(), fragments.fragment_homes(step)
+        return fixed | {blocks[name]: "host" for name in blocks if name in parameters and shares_storage(parameters[name])}
 
     def _available_nbytes(self, step: fx.GraphModule, state: Mapping[str, int]) -> int | None:
         """Returns the device budget, less waiting forwards and resident parameters that this program does not read."""
@@ -238,7 +239,7 @@ class ModelDoor(Door):
         return host_error(error, self.options, waiting, trained, state)
 
     def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
-        blocks = step.meta["homes"]
+        blocks = fragments.parameter_homes(step)
         tiers = {block: planned.plan.params(block) for block in blocks.values()}
         if not self.parameters.slabs:
             held = self.state_nbytes() | {"pinned ahead": self.pinned_ahead_nbytes()}
@@ -309,8 +310,7 @@ class ModelDoor(Door):
         if self.updates is None:
             yield
             return
-        outputs = [ref() for ref in frame.outputs]
-        planned = frame.compiled.step.meta.get("updated")
+        outputs, planned = [ref() for ref in frame.outputs], fragments.without_fragments(frame.compiled.step)
         self.updates.begin_backward(planned, outputs, tangents, torch_private.accumulating(node))
         with self.updates.marking_failure():
             yield

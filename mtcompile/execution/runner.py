@@ -15,6 +15,7 @@ from mtcompile.capture.refusals import first_line
 from mtcompile.errors import CaptureError, device_ended, ends_device, shows_part
 from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames, retimed
 from mtcompile.execution.memory.arenas import ArenaPool
+from mtcompile.execution.memory.fragments import gradients_in_order, joined_gradients, tensor_of
 from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.kernels.measure import copied
 from mtcompile.machine.device import allocator_peak
@@ -178,15 +179,12 @@ class Runner:
         compiled, memory = frame.compiled, frame.memory
         device = str(self.device.where)
         generator = generator_state(device) if compiled.random else None
-        gradients: dict[int, torch.Tensor] = {}
         try:
             with self._restoring(generator, "backward"):
                 self.arenas.restore(compiled, memory)
                 self._bind_backward(compiled, memory, tangents)
                 self._execute(frame, "backward")
-                for spec, name in compiled.outputs:
-                    if spec.kind == "grad":
-                        gradients[spec.index] = memory.tensors[name]
+                gradients = joined_gradients(compiled.inputs, compiled.outputs, memory.tensors)
         finally:
             if self.pending is None or self.pending.frame is not frame:
                 memory.let_go()
@@ -204,7 +202,8 @@ class Runner:
                     tangent = like.copy_(tangent)
                 memory.bind(name, tangent)
         buffers = compiled.schedule.buffers
-        homes = [name for spec, name in compiled.outputs if spec.kind == "grad" and buffers[name].kind == "home"]
+        gradients = gradients_in_order(compiled.inputs, compiled.outputs)
+        homes = [name for _, _, name in gradients if buffers[name].kind == "home"]
         if not homes:
             return
         slab, offset = self.parameters.gradient_slab(sum(placed(buffers[name].nbytes) for name in homes)), 0
@@ -287,7 +286,7 @@ def _bind_forward(
         if spec.role == "constant":
             memory.bind(name, compiled.step.meta["constants"][spec.name])
         elif spec.role != "tangent":
-            memory.bind(name, snapshots.get(spec.index, inputs[spec.index].detach()))
+            memory.bind(name, snapshots[spec.index] if spec.index in snapshots else tensor_of(spec, inputs))
     for index, name in new_versions.items():
         if compiled.schedule.buffers[name].kind == "home":
             memory.bind(name, copied(snapshots[index]))

@@ -22,7 +22,7 @@ from mtcompile.errors import StepError
 from mtcompile.optim.disk_state import REMAINDER, DiskState, OnDisk, Staged
 from mtcompile.optim.master_weights import Masters
 from mtcompile.optim.update_options import UpdateOptions
-from mtcompile.passes.step_graph import gradient_norms, gradient_scale, update
+from mtcompile.passes.step_graph import Fragment, gradient_norms, gradient_scale, update
 from mtcompile.runtime.optim import host_kernels
 
 
@@ -40,6 +40,15 @@ class Shares(Protocol):
         """Updates this process's share of the parameters that have these gradients."""
 
 
+class InFragments(Protocol):
+    """Parameters that are updated in fragments. ``parts``: the fragments, by name."""
+
+    parts: Mapping[str, Fragment]
+
+    def update(self, backward: Backward, grads: Mapping[str, Tensor], factor: Tensor | None) -> None:
+        """Updates the fragments that have these gradients."""
+
+
 @dataclass(slots=True)
 class Backward:
     """One backward with updates: what it started from, then what has happened in it.
@@ -47,8 +56,8 @@ class Backward:
     ``number``: of the step, from 1. ``parameters``: those that are updated, in the model's order. ``groups``: by a parameter's
     id, the index of its group in the optimizer and the group's options as they were at the start. ``threads``: of the caller,
     whatever thread the backward runs in. ``disk``: of parameters that are there; ``shares``: of those that lie once for all
-    ranks of the host. ``cast_rooms``: by thread, for gradients on the host that are cast for their norm, until all norms are
-    there.
+    ranks of the host; ``fragments``: of those that are updated in fragments. ``cast_rooms``: by thread, for gradients on the
+    host that are cast for their norm, until all norms are there.
     """
 
     number: int
@@ -65,6 +74,7 @@ class Backward:
     allocated_state: bool = False
     disk: DiskState | None = None
     shares: Shares | None = None
+    fragments: InFragments | None = None
     cast_rooms: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -130,12 +140,17 @@ def _update(backward: Backward, names: tuple[str, ...], *values: Tensor) -> Sequ
         return parameters
     factor = factors[0] if factors and backward.options.max_grad_norm is not None else None
     masters, checked = backward.masters, not backward.options.needs_all_gradients
+    fragments = {} if backward.fragments is None else backward.fragments.parts
+    wholes = [name for name in names if name not in fragments]
     parts: list[tuple[list[str], Callable[..., None]]] = []  # of parameters that are not at home, and what updates them
     if (disk := backward.disk) is not None:
-        there = [name for name in names if disk.holds(backward.parameters[name])]
+        there = [name for name in wholes if disk.holds(backward.parameters[name])]
         parts.append((there, functools.partial(_update_on_disk, backward, disk)))
     if (shares := backward.shares) is not None:
-        parts.append(([name for name in names if name in shares.names], functools.partial(shares.update, backward)))
+        parts.append(([name for name in wholes if name in shares.names], functools.partial(shares.update, backward)))
+    if backward.fragments is not None:
+        cut = [name for name in names if name in fragments]
+        parts.append((cut, functools.partial(backward.fragments.update, backward)))
     at_home = [name for name in names if not any(name in part for part, _ in parts)]
     by_kernel = masters is not None and all(id(backward.parameters[name]) in masters.by_parameter for name in at_home)
     if masters is not None and by_kernel and len(at_home) == count:

@@ -30,13 +30,16 @@ from mtcompile.optim.backward_checks import (
 )
 from mtcompile.optim.backward_kernels import KERNELS, Backward, Shares
 from mtcompile.optim.disk_state import DiskState
+from mtcompile.optim.fragment_updates import FragmentUpdates
 from mtcompile.optim.master_weights import Masters
+from mtcompile.optim.state_sizes import STATES, is_elementwise
 from mtcompile.optim.update_options import UpdateOptions
 from mtcompile.optim.wholeness import Wholeness
 from mtcompile.passes.plan import NORM_COPIES, Updates
-from mtcompile.passes.step_graph import calls, is_update
+from mtcompile.passes.step_graph import Fragment, calls, fragments_of, is_update
 from mtcompile.references import weakly
 
+Kernel = Callable[..., Sequence[Tensor]]
 _ISSUING = 2  # threads that updates leave to those that issue kernels and copies
 
 
@@ -102,16 +105,24 @@ class UpdatesInBackward:
 
     def kernels(self, step: fx.GraphModule) -> dict[str, Callable[..., Sequence[Tensor]]]:
         """The kernels of a schedule's update instructions, by name."""
+        parts = fragments_of(step)
+        if parts and not is_elementwise(self.optimizer):
+            raise StepError(
+                f'fragments= with update="backward" updates rows of a weight by themselves; {type(self.optimizer).__name__} '
+                f'may look at all of it. Expected one of torch.optim.{", ".join(STATES)}, or update="step"'
+            )
         return {
-            node.name: functools.partial(self._run, KERNELS[node.target], node.meta["names"])
+            node.name: functools.partial(self._run, KERNELS[node.target], parts, node.meta["names"])
             for node in calls(step)
             if is_update(node)
         }
 
-    def _run(self, kernel: Callable[..., Sequence[Tensor]], names: tuple[str, ...], *values: Tensor) -> Sequence[Tensor]:
-        """Run a kernel in any thread, with the settings of the caller of the backward."""
+    def _run(self, kernel: Kernel, parts: Mapping[str, Fragment], names: tuple[str, ...], *values: Tensor) -> Sequence[Tensor]:
+        """Run a kernel in any thread, with the settings of the caller of the backward. ``parts``: the fragments of its step."""
         backward = self._backward
         assert backward is not None
+        if parts and backward.fragments is None:
+            backward.fragments = FragmentUpdates(parts)
         if torch.get_num_threads() != backward.threads:
             torch.set_num_threads(backward.threads)
         with self.marking_failure(), torch.no_grad():

@@ -19,6 +19,7 @@ from mtcompile.passes.generators import generator_nbytes, save_rng
 from mtcompile.passes.insert import add_call
 from mtcompile.passes.joint.regions import assign, in_order
 from mtcompile.passes.step_graph import (
+    fragments_of,
     inputs_of,
     is_random,
     is_seed,
@@ -168,6 +169,7 @@ def _homes(
     region that reads it (tied weights have one home). Those of a block are in the order in which they lie there: what the same
     regions read is together, and what most of them read comes first, so that few copies fetch it."""
     names = {node: spec.name for spec, node in inputs_of(joint) if spec.role == "param"}
+    wholes = {name: fragment.parameter for name, fragment in fragments_of(joint).items()}  # which have one home each
     frozen = {spec.name for spec in joint.meta["inputs"] if input_homes.frozen_apart and not spec.differentiable}
     homes: dict[str, str] = {}
     readers: dict[str, list[int]] = {}
@@ -175,9 +177,12 @@ def _homes(
         for operand in _externals(nodes, rid, region):
             if name := names.get(operand):
                 readers.setdefault(name, []).append(at)
+                whole = wholes.get(name, name)
                 alone = span_nbytes(operand.meta["val"]) >= _LARGE and name not in blocks
-                block = name if alone else blocks[rid[1]] + (FROZEN if name in frozen else "")
-                homes.setdefault(name, input_homes.known.get(name, block))
+                block = whole if alone else blocks[rid[1]] + (FROZEN if name in frozen else "")
+                if name in wholes:
+                    block = whole if whole not in blocks else f"{whole}.fragments"
+                homes.setdefault(name, input_homes.known.get(whole, block))
     blocks_in_order = {block: position for position, block in enumerate(dict.fromkeys(homes.values()))}
     ordered = sorted(homes, key=lambda name: (blocks_in_order[homes[name]], -len(readers[name]), readers[name]))
     return {name: homes[name] for name in ordered}

@@ -18,6 +18,7 @@ from torch import fx
 from mtcompile.passes.step_graph import is_random, is_view, iter_tensors, span_nbytes
 from mtcompile.runtime.schedule import PHASES
 
+STARTS_BLOCK = "starts_block"  # in the meta of a forward call at which a rewrite wants a block to start
 _MAX_PIECES = 16  # of a forward graph without layers; more gives smaller regions than their copies are worth
 _MIN_PIECE_NODES = 6
 _FEWEST_PIECES = 6
@@ -146,8 +147,8 @@ def _cut_narrow(label: str, run: list[fx.Node], target: int) -> list[tuple[str, 
 
 
 def _cut_at(label: str, run: list[fx.Node], starts: Collection[fx.Node]) -> list[tuple[str, list[fx.Node]]]:
-    """Cuts a run before each of ``starts``."""
-    places = [position for position, node in enumerate(run) if position and node in starts]
+    """Cuts a run before each of ``starts``, and where a rewrite wants a block to start."""
+    places = [at for at, node in enumerate(run) if at and (node in starts or STARTS_BLOCK in node.meta)]
     return [(label, run[first:last]) for first, last in itertools.pairwise((0, *places, len(run)))]
 
 

@@ -111,10 +111,12 @@ class GradientFreeCalls:
 
     def _fits(self, homes: _Homes, others: int | None) -> bool:
         """Tells whether what must be held fits; beside a forward that waits for its backward, also what else is taken (half of
-        the budget if that is not known). A plan can do with less: that forward may run again."""
+        the budget if that is not known). A plan can do with less: that forward may run again, and weights may be cut."""
         needed = self.session.resting_nbytes() + homes.held_nbytes
         if self.session.frames.waiting():
             needed += self._budget // 2 if others is None else others + self._least_lent(homes)
+        elif self.session.options.fragments is not None:  # a plan needs no weight whole
+            needed += self._least_lent(homes)
         return needed <= self._budget
 
     def _within(self, model: nn.Module, size: CallSize, others: int | None, homes: _Homes, args: Any, kwargs: Any) -> Any:

@@ -1,0 +1,186 @@
+"""Cuts linear weights into fragments: rows of the weight that are copied, multiplied, differentiated and updated by themselves.
+
+    W [out, in] on the host                   W[0:n]  W[n:2n]  ...        each with a copy of its own
+         | prefetch                             | prefetch | prefetch
+    y = x @ W.t()               becomes       y_0 = x @ W[0:n].t(), y_1 = ..., y = cat(y_0, y_1, ...)
+    dW = dy.t() @ x                           dW[0:n] = dy[:, 0:n].t() @ x, ...
+    dx = dy @ W                               dx = dy[:, 0:n] @ W[0:n] + ..., the last rows first
+
+A block starts at each fragment, so that a region runs as soon as its fragment has landed. All of it is plain ATen in the joint
+graph, so everything after plans, proves and runs fragments like any other parameters.
+
+Every element of y and of dW is the same sum over the same operands as before. dx is a sum over rows of W, which a cut splits:
+``Linear.splits_sum`` tells.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from mtcompile.passes.analysis.kernels import drop_dead
+from mtcompile.passes.fragments.linear import Linear, linears
+from mtcompile.passes.joint.loss_head import adder
+from mtcompile.passes.joint.regions import STARTS_BLOCK
+from mtcompile.passes.plan import Plan
+from mtcompile.passes.step_graph import Fragment, InputSpec, OutputSpec, fragments_of, outputs_of
+from mtcompile.runtime.schedule import listed, placed
+
+aten = torch.ops.aten
+_PARTS = (2, 4, 8, 16)  # of the largest weight, to try
+_MOST_NAMES = 4  # in a contract
+FIRST_INDEX = 1 << 20  # of a fragment: above those of a program's inputs, which micro-batches add to
+_FIRST_ORDER = 1 << 40  # by which the backward finds the block of a fragment: above the numbers of the trace
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Says which linear weights are cut: those of more than ``nbytes``, into fragments of about as many at most; 0: none.
+    ``splits``: also those whose input receives a gradient."""
+
+    nbytes: int = 0
+    splits: bool = False
+
+
+UNCUT = Cut()
+
+
+def possible_cuts(joint: fx.GraphModule, fragments: str | None) -> tuple[Cut, ...]:
+    """Returns the cuts to choose among, the coarsest first: none, and fragments of half of the largest weight, a quarter, and
+    so on. ``fragments``: "exact": only where no sum is split; "split": any; None: no cut."""
+    splits = fragments == "split"
+    sizes = [linear.nbytes for linear in linears(joint) if splits or not linear.splits_sum] if fragments else []
+    largest = max(sizes, default=0)
+    finer = (Cut(-(-largest // parts), splits) for parts in _PARTS if largest)
+    return UNCUT, *finer
+
+
+def cut_weights(joint: fx.GraphModule, cut: Cut) -> list[str]:
+    """Cuts weights of a normalized joint graph in place. Returns what its contract says of that, one line for weights whose
+    sums are split."""
+    whole = [linear for linear in linears(joint) if cut.splits or not linear.splits_sum] if cut.nbytes else []
+    rows = {linear.spec.name: pieces for linear in whole if len(pieces := _rows(linear, cut.nbytes)) > 1}
+    in_fragments = [linear for linear in whole if linear.spec.name in rows]
+    for linear in in_fragments:
+        _cut(joint, linear, rows[linear.spec.name])
+    if in_fragments:
+        joint.graph.lint()
+        joint.recompile()
+    split = [f"{name} in {len(rows[name])}" for name in (each.spec.name for each in in_fragments if each.splits_sum)]
+    return [f"input gradients summed over fragments ({listed(split, _MOST_NAMES)})"] if split else []
+
+
+def _rows(linear: Linear, most_nbytes: int) -> list[tuple[int, int]]:
+    """Returns where each fragment starts and ends. A fragment begins where a slot may, so that fragments lie side by side in
+    the memory of the whole, and each has about as many bytes as the others."""
+    val = linear.weight.meta["val"]
+    rows, row_nbytes = val.shape[0], val.shape[1] * val.element_size()
+    step = placed(1) // math.gcd(placed(1), row_nbytes)
+    count = -(-linear.nbytes // most_nbytes)
+    size = max(step, -(-rows // count // step) * step)
+    return [(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def _cut(joint: fx.GraphModule, linear: Linear, rows: list[tuple[int, int]]) -> None:
+    specs = _specs(joint, linear, rows)
+    weights = _take(joint, linear, specs)
+    orders = [_FIRST_ORDER + spec.index for spec in specs]
+    _forward(joint.graph, linear, rows, weights, orders)
+    gradients = _weight_gradients(joint.graph, linear, rows, orders)
+    for product in linear.for_input:
+        _input_gradient(joint.graph, product, rows, weights, orders)
+    _return(joint, linear, specs, gradients)
+    drop_dead(joint.graph)
+    joint.graph.erase_node(linear.weight)
+
+
+def _specs(joint: fx.GraphModule, linear: Linear, rows: list[tuple[int, int]]) -> list[InputSpec]:
+    spec = linear.spec
+    first = FIRST_INDEX + sum(each.fragment is not None for each in joint.meta["inputs"])
+    return [
+        replace(spec, name=f"{spec.name}[{start}:{end}]", index=first + i, fragment=Fragment(spec.name, spec.index, start, end))
+        for i, (start, end) in enumerate(rows)
+    ]
+
+
+def _take(joint: fx.GraphModule, linear: Linear, specs: list[InputSpec]) -> list[fx.Node]:
+    """Takes the fragments as inputs in place of the weight."""
+    val, weights = linear.weight.meta["val"], []
+    for i, spec in enumerate(specs):
+        assert spec.fragment is not None
+        with joint.graph.inserting_before(linear.weight):
+            weight = joint.graph.placeholder(f"{linear.weight.name}_rows{i}")
+        rows = val.new_empty((spec.fragment.end - spec.fragment.start, val.shape[1]))
+        weight.meta = {**linear.weight.meta, "val": rows}
+        weights.append(weight)
+    inputs = [[each] if each != linear.spec else specs for each in joint.meta["inputs"]]
+    joint.meta["inputs"] = tuple(each for several in inputs for each in several)
+    return weights
+
+
+def _forward(graph: fx.Graph, linear: Linear, rows: list[tuple[int, int]], weights: list[fx.Node], orders: list[int]) -> None:
+    product, parts = linear.product, []
+    with graph.inserting_before(product):
+        add = adder(graph, product)
+        for (start, end), weight, order in zip(rows, weights, orders, strict=True):
+            *bias, x, _ = product.args
+            turned = add(aten.t.default, weight)
+            turned.meta[STARTS_BLOCK] = True
+            operands = [add(aten.slice.Tensor, bias[0], 0, start, end)] if bias else []
+            parts.append(add(product.target, *operands, x, turned))
+            parts[-1].meta["seq_nr"] = order
+        whole = add(aten.cat.default, parts, 1)
+        whole.meta[STARTS_BLOCK] = True
+    product.replace_all_uses_with(whole)
+
+
+def _weight_gradients(graph: fx.Graph, linear: Linear, rows: list[tuple[int, int]], orders: list[int]) -> list[fx.Node]:
+    product = linear.for_weight
+    if product is None:
+        return []
+    turned, x = product.args
+    gradients = []
+    with graph.inserting_before(product):
+        add = adder(graph, product)
+        for (start, end), order in reversed([*zip(rows, orders, strict=True)]):
+            part = add(aten.mm.default, add(aten.slice.Tensor, turned, 0, start, end), x)
+            part.meta["seq_nr"] = order
+            gradients.append(part)
+    return gradients[::-1]
+
+
+def _input_gradient(
+    graph: fx.Graph, product: fx.Node, rows: list[tuple[int, int]], weights: list[fx.Node], orders: list[int]
+) -> None:
+    """Sums the input gradient over fragments, the last one first: backward regions run in this order."""
+    total: Any = None
+    with graph.inserting_before(product):
+        add = adder(graph, product)
+        for (start, end), weight, order in reversed([*zip(rows, weights, orders, strict=True)]):
+            columns = add(aten.slice.Tensor, product.args[0], 1, start, end)
+            operands = (columns, weight) if total is None else (total, columns, weight)
+            total = add(aten.mm.default if total is None else aten.addmm.default, *operands)
+            total.meta["seq_nr"] = order
+    product.replace_all_uses_with(total)
+
+
+def _return(joint: fx.GraphModule, linear: Linear, specs: list[InputSpec], gradients: list[fx.Node]) -> None:
+    """Returns the gradients of the fragments in place of that of the weight."""
+    outputs: list[tuple[OutputSpec, Any]] = []
+    for spec, value in outputs_of(joint):
+        if linear.gradient is not None and spec.kind == "grad" and spec.index == linear.spec.index:
+            outputs += [(OutputSpec("grad", s.index, s.name), g) for s, g in zip(specs, gradients, strict=True)]
+        else:
+            outputs.append((spec, value))
+    joint.graph.output_node().args = (tuple(value for _, value in outputs),)
+    joint.meta["outputs"] = tuple(spec for spec, _ in outputs)
+
+
+def has_resident_fragments(step: fx.GraphModule, plan: Plan) -> bool:
+    """Tells whether a plan keeps a weight on the device that its step takes in fragments: its gradients would be there too,
+    each by itself."""
+    return any(plan.params(step.meta["homes"].get(name, "")) == "device" for name in fragments_of(step))

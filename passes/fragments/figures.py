@@ -1,0 +1,69 @@
+"""What fragments are for, in figures: how long the first layer waits for its weights, and how much of them is on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from mtcompile.passes.planning.planner import make_plan
+from mtcompile.passes.planning.problem import Planned, PlanningProblem
+from mtcompile.passes.step_graph import fragments_of
+from mtcompile.runtime.schedule import PHASES, Schedule, gib, listed
+from mtcompile.runtime.sim import clock
+
+_MOST_NAMES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """How a schedule streams weights. ``wait_us``: from the start of a step to that of its first region with a weight that
+    crosses the link; ``staging_nbytes``: the most bytes of such weights that are on the device at a time."""
+
+    wait_us: float
+    staging_nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.wait_us / 1e3:.3f} ms and {gib(self.staging_nbytes)}"
+
+
+def streaming(schedule: Schedule, starts: Mapping[int, float] | None = None) -> Streaming:
+    """Returns the figures of a schedule. ``starts``: µs from the step's start at which instructions started, by index; None: as
+    predicted."""
+    if starts is None:
+        starts = dict(enumerate(clock(schedule)[0]))
+    fetched = {b.name for b in schedule.buffers.values() if b.role == "param" and b.tier == "device" and b.kind != "home"}
+    held = most = 0
+    for each in schedule.instructions:
+        if each.op in ("alloc", "free") and each.writes[0] in fetched:
+            held += schedule.buffers[each.writes[0]].nbytes * (1 if each.op == "alloc" else -1)
+            most = max(most, held)
+    first = (
+        starts[index]
+        for index, each in schedule.phase(PHASES[0])
+        if each.op == "run" and each.queue == "compute" and fetched.intersection(each.reads) and index in starts
+    )
+    return Streaming(min(first, default=0.0), most)
+
+
+def streamed_whole(problem: PlanningProblem) -> Schedule:
+    """Returns the schedule of a step that streams its weights whole, one region ahead, on a device that has room for that."""
+    return make_plan(replace(problem, budgets=replace(problem.budgets, device=None)), "megatrain").schedule
+
+
+def told_fragments(planned: Planned, whole: Schedule, fits: bool) -> str:
+    """Says what a plan gains by its fragments. ``whole``: the schedule without; ``fits``: whether that keeps to the budget."""
+    beside = "" if fits else ", more than there is"
+    return (
+        f"in fragments: {_names(planned.step)}; the first layer's wait and the weights on the device at a time are "
+        f"{streaming(planned.schedule)}, whole they are {streaming(whole)}{beside}"
+    )
+
+
+def _names(step: fx.GraphModule) -> str:
+    counts = dict[str, int]()
+    for part in fragments_of(step).values():
+        counts[part.parameter] = counts.get(part.parameter, 0) + 1
+    named: Sequence[str] = [f"{name} in {count}" for name, count in counts.items()]
+    return listed(named, _MOST_NAMES)

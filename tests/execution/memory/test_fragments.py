@@ -1,0 +1,125 @@
+"""A layer larger than the device's memory trains in fragments: the bits that the contract says, within the planned bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mtcompile
+from mtcompile.passes.fragments.figures import streaming
+from tests.helpers.training import adamw, same, train
+
+WEIGHT = 512 * 1024  # bytes
+
+
+class Wide(nn.Module):
+    """A first layer whose input needs no gradient, and a second one whose input gets one, each of ``WEIGHT`` bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(64, 2048), nn.Linear(2048, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x))).square().mean()
+
+
+class First(Wide):
+    """The first layer alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x).square().mean()
+
+
+def trained(kind: type[Wide], memory: int, **options: Any) -> tuple[Any, list[Any], list[Any]]:
+    """A model trained in fragments, what it computed, and what plain PyTorch does."""
+    data = {"x": torch.randn(4, 64, generator=torch.Generator().manual_seed(1))}
+    plain, model = kind(), kind()
+    reference, optimizer = adamw(plain.parameters()), adamw(model.parameters())
+    options = {"policy": "offload-all", **options}  # without a search
+    compiled = mtcompile.compile(model, memory=memory, optimizer=optimizer, device="cpu", **options)
+    return compiled, train(compiled, optimizer, data), train(plain, reference, data)
+
+
+def test_a_layer_larger_than_the_device_trains_with_the_same_bits() -> None:
+    with pytest.raises(mtcompile.BudgetError):
+        trained(First, WEIGHT // 2)
+    compiled, fragments, plain = trained(First, WEIGHT // 2, fragments="exact")
+    assert same(fragments, plain)
+    report = compiled.memory_report()
+    assert report["peak_device_bytes"] <= report["planned_peak_device_bytes"] <= WEIGHT // 2
+    (note,) = (note for note in compiled.plan.notes if "first.weight in " in note)
+    assert "more than there is" in note
+    assert streaming(compiled.schedule).staging_nbytes < WEIGHT // 2
+    x = torch.randn(7, 64)
+    with torch.no_grad():  # a plan of its own
+        assert torch.equal(compiled(x), F.linear(x, compiled.first.weight, compiled.first.bias).square().mean())
+    assert compiled.memory_report()["peak_device_bytes"] <= WEIGHT // 2
+
+
+@pytest.mark.long
+def test_split_sums_are_near_and_said() -> None:
+    with pytest.raises(mtcompile.BudgetError):
+        trained(Wide, WEIGHT // 2, fragments="exact")
+    compiled, fragments, plain = trained(Wide, WEIGHT // 2, fragments="split")
+    assert "second.weight in " in compiled.plan.numerics
+    assert torch.equal(fragments[0][0], plain[0][0])  # the first loss
+    for one, other in zip(fragments[0][1:4], plain[0][1:4], strict=True):  # the first gradients
+        torch.testing.assert_close(one, other)
+
+
+CASES: list[dict[str, Any]] = [
+    {"optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True)},
+    {"optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True, foreach=True), "run_ahead": True},
+    {"optimizer": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9)},
+    {"precision": "bf16-master32"},
+]
+
+
+@pytest.mark.parametrize("case", [CASES[0], *(pytest.param(case, marks=pytest.mark.long) for case in CASES[1:])])
+def test_fragments_are_updated_one_by_one_as_a_whole(case: dict[str, Any]) -> None:
+    case = {"optimizer": adamw, **case}
+    make_optimizer, options = case.pop("optimizer"), {"policy": "offload-all", "device": "cpu", **case}
+    states = []
+    for memory, more in ((4 * WEIGHT, {}), (WEIGHT // 2, {"fragments": "exact"})):
+        model = First()
+        optimizer = make_optimizer(model.parameters())
+        compiled = mtcompile.compile(model, memory=memory, optimizer=optimizer, update="backward", **options, **more)
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).to(model.first.weight.dtype)
+        log = train(compiled, optimizer, {"x": x})
+        entries = optimizer.state_dict()["state"]
+        state = [entries[i][key] for i in sorted(entries) for key in sorted(entries[i])]
+        states.append([*log, [value for value in state if isinstance(value, torch.Tensor)]])
+    assert same(*states)
+
+
+def test_an_optimizer_that_looks_at_whole_weights_is_refused() -> None:
+    model = First()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    options = {"memory": WEIGHT // 2, "policy": "offload-all", "fragments": "exact", "update": "backward", "device": "cpu"}
+    compiled = mtcompile.compile(model, optimizer=optimizer, **options)
+    with pytest.raises(mtcompile.StepError, match="fragments"):
+        compiled(torch.randn(4, 64))
+
+
+@pytest.mark.long
+def test_a_search_finds_fragments_too() -> None:
+    _, fragments, plain = trained(First, WEIGHT // 2, fragments="exact", policy="fastest")
+    assert same(fragments, plain)
+
+
+@pytest.mark.long
+def test_micro_batches_in_fragments() -> None:
+    _, fragments, _ = trained(First, WEIGHT // 2, fragments="exact", accumulate=2)
+    _, whole, _ = trained(First, 8 * WEIGHT, accumulate=2)
+    assert same(fragments, whole)
+
+
+def test_options_that_fragments_cannot_honour_are_refused() -> None:
+    for options in ({"fragments": "rows"}, {"fragments": "exact", "disk": "/tmp:1GiB", "host": "1GiB"}):
+        with pytest.raises(ValueError, match="fragments"):
+            mtcompile.compile(Wide(), **options)

@@ -1,0 +1,122 @@
+"""Weights in fragments: what can be cut, and that a cut joint graph computes what the captured one does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx, nn
+
+from mtcompile.capture.tracing import trace_joint
+from mtcompile.passes.fragments.cut import UNCUT, Cut, cut_weights, possible_cuts
+from mtcompile.passes.fragments.linear import linears
+from mtcompile.passes.graph_json import graph_from_json, graph_to_json
+from mtcompile.passes.joint.build import build
+from mtcompile.passes.step_graph import copy_step, fragments_of, inputs_of, outputs_of
+
+
+class Two(nn.Module):
+    """Two linear layers; the second one's input receives a gradient."""
+
+    def __init__(self, rows: int = 200, dtype: torch.dtype = torch.float32, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(64, rows, bias, dtype=dtype)
+        self.second = nn.Linear(rows, 96, bias, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x))).float().square().mean()
+
+
+class Tied(nn.Module):
+    """A weight with two readers, one of them an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 64), nn.Linear(64, 50)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x)).square().mean()
+
+
+def values(joint: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+    """What a joint graph returns, by name; gradients of fragments put together."""
+    taken = []
+    for spec, node in inputs_of(joint):
+        part = spec.fragment
+        whole = torch.ones(node.meta["val"].shape) if spec.role == "tangent" else inputs[part.index if part else spec.index]
+        taken.append(whole if part is None else whole[part.start : part.end])
+    with torch.no_grad():
+        results = fx.Interpreter(joint).run(*taken)
+    parts, joined = fragments_of(joint), dict[str, list[torch.Tensor]]()
+    for (spec, _), value in zip(outputs_of(joint), results, strict=True):
+        joined.setdefault(parts[spec.name].parameter if spec.name in parts else spec.name, []).append(value)
+    return {name: several[0] if len(several) == 1 else torch.cat(several) for name, several in joined.items()}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 64), (2, 3, 64)])
+def test_a_cut_gives_the_same_bits_where_no_sum_is_split(shape: tuple[int, ...], dtype: torch.dtype, bias: bool) -> None:
+    joint, inputs = trace_joint(Two(dtype=dtype, bias=bias), {"x": torch.randn(shape, dtype=dtype)})
+    whole = values(joint, inputs)
+    cut = copy_step(joint)
+    assert cut_weights(cut, Cut(10_000)) == []
+    assert {part.parameter for part in fragments_of(cut).values()} == {"first.weight"}
+    assert len(fragments_of(cut)) == -(-200 * 64 * dtype.itemsize // 10_000)
+    fragmented = values(cut, inputs)
+    assert whole.keys() == fragmented.keys()
+    assert all(torch.equal(value, fragmented[name]) for name, value in whole.items())
+
+
+def test_a_split_sum_is_near_and_named() -> None:
+    joint, inputs = trace_joint(Two(), {"x": torch.randn(5, 64)})
+    whole = values(joint, inputs)
+    (contract,) = cut_weights(joint, Cut(20_000, splits=True))
+    assert "second.weight in 4" in contract
+    assert "first.weight" not in contract
+    fragmented = values(joint, inputs)
+    summed = {"first.weight", "first.bias"}  # behind the input gradient of the second
+    assert all(torch.equal(value, fragmented[name]) for name, value in whole.items() if name not in summed)
+    for name in summed:
+        torch.testing.assert_close(fragmented[name], whole[name])
+
+
+def test_fragments_fill_the_whole_and_begin_where_slots_may() -> None:
+    joint, _ = trace_joint(Two(rows=203), {"x": torch.randn(5, 64)})
+    cut_weights(joint, Cut(7_000))
+    parts = [*fragments_of(joint).values()]
+    assert [part.start for part in parts] == [0, *(part.end for part in parts[:-1])]
+    assert parts[-1].end == 203
+    assert all(part.start * 64 * 4 % 256 == 0 for part in parts)
+    assert len({spec.index for spec in joint.meta["inputs"]}) == len(joint.meta["inputs"])
+
+
+def test_a_region_runs_for_each_fragment() -> None:
+    joint, _ = trace_joint(Two(), {"x": torch.randn(5, 64)})
+    cut_weights(joint, Cut(20_000))
+    step = build(joint)
+    readers = {spec.name: [user.meta["phase"] for user in node.users] for spec, node in inputs_of(step) if spec.fragment}
+    assert set(map(tuple, readers.values())) == {("forward",)}
+    assert len({user for spec, node in inputs_of(step) if spec.fragment for user in node.users}) == len(readers) == 3
+    assert {step.meta["homes"][name] for name in readers} == {"first.weight"}
+
+
+def test_a_weight_with_other_readers_stays_whole() -> None:
+    joint, _ = trace_joint(Tied(), {"x": torch.arange(7)})
+    assert linears(joint) == []
+    assert possible_cuts(joint, "split") == (UNCUT,)
+
+
+def test_cuts_to_choose_among() -> None:
+    joint, _ = trace_joint(Two(), {"x": torch.randn(5, 64)})
+    assert possible_cuts(joint, None) == (UNCUT,)
+    exact, split = possible_cuts(joint, "exact"), possible_cuts(joint, "split")
+    assert exact[:2] == (UNCUT, Cut(64 * 200 * 4 // 2))
+    assert split[1] == Cut(200 * 96 * 4 // 2, splits=True)
+
+
+def test_fragments_are_kept_by_json() -> None:
+    joint, _ = trace_joint(Two(), {"x": torch.randn(5, 64)})
+    cut_weights(joint, Cut(20_000))
+    assert graph_from_json(graph_to_json(joint)).meta["inputs"] == joint.meta["inputs"]
