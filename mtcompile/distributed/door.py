@@ -6,6 +6,7 @@ With ``update="backward"``, weights, masters and optimizer state lie once for al
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,7 +25,6 @@ from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames
 from mtcompile.execution.memory.parameters import Slab
 from mtcompile.execution.model_door import ModelDoor
 from mtcompile.optim.state_sizes import is_elementwise
-from mtcompile.optim.training_state import numbered
 from mtcompile.options import Options
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets, is_trained
@@ -71,7 +71,7 @@ class RanksDoor(ModelDoor):
         if new:
             with_hooks(optimizer).register_load_state_dict_pre_hook(self._before_loading)
             with_hooks(optimizer).register_load_state_dict_post_hook(self._after_loading)
-            with_hooks(optimizer).register_state_dict_post_hook(weakly(self._with_other_hosts))
+            self._make_state_whole(optimizer)
 
     def give_back(self) -> None:
         super().give_back()
@@ -87,17 +87,11 @@ class RanksDoor(ModelDoor):
 
     # ----------------------------------------------------------------------------------- state of which other hosts have parts
 
-    def _with_other_hosts(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-        """Puts whole tensors in place of this host's parts into a state_dict, which all ranks ask for."""
-        if self.shares is None or self.shares.elsewhere is None:
-            return None
-        entries, masters = dict(state["state"]), {} if self.masters is None else self.masters.by_parameter
-        for index, parameter in numbered(optimizer, state):
-            if (entry := entries.get(index)) is not None:
-                whole = self.shares.whole_state(entry, masters.get(id(parameter)), parameter.detach())
-                entries[index] = {**entry, **whole}
-        self.shares.release_others()
-        return {**state, "state": entries}
+    def _make_state_whole(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Lets ``optimizer.state_dict()`` have the parts of other hosts, for as long as there is the optimizer."""
+        if optimizer is not None and self.shares is not None and self.shares.elsewhere is not None:
+            hook = functools.partial(self.shares.whole_state_dict, {} if self.masters is None else self.masters.by_parameter)
+            with_hooks(optimizer).register_state_dict_post_hook(hook)
 
     @property
     def on_several_hosts(self) -> bool:
@@ -143,6 +137,7 @@ class RanksDoor(ModelDoor):
         common, together = self._is_common(block)
         if together and self.shares is None:
             self.shares = self.ranks.new_shares(self._parameters(), self.masters is not None)
+            self._make_state_whole(self.optimizer)
             if self.masters is not None:
                 self.masters.whole = self.shares.whole
         if together and self.shares is not None:

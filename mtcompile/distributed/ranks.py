@@ -267,6 +267,8 @@ class Ranks:
     def _run(self, collective: Any, names: Sequence[str], sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         exchange, doing = self.connection.exchange, _DOING[collective]
         with self.reaching_others(doing), torch.no_grad():
+            for name in names:
+                self.nonfinite.pop(name, None)
             if collective is reduce_scatter:
                 flags = exchange.reduce_scatter(sources, targets, doing)
                 self.nonfinite.update(zip(names, flags, strict=True))

@@ -27,6 +27,7 @@ from mtcompile.optim.backward_kernels import Backward, update_plain
 from mtcompile.optim.disk_state import REMAINDER, Staged
 from mtcompile.optim.master_weights import MASTER, Master, Masters
 from mtcompile.optim.state_sizes import STATES
+from mtcompile.optim.training_state import numbered
 from mtcompile.optim.written_update import flat
 from mtcompile.passes.analysis.state import share_length
 from mtcompile.runtime.devices.arena import Layout, part
@@ -213,16 +214,25 @@ class HostShares:
             return tensor.clone(memory_format=torch.preserve_format)
         return self.elsewhere.whole(tensor, self._parts_of(tensor))
 
-    def whole_state(
-        self, entry: Mapping[str, Any], master: Master | None, high: Tensor | None
-    ) -> dict[str, Tensor | WholeLater]:
-        """Returns what of a parameter's entry in a state_dict lies on several hosts: whole, or what reads it, for a checkpoint
-        that is written piece by piece."""
-        numbers = {id(home): number for number, home in enumerate(self._served())}
-        found = {key: value for key, value in entry.items() if id(value) in numbers}
-        if master is not None and id(master.remainder) in numbers:
-            found[MASTER] = master.remainder
-        return {key: self._read(home, numbers[id(home)], high if key == MASTER else None) for key, home in found.items()}
+    def whole_state_dict(
+        self, masters: Mapping[int, Master], optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Puts whole tensors in place of this host's parts into a state_dict, which all ranks ask for; for a checkpoint that is
+        written piece by piece, what reads them. ``masters``: by a parameter's id."""
+        numbers, entries = {id(home): number for number, home in enumerate(self._served())}, dict(state["state"])
+        for index, parameter in numbered(optimizer, state):
+            entry, master = entries.get(index, {}), masters.get(id(parameter))
+            parts = {key: value for key, value in entry.items() if id(value) in numbers}
+            if master is not None and id(master.remainder) in numbers:
+                parts[MASTER] = master.remainder
+            if parts:
+                high = parameter.detach()
+                whole = {
+                    key: self._read(home, numbers[id(home)], high if key == MASTER else None) for key, home in parts.items()
+                }
+                entries[index] = {**entry, **whole}
+        self.release_others()
+        return {**state, "state": entries}
 
     def _read(self, home: Tensor, number: int, high: Tensor | None) -> Tensor | WholeLater:
         assert self.elsewhere is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -53,7 +54,8 @@ def sharded() -> Forecast:
         for name in ("MOST_SEARCHED", "MOST_POINTS"):
             patch.setattr(candidates, name, 2)
         patch.setattr(frontier, "ROUNDS", 1)
-        return mtcompile.plan(Model, {"ids": ids, "labels": labels}, memory="200KB", update="backward", hosts=2)
+        one_block = functools.partial(Model, blocks=1)
+        return mtcompile.plan(one_block, {"ids": ids, "labels": labels}, memory="200KB", update="backward", hosts=2)
 
 
 def call_of(step: fx.GraphModule, target: object) -> fx.Node:
