@@ -1,29 +1,34 @@
 """The throughput of the disk tier beside a plain reader and writer of the same kind of file, past the page cache, in turns.
 
-    python -m benchmarks.disk [folder] [MiB]
+    python -m benchmarks.disk [folder] [MiB] [results.json]
 
-The plain one is a loop over pieces of 8 MiB from one thread. ``aligned``: memory as disks want it; otherwise the store copies.
+The plain ones are a loop over pieces of 8 MiB from one thread, always through the same buffer, and as many threads as the store
+has, from and to the same memory as the store, in pieces of its size. ``aligned``: memory as disks want it; otherwise the store
+copies. Throughput is relative to the faster plain one.
 """
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from mtcompile.runtime.disk.store import DiskStore
+from benchmarks.run import about
+from mtcompile.runtime.disk.store import DEPTH, DiskStore
 
 MIB = 2**20
 PIECE, ROUNDS = 8 * MIB, 5
 
 
-def main(folder: Path, mib: int) -> None:
+def main(folder: Path, mib: int, results: Path | None) -> None:
     nbytes = mib * MIB
     store = DiskStore(folder)
     home = torch.frombuffer(store.map(nbytes), dtype=torch.uint8)
@@ -39,11 +44,23 @@ def main(folder: Path, mib: int) -> None:
         for at in range(0, nbytes, PIECE):
             call(direct, [block], at)
 
+    pool = ThreadPoolExecutor(DEPTH)
+    pieces = memoryview(memory.numpy())
+
+    def in_flight(call: Callable[..., int]) -> None:
+        def share(index: int) -> None:
+            for at in range(index * MIB, nbytes, DEPTH * MIB):
+                call(direct, [pieces[at : at + MIB]], at)
+
+        list(pool.map(share, range(DEPTH)))
+
     runs: dict[str, Callable[[], None]] = {
         "write, plain": lambda: plain(os.pwritev),
+        "write, plain, in flight": lambda: in_flight(os.pwritev),
         "write, store, aligned": lambda: store.write(moved(0)),
         "write, store": lambda: store.write(moved(64)),
         "read, plain": lambda: plain(os.preadv),
+        "read, plain, in flight": lambda: in_flight(os.preadv),
         "read, store, aligned": lambda: store.read(moved(0)),
         "read, store": lambda: store.read(moved(64)),
         "read, store, verified": lambda: store.read(moved(64), verify=True),
@@ -55,11 +72,18 @@ def main(folder: Path, mib: int) -> None:
             run()
             times[name].append(time.perf_counter() - start)
     print(f"{mib} MiB in {folder}, {'O_DIRECT' if store.file.is_direct else 'through the page cache'}; medians of {ROUNDS}")
-    for name, seconds in times.items():
-        gbps = nbytes / statistics.median(seconds[1:]) / 1e9
-        beside = nbytes / statistics.median(times[f"{name.split(',')[0]}, plain"][1:]) / 1e9
-        print(f"  {name:24s} {gbps:5.2f} GB/s  {gbps / beside:.2f} of plain")
+    gbps = {name: nbytes / statistics.median(seconds[1:]) / 1e9 for name, seconds in times.items()}
+    shares = {
+        name: each / max(gbps[f"{name.split(',')[0]}, plain{kind}"] for kind in ("", ", in flight"))
+        for name, each in gbps.items()
+    }
+    for name, each in gbps.items():
+        print(f"  {name:24s} {each:5.2f} GB/s  {shares[name]:.2f} of plain")
+    if results is not None:
+        about_run = {"about": about(), "MiB": mib, "direct": store.file.is_direct, "gbps": gbps, "of_plain": shares}
+        results.write_text(json.dumps(about_run, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "."), int(sys.argv[2]) if len(sys.argv) > 2 else 512)
+    given = dict(enumerate(sys.argv))
+    main(Path(given.get(1, ".")), int(given.get(2, 512)), Path(given[3]) if 3 in given else None)

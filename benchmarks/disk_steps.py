@@ -28,20 +28,20 @@ from mtcompile.runtime.schedule import gib
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us
 
-WIDTH, LAYERS, TOKENS = 512, 16, 64
+WIDTH, LAYERS, TOKENS = 384, 40, 64
 STEPS, WARMUPS = 7, 3
 MIB = 2**20
-BALANCED = Machine("throttled", 1.2e10, 20.0, 1.0, 1.0, issue_us=20.0, host_gbps=4.0, disk_read_gbps=0.25, disk_write_gbps=0.25)
+BALANCED = Machine("throttled", 1.1e10, 20.0, 1.0, 1.0, issue_us=20.0, host_gbps=4.0, disk_read_gbps=0.1, disk_write_gbps=0.1)
 MACHINES = {
     "disk": replace(BALANCED, flops=4e10),
     "device": replace(BALANCED, flops=4e9),
     "disk and device alike": BALANCED,
 }
-SPLITS = (("6MiB", "24MiB"), ("6MiB", "32MiB"), ("6MiB", "64MiB"), ("12MiB", "24MiB"), ("24MiB", "40MiB"), ("32MiB", "96MiB"))
+SPLITS = (("8MiB", "24MiB"), ("8MiB", "32MiB"), ("8MiB", "80MiB"), ("16MiB", "24MiB"), ("32MiB", "40MiB"), ("64MiB", "96MiB"))
 
 
 class Block(nn.Module):
-    """Two frozen weights of 1 MiB each, and an adapter that trains; ``trained``: all of them train."""
+    """Two frozen weights of 0.6 MiB each, and an adapter that trains; ``trained``: all of them train."""
 
     def __init__(self, trained: bool) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def compiled(folder: Path, plain: nn.Module, **options: Any) -> tuple[Any, torch
     torch.compiler.reset()
     model = copy.deepcopy(plain)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-    options = {"memory": "10MiB", "disk": f"{folder}:1GiB", "device": "cpu", **options}
+    options = {"memory": "8MiB", "disk": f"{folder}:1GiB", "device": "cpu", **options}
     return mtcompile.compile(model, optimizer=optimizer, **options), optimizer
 
 
@@ -82,7 +82,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 def timed(folder: Path, bound: str, trained: bool) -> dict[str, Any]:
     torch.manual_seed(0)
-    options: dict[str, Any] = {"host": "96MiB", "update": "backward"} if trained else {"host": "20MiB"}
+    options: dict[str, Any] = {"host": "120MiB", "update": "backward"} if trained else {"host": "24MiB"}
     model, optimizer = compiled(folder, Stack(trained), throttle=MACHINES[bound], **options)
     took: list[float] = []
     busy: list[dict[str, float]] = []

@@ -97,7 +97,8 @@ def read_by_rows(joint: fx.GraphModule) -> dict[str, Rows]:
         for each in lookups:
             named |= {_input_of(each[1])} if each is not None and each[0] is node else {node}
         if spec.index in grads:
-            named |= _inputs_of_gradient(grads[spec.index]) or {node}
+            grad = grads[spec.index]
+            named |= (_inputs_of_gradient(grad) if grad.meta["val"].is_contiguous() else None) or {node}
         if named and all(each in inputs and inputs[each].role == "input" for each in named):
             indices = [each for each in inputs if each in named]
             count, nbytes = rows_that_cross(val, [each.meta["val"] for each in indices])
