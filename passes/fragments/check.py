@@ -1,6 +1,6 @@
 """Proves that a joint graph whose weights are cut computes what the whole one does.
 
-Both graphs are numbered: equal numbers are equal values. In the cut one, parts are numbered as rows or columns of whole values, by
+Both graphs are numbered: equal numbers are equal values. In the cut one, parts are numbered as rows or columns of wholes, by
 these rules alone, and parts that follow each other from the first to the last are the whole:
 
     W[s:e]                    rows s:e of W             mm(x, columns of B)            columns of mm(x, B)
