@@ -36,6 +36,7 @@ from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.check import same_computation
 from mtcompile.passes.check_schedule import Given, check_schedule
+from mtcompile.passes.fragments.check import check_cut
 from mtcompile.passes.fragments.cut import UNCUT, Cut, cut_weights, has_resident_fragments, possible_cuts
 from mtcompile.passes.fragments.figures import streamed_whole, streaming, told_fragments
 from mtcompile.passes.joint.accumulate import Micro, repeat, weights_of
@@ -173,9 +174,12 @@ def rewrite_joint(
         contract[-1] += f", except ({') and ('.join(differing)})"
     if kernels := attention_kernels(joint):
         contract.insert(1, f"attention by {kernels}")
-    rewritten = joint if chunks == 1 and cut == UNCUT else copy_step(joint)
+    rewritten = joint if chunks == 1 else copy_step(joint)
     chunks = chunks if chunks == 1 or chunk_loss(rewritten, chunks) else 1
-    contract += cut_weights(rewritten, cut)
+    if cut != UNCUT:
+        whole, rewritten = rewritten, copy_step(rewritten)
+        contract += cut_weights(rewritten, cut)
+        check_cut(whole, rewritten, cut.splits)
     if micro is not None:
         try:
             weights = weights_of(joint, micro)

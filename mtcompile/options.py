@@ -89,30 +89,32 @@ class Options:
                 f"elastic=True changes plans while a model trains; expected policy={FASTEST!r}, and kernels='eager', whose "
                 f"bits no plan changes, found policy={self.policy!r} and kernels={self.kernels!r}"
             )
-        self._check_fragments()
+        check_fragments(self.fragments, self.updates, self.disk is not None)
         if self.disk is not None and self.host is None:
             raise ValueError('disk= takes what host= has no room for; expected host= too, such as host="64GiB", found none')
         if self.viz is not None and not isinstance(self.viz, (str, Path)):
             raise TypeError(f"expected viz to be the path of an HTML file, found {self.viz!r}")
 
-    def _check_fragments(self) -> None:
-        if self.fragments is None:
-            return
-        if self.fragments not in FRAGMENTS:
-            close = did_you_mean(self.fragments, FRAGMENTS)
-            raise ValueError(f"expected fragments to be None or one of {', '.join(FRAGMENTS)}, found {self.fragments!r}{close}")
-        if self.disk is not None:
-            raise ValueError("fragments= cuts weights that are at home in host memory; expected no disk= beside it, found one")
-        if self.updates is not None and self.updates.needs_all_gradients:
-            raise ValueError(
-                'fragments= with update="backward" updates each fragment as its gradient arrives; expected no max_grad_norm= '
-                'and nonfinite= other than "skip", or update="step"'
-            )
-
     @property
     def fuses(self) -> bool:
         """True if kernels fuse operations."""
         return self.kernels == "inductor"
+
+
+def check_fragments(fragments: str | None, updates: UpdateOptions | None, on_disk: bool) -> None:
+    """Raises ValueError for ``fragments=`` that is not known, or that the other options do not allow."""
+    if fragments is None:
+        return
+    if fragments not in FRAGMENTS:
+        close = did_you_mean(str(fragments), FRAGMENTS)
+        raise ValueError(f"expected fragments to be None or one of {', '.join(FRAGMENTS)}, found {fragments!r}{close}")
+    if on_disk:
+        raise ValueError("fragments= cuts weights that are at home in host memory; expected no disk= beside it, found one")
+    if updates is not None and updates.needs_all_gradients:
+        raise ValueError(
+            'fragments= with update="backward" updates each fragment as its gradient arrives; expected no max_grad_norm= '
+            'and nonfinite= other than "skip", or update="step"'
+        )
 
 
 def _is_count(value: object) -> bool:

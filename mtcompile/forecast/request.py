@@ -18,6 +18,7 @@ from mtcompile.capture.stamping.blocks import TRACED
 from mtcompile.capture.tracing import trace_joint
 from mtcompile.compiler import JointStep, planning_problem, recalled, rewrite_joint, search_store
 from mtcompile.distributed.layout import ALONE, RankLayout
+from mtcompile.execution.memory.fragments import fragment_homes
 from mtcompile.models.decoders import SHAPES, fake
 from mtcompile.models.lora import add_lora
 from mtcompile.optim.disk_state import PIECE
@@ -26,6 +27,7 @@ from mtcompile.optim.state_sizes import average_copies, is_elementwise, state_nb
 from mtcompile.options import FASTEST
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets, is_trained
+from mtcompile.passes.fragments.cut import UNCUT, Cut
 from mtcompile.passes.joint.accumulate import Micro
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.candidates import Candidates
@@ -56,6 +58,7 @@ class ForecastRequest:
     lora: int = 0
     make_optimizer: MakeOptimizer | None = None
     ranks: RankLayout = ALONE
+    fragments: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ class AssumedPlacement:
         if budgets.disk is not None:
             parameters_nbytes = sum(node.meta["nbytes"] for spec, node in inputs_of(step) if spec.role == "param")
             budgets = replace(budgets, disk_staging=staging_nbytes(parameters_nbytes))
-        fixed = dict.fromkeys(step.meta["homes"].values(), "host") if self.ranks.count > 1 else {}
+        fixed = dict.fromkeys(step.meta["homes"].values(), "host") if self.ranks.count > 1 else fragment_homes(step)
         if budgets.sharing * budgets.hosts > 1:
             sharded = tuple(sorted(fixed)) if budgets.hosts > 1 else ()
             updates = None if budgets.updates is None else replace(budgets.updates, sharded=sharded)
@@ -118,6 +121,12 @@ def in_chunks(request: ForecastRequest, sized: SizedStep, chunks: int) -> SizedS
     return _in_chunks(request, sized.captured, (sized.tokens, sized.size), chunks)
 
 
+def in_fragments(request: ForecastRequest, sized: SizedStep, cut: Cut) -> SizedStep:
+    """Returns a captured step with its weights in fragments."""
+    about = (sized.tokens, sized.size)
+    return _in_chunks(request, sized.captured, about, sized.joint.chunks, cut=cut)
+
+
 def in_micro_batches(request: ForecastRequest, sized: SizedStep, times: int) -> SizedStep:
     """Returns the step of a batch that is ``times`` as large, in as many more micro-batches of the size that was captured."""
     (batch, seq), accumulate = sized.size, times * request.accumulate
@@ -131,9 +140,10 @@ def _in_chunks(
     tokens_and_size: tuple[int, tuple[int, int]],
     chunks: int,
     like: SizedStep | None = None,
+    cut: Cut = UNCUT,
 ) -> SizedStep:
     micro = _micro(captured, request) if request.accumulate > 1 else None
-    joint = rewrite_joint(captured, request.precision, fuses=False, chunks=chunks, micro=micro)
+    joint = rewrite_joint(captured, request.precision, fuses=False, chunks=chunks, micro=micro, cut=cut)
     placement = AssumedPlacement(request.budgets, request.make_optimizer, request.ranks)
     problem = planning_problem(joint, placement, request.machine, like=like.joint.graph if like else None)
     return SizedStep(Candidates(problem, request.progress, search_store(problem)), captured, joint, *tokens_and_size)

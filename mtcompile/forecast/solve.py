@@ -19,6 +19,7 @@ from mtcompile.forecast.request import (
     ForecastRequest,
     SizedStep,
     in_chunks,
+    in_fragments,
     sized_step,
     takes_sizes,
     with_disk,
@@ -30,9 +31,10 @@ from mtcompile.models.loading import check_shape
 from mtcompile.optim.precision import Precision, precision_named
 from mtcompile.optim.state_sizes import FORECAST_STATES, optimizer_named, state_copies
 from mtcompile.optim.update_options import update_options
-from mtcompile.options import parse_bytes, parse_disk
+from mtcompile.options import check_fragments, parse_bytes, parse_disk
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.fragments.cut import possible_cuts
 from mtcompile.passes.plan import NORM_COPIES, Updates
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Progress, no_progress
@@ -60,6 +62,7 @@ def plan(
     max_grad_norm: float | None = None,
     run_ahead: bool = False,
     accumulate: int = 1,
+    fragments: str | None = None,
     gpus: int = 1,
     hosts: int = 1,
     network: float | None = None,
@@ -86,6 +89,7 @@ def plan(
     update     ``step``: updates in optimizer.step(), after the backward; ``backward``: as gradients arrive, so that none are
                kept; with ``max_grad_norm``: once all gradients are there; with ``run_ahead``: also during the next forward
     accumulate  micro-batches per batch, run region by region
+    fragments  as for ``compile``; one rank, and no ``solve``
     gpus       GPUs of a host that train together, each with ``batch`` sequences, and a link, of its own; they share the host's
                memory and its speed
     hosts      such hosts
@@ -105,6 +109,9 @@ def plan(
     if lora < 0:
         raise ValueError(f"expected lora to be a rank of 1 or more, or 0 for none, found {lora}")
     options = update_options(update, max_grad_norm, run_ahead, "stop")
+    check_fragments(fragments, options, disk is not None)
+    if fragments is not None and (solve is not None or gpus * hosts > 1):
+        raise ValueError("expected fragments= without solve= and with one rank: plan single sizes with it")
     if accumulate < 1 or (isinstance(model, str) and batch % accumulate):
         raise ValueError(f"expected accumulate to divide the batch of {batch}, found {accumulate}")
     if accumulate > 1 and solve in ("batch", "seq"):
@@ -136,6 +143,7 @@ def plan(
     alone = ForecastRequest(
         model, data, kind, optimizer, described, budgets, policies, force, progress, accumulate, lora, make_optimizer
     )
+    alone = replace(alone, fragments=fragments)
     request = replace(alone, machine=ranks.machine(described, once), budgets=ranks.budgets(budgets, once), ranks=ranks)
     with collecting_later():
         if solve in ("batch", "seq"):
@@ -162,7 +170,8 @@ def _with_disk(budgets: Budgets, disk: str | int | None, precision: Precision, f
 
 
 def _forecast(request: ForecastRequest, batch: int, seq: int) -> tuple[Forecast, SizedStep]:
-    """Forecasts one size. Cuts the loss head into more chunks if the first choice leaves too little device memory."""
+    """Forecasts one size. Cuts the loss head into more chunks if the first choice leaves too little device memory, then tries
+    the cuts of weights that ``fragments`` allows."""
     sized = sized_step(request, batch, seq)
     forecast = figures(request, sized)
     while not forecast.feasible and forecast.minimum_device_bytes and sized.joint.chunks < MOST_CHUNKS:
@@ -171,7 +180,16 @@ def _forecast(request: ForecastRequest, batch: int, seq: int) -> tuple[Forecast,
         if finer.joint.chunks != chunks:  # there is no head that can be cut
             break
         sized, forecast = finer, figures(request, finer)
+    for cut in possible_cuts(sized.captured, request.fragments)[1:]:
+        finer = in_fragments(request, sized, cut)
+        if _merit(other := figures(request, finer)) > _merit(forecast):
+            sized, forecast = finer, other
     return forecast, sized
+
+
+def _merit(forecast: Forecast) -> tuple[bool, float]:
+    """Orders forecasts of one size: those that fit by their time, others by the memory they need."""
+    return forecast.feasible, -(forecast.step_time_us if forecast.feasible else forecast.minimum_device_bytes)
 
 
 def _least_memory(request: ForecastRequest, sized: SizedStep) -> Forecast:

@@ -30,7 +30,7 @@ from mtcompile.optim.backward_checks import (
 )
 from mtcompile.optim.backward_kernels import KERNELS, Backward, Shares
 from mtcompile.optim.disk_state import DiskState
-from mtcompile.optim.fragment_updates import FragmentUpdates
+from mtcompile.optim.fragments.updates import FragmentUpdates
 from mtcompile.optim.master_weights import Masters
 from mtcompile.optim.state_sizes import STATES, is_elementwise
 from mtcompile.optim.update_options import UpdateOptions

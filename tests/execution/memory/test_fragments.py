@@ -123,3 +123,16 @@ def test_options_that_fragments_cannot_honour_are_refused() -> None:
     for options in ({"fragments": "rows"}, {"fragments": "exact", "disk": "/tmp:1GiB", "host": "1GiB"}):
         with pytest.raises(ValueError, match="fragments"):
             mtcompile.compile(Wide(), **options)
+
+
+@pytest.mark.long
+def test_a_forecast_cuts_weights_too() -> None:
+    options: dict[str, Any] = {"memory": WEIGHT // 2, "optimizer": "sgd", "machine": "rtx4090"}
+    data = {"x": torch.randn(4, 64)}
+    assert not mtcompile.plan(First(), data, **options).feasible
+    forecast = mtcompile.plan(First(), data, fragments="exact", **options)
+    assert forecast.feasible
+    assert forecast.peak_bytes["device"] <= WEIGHT // 2
+    assert forecast.parameters == sum(p.numel() for p in First().first.parameters())
+    with pytest.raises(ValueError, match="fragments"):
+        mtcompile.plan(First(), data, fragments="exact", solve="memory", **options)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import fx, nn
 
 from mtcompile.capture.tracing import trace_joint
+from mtcompile.passes.check import SameComputationError
+from mtcompile.passes.fragments.check import check_cut
 from mtcompile.passes.fragments.cut import UNCUT, Cut, cut_weights, possible_cuts
 from mtcompile.passes.fragments.linear import linears
 from mtcompile.passes.graph_json import graph_from_json, graph_to_json
@@ -120,3 +124,59 @@ def test_fragments_are_kept_by_json() -> None:
     joint, _ = trace_joint(Two(), {"x": torch.randn(5, 64)})
     cut_weights(joint, Cut(20_000))
     assert graph_from_json(graph_to_json(joint)).meta["inputs"] == joint.meta["inputs"]
+
+
+def _cut(splits: bool = True) -> tuple[fx.GraphModule, fx.GraphModule]:
+    joint, _ = trace_joint(Two(), {"x": torch.randn(5, 64)})
+    cut = copy_step(joint)
+    cut_weights(cut, Cut(20_000, splits))
+    return joint, cut
+
+
+def test_a_cut_is_proven() -> None:
+    check_cut(*_cut(), splits=True)
+    check_cut(*_cut(splits=False), splits=False)
+    with pytest.raises(SameComputationError, match=r"gradient|from whole weights"):  # sums that nobody asked to split
+        check_cut(*_cut(), splits=False)
+
+
+def _swap_weights(cut: fx.GraphModule) -> None:
+    first, second, *_ = (node for spec, node in inputs_of(cut) if spec.fragment and spec.fragment.parameter == "second.weight")
+    for user in list(first.users):
+        user.replace_input_with(first, second)
+
+
+def _of_target(cut: fx.GraphModule, target: object) -> list[fx.Node]:
+    return [node for node in cut.graph.nodes if node.target is target]
+
+
+def _other_rows(cut: fx.GraphModule) -> None:
+    node = next(node for node in _of_target(cut, torch.ops.aten.slice.Tensor) if node.args[2])
+    node.args = (*node.args[:2], 0, int(node.args[3]) - int(node.args[2]))  # type: ignore[arg-type, call-overload]
+
+
+def _other_order(cut: fx.GraphModule) -> None:
+    node = _of_target(cut, torch.ops.aten.cat.default)[0]
+    node.args = (list(reversed(node.args[0])), *node.args[1:])  # type: ignore[arg-type]
+
+
+def _summed_twice(cut: fx.GraphModule) -> None:
+    node = _of_target(cut, torch.ops.aten.addmm.default)[-1]
+    before = node.args[0]
+    node.args = (before, *before.args[-2:])  # type: ignore[union-attr]
+
+
+def _gradients_swapped(cut: fx.GraphModule) -> None:
+    (values,) = cut.graph.output_node().args
+    at = [i for i, (spec, _) in enumerate(outputs_of(cut)) if spec.name.startswith("second.weight[")]
+    order = list(values)  # type: ignore[arg-type]
+    order[at[0]], order[at[1]] = order[at[1]], order[at[0]]
+    cut.graph.output_node().args = (tuple(order),)
+
+
+@pytest.mark.parametrize("corrupt", [_swap_weights, _other_rows, _other_order, _summed_twice, _gradients_swapped])
+def test_a_wrong_cut_is_refused(corrupt: Callable[[fx.GraphModule], None]) -> None:
+    whole, cut = _cut()
+    corrupt(cut)
+    with pytest.raises(SameComputationError):
+        check_cut(whole, cut, splits=True)

@@ -1,0 +1,1 @@
+"""Updates of parameters whose gradients arrive in fragments."""
