@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
@@ -176,8 +176,13 @@ class Plan:
 
     def with_decision(self, decision: Decision) -> Plan:
         """The same plan with this decision in place of the one about the same subject."""
-        others = tuple(d for d in self.decisions if (d.kind, d.subject) != (decision.kind, decision.subject))
-        return replace(self, decisions=(*others, decision))
+        return self.with_decisions((decision,))
+
+    def with_decisions(self, decisions: Iterable[Decision]) -> Plan:
+        """The same plan with these decisions in place of those about the same subjects; of several about one, the last."""
+        new = {(d.kind, d.subject): d for d in decisions}
+        others = tuple(d for d in self.decisions if (d.kind, d.subject) not in new)
+        return replace(self, decisions=(*others, *new.values()))
 
     def to_json(self, indent: int | None = None) -> str:
         """The plan as text that ``plan_from_json`` reads."""

@@ -16,6 +16,7 @@ from mtcompile import compiler
 from mtcompile.capture.joint import joint_key
 from mtcompile.kernels.eager import Built, EagerKernels
 from mtcompile.passes.planning import candidates, frontier
+from mtcompile.passes.planning.linear import seeds
 from mtcompile.passes.step_graph import copy_step
 
 # These look at how good plans are. What all other tests show does not depend on it.
@@ -45,8 +46,8 @@ def short_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     if not request.node.nodeid.startswith(_SEARCHED_WHOLE):
         monkeypatch.setattr(candidates, "MOST_SEARCHED", _FEW)
         monkeypatch.setattr(candidates, "MOST_POINTS", _FEW)
+        monkeypatch.setattr(seeds, "_AHEAD", (1,))
         monkeypatch.setattr(candidates, "_FEW_SEARCHED", 0)  # no climbs in place of so few
-        monkeypatch.setattr(candidates, "_AHEAD", (1,))
         monkeypatch.setattr(frontier, "ROUNDS", 1)
 
 

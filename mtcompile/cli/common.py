@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
+import gc
 import logging
 import os
 import sys
@@ -118,12 +120,28 @@ def progress_bar(title: str) -> Iterator[Callable[[str, int, int], None]]:
         yield lambda text, done, of: bar.update(task, description=text, completed=done, total=of or None)
 
 
+@contextlib.contextmanager
+def _ending_soon() -> Iterator[None]:
+    """Leaves the garbage of what runs inside to the end of the process: looking for it takes seconds after a search."""
+    if not gc.isenabled() or gc.get_freeze_count():
+        yield
+        return
+    gc.disable()
+    atexit.register(gc.freeze)
+    try:
+        yield
+    finally:
+        gc.freeze()  # both together make all objects old without a look at them
+        gc.unfreeze()
+        gc.enable()
+
+
 def forecast_of(model: str, options: StepOptions, **more: Any) -> Forecast:
     """Plans a step of a model named on the command line; ``more``: further options of ``mtcompile.plan``."""
     from mtcompile.forecast.solve import plan
     from mtcompile.models.loading import model_named
 
-    with progress_bar("planning") as progress:
+    with progress_bar("planning") as progress, _ending_soon():
         return plan(model_named(model), progress=progress, **values(options), **more)
 
 

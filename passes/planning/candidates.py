@@ -10,15 +10,15 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from itertools import product
 
-from mtcompile.passes.analysis.state import Budgets, param_nbytes
+from mtcompile.passes.analysis.state import Budgets, held_nbytes, param_nbytes
 from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Certificate, Decision, Plan, Updates
 from mtcompile.passes.planning.evaluate import completed, evaluate, exact, identity, shortfall
-from mtcompile.passes.planning.figures.climb import climbs, limits_between, moves
+from mtcompile.passes.planning.figures.climb import Climbs, limits_between, moves
 from mtcompile.passes.planning.figures.evaluator import Evaluator
 from mtcompile.passes.planning.figures.lean import lean_plans, slower_than_some
+from mtcompile.passes.planning.figures.room import rooms
 from mtcompile.passes.planning.frontier import (
     Frontier,
     Point,
@@ -27,7 +27,6 @@ from mtcompile.passes.planning.frontier import (
     fits_host,
     frontier_within,
     missing_nbytes,
-    most_promising,
     most_promising_gap,
     pareto,
     points_from_json,
@@ -38,11 +37,11 @@ from mtcompile.passes.planning.ladders import Block, Ladder, blocks_of, decided,
 from mtcompile.passes.planning.linear.homes import HomeCost, home_costs
 from mtcompile.passes.planning.linear.program import Infeasible
 from mtcompile.passes.planning.linear.relaxation import Solve, relaxation
-from mtcompile.passes.planning.linear.seeds import Seeds
-from mtcompile.passes.planning.pace import impatient, paced, with_pace
+from mtcompile.passes.planning.linear.seeds import seed_ladders
+from mtcompile.passes.planning.pace import impatient, paced
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Progress, Store, no_progress
-from mtcompile.passes.planning.search import neighbours, signature
+from mtcompile.passes.planning.search import unseen_neighbours
 from mtcompile.passes.step_graph import kernel_of, regions
 from mtcompile.runtime.schedule import Schedule
 
@@ -52,7 +51,6 @@ _FEWEST_POINTS, MOST_POINTS = 6, 12  # ... at least and at most this many plans
 _FRONTIERS = 3  # whose gaps are looked into: of all points, and of those within two limits on the host
 _GIB = 1 << 30
 _REFINED = 100  # plans evaluated between two of a ladder
-_AHEAD = (1, 2, 3)  # blocks ahead that plans of the linear program fetch
 _SEARCHED, MOST_SEARCHED = 4_000_000, 300  # plans of local search: the first over the square of a step's operations; at most
 _FEW_SEARCHED = 30  # fewer are no search of a step: plans are improved by moves that its equal blocks share
 
@@ -76,6 +74,7 @@ class Candidates:
         self._paces: dict[bytes, Updates | None] = {}
         self._points: list[Point] = []
         self._varied_points: list[Point] | None = None
+        self._improved: Climbs | None = None
 
     def evaluate(self, plan: Plan) -> Candidate:
         """Returns the plan with its figures. Evaluates it, and counts that, unless a plan that decides the same was evaluated
@@ -107,6 +106,7 @@ class Candidates:
     def go_by_schedules(self) -> bool:
         """Forgets all figures of summaries, and makes no more. Tells whether there were any."""
         could, self._evaluator.able, self._varied_points = self._evaluator.able, False, None
+        self._improved = None
         self._figures, self._paces, self._points = {}, {}, []
         self.__dict__.pop("_everything", None)
         return could
@@ -121,16 +121,7 @@ class Candidates:
     def ladders(self) -> tuple[Ladder, ...]:
         """Lists of candidates from the floor up: by density, and by linear programs."""
         least, device = self._by_density[0][0], (self.floor, self._everything.plan.peak_bytes["device"])
-        bases = [replace(least, lookahead=ahead, pooled=True) for ahead in _AHEAD]
-        homes = list(self.open_params)
-        # The first and the last home are updated last and read first: what they would keep waiting says little of the others.
-        ends = [{homes[0]: True}, {homes[0]: True, homes[-1]: True}] if len(homes) > 1 else []
-        rules = [{}, *ends, dict.fromkeys(homes, False)]
-        by_programs = (
-            Seeds(self._relaxed, base, self.blocks, self.sizes, device, rule) for rule, base in product(rules, bases)
-        )
-        earliest = (Seeds(self._relaxed, base, self.blocks, self.sizes, device, earliest=True) for base in bases)
-        return (*self._by_density, *by_programs, *(earliest if len(homes) > 1 else ()))
+        return (*self._by_density, *seed_ladders(self._relaxed, least, self.blocks, self.sizes, device, list(self.open_params)))
 
     @cached_property
     def _by_density(self) -> tuple[Ladder, ...]:
@@ -257,10 +248,23 @@ class Candidates:
         points = self._points_for(budgets)
         chosen = [choose(points, within, self._evaluated, budgets) for within in self._frontiers()]
         point = min(chosen, key=lambda one: (one.time_us, one.peak))
-        candidate = self._with_less_on_host(self._again(point), budgets)
+        candidate = self._with_less_on_host(self._improvement(self._again(point), budgets), budgets)
         fewest = min(point.peak for point in points if fits_host(point, budgets))
         minimum = min(fewest, candidate.plan.peak_bytes["device"])
         return completed(problem, candidate, minimum, self.certificate(budgets.device, budgets.host))
+
+    def _improvement(self, candidate: Candidate, budgets: Budgets) -> Candidate:
+        """Returns the fastest of the plan and of climbs that fit."""
+        if (climbs := self._climbs()) is None:
+            return candidate
+
+        def fitting(plan: Plan) -> list[Plan]:
+            less = impatient(plan) if budgets.host is not None else None
+            varied = [plan] if less is None else [plan, self.evaluate(less).plan]
+            return [one for one in varied if fits(one, budgets) and one.total_us >= plan.total_us]
+
+        plan = climbs.best(budgets.device, candidate.plan, fitting)
+        return candidate if plan is candidate.plan else self.evaluate(plan)
 
     @property
     def _variants(self) -> list[Point]:
@@ -330,14 +334,14 @@ class Candidates:
 
     def _search(self, resident: Plan) -> list[Point]:
         """Evaluates plans spread over every ladder, then varies them by local search."""
+        self._improved = None
         for ladder in self._by_density:  # before ``_floor`` asks for figures alone: pacing also needs the schedules
             self._paced(ladder[0])
         step_regions = regions(self.problem.step)
         per_ladder = min(max(_FEWEST_POINTS, _REGIONS_PER_LADDER // len(step_regions)), MOST_POINTS)
         points = [Point(resident, (resident,), 0)]
         sampled = []
-        operations = sum(len(kernel_of(self.problem.step, region).graph.nodes) for region in step_regions)
-        remaining = min(MOST_SEARCHED, _SEARCHED // operations**2)
+        remaining = self._most_varied()
         for ladder in self.ladders:
             last, count = len(ladder) - 1, min(len(ladder), per_ladder)
             positions = sorted({round(i * last / max(1, count - 1)) for i in range(count)})
@@ -346,12 +350,15 @@ class Candidates:
             self.progress("planning", done, len(sampled) + remaining)
             points.append(Point(self._paced(ladder[position]).plan, ladder, position))
         self._refine(points, min(MOST_SEARCHED, _REFINED))
-        if remaining < _FEW_SEARCHED and self._evaluator.able:
-            self._climb(points)
         self._explore(points, remaining)
         if self.store:
             self.store.write(points_to_json(points, self.ladders))
         return points
+
+    def _most_varied(self) -> int:
+        """The number of plans that local search evaluates."""
+        operations = sum(len(kernel_of(self.problem.step, region).graph.nodes) for region in regions(self.problem.step))
+        return min(MOST_SEARCHED, _SEARCHED // operations**2)
 
     def _refine(self, points: list[Point], remaining: int) -> None:
         """Adds ``remaining`` plans between two evaluated ones of a ladder, each where most seems to be gained."""
@@ -363,34 +370,29 @@ class Candidates:
             position = (low.position + high.position) // 2
             points.append(Point(self._paced(low.ladder[position]).plan, low.ladder, position))
 
-    def _climb(self, points: list[Point]) -> None:
-        """Adds faster plans within some peaks, found by moves that equal homes and blocks share."""
-        frontier, host = pareto(points), self.problem.budgets.host_activations
-        kinds = moves(self.blocks, self.open_params, host)
-        limits = limits_between(frontier[0].peak, frontier[-1].peak, self.problem.machine.device_nbytes)
-        points += [Point(plan, (plan,), 0) for plan in climbs(frontier, limits, kinds, self._paced_within)]
-
-    def _paced_within(self, plan: Plan, limit: int) -> Plan | None:
-        """Returns the plan with its figures; None if its peak is above ``limit``."""
-        if self.evaluate(with_pace(plan, True, ())).plan.peak_bytes["device"] > limit:
+    def _climbs(self) -> Climbs | None:
+        """Plans improved by moves that equal homes and blocks share; None where local search varies enough of them."""
+        if not self._evaluator.able or self._most_varied() >= _FEW_SEARCHED:
             return None
-        evaluated = self._paced(plan).plan
-        return evaluated if evaluated.peak_bytes["device"] <= limit else None
+        if self._improved is None:
+            budgets, frontier = self.problem.budgets, pareto(self._points)
+            limits = limits_between(frontier[0].peak, frontier[-1].peak, self.problem.machine.device_nbytes)
+            kinds = moves(self.blocks, self.open_params, budgets.host_activations)
+            held = held_nbytes(self.problem.step, budgets)
+            room = rooms(self.blocks, self.open_params, held, budgets.host_activations)
+            self._improved = Climbs(frontier, limits, kinds, room, lambda plan: self._paced(plan).plan, self._bound_us)
+        return self._improved
+
+    def _bound_us(self, device: int) -> float:
+        """The µs of the fastest plan that could be within these bytes; 0 if that is not known."""
+        with contextlib.suppress(Infeasible):
+            return self._relaxed({"device": device, "host": None}).bound_us
+        return 0.0
 
     def _explore(self, points: list[Point], remaining: int) -> None:
         """Adds plans that local search evaluates to ``points``, at most ``remaining`` of them."""
-        blocks, host = self.blocks, self.problem.budgets.host_activations
-        seen = {signature(point.plan, blocks, self.sizes) for point in points}
-        unvaried = list(points)
-        while remaining > 0 and unvaried:
-            point = most_promising(points, unvaried)
-            unvaried = [other for other in unvaried if (other.peak, other.time_us) != (point.peak, point.time_us)]
-            for plan in neighbours(point.plan, blocks, self.open_params, host):
-                key = signature(plan, blocks, self.sizes)
-                if key not in seen and remaining > 0:
-                    seen.add(key)
-                    self.progress("planning", len(points), len(points) + remaining)
-                    remaining -= 1
-                    evaluated = self._paced(plan).plan
-                    points.append(Point(evaluated, (evaluated,), 0))
-                    unvaried.append(points[-1])
+        neighbours = unseen_neighbours(points, self.blocks, self.sizes, self.open_params, self.problem.budgets.host_activations)
+        for left, plan in zip(range(remaining, 0, -1), neighbours, strict=False):
+            self.progress("planning", len(points), len(points) + left)
+            evaluated = self._paced(plan).plan
+            points.append(Point(evaluated, (evaluated,), 0))

@@ -12,6 +12,7 @@ from dataclasses import replace
 from torch import fx
 
 from mtcompile.passes.plan import Choice, Decision, Plan
+from mtcompile.passes.planning.frontier import Point, most_promising
 from mtcompile.passes.planning.ladders import Block, variant_decision
 from mtcompile.passes.planning.variants import Variant
 
@@ -29,6 +30,23 @@ def signature(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, in
         values.append(tuple((v.name, plan.activation(v.name)) for v in (*saved, *block.crossing, *block.others)))
     staying = tuple(plan.stays(home) for home in param_nbytes)
     return plan.lookahead, plan.span, plan.pooled, homes, staying, tuple(values)
+
+
+def unseen_neighbours(
+    points: list[Point], blocks: list[Block], sizes: Mapping[str, int], movable: Mapping[str, int], host: bool
+) -> Iterator[Plan]:
+    """Yields plans that differ by one decision from the most promising point, and decide as no point does. The caller adds each
+    to ``points`` before it asks for the next. ``sizes``: bytes by home; for the others see ``neighbours``."""
+    seen = {signature(point.plan, blocks, sizes) for point in points}
+    unvaried = list(points)
+    while unvaried:
+        point = most_promising(points, unvaried)
+        unvaried = [other for other in unvaried if (other.peak, other.time_us) != (point.peak, point.time_us)]
+        for plan in neighbours(point.plan, blocks, movable, host):
+            if (key := signature(plan, blocks, sizes)) not in seen:
+                seen.add(key)
+                yield plan
+                unvaried.append(points[-1])
 
 
 def neighbours(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, int], host: bool) -> Iterator[Plan]:

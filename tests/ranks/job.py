@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mtcompile.passes.planning import candidates, frontier
+from mtcompile.passes.planning.linear import seeds
 
 Work = Callable[[int, int], Any]  # rank, how many there are -> what JSON can hold
 _LONGEST_S = 240
@@ -54,7 +55,7 @@ def _rank(work: Work, rank: int, count: int, folder: Path, hosts: Sequence[str],
     if hosts:
         os.environ["MT_RANKS_HOST"] = hosts[rank]
     candidates.MOST_SEARCHED, candidates.MOST_POINTS, candidates._FEW_SEARCHED = 2, 2, 0
-    candidates._AHEAD, frontier.ROUNDS = (1,), 1
+    seeds._AHEAD, frontier.ROUNDS = (1,), 1
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
         result = work(rank, count)

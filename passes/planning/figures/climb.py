@@ -6,17 +6,20 @@ blocks has few moves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mtcompile.passes.plan import Choice, Decision, Plan
+from mtcompile.passes.planning.figures.room import Room
 from mtcompile.passes.planning.frontier import Point
 from mtcompile.passes.planning.ladders import Block, variant_decision
 
 _WHY = "found by climbing"
-_CLIMBS, _SHARES, _MOVES = 16, 25, 60  # peaks up to which plans are improved, of how many; moves tried up to each
+_CLIMBS, _SHARES = 16, 25  # peaks up to which plans are improved, of how many
+_STARTS, _MOVES = (1.0, 0.9, 0.8), (60, 40, 40)  # of a limit: where climbs to it start; plans that they evaluate at first
 _MOST_AHEAD = 4
+_SHARES_OF_MISSING = (1.0, 1.4)  # of the bytes above a limit, to make room for: what is freed may be live elsewhere only
 Move = Callable[[Plan], Iterator[Plan]]
 
 
@@ -30,37 +33,88 @@ def limits_between(low: int, high: int, device_nbytes: int) -> list[int]:
     return [round(low * (high / max(1, low)) ** (i / _CLIMBS)) for i in range(1, _CLIMBS + 1)]
 
 
-def climbs(
-    frontier: Sequence[Point], limits: Sequence[int], kinds: Sequence[Move], evaluate: Callable[[Plan, int], Plan | None]
-) -> Iterator[Plan]:
-    """Yields the best plan with a peak up to each limit, by rising limits: the frontier's or that of the limit before, improved
-    by moves. ``evaluate``: gives a plan its figures; None if its peak is above a limit."""
-    best: Plan | None = None
-    for limit in limits:
-        start = next(point.plan for point in reversed(frontier) if point.peak <= limit)
-        best = start if best is None or start.total_us <= best.total_us else best
-        remaining, before = _MOVES, 0.0
-        while remaining > 0 and before != best.total_us:
-            before = best.total_us
+class Climbs:
+    """The best plans with a peak up to each of ``limits``: the frontier's, improved by moves. Each is a climb of its own, made
+    when some budget may take it, and the same whatever was asked before. ``rooms``: make room for a move that needs it.
+    ``evaluate``: gives a plan its figures. ``bound``: the fewest µs of any plan up to a limit; not less for a lower one."""
+
+    def __init__(
+        self,
+        frontier: Sequence[Point],
+        limits: Sequence[int],
+        kinds: Sequence[Move],
+        rooms: Sequence[Room],
+        evaluate: Callable[[Plan], Plan],
+        bound: Callable[[int], float],
+    ) -> None:
+        self.frontier, self.limits, self.evaluate, self.bound = frontier, limits, evaluate, bound
+        self.kinds, self.rooms = kinds, rooms
+        self.plans: dict[int, Plan] = {}  # by limit
+
+    def best(self, device: int | None, taken: Plan, fitting: Callable[[Plan], Iterable[Plan]]) -> Plan:
+        """Returns the fastest plan of all limits within ``device`` bytes; ``taken`` if none is faster. ``fitting``: gives what
+        may be taken of a plan. Limits below which no plan can be faster are not climbed to."""
+        for limit in reversed(self.limits):
+            if device is None or limit <= device:
+                if self.bound(limit) >= taken.total_us:
+                    break
+                taken = min((taken, *fitting(self._plan(limit))), key=lambda plan: plan.total_us)
+        return taken
+
+    def _plan(self, limit: int) -> Plan:
+        if limit not in self.plans:
+            below = (max(self.limits[0], int(limit * share)) for share in _STARTS)
+            starts = [next(point.plan for point in reversed(self.frontier) if point.peak <= low) for low in below]
+            climbs = [_Climb(limit, self.rooms, self.evaluate, start) for start in starts]
+            for climb, most in zip(climbs, _MOVES, strict=True):
+                climb.go_on(self.kinds, most)
+            best = min(climbs, key=lambda climb: climb.best.total_us)
+            best.go_on(self.kinds, _MOVES[0])  # one that began lower may be on its way
+            self.plans[limit] = best.best
+        return self.plans[limit]
+
+
+@dataclass(slots=True)
+class _Climb:
+    """One climb up to a limit: the ``best`` plan so far, and how many plans it has left to evaluate."""
+
+    limit: int
+    rooms: Sequence[Room]
+    evaluate: Callable[[Plan], Plan]
+    best: Plan
+    remaining: int = 0
+
+    def go_on(self, kinds: Sequence[Move], most: int) -> None:
+        """Makes moves of all kinds as long as plans get faster, and no more than ``most`` plans are evaluated."""
+        self.remaining, before = most, 0.0
+        while self.remaining > 0 and before != self.best.total_us:
+            before = self.best.total_us
             for kind in kinds:
-                best, remaining = _climbed(best, kind, limit, evaluate, remaining)
-        yield best
+                while any(self._is_better(plan) for plan in kind(self.best) if self.remaining > 0):
+                    pass
 
+    def _is_better(self, plan: Plan) -> bool:
+        """Takes a plan that is faster, if need be with room made for it, and tells whether it was."""
+        before, evaluated = self.best, self._evaluated(plan)
+        if (missing := evaluated.peak_bytes["device"] - self.limit) <= 0 or evaluated.total_us >= before.total_us:
+            return self.best is not before
+        for room in self.rooms:
+            for share in _SHARES_OF_MISSING:
+                if (less := room(plan, before, int(missing * share))) is None or self.remaining <= 0:
+                    break
+                if self._evaluated(less).peak_bytes["device"] <= self.limit:
+                    break
+            if self.best is not before:
+                return True
+        return False
 
-def _climbed(
-    best: Plan, kind: Move, limit: int, evaluate: Callable[[Plan, int], Plan | None], remaining: int
-) -> tuple[Plan, int]:
-    """Makes moves of one kind as long as plans get faster. Returns the best, and how many of ``remaining`` moves are left."""
-    improved = True
-    while improved and remaining > 0:
-        improved = False
-        for plan in kind(best):
-            remaining -= 1
-            evaluated = evaluate(plan, limit)
-            if evaluated is not None and evaluated.total_us < best.total_us:
-                best, improved = evaluated, True
-                break
-    return best, remaining
+    def _evaluated(self, plan: Plan) -> Plan:
+        """Returns the plan with its figures; it is the best from now on if it is within the limit and faster."""
+        self.remaining -= 1
+        evaluated = self.evaluate(plan)
+        if evaluated.peak_bytes["device"] <= self.limit and evaluated.total_us < self.best.total_us:
+            self.best = evaluated
+        return evaluated
 
 
 def moves(blocks: Sequence[Block], sizes: Mapping[str, int], host: bool) -> list[Move]:
@@ -80,9 +134,7 @@ def _of_homes(homes: Sequence[str], sizes: Mapping[str, int]) -> Move:
     """Exchanges equal homes between the device and the host, moves one, and lets one stay from the forward to the backward."""
 
     def set_to(plan: Plan, kind: Any, tiers: Mapping[str, Choice]) -> Plan:
-        for home, choice in tiers.items():
-            plan = plan.with_decision(Decision(kind, home, choice, sizes[home], _WHY))
-        return plan
+        return plan.with_decisions([Decision(kind, home, choice, sizes[home], _WHY) for home, choice in tiers.items()])
 
     def neighbours(plan: Plan) -> Iterator[Plan]:
         here = [home for home in homes if plan.params(home) == "device"]
@@ -145,6 +197,4 @@ def _last(blocks: Sequence[Block], wanted: Callable[[Block], bool]) -> Block | N
 
 
 def _placed(plan: Plan, values: Sequence[Any], choice: Choice) -> Plan:
-    for value in values:
-        plan = plan.with_decision(Decision("activation", value.name, choice, value.meta["nbytes"], _WHY))
-    return plan
+    return plan.with_decisions([Decision("activation", v.name, choice, v.meta["nbytes"], _WHY) for v in values])

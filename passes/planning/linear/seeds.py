@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from mtcompile.passes.planning.linear.relaxation import Relaxed, Solve
 
 T = TypeVar("T")
 _WHY = "by the linear program"
+_AHEAD = (1, 2, 3)  # blocks ahead that plans fetch
 SOLUTIONS, _BETWEEN = 23, 4  # solutions, and plans between each two of them
 
 
@@ -71,6 +73,20 @@ class Seeds(Sequence[Plan]):
                 if not on_device:
                     raise
             fewer = 2 * fewer + 1
+
+
+def seed_ladders(
+    solve: Solve, least: Plan, blocks: Sequence[Block], sizes: Mapping[str, int], device: tuple[int, int], homes: Sequence[str]
+) -> list[Seeds]:
+    """Returns seeds by a few rules about where homes are. ``least``: decides what the program does not; ``homes``: those whose
+    tier is open; for the others see ``Seeds``."""
+    bases = [replace(least, lookahead=ahead, pooled=True) for ahead in _AHEAD]
+    # The first and the last home are updated last and read first: what they would keep waiting says little of the others.
+    ends = [{homes[0]: True}, {homes[0]: True, homes[-1]: True}] if len(homes) > 1 else []
+    rules = [{}, *ends, dict.fromkeys(homes, False)]
+    by_programs = [Seeds(solve, base, blocks, sizes, device, rule) for rule, base in product(rules, bases)]
+    earliest = [Seeds(solve, base, blocks, sizes, device, earliest=True) for base in bases]
+    return by_programs + (earliest if len(homes) > 1 else [])
 
 
 def _chosen(resident: Mapping[str, float], sizes: Mapping[str, int], preferred: Mapping[str, float]) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -187,3 +188,30 @@ def test_the_smallest_host_that_is_named_works_and_nothing_drawn_needs_less(way:
         times = [candidates.best(device, host).plan.total_us for host in budgets]
         assert times == sorted(times, reverse=True)
         assert smallest <= min((peak["host"] for peak in peaks if peak["device"] <= device), default=smallest)
+
+
+@pytest.mark.long
+def test_climbs_make_no_budget_slower_and_do_not_depend_on_what_was_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans that climbs improve are within the budget, not above those without climbs, not below the bound, and monotone."""
+    for limit, fewer in {"MOST_SEARCHED": 2, "MOST_POINTS": 2, "_FEWEST_POINTS": 2, "_REFINED": 5}.items():
+        monkeypatch.setattr(candidates_module, limit, fewer)
+    problem = PlanningProblem(crossing(), MACHINES[1], Budgets(updates=WAYS["behind the forward"]))
+
+    def times_us(least_searched: int, shares: Sequence[float]) -> list[float]:
+        monkeypatch.setattr(candidates_module, "_FEW_SEARCHED", least_searched)
+        candidates = Candidates(problem)
+        low, high = candidates.floor, candidates._everything.plan.peak_bytes["device"]
+        found = []
+        for share in shares:
+            budget = int(low + share * (high - low - 1))
+            plan = candidates.best(budget, None).plan
+            assert plan.peak_bytes["device"] <= budget
+            assert plan.certificate is None or plan.total_us >= plan.certificate.bound_us * (1 - 1e-9)
+            found.append(plan.total_us)
+        return found
+
+    rising = [0.05, 0.2, 0.4, 0.6, 0.8, 0.97]
+    climbed, without = times_us(1000, rising), times_us(0, rising)
+    assert climbed == sorted(climbed, reverse=True)
+    assert all(after <= before for after, before in zip(climbed, without, strict=True)) and climbed != without
+    assert times_us(1000, rising[::-1]) == climbed[::-1]

@@ -1,0 +1,79 @@
+"""Room for a move: a plan that is above a limit keeps less elsewhere, in one of a few ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from mtcompile.passes.plan import Decision, Plan
+from mtcompile.passes.planning.ladders import Block, variant_decision
+from mtcompile.passes.planning.variants import Variant
+
+_WHY = "makes room for what was found by climbing"
+# Takes a plan, the plan that it was moved from, and the bytes that are missing. Returns a plan that keeps as many bytes less on
+# the device than the first, or more, by decisions that both share; None if it cannot.
+Room = Callable[[Plan, Plan, int], Plan | None]
+_Freed = Iterator[tuple[int, Sequence[Decision]]]  # bytes that decisions free, the cheapest first
+
+
+def rooms(blocks: Sequence[Block], sizes: Mapping[str, int], held: Mapping[str, int], host: bool) -> list[Room]:
+    """Returns the ways to make room. ``sizes``: bytes of the homes whose tier is open; ``held``: with their optimizer state;
+    ``host``: whether activations may go home."""
+
+    def again(plan: Plan, before: Plan) -> _Freed:
+        """Fetches homes again for the backward, those first that would stay longest."""
+        for home, nbytes in sizes.items():
+            if plan.stays(home) and before.stays(home):
+                yield nbytes, [Decision("fetch", home, "again", nbytes, _WHY)]
+
+    def away(plan: Plan, before: Plan) -> _Freed:
+        """Moves homes to the host, those last that the next step reads first."""
+        for home, nbytes in reversed(sizes.items()):
+            if plan.params(home) == "device" == before.params(home):
+                yield held[home], [Decision("params", home, "host", nbytes, _WHY)]
+
+    def recomputed(plan: Plan, before: Plan) -> _Freed:
+        """Recomputes more, where a byte takes least time."""
+        steps = [
+            step for b in blocks if plan.find("variant", b.name) is before.find("variant", b.name) for step in _lighter(plan, b)
+        ]
+        for _, _, nbytes, decision in sorted(steps, key=lambda step: step[:2]):
+            yield nbytes, [decision]
+
+    def home(plan: Plan, before: Plan) -> _Freed:
+        """Sends what blocks keep home, that of the first blocks first: it would wait longest."""
+        for block in blocks:
+            kept = [value for value in block.saved if plan.keeps(block.name, value.name)]
+            for values in (kept, block.crossing):
+                here = [v for v in values if plan.activation(v.name) == "device" == before.activation(v.name)]
+                sent = [Decision("activation", v.name, "host", v.meta["nbytes"], _WHY) for v in here]
+                yield sum(decision.nbytes for decision in sent), sent
+
+    return [_until_enough(way) for way in ((again, recomputed, away, home) if host else (again, recomputed, away))]
+
+
+def _until_enough(way: Callable[[Plan, Plan], _Freed]) -> Room:
+    def room(plan: Plan, before: Plan, missing: int) -> Plan | None:
+        decisions: list[Decision] = []
+        for nbytes, freeing in way(plan, before):
+            decisions += freeing
+            missing -= nbytes
+            if missing <= 0:
+                return plan.with_decisions(decisions)
+        return None
+
+    return room
+
+
+def _lighter(plan: Plan, block: Block) -> Iterator[tuple[float, int, int, Decision]]:
+    """Yields, for each variant of a block with fewer bytes than what it keeps: the µs for each byte that it keeps less than the
+    one before, the steps to it, these bytes, and the decision."""
+    kept = [value for value in block.saved if plan.keeps(block.name, value.name)]
+    positions = tuple(i for i, value in enumerate(block.saved) if plan.keeps(block.name, value.name))
+    nbytes = sum(value.meta["nbytes"] for value in kept)
+    us = next((v.time_us for v in block.variants if v.positions == positions), 0.0)
+    before, price, lighter = Variant(positions, nbytes, us), 0.0, [v for v in block.variants if v.nbytes < nbytes]
+    for count, variant in enumerate(sorted(lighter, key=lambda v: -v.nbytes)):
+        freed = before.nbytes - variant.nbytes
+        price = max(price, (variant.time_us - before.time_us) / max(1, freed))
+        yield price, count, freed, variant_decision(block.name, block.saved, variant, _WHY)
+        before = variant
