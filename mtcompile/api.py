@@ -238,6 +238,7 @@ def compile(
     optimizer: torch.optim.Optimizer | None = None,
     kernels: str = "eager",
     loss_chunks: int | str = 1,
+    tiles: int | str = 1,
     device: str | torch.device | None = None,
     policy: str = FASTEST,
     throttle: str | Machine | None = None,
@@ -266,12 +267,12 @@ def compile(
     kernels    ``"eager"``: the kernels of plain PyTorch, bit for bit; ``"inductor"``: compiled by Inductor, within
                rounding of plain PyTorch; budgets at which the same parts are recomputed give the same bits
     loss_chunks  computes a linear layer and its mean cross-entropy in that many chunks of tokens, so that whole-batch logits
-               never exist. This changes the order of summation over tokens, and the plan's numerics say so. Raises
-               CaptureError if there is no such head, or if anything else reads its logits. ``"auto"``: mtcompile chooses,
-               and keeps one chunk where that is as fast or where there is no such head
+               never exist. This changes the order of summation over tokens, and the plan's numerics say so. ``"auto"``:
+               mtcompile chooses, one where that is as fast. Raises CaptureError where there is nothing to cut
+    tiles      runs the parts of blocks that work token by token (projections, norms, MLP) in at most that many tiles, whose
+               temporaries the backward makes again; weight gradients are sums over tiles. Else as ``loss_chunks``
     device     where to compute: ``"cuda"``, ``"cuda:1"``, or ``"cpu"``, which emulates a device in host memory; default:
-               the GPU if there is one. Parameters and buffers move to host memory, except parameters that the plan keeps on
-               the device. Tensors passed to the model are sent there
+               the GPU if there is one. Parameters and buffers move to the host, except what the plan keeps on the device
     policy     ``"fastest"``: searches for a plan; or a fixed plan for comparison: ``"resident"``, ``"checkpoint-all"``,
                ``"megatrain"``, ``"zero3-offload"``, ``"offload-all"``
     throttle   slows the emulated device down to the speeds of a machine (a preset, a JSON file or a ``Machine``), for which
@@ -294,13 +295,11 @@ def compile(
                themselves; call ``model.synchronize()`` before you read parameters in any other way
     nonfinite  with ``update="backward"``, for a loss or gradient that is not finite: ``"stop"`` raises StepError, ``"skip"``
                skips the whole update (and keeps all gradients until their norm is known), ``"continue"`` warns
-    experts    for a mixture of experts that ``grouped_mm`` computes: which experts are copied to the device. ``"used"``: those
-               that tokens of the batch chose, once the router has run; ``"all"``: all of them, ahead of the router;
-               ``"auto"``: as ``"used"`` where a notable part is thus surely left out. Plans count all experts
+    experts    of a mixture of experts that ``grouped_mm`` computes, those that are copied to the device. ``"used"``: those that
+               tokens chose, once the router has run; ``"all"``: all, ahead of the router; ``"auto"``: whichever surely pays
     elastic    True: plans again in the background when the last steps show other speeds than were planned for, and goes on
                by the new plan, with the same bits, where it is 3 % faster. ``memory_report()["plan_changes"]`` says why
-    viz        writes each training program's timeline to this HTML file: predicted after its first step, with measured times
-               after its second; a second program goes to ``<name>-2.html``, and so on
+    viz        writes the timelines of training programs to this HTML file (of the second, to ``<name>-2.html``, ...)
     process_group  the ranks that train the model together, each with its own part of the batch; default: all of them, once
                ``torch.distributed`` is initialised. Weights start as those of rank 0; each gradient is the mean over the ranks
 
@@ -314,6 +313,7 @@ def compile(
         disk=parse_disk(disk),
         kernels=kernels,
         loss_chunks=loss_chunks,
+        tiles=tiles,
         policy=policy,
         precision=precision_named(precision),
         updates=update_options(update, max_grad_norm, run_ahead, nonfinite),

@@ -1,12 +1,13 @@
 """The pipeline: from a captured step to one that can run.
 
-    captured step ──joint_of──► joint graph ──rewrite_joint──► loss head in chunks, micro-batches
+    captured step ──joint_of──► joint graph ──rewrite_joint──► loss head in chunks, tiles of tokens, micro-batches
                   ──planning_problem──► regions, budgets, homes ──plan_for──► plan, rewritten step graph, schedule
                   ──Toolchain.build──► kernels, measured ──prove──► compiled step
 
 Training runs all of it, in ``compile_step``; ``mtcompile.plan`` runs it from the joint graph to the plan. Around it are three
-loops: ``fastest_loss_head`` tries numbers of chunks of the loss head, ``plan_for`` plans again after it has sent resident
-parameters of earlier programs home, and ``compile_step`` plans again with slower copies if host memory cannot be pinned.
+loops: ``fastest_loss_head`` tries numbers of chunks of the loss head and of tiles, ``plan_for`` plans again after it has sent
+resident parameters of earlier programs home, and ``compile_step`` plans again with slower copies if host memory cannot be
+pinned.
 """
 
 from __future__ import annotations
@@ -47,13 +48,14 @@ from mtcompile.passes.planning.planner import make_plan, may_be_resident, plan_l
 from mtcompile.passes.planning.problem import BIT_EQUAL, FUSED, DoesNotFit, Planned, PlanningProblem
 from mtcompile.passes.rewrites.collectives import check_reads
 from mtcompile.passes.step_graph import copy_step
+from mtcompile.passes.tiles.rewrite import tile_tokens, tiles_contract
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.usage import held_between_phases
 from mtcompile.runtime.verify import verify
 
 _PARTS = 8  # budgets to try between the smallest that works and all, where several forwards share one
-AUTO_CHUNKS = (1, 4, 16, 64)  # of the loss head, what loss_chunks="auto" chooses among
+AUTO_CHUNKS = (1, 4, 16, 64)  # of the loss head, what loss_chunks="auto" chooses among; and tiles, what tiles="auto" does
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +95,13 @@ class Target:
 
 
 class JointStep(NamedTuple):
-    """A rewritten joint graph, ready to be planned. ``numerics``: its contract in words. ``chunks``: those of its loss head."""
+    """A rewritten joint graph, ready to be planned. ``numerics``: its contract in words. ``chunks``: those of its loss head;
+    ``tiles``: those of tokens that its blocks run in."""
 
     graph: fx.GraphModule
     numerics: str
     chunks: int
+    tiles: int = 1
 
 
 class PlannedStep(NamedTuple):
@@ -160,16 +164,22 @@ def joint_of(captured: CapturedStep, target: Target) -> fx.GraphModule:
 
 
 def rewrite_joint(
-    joint: fx.GraphModule, precision: Precision, fuses: bool, chunks: int = 1, micro: Micro | None = None
+    joint: fx.GraphModule,
+    precision: Precision,
+    fuses: bool,
+    cuts: tuple[int, int] = (1, 1),
+    micro: Micro | None = None,
 ) -> JointStep:
-    """Returns ``joint`` with its loss head, if any, in ``chunks``, and repeated for all micro-batches. Raises CaptureError."""
+    """Returns ``joint`` with its loss head, if any, in chunks, what works token by token in tiles (``cuts``: how many of each),
+    and repeated for all micro-batches. Raises CaptureError."""
     contract = [precision.contract(), FUSED if fuses else BIT_EQUAL]
     if not fuses and (differing := exceptions(joint)):
         contract[-1] += f", except ({') and ('.join(differing)})"
     if kernels := attention_kernels(joint):
         contract.insert(1, f"attention by {kernels}")
-    rewritten = joint if chunks == 1 else copy_step(joint)
-    chunks = chunks if chunks == 1 or chunk_loss(rewritten, chunks) else 1
+    rewritten = joint if cuts == (1, 1) else copy_step(joint)
+    chunks = cuts[0] if cuts[0] == 1 or chunk_loss(rewritten, cuts[0]) else 1
+    tiles = tile_tokens(rewritten, cuts[1])
     if micro is not None:
         try:
             weights = weights_of(joint, micro)
@@ -180,7 +190,9 @@ def rewrite_joint(
         contract.append(f"{micro.count} micro-batches, their gradients added up{summed} in their order, {shares}")
     if chunks > 1:
         contract.append(f"the loss head's sums over tokens (loss, weight and bias gradients) in {chunks} chunks")
-    return JointStep(rewritten, "; ".join(contract), chunks)
+    if tiles > 1:
+        contract.append(tiles_contract(tiles))
+    return JointStep(rewritten, "; ".join(contract), chunks, tiles)
 
 
 def planning_problem(
@@ -216,18 +228,18 @@ def prove(joint: fx.GraphModule, built: BuiltStep, budgets: Budgets, input_homes
 def fastest_loss_head(
     joint: fx.GraphModule, captured: CapturedStep, target: Target, placement: RunnablePlacement
 ) -> PlannedStep:
-    """Returns the plan with the requested number of loss-head chunks; for "auto", the fastest plan that fits."""
+    """Returns the plan with the requested number of loss-head chunks and tiles; for "auto", the fastest plan that fits."""
     options, candidates, refusals = target.options, list[PlannedStep](), list[BudgetError]()
-    for chunks in AUTO_CHUNKS if options.loss_chunks == "auto" else (int(options.loss_chunks),):
-        rewritten = rewrite_joint(joint, options.precision, options.fuses, chunks, captured.micro)
-        if rewritten.chunks != chunks:
-            if options.loss_chunks == "auto":
-                break
-            if captured.tangents and placement.needs_loss_head(joint):
-                raise CaptureError(
-                    f"loss_chunks={chunks}: expected a linear layer followed by a mean cross-entropy whose logits nobody "
-                    "else reads, found none; return the loss without the logits, or leave loss_chunks out"
-                )
+    tried: set[tuple[int, int]] = set()
+    asked = options.loss_chunks, options.tiles
+    for number in AUTO_CHUNKS if "auto" in asked else (1,):
+        chunks, tiles = (number if each == "auto" else int(each) for each in asked)
+        rewritten = rewrite_joint(joint, options.precision, options.fuses, (chunks, tiles), captured.micro)
+        if captured.tangents and placement.needs_loss_head(joint):
+            _check_cuts(options, rewritten)
+        if (rewritten.chunks, rewritten.tiles) in tried:
+            continue
+        tried.add((rewritten.chunks, rewritten.tiles))
         try:
             candidates.append(PlannedStep(rewritten, *plan_for(rewritten, target, placement)))
         except BudgetError as error:
@@ -238,6 +250,20 @@ def fastest_loss_head(
     if not candidates:
         raise min(refusals, key=lambda error: error.minimum_bytes)
     return min(candidates, key=lambda candidate: candidate.planned.plan.total_us)
+
+
+def _check_cuts(options: Options, joint: JointStep) -> None:
+    """Raises CaptureError if a training graph has nothing of what was to be cut."""
+    if options.loss_chunks not in ("auto", joint.chunks):
+        raise CaptureError(
+            f"loss_chunks={options.loss_chunks}: expected a linear layer followed by a mean cross-entropy whose logits nobody "
+            "else reads, found none; return the loss without the logits, or leave loss_chunks out"
+        )
+    if options.tiles not in ("auto", 1) and joint.tiles == 1:
+        raise CaptureError(
+            f"tiles={options.tiles}: expected blocks with linear layers that work token by token, found none that most of "
+            'their memory stays inside of; leave tiles out, or pass tiles="auto"'
+        )
 
 
 def plan_for(joint: JointStep, target: Target, placement: RunnablePlacement) -> tuple[PlanningProblem, Planned]:

@@ -50,6 +50,7 @@ class Options:
     host: int | None = None
     kernels: str = "eager"
     loss_chunks: int | str = 1
+    tiles: int | str = 1
     policy: str = FASTEST
     precision: Precision = PRECISIONS["model"]
     updates: UpdateOptions | None = None
@@ -71,8 +72,9 @@ class Options:
         if self.experts not in EXPERTS:
             close = did_you_mean(self.experts, EXPERTS)
             raise ValueError(f"expected experts to be one of {', '.join(EXPERTS)}, found {self.experts!r}{close}")
-        if not _is_count(self.loss_chunks) and self.loss_chunks != "auto":
-            raise ValueError(f'expected loss_chunks to be a whole number of 1 or more, or "auto", found {self.loss_chunks!r}')
+        for name, count in (("loss_chunks", self.loss_chunks), ("tiles", self.tiles)):
+            if not _is_count(count) and count != "auto":
+                raise ValueError(f'expected {name} to be a whole number of 1 or more, or "auto", found {count!r}')
         if not _is_count(self.accumulate):
             raise ValueError(f"expected accumulate to be a whole number of 1 or more, found {self.accumulate!r}")
         if not isinstance(self.offload, bool):

@@ -35,10 +35,12 @@ from mtcompile.passes.step_graph import (
     restride,
     write,
 )
+from mtcompile.passes.tiles.op import run_tiles
 
 FORMAT = "mtcompile-graph-1"
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    f.__name__: f for f in (operator.getitem, save_rng, replay, restride, prefetch, prefetch_slices, offload, read, write)
+    f.__name__: f
+    for f in (operator.getitem, save_rng, replay, restride, prefetch, prefetch_slices, offload, read, write, run_tiles)
 }
 _Operator: Any = type(torch.ops.aten.add.Tensor)
 _ENUMERATIONS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}

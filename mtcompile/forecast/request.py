@@ -36,7 +36,7 @@ from mtcompile.runtime.disk.store import staging_nbytes
 from mtcompile.torch_private import building_without_memory, without_memory
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-_LARGE_HEAD, MOST_CHUNKS = 0.02, 64  # a loss head is cut if its logits take more than this share of the device
+_LARGE_HEAD, MOST_CHUNKS, MOST_TILES = 0.02, 64, 64  # a loss head is cut if its logits take more than this share of the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,31 +107,33 @@ def sized_step(request: ForecastRequest, batch: int, seq: int, like: SizedStep |
     """Captures a step at one size. ``like``: the same step at another size, whose loss-head chunks and regions are reused."""
     request.progress("capturing the step", 0, 0)
     captured, data = _captured(request, batch // request.accumulate, seq)
-    chunks = like.joint.chunks if like else _chunks(captured, request.budgets.device)
-    return _in_chunks(request, captured, (tokens_of(data) * request.accumulate, (batch, seq)), chunks, like)
+    cuts = (like.joint.chunks, like.joint.tiles) if like else (_chunks(captured, request.budgets.device), 1)
+    return _in_chunks(request, captured, (tokens_of(data) * request.accumulate, (batch, seq)), cuts, like)
 
 
-def in_chunks(request: ForecastRequest, sized: SizedStep, chunks: int) -> SizedStep:
-    """Returns a captured step with its loss head in ``chunks``, or uncut if there is no head that can be cut."""
-    return _in_chunks(request, sized.captured, (sized.tokens, sized.size), chunks)
+def in_chunks(request: ForecastRequest, sized: SizedStep, chunks: int, tiles: int = 1) -> SizedStep:
+    """Returns a captured step with its loss head in ``chunks`` and in ``tiles`` of tokens, or uncut if there is nothing that
+    can be cut."""
+    return _in_chunks(request, sized.captured, (sized.tokens, sized.size), (chunks, tiles))
 
 
 def in_micro_batches(request: ForecastRequest, sized: SizedStep, times: int) -> SizedStep:
     """Returns the step of a batch that is ``times`` as large, in as many more micro-batches of the size that was captured."""
     (batch, seq), accumulate = sized.size, times * request.accumulate
     more = sized.tokens * times, (batch * times, seq)
-    return _in_chunks(replace(request, accumulate=accumulate), sized.captured, more, sized.joint.chunks)
+    cuts = sized.joint.chunks, sized.joint.tiles
+    return _in_chunks(replace(request, accumulate=accumulate), sized.captured, more, cuts)
 
 
 def _in_chunks(
     request: ForecastRequest,
     captured: fx.GraphModule,
     tokens_and_size: tuple[int, tuple[int, int]],
-    chunks: int,
+    cuts: tuple[int, int],
     like: SizedStep | None = None,
 ) -> SizedStep:
     micro = _micro(captured, request) if request.accumulate > 1 else None
-    joint = rewrite_joint(captured, request.precision, fuses=False, chunks=chunks, micro=micro)
+    joint = rewrite_joint(captured, request.precision, fuses=False, cuts=cuts, micro=micro)
     placement = AssumedPlacement(request.budgets, request.make_optimizer, request.ranks)
     problem = planning_problem(joint, placement, request.machine, like=like.joint.graph if like else None)
     return SizedStep(Candidates(problem, request.progress, search_store(problem)), captured, joint, *tokens_and_size)

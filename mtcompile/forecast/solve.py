@@ -16,6 +16,7 @@ from mtcompile.forecast.advice import most_helpful
 from mtcompile.forecast.figures import figures
 from mtcompile.forecast.request import (
     MOST_CHUNKS,
+    MOST_TILES,
     ForecastRequest,
     SizedStep,
     in_chunks,
@@ -162,7 +163,8 @@ def _with_disk(budgets: Budgets, disk: str | int | None, precision: Precision, f
 
 
 def _forecast(request: ForecastRequest, batch: int, seq: int) -> tuple[Forecast, SizedStep]:
-    """Forecasts one size. Cuts the loss head into more chunks if the first choice leaves too little device memory."""
+    """Forecasts one size. Cuts the loss head into more chunks, and what works token by token into tiles, if the first choice
+    leaves too little device memory."""
     sized = sized_step(request, batch, seq)
     forecast = figures(request, sized)
     while not forecast.feasible and forecast.minimum_device_bytes and sized.joint.chunks < MOST_CHUNKS:
@@ -171,6 +173,14 @@ def _forecast(request: ForecastRequest, batch: int, seq: int) -> tuple[Forecast,
         if finer.joint.chunks != chunks:  # there is no head that can be cut
             break
         sized, forecast = finer, figures(request, finer)
+    while not forecast.feasible and forecast.minimum_device_bytes and sized.joint.tiles < MOST_TILES:
+        tiled = in_chunks(request, sized, sized.joint.chunks, 4 * sized.joint.tiles)
+        if tiled.joint.tiles == sized.joint.tiles:  # there is nothing that can be cut
+            break
+        figured = figures(request, tiled)
+        if figured.minimum_device_bytes >= forecast.minimum_device_bytes:
+            break
+        sized, forecast = tiled, figured
     return forecast, sized
 
 
