@@ -35,12 +35,10 @@ from mtcompile.passes.step_graph import (
     restride,
     write,
 )
-from mtcompile.passes.tiles.op import run_tiles
 
 FORMAT = "mtcompile-graph-1"
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    f.__name__: f
-    for f in (operator.getitem, save_rng, replay, restride, prefetch, prefetch_slices, offload, read, write, run_tiles)
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    f.__name__: f for f in (operator.getitem, save_rng, replay, restride, prefetch, prefetch_slices, offload, read, write)
 }
 _Operator: Any = type(torch.ops.aten.add.Tensor)
 _ENUMERATIONS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
@@ -48,6 +46,12 @@ _OPS = ("placeholder", "call_function", "call_module", "output")
 _NAMESPACES = ("aten", "prims", "mtcompile")
 _OPENS_FILES = "filename"  # a parameter of operators that open a file: aten.from_file
 _META = ("phase", "block", "role", "tier", "nbytes", "name", "key", "rng_state", "rng_device", "seq_nr", "module_path")
+
+
+def in_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets graphs call a function, by its name; returns it. For one whose arguments hold graphs of this format themselves."""
+    _FUNCTIONS[function.__name__] = function
+    return function
 
 
 class GraphFormatError(ValueError):

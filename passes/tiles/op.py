@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from mtcompile.passes.graph_json import graph_from_json, graph_to_json, in_graphs
+
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -53,8 +55,6 @@ class Program:
 
     def text(self) -> str:
         """The program as ``program_of`` reads it."""
-        from mtcompile.passes.graph_json import graph_to_json  # which knows this operation by its name
-
         cuts = {"takes": [asdict(cut) for cut in self.takes], "makes": [asdict(cut) for cut in self.makes]}
         last = None if self.last is None else graph_to_json(self.last)
         return json.dumps({"rows": self.rows, "size": self.size, **cuts, "tile": graph_to_json(self.tile), "last": last})
@@ -63,8 +63,6 @@ class Program:
 @functools.lru_cache(maxsize=512)
 def program_of(text: str) -> Program:
     """Reads the text of a program. Raises GraphFormatError for operations that a graph may not have."""
-    from mtcompile.passes.graph_json import graph_from_json
-
     data = json.loads(text)
     takes, makes = (
         tuple(Cut(tuple(row["whole"]), tuple(row["shape"]), row["dim"]) for row in data[name]) for name in ("takes", "makes")
@@ -73,6 +71,7 @@ def program_of(text: str) -> Program:
     return Program(data["rows"], data["size"], takes, makes, graph_from_json(data["tile"]), last)
 
 
+@in_graphs
 def run_tiles(program: str, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Runs a program for one tile after the other. What is inside a tile is gone before the next one begins."""
     described = program_of(program)
