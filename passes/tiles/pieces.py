@@ -33,7 +33,7 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class Pieces:
     """The pieces of a graph that work on ``rows`` rows, and the ``uses`` of rows by their operations. ``again``: operations of
-    forward pieces whose results the backward pieces make again."""
+    forward pieces, and loose ones, whose results the backward pieces make where they read them."""
 
     rows: int
     uses: Mapping[fx.Node, Use]
@@ -56,13 +56,15 @@ def pieces_of(graph: fx.Graph) -> Pieces:
     backward = [_piece(nodes, set(), uses) for phase, nodes in with_products if phase == "backward"]
     backward = [piece for piece in backward if can_leave(piece)]
     inside_backward = {node for piece in backward for node in piece.nodes}
+    loose = _read_only_by(inside_backward, uses)
+    inside_backward |= loose
     forward = []
     for nodes in (nodes for phase, nodes in with_products if phase == "forward"):
         piece = _piece(nodes, inside_backward, uses)
         if _is_worth_it(piece) and can_leave(piece):
             forward.append(piece)
     leaving = {node for piece in forward for node in piece.leaving}
-    again = {node for piece in forward for node in piece.nodes} - leaving
+    again = {node for piece in forward for node in piece.nodes} - leaving | loose
     reading = [piece for piece in backward if any(operand in again for node in piece.nodes for operand in node.all_input_nodes)]
     return Pieces(rows, uses, tuple(forward), tuple(reading), frozenset(again))
 
@@ -86,6 +88,18 @@ def _groups(graph: fx.Graph, uses: Mapping[fx.Node, Use]) -> list[tuple[str, lis
             groups.setdefault((layer[node], reached), []).append(node)
     in_order = sorted(groups.items(), key=lambda group: group[0][1])  # what a group reads comes from lower levels
     return [(layer[0], nodes) for (layer, _), nodes in in_order]
+
+
+def _read_only_by(inside: set[fx.Node], uses: Mapping[fx.Node, Use]) -> set[fx.Node]:
+    """Operations of the backward, other than products, that are in no piece but are read by pieces alone, row by row: such as
+    factors of a norm's backward that come from the forward. They are made where they are read."""
+    loose: set[fx.Node] = set()
+    for node, use in reversed(uses.items()):
+        if node not in inside and node.meta["phase"] == "backward" and use.makes == "rows" and node.target not in _PRODUCTS:
+            readers = [user in inside or user in loose for user in node.users]
+            if readers and all(readers) and all(uses[user].takes[node] == "rows" for user in node.users):
+                loose.add(node)
+    return loose
 
 
 def _layers(graph: fx.Graph) -> dict[fx.Node, Layer]:

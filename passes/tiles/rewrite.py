@@ -23,7 +23,8 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from mtcompile.passes.analysis.kernels import drop_dead
-from mtcompile.passes.joint.loss_head import Add, adder
+from mtcompile.passes.analysis.memory import owner
+from mtcompile.passes.joint.loss_head import Add, adder, viewed
 from mtcompile.passes.step_graph import is_random, is_view
 from mtcompile.passes.tiles.op import Cut, Program, run_tiles
 from mtcompile.passes.tiles.pieces import Piece, Pieces, pieces_of
@@ -79,20 +80,34 @@ def _rewrite(graph: fx.Graph, piece: Piece, pieces: Pieces, size: int, wholes: d
     nodes = [node for node in graph.nodes if node in inside]
     if not _make_way(nodes):
         return False
-    like = next(node for node in nodes if node.target in (aten.mm.default, aten.addmm.default))
-    builder = _Builder(pieces, _needed(piece, pieces))
+    needed = _needed(piece, pieces)
+    builder = _Builder(pieces, needed)
     bases = list(dict.fromkeys(builder.base(node) for node in piece.leaving))
     operands, program = builder.program(bases, size)
     with graph.inserting_before(nodes[-1].next):
-        add = adder(graph, like)
-        call = graph.call_function(run_tiles, (program.text(), *(wholes.get(operand, operand) for operand in operands)))
-        call.meta.update({k: v for k, v in like.meta.items() if k in ("phase", "seq_nr", "module_path")})
+        values = [wholes.get(operand, operand) for operand in operands]
+        call = graph.call_function(run_tiles, (program.text(), *values))
+        call.meta.update(_place(nodes[0], needed, pieces))
         call.meta["val"] = tuple(_alone(base.meta["val"]) for base in bases)
+        add = adder(graph, call)
+        with graph.inserting_before(call):  # views of weights are made here, so that no other layer's order counts
+            own = [viewed(add, value) if owner(value).op == "placeholder" else value for value in values]
+        call.args = (call.args[0], *own)
         for place, base in enumerate(bases):
             wholes[base] = add(operator.getitem, call, place)
         for node in piece.leaving:
             _viewed(add, node, wholes)
     return True
+
+
+def _place(first: fx.Node, needed: Sequence[fx.Node], pieces: Pieces) -> dict[str, Any]:
+    """The phase and place in the model of a piece: that of its first product, or of that of the forward piece whose inside it
+    makes again, so that both are in the same block."""
+    inside = set(needed)
+    of = next((piece.nodes for piece in pieces.forward if not inside.isdisjoint(piece.nodes)), needed)
+    like = next(node for node in of if node.target in (aten.mm.default, aten.addmm.default))
+    about: dict[str, Any] = {key: like.meta[key] for key in ("seq_nr", "module_path") if key in like.meta}
+    return {"phase": first.meta["phase"], **about}
 
 
 def _alone(val: torch.Tensor) -> torch.Tensor:
@@ -183,11 +198,11 @@ class _Builder:
         given: dict[tuple[fx.Node, Layout], fx.Node] = {}
         for place, (operand, layout) in enumerate(takes):
             given[operand, layout] = graph.placeholder(f"x{place}")
-            val = operand.meta["val"]
-            with getattr(val, "fake_mode", None) or nullcontext():
-                if layout == "rows":
-                    cut = self._cut(operand, True)
-                    val = val.view(cut.shape).narrow(cut.dim, 0, size)
+            known = operand.meta["val"]
+            val = torch.empty_strided(known.shape, known.stride(), dtype=known.dtype, device="meta")
+            if layout == "rows":
+                cut = self._cut(operand, True)
+                val = val.view(cut.shape).narrow(cut.dim, 0, size)
             given[operand, layout].meta["val"] = val
         for place, node in enumerate(self.needed):
             layouts = self.pieces.uses[node].takes
@@ -206,6 +221,5 @@ def _result(node: fx.Node) -> Any:
     vals, keywords = map_arg((node.args, dict(node.kwargs)), lambda operand: operand.meta["val"])
     keywords = {name: value for name, value in keywords.items() if name != "device"}
     target: Any = node.target
-    fake = next((v.fake_mode for n in node.all_input_nodes if hasattr(v := n.meta["val"], "fake_mode")), None)
-    with fake or nullcontext(), torch.no_grad():
+    with torch.no_grad():
         return target(*vals, **keywords)
