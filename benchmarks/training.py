@@ -50,7 +50,14 @@ class Training:
 _OF_MASTERS = ("mtcompile inductor, masters", "megatrain policy, masters", "deepspeed zero3 offload", "megatrain")
 _LARGE = ("mtcompile inductor", "megatrain policy", "fsdp2 offload", "mtcompile eager", *_OF_MASTERS)
 _FITS = ("mtcompile inductor", "torch.compile", "mtcompile eager", "plain", "torch.compile budget", "checkpoint")
+_ATTENTION = ("flash", "cudnn", "mem_efficient", "math")  # torch's backends, in the order of what is worth knowing
 GiB = 2**30
+
+
+def _by(backend: str, kernels: str = "inductor") -> str:
+    return f"mtcompile {kernels}, {backend.replace('_', ' ')} attention"
+
+
 GPU = (
     Training("4b-fits", "qwen3-4b", 8, 1024, _FITS),
     Training("7b-158x1024", "qwen2.5-7b", 158, 1024, (*_OF_MASTERS, *_LARGE[: -len(_OF_MASTERS)])),
@@ -61,12 +68,14 @@ GPU = (
     Training("8b-128k", "llama-8b", 1, 128 * 1024, _LARGE),
     Training("7b-in-40GiB", "qwen2.5-7b", 16, 4096, _LARGE, memory=40 * GiB),
     Training("7b-in-24GiB", "qwen2.5-7b", 4, 4096, _LARGE, memory=24 * GiB),
+    Training("7b-4x4096-attention", "qwen2.5-7b", 4, 4096, tuple(_by(backend) for backend in _ATTENTION)),
 )
 _CPU_MASTERS = "mtcompile eager, masters"
 CPU = (
     Training("step-11m", "gpt-11m", 4, 128, ("plain", "checkpoint", "mtcompile eager", "megatrain policy", _CPU_MASTERS)),
     Training("step-11m-half", "gpt-11m", 4, 128, ("mtcompile eager", "megatrain policy"), share=0.5),
     Training("step-11m-quarter", "gpt-11m", 4, 128, ("mtcompile eager", "megatrain policy"), share=0.25),
+    Training("step-11m-attention", "gpt-11m", 4, 128, (_by("flash", "eager"), _by("math", "eager"))),  # those of a CPU
 )
 CASES = {case.name: case for case in (*GPU, *CPU)}
 
@@ -135,6 +144,17 @@ def _mtcompiled(
     return prepare
 
 
+def _with_attention(backend: str, prepare: Callable[[Checkpointed, torch.device, int | None], Prepared]) -> Any:
+    """Lets one backend compute attention, for the rest of the process."""
+
+    def prepare_with_it(*args: Any) -> Prepared:
+        for each in _ATTENTION:
+            getattr(torch.backends.cuda, f"enable_{each}_sdp")(each == backend)
+        return prepare(*args)
+
+    return prepare_with_it
+
+
 PEERS: dict[str, Callable[[Checkpointed, torch.device, int | None], Prepared]] = {
     "plain": _plain,
     "checkpoint": _checkpoint,
@@ -151,6 +171,7 @@ PEERS: dict[str, Callable[[Checkpointed, torch.device, int | None], Prepared]] =
     "megatrain policy, masters": _mtcompiled("eager", "megatrain", masters=True),
     "deepspeed zero3 offload": outside.deepspeed_zero3,
     "megatrain": outside.megatrain,
+    **{_by(b, kernels): _with_attention(b, _mtcompiled(kernels)) for kernels in ("inductor", "eager") for b in _ATTENTION},
 }
 
 
@@ -171,8 +192,9 @@ def measure(name: str, peer: str, memory: int | None) -> dict[str, Any]:
     without = process.memory_info().rss - sum(p.nbytes for p in model.parameters())
     batch = tuple(t.to(device) for t in text(case.batch, case.seq))
     row: dict[str, Any] = {"case": name, "peer": peer, "parameters": parameters, "budget_bytes": memory}
-    row |= {"torch": torch.__version__, "threads": torch.get_num_threads(), "attention": _attention(shape, case.seq, device)}
+    row |= {"torch": torch.__version__, "threads": torch.get_num_threads()}
     model, call, optimizer = PEERS[peer](model, device, memory)
+    row["attention"] = _attention(shape, case.seq, device)
 
     def step() -> tuple[float, float, float]:
         """Seconds of forward and backward, of the update, and the loss."""
@@ -218,7 +240,7 @@ def measure(name: str, peer: str, memory: int | None) -> dict[str, Any]:
 
 
 def _attention(shape: Shape, seq: int, device: torch.device) -> str:
-    """The backend that torch chooses for the attention of every peer."""
+    """The backend that torch chooses for attention here."""
     q, k = (
         torch.empty(1, heads, seq, shape.head_dim, dtype=shape.dtype, device=device) for heads in (shape.heads, shape.kv_heads)
     )

@@ -15,7 +15,7 @@ from mtcompile import torch_private
 from mtcompile.distributed.joining import check_distributable, ranks_of
 from mtcompile.errors import MtcompileError, StepError
 from mtcompile.execution.calibration import Calibration
-from mtcompile.execution.memory.parameters import changes_of, check_movable
+from mtcompile.execution.memory.movable import changes_of, check_movable
 from mtcompile.execution.model import CompiledModel
 from mtcompile.machine.device import choose
 from mtcompile.machine.presets import named

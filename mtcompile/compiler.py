@@ -43,8 +43,9 @@ from mtcompile.passes.joint.loss_head import chunk_loss
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.lower import Workspace
 from mtcompile.passes.plan import Plan
+from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.spill import within_disk
-from mtcompile.passes.planning.planner import make_plan, may_be_resident, plan_like, resident_plan, structure
+from mtcompile.passes.planning.planner import may_be_resident, plan_among, plan_like, resident_plan, structure
 from mtcompile.passes.planning.problem import BIT_EQUAL, FUSED, DoesNotFit, Planned, PlanningProblem
 from mtcompile.passes.rewrites.collectives import check_reads
 from mtcompile.passes.step_graph import copy_step
@@ -279,6 +280,7 @@ def plan_for(joint: JointStep, target: Target, placement: RunnablePlacement) -> 
             if (planned := plan_like(alike, similar.plan)) is not None:
                 return alike, planned
         problem = planning_problem(joint, placement, machine, workspace)
+        placement.expect(problem)
         if options.fuses and options.policy == FASTEST and may_be_resident(problem):
             whole = planning_problem(joint, placement, machine, workspace, whole=True)
             if (resident := resident_plan(whole)) is not None and leaves_room(whole.budgets, resident.schedule, target.beside):
@@ -301,11 +303,11 @@ def plan_for(joint: JointStep, target: Target, placement: RunnablePlacement) -> 
 def plan_beside(problem: PlanningProblem, policy: str, beside: int) -> tuple[PlanningProblem, Planned]:
     """Returns the fastest plan found that leaves room for what ``beside`` more forwards of it hold, and the problem that it
     solves, whose device budget is a part of the whole. Raises DoesNotFit."""
-    store = search_store(problem)
+    candidates = Candidates(problem, _tell, search_store(problem))
 
     def planned_within(nbytes: int | None) -> tuple[PlanningProblem, Planned]:
         part = replace(problem, budgets=replace(problem.budgets, device=nbytes))
-        return part, recalled(part, policy, functools.partial(make_plan, part, policy, store=store, progress=_tell))
+        return part, recalled(part, policy, functools.partial(plan_among, candidates, part.budgets, policy))
 
     budget = problem.budgets.device
     whole = planned_within(budget)

@@ -45,6 +45,7 @@ def short_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     if not request.node.nodeid.startswith(_SEARCHED_WHOLE):
         monkeypatch.setattr(candidates, "MOST_SEARCHED", _FEW)
         monkeypatch.setattr(candidates, "MOST_POINTS", _FEW)
+        monkeypatch.setattr(candidates, "_FEW_SEARCHED", 0)  # no climbs in place of so few
         monkeypatch.setattr(candidates, "_AHEAD", (1,))
         monkeypatch.setattr(frontier, "ROUNDS", 1)
 

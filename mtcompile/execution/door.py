@@ -45,6 +45,7 @@ class Door(RunnablePlacement, Protocol):
 
     def limit_host(self, plan: Plan) -> bool:
         state = sum(nbytes for name, nbytes in self.state_nbytes().items() if name != "gradients")  # which may be yet to come
+        state += self.pinned_ahead_nbytes()
         held = min(state, psutil.Process().memory_info().rss) * self.ranks_here  # taken already, and counted by the plan
         needed = plan.peak_bytes.get("host", 0) * self.ranks_here
         limit, room = host_room() or ("", needed)
@@ -82,6 +83,10 @@ class Door(RunnablePlacement, Protocol):
     def before_planning(self) -> None:
         """Called before a step is planned."""
         return
+
+    def pinned_ahead_nbytes(self) -> int:
+        """Returns the bytes that are pinned already for weights which have not moved there yet."""
+        return 0
 
     def place_for_calls(self, tier: str) -> None:
         """Gives parameters a place of their own on ``tier`` before any training, if they may be there."""

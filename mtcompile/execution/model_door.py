@@ -17,6 +17,7 @@ from mtcompile.capture.refusals import lazy_modules_in
 from mtcompile.errors import BudgetError, CaptureError, StepError
 from mtcompile.execution.compiled import Frame, LiveFrames
 from mtcompile.execution.door import Door
+from mtcompile.execution.memory.disk_room import movable, room_nbytes
 from mtcompile.execution.memory.host_room import check_plan, checked_before_first_step
 from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, disk_error, host_error, random_reserve_nbytes
@@ -29,12 +30,11 @@ from mtcompile.optim.wholeness import Wholeness
 from mtcompile.options import Options
 from mtcompile.passes.analysis.state import Budgets, is_trained, update_staging_nbytes
 from mtcompile.passes.joint.build import InputHomes
-from mtcompile.passes.planning.problem import DoesNotFit, Planned
+from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem
 from mtcompile.passes.step_graph import inputs_of
 from mtcompile.references import weakly
 from mtcompile.runtime.devices.arena import overlaps, span_nbytes
 from mtcompile.runtime.devices.protocol import Device
-from mtcompile.runtime.disk.file import free_nbytes
 from mtcompile.runtime.disk.store import DiskStore, piece_nbytes, staging_nbytes
 from mtcompile.runtime.schedule import placed
 from mtcompile.torch_private import shares_storage
@@ -97,6 +97,18 @@ class ModelDoor(Door):
         if self.parameters.provisional:
             self.parameters.forget()
 
+    def expect(self, problem: PlanningProblem) -> None:
+        """Pins homes of weights while a plan is searched, as many bytes as the first step will add to the host anyway."""
+        if self.parameters.slabs or self.ranks_here > 1 or self.options.disk is not None or self.device.where.type == "cpu":
+            return
+        parameters = self._parameters()
+        gradients = 0 if self.updates is not None else sum(p.nbytes for p in parameters.values() if p.requires_grad)
+        homes, most = problem.step.meta["homes"], gradients + self._missing_state_nbytes()
+        self.parameters.pin_ahead(homes, parameters, problem.budgets.device, most)
+
+    def pinned_ahead_nbytes(self) -> int:
+        return self.parameters.ahead.nbytes
+
     def place_for_calls(self, tier: str) -> None:
         has_state = self.optimizer is not None and bool(self.optimizer.state)  # which would follow its parameters
         if self.device.where.type != "cpu":
@@ -140,27 +152,14 @@ class ModelDoor(Door):
                 )
         return replace(
             budgets,
-            disk=self._disk_nbytes(),
+            disk=room_nbytes(self.options.disk, self.parameters, self.frames),
             disk_staging=staging_nbytes(self.parameters_nbytes()),
             disk_updates=self.updates is not None and is_elementwise(self.optimizer),
             update_piece=2 * PIECE if self.options.precision.split else 0,
             disk_slowdown=knobs.disk_slowdown(),
             disk_days=knobs.disk_days(),
-            disk_takes=self._movable(fixed),
+            disk_takes=movable(fixed, self.parameters, self.frames),
         )
-
-    def _movable(self, fixed: Mapping[str, str]) -> tuple[str, ...]:
-        """Returns the homes on the host that may go to disk now."""
-        evicted = self.frames.waiting() if self.frames.leaving else ()
-        passing = [tensor for frame in evicted for tensor in frame.memory.tensors.values()]
-        return tuple(h for h in sorted(fixed) if fixed[h] == "host" and self.parameters.may_go_to_disk(h, passing))
-
-    def _disk_nbytes(self) -> int:
-        """Returns the bytes that may be on disk: as asked for, or fewer if there is no room, less those of waiting forwards."""
-        assert self.options.disk is not None
-        taken = 0 if self.parameters.disk is None else self.parameters.disk.all_reserved_nbytes
-        there = min(self.options.disk.nbytes, taken + free_nbytes(self.options.disk.folder))
-        return there - self.frames.disk_nbytes()
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """Returns the parameters by name. The model's own method waits for updates."""
@@ -225,7 +224,8 @@ class ModelDoor(Door):
 
     def refusal(self, error: DoesNotFit) -> BudgetError:
         if error.tier == "disk" and self.options.disk is not None:
-            return disk_error(error, self.options.disk.folder, self.options.disk.nbytes, self._disk_nbytes())
+            free = room_nbytes(self.options.disk, self.parameters, self.frames)
+            return disk_error(error, self.options.disk.folder, self.options.disk.nbytes, free)
         if error.tier == "device":
             refused = budget_error(error, "memory", self.options.memory or 0, self._beside)
             if self.device.where.type == "cpu" or not self.parameters.held_elsewhere("device"):
@@ -241,7 +241,8 @@ class ModelDoor(Door):
         blocks = step.meta["homes"]
         tiers = {block: planned.plan.params(block) for block in blocks.values()}
         if not self.parameters.slabs:
-            check_plan(planned.schedule, self.state_nbytes(), self.device.where.type == "cpu")
+            held = self.state_nbytes() | {"pinned ahead": self.pinned_ahead_nbytes()}
+            check_plan(planned.schedule, held, self.device.where.type == "cpu")
         if planned.plan.peak_bytes.get("disk", 0):
             self._open_disk(step, planned)
         self.parameters.adopt(blocks, tiers, dict(self._model().named_parameters()))
@@ -331,9 +332,8 @@ class ModelDoor(Door):
 
     def state_nbytes(self) -> dict[str, int]:
         """Returns the current bytes of weights, masters, gradients and optimizer state."""
-        masters = self.masters.nbytes() if self.masters is not None else 0
         nbytes = training_nbytes(self._parameters().values(), self.optimizer, self.updates is None)
-        return {"weights": nbytes.pop("weights"), "masters": masters, **nbytes}
+        return {"weights": nbytes.pop("weights"), "masters": 0 if self.masters is None else self.masters.nbytes(), **nbytes}
 
     def on_disk_nbytes(self) -> int:
         return self.parameters.held_on_disk_nbytes() + (0 if self.disk is None else self.disk.nbytes)

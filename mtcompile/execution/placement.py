@@ -15,7 +15,7 @@ from mtcompile.passes.generators import generator_nbytes
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.disk.limits import NotWorthwhile
-from mtcompile.passes.planning.problem import DoesNotFit, Planned
+from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem
 from mtcompile.passes.step_graph import calls, has_random, is_convert
 from mtcompile.runtime.schedule import aligned, gib
 
@@ -40,6 +40,10 @@ class RunnablePlacement(Placement, Protocol):
     def give_up_residents(self, error: DoesNotFit) -> bool:
         """Sends resident parameters home if that may make planning succeed. Tells whether it sent any."""
         return False
+
+    def expect(self, problem: PlanningProblem) -> None:
+        """Called with a problem before its plan is searched."""
+        return
 
     def limit_host(self, plan: Plan) -> bool:
         """Sets the host budget that there is by default, if a plan takes more. Tells whether it has set one."""

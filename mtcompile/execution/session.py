@@ -196,6 +196,8 @@ class Session:
             except Exception as error:
                 doing = f"{self.title or 'the model'} could not be planned"
                 refuse(not_compiled(error, doing, place_of(captured.description.graph.graph.nodes)), error)
+            finally:
+                self.parameters.ahead.end()
         dump(compiled)
         return compiled
 

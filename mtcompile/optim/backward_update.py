@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from mtcompile import torch_private
+from mtcompile.capture.refusals import first_line
 from mtcompile.errors import StepError
 from mtcompile.optim.backward_checks import (
     CLIPPING_BY_HAND,
@@ -182,9 +183,9 @@ class UpdatesInBackward:
         """Note whatever is raised inside: after the backward's first update the model is unusable until it is loaded again."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             if self._backward is not None and self._backward.has_updated:
-                self._spoil("failed among its updates: some parameters have been updated, others not")
+                self._spoil(f"failed among its updates: some parameters have been updated, others not ({first_line(error)})")
             raise
 
     def failed_behind(self) -> None:

@@ -13,31 +13,28 @@ from dataclasses import replace
 from torch import fx
 
 from mtcompile.passes.analysis.cost import Machine
-from mtcompile.passes.analysis.state import held_nbytes
+from mtcompile.passes.analysis.state import Budgets, held_nbytes
 from mtcompile.passes.lower import Workspace, lower
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.evaluate import completed, evaluate
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.ladders import Block, everything, variant_decision
-from mtcompile.passes.planning.problem import Planned, PlanningProblem, Progress, Store, no_progress
+from mtcompile.passes.planning.problem import Planned, PlanningProblem
 from mtcompile.passes.planning.variants import Variant
 
 _FARTHER = 1.05  # from its bound than the plan at other sizes is from its own: then a search is worth its time
 _AS_BEFORE = "as at the sizes that were planned before"
 
 
-def make_plan(
-    problem: PlanningProblem,
-    policy: str = "fastest",
-    known: Plan | None = None,
-    store: Store | None = None,
-    progress: Progress = no_progress,
-) -> Planned:
+def make_plan(problem: PlanningProblem, policy: str = "fastest") -> Planned:
     """Returns the fastest plan that fits, or that of a fixed ``policy``, with its rewritten graph and schedule (deps derived,
-    not yet proven). ``known``: as for ``Candidates.best``. ``store``, ``progress``: as for ``Candidates``. Raises
-    DoesNotFit."""
-    candidates, budgets = Candidates(problem, progress, store), problem.budgets
+    not yet proven). Raises DoesNotFit."""
+    return plan_among(Candidates(problem), problem.budgets, policy)
+
+
+def plan_among(candidates: Candidates, budgets: Budgets, policy: str, known: Plan | None = None) -> Planned:
+    """Returns what ``make_plan`` does, from candidates that serve other budgets too. ``known``: as for ``Candidates.best``."""
     if policy != "fastest":
         return candidates.by_policy(policy, budgets)
     return candidates.best(budgets.device, budgets.host, known)

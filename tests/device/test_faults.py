@@ -140,15 +140,15 @@ def sweep(way: str, kind: str, device: torch.device, late: bool, most: int) -> C
             DEVICE.faults.at[kind], DEVICE.faults.late = number, late
         try:
             training.step()
-        except (RuntimeError, mtcompile.MtcompileError) as error:
-            causes = [error, *causes_of(error)]
-            assert any("injected" in str(cause) or "out of memory" in str(cause) for cause in causes), causes
+        except RuntimeError as error:
+            causes = [str(cause) for cause in (error, *causes_of(error))]  # not the errors: their frames hold the loss
+            assert any("injected" in cause or "out of memory" in cause for cause in causes), causes
             outcome = "raised"
         else:
             outcome = "ran"
         torch.ops.second_device.fail_allocation(0)
         if late and DEVICE.error is not None:
-            with pytest.raises(RuntimeError, match=r"injected|among its updates"):  # the first cause, whatever is called
+            with pytest.raises(RuntimeError, match="injected"):  # the first cause, whatever is called
                 training.step()
             DEVICE.reset()
             left["ended"] += 1

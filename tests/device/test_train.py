@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import importlib
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from tests.device.models import make
 from tests.device.reference import compare, compiled_at, on
 from tests.device.reference import floor as floor_of
 from tests.device.second import LateCopies
-from tests.helpers.stacks import WIDTH, Residual
+from tests.helpers.stacks import WIDTH, Residual, stack
 from tests.helpers.training import adamw, loss_of
 
 MODELS = ("decoder", "dropping", "cnn", *(pytest.param(name, marks=pytest.mark.long) for name in ("tied", "chain")))
@@ -409,6 +411,31 @@ def test_where_pinning_is_refused_copies_are_staged_and_the_plan_says_so(
     optimizer.zero_grad()
     assert "not pinned" in compiled.plan.machine
     compare(compiled, optimizer, model, data, device)
+
+
+def test_homes_are_pinned_while_the_plan_is_searched(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a refused plan had pinned is free again, and what a plan takes holds the weights."""
+    model, data = stack(batch=8)
+    memory, pin = floor_of(model, data, device), cuda.Api.pin
+    pinned: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+
+    def noted(self: cuda.Api, nbytes: int) -> torch.Tensor:
+        tensor = pin(self, nbytes)
+        pinned.append((threading.current_thread().name, weakref.ref(tensor)))
+        return tensor
+
+    monkeypatch.setattr(cuda.Api, "pin", noted)
+    refused, _ = compiled_at(copy.deepcopy(model), memory // 2, device)
+    with pytest.raises(mtcompile.BudgetError):
+        refused(**on(device, data))
+    gc.collect()
+    assert pinned and {name for name, _ in pinned} == {"mtcompile-pinning"} and not any(ref() is not None for _, ref in pinned)
+    pinned.clear()
+    compiled, optimizer = compiled_at(model, memory, device)
+    compare(compiled, optimizer, model, data, device)
+    homes = {slab.memory.data_ptr() for slab in compiled._mt_model.door.parameters.slabs.values()}
+    ahead = {memory.data_ptr() for name, ref in pinned if name == "mtcompile-pinning" and (memory := ref()) is not None}
+    assert ahead and ahead <= homes
 
 
 def test_a_loss_in_chunks_is_near_the_whole_one(device: torch.device) -> None:

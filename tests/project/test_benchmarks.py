@@ -42,6 +42,12 @@ def test_every_case_names_a_shape_and_peers_that_exist() -> None:
     assert len(training.CASES) == len(training.CPU) + len(training.GPU)
 
 
+@pytest.mark.long
+def test_a_row_for_each_backend_of_attention() -> None:
+    rows = [run.in_child(["--one", f"step-11m-attention/{peer}/None"]) for peer in training.CASES["step-11m-attention"].peers]
+    assert [row["attention"] for row in rows] == ["flash", "math"]
+
+
 def test_text_is_shifted_by_one() -> None:
     tokens, targets = text(3, 50)
     assert torch.equal(tokens.flatten()[1:], targets.flatten()[:-1]) and int(tokens.max()) < 256

@@ -53,7 +53,7 @@ def _rank(work: Work, rank: int, count: int, folder: Path, hosts: Sequence[str],
     os.environ.update(MT_RANKS_TIMEOUT=str(timeout_s), MT_PROGRESS="0")
     if hosts:
         os.environ["MT_RANKS_HOST"] = hosts[rank]
-    candidates.MOST_SEARCHED = candidates.MOST_POINTS = 2
+    candidates.MOST_SEARCHED, candidates.MOST_POINTS, candidates._FEW_SEARCHED = 2, 2, 0
     candidates._AHEAD, frontier.ROUNDS = (1,), 1
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)

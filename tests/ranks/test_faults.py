@@ -97,7 +97,7 @@ def killed_among_updates(rank: int, count: int) -> dict[str, Any]:
 def test_weights_that_a_killed_rank_has_half_updated_are_refused(tmp_path: Path) -> None:
     first, killed = job.ended(job.start(killed_among_updates, 2, tmp_path), tmp_path)
     assert killed is None and "has ended while this one waited" in first["errors"][0]
-    assert first["errors"][1].startswith("step 2 failed among its updates: some parameters have been updated, others not.")
+    assert first["errors"][1].startswith("step 2 failed among its updates: some parameters have been updated, others not (")
 
 
 def faults(count: int, folder: Path) -> tuple[list[Any], list[Any]]:

@@ -26,8 +26,8 @@ from tests.ranks.reference import Model, batches
 def planned() -> Forecast:
     ids, labels = batches(1, 1)[0][0]
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("MOST_SEARCHED", "MOST_POINTS"):
-            patch.setattr(candidates, name, 2)
+        for name, few in {"MOST_SEARCHED": 2, "MOST_POINTS": 2, "_FEW_SEARCHED": 0}.items():
+            patch.setattr(candidates, name, few)
         patch.setattr(frontier, "ROUNDS", 1)
         return mtcompile.plan(Model, {"ids": ids, "labels": labels}, memory="200KB", update="backward", gpus=2)
 

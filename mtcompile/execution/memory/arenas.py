@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from mtcompile import torch_private
+from mtcompile.errors import ends_device
 from mtcompile.execution.compiled import CompiledStep, LiveFrames
 from mtcompile.execution.memory.host_room import host_arena
 from mtcompile.runtime.devices.cpu import Arenas, CpuMemory
@@ -77,7 +78,11 @@ class ArenaPool:
         self._forget_views()
         self._scratch = None
         if self._arenas:
-            self._device.synchronize()
+            try:
+                self._device.synchronize()
+            except RuntimeError as error:
+                if not ends_device(error):  # a device that has failed for good does nothing more
+                    raise
             self._arenas.clear()
 
     def _forget_views(self) -> None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from mtcompile import knobs
-from mtcompile.errors import MtcompileError, StepError
+from mtcompile.errors import StepError
+from mtcompile.execution.memory.ahead import PinnedAhead, surely_at_home
 from mtcompile.execution.memory.host_room import host_arena
 from mtcompile.passes.step_graph import span_nbytes
 from mtcompile.runtime.devices.arena import Layout, layout_of, part, view
@@ -76,6 +77,7 @@ class ParameterStore:
         self.version = 0
         self.provisional = False
         self.disk: DiskStore | None = None
+        self.ahead = PinnedAhead(device)
         self.to_disk: Callable[[str, torch.nn.Parameter], None] = lambda name, parameter: None
         # Makes the slab of a block at home on the host that processes have in common, with what a function writes to it; None:
         # this process has the block for itself.
@@ -98,20 +100,19 @@ class ParameterStore:
         at_home = (place.parameter for place in self.places.values() if self.disk.place_of(place.pointer) is not None)
         return sum(parameter.nbytes for parameter in at_home)
 
+    def pin_ahead(
+        self, blocks: Mapping[str, str], parameters: Mapping[str, torch.nn.Parameter], device_nbytes: int | None, most: int
+    ) -> None:
+        """Starts to pin memory for blocks that will be at home on the host under every plan, up to ``most`` bytes."""
+        sizes = [_offsets(names, parameters, "host")[1] for names in self._without_home(blocks, parameters).values()]
+        self.ahead.begin(surely_at_home(sizes, device_nbytes, most))
+
     def adopt(self, blocks: Mapping[str, str], tiers: Mapping[str, str], parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Moves every named parameter without a home into its block's slab, and every slab to its tier."""
-        new: dict[str, list[str]] = {}
-        for name, block in blocks.items():
-            if name not in self.places and name in parameters:
-                new.setdefault(block, []).append(name)
-        for wanted, names in new.items():
+        for wanted, names in self._without_home(blocks, parameters).items():
             # A block that already has a slab gets another one, on the host: the first program did not plan for it.
             block, tier = (wanted, tiers[wanted]) if wanted not in self.slabs else (f"{wanted}+{len(self.slabs)}", "host")
-            offsets, nbytes = {}, 0
-            for name in names:
-                if not shares_storage(parameters[name]):
-                    offsets[name], span = nbytes, span_nbytes(parameters[name].data)
-                    nbytes += whole_blocks(span) if tier == "disk" else placed(span)
+            offsets, nbytes = _offsets(names, parameters, tier)
             slab = None
             if tier == "host" and nbytes > 0:
                 fill = functools.partial(_write_all, offsets, parameters)
@@ -219,7 +220,17 @@ class ParameterStore:
             return torch.frombuffer(self.disk.map(nbytes), dtype=torch.uint8)
         if self._where(tier).type != "cpu":
             return self.device.arena("device", nbytes)  # type: ignore[no-any-return]
+        if (pinned := self.ahead.take(nbytes)) is not None:
+            return pinned
         return host_arena(self.device, nbytes, "the weights of a block", 'pass disk="/path:SIZE"')
+
+    def _without_home(self, blocks: Mapping[str, str], parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, list[str]]:
+        """Returns the parameters that have no home yet, by the block where they will."""
+        names: dict[str, list[str]] = {}
+        for name, block in blocks.items():
+            if name not in self.places and name in parameters:
+                names.setdefault(block, []).append(name)
+        return names
 
     def _give_home(self, place: ParameterPlace, layout: Layout, offset: int) -> None:
         memory = self.slabs[place.block].memory
@@ -333,6 +344,16 @@ class ParameterStore:
         return memory
 
 
+def _offsets(names: Iterable[str], parameters: Mapping[str, torch.nn.Parameter], tier: str) -> tuple[dict[str, int], int]:
+    """Returns where the parameters of one block lie in its slab, and the slab's bytes. What shares memory stays out of it."""
+    offsets, nbytes = dict[str, int](), 0
+    for name in names:
+        if not shares_storage(parameters[name]):
+            offsets[name], span = nbytes, span_nbytes(parameters[name].data)
+            nbytes += whole_blocks(span) if tier == "disk" else placed(span)
+    return offsets, nbytes
+
+
 def _write_all(offsets: Mapping[str, int], parameters: Mapping[str, torch.nn.Parameter], memory: torch.Tensor) -> None:
     """Writes the values of parameters to memory, each so many bytes from its start."""
     for name, offset in offsets.items():
@@ -342,41 +363,3 @@ def _write_all(offsets: Mapping[str, int], parameters: Mapping[str, torch.nn.Par
 
 def _is_at(parameter: torch.Tensor, home: torch.Tensor | None) -> bool:
     return home is not None and parameter.data_ptr() == home.data_ptr()
-
-
-def changes_of(convert: Callable[[torch.Tensor], torch.Tensor], dtypes: Iterable[torch.dtype]) -> str:
-    """Says what ``convert``, as ``nn.Module._apply`` takes it, would change of parameters and buffers of these dtypes beside
-    their device; "" for nothing. It is called with small tensors of its own."""
-    for dtype in sorted(dtypes, key=str):
-        for shape in ((2, 2, 2, 2), (1, 2, 2, 2, 2)):  # as memory formats of images and volumes concern
-            sample = torch.arange(16).view(shape).to(dtype)
-            converted = convert(sample.clone())
-            if converted.dtype != dtype:
-                return f"dtype from {dtype} to {converted.dtype}"
-            if converted.device.type == "meta" or converted.layout != sample.layout:
-                return "what tensors hold"
-            if converted.stride() != sample.stride():
-                return "strides (a memory format)"
-            if converted.device.type == "cpu" and converted.is_shared():
-                return "memory to that which processes share"
-            if not torch.equal(converted.detach().cpu().view(torch.uint8), sample.view(torch.uint8)):
-                return "values"
-    return ""
-
-
-def check_movable(model: torch.nn.Module) -> None:
-    """Raises MtcompileError for a tensor without memory, and for one on a device whose memory another one shares: after a move
-    they would be two."""
-    tensors = dict((*model.named_parameters(), *model.named_buffers()))
-    for name, tensor in tensors.items():
-        if tensor.is_meta:
-            raise MtcompileError(
-                f"{name} is on the device meta; expected tensors with values. Load weights from a folder of safetensors with "
-                "mtcompile.from_pretrained(folder, model, memory=...), or build the model on the CPU"
-            )
-        if tensor.device.type != "cpu" and shares_storage(tensor):
-            sharing = (n for n, t in tensors.items() if t is not tensor and storage_id(t) == storage_id(tensor))
-            raise MtcompileError(
-                f"{name} on {tensor.device} shares memory with {next(sharing, 'a tensor outside the model')}; compile moves "
-                "the model to host memory, where they would be two tensors. Call model.cpu() before they come to share memory"
-            )

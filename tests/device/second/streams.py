@@ -73,7 +73,8 @@ class Device:
             raise RuntimeError(text)
 
         def failing() -> None:
-            raise RuntimeError(f"CUDA error: an illegal memory access was encountered, {text}")
+            self.error = RuntimeError(f"CUDA error: an illegal memory access was encountered, {text}")
+            raise self.error
 
         return failing
 
