@@ -247,6 +247,7 @@ def compile(
     embeddings: str = "auto",
     elastic: bool = False,
     fragments: str | None = None,
+    tiles: int | str = 1,
     viz: str | Path | None = None,
     process_group: Any = None,
 ) -> Any:
@@ -263,15 +264,14 @@ def compile(
     kernels    ``"eager"``: the kernels of plain PyTorch, bit for bit; ``"inductor"``: compiled by Inductor, within
                rounding of plain PyTorch; budgets at which the same parts are recomputed give the same bits
     loss_chunks  computes a linear layer and its mean cross-entropy in that many chunks of tokens, so that whole-batch logits
-               never exist. This changes the order of summation over tokens. Raises CaptureError if there is no such head, or if
-               anything else reads its logits. ``"auto"``: mtcompile chooses, and keeps one chunk where that is as fast
+               never exist. This changes the order of summation over tokens. ``"auto"``: whatever is fastest
+    tiles      runs the parts of blocks that work token by token (projections, norms, MLP) in at most that many tiles, whose
+               temporaries the backward makes again; weight gradients are sums over tiles. ``"auto"``: the same
     device     where to compute: ``"cuda"``, ``"cuda:1"``, or ``"cpu"``, which emulates a device in host memory; default:
-               the GPU if there is one. Parameters and buffers move to host memory, except parameters that the plan keeps on
-               the device. Tensors passed to the model are sent there
+               the GPU if there is one. Parameters and buffers move to the host, except what the plan keeps on the device
     policy     ``"fastest"``: searches for a plan; or a fixed one, to compare with: ``"resident"``, ``"checkpoint-all"``,
                ``"megatrain"``, ``"zero3-offload"``, ``"offload-all"``
-    throttle   slows the emulated device down to a machine's speeds (a preset, a JSON file or a ``Machine``), for which plans
-               are made then. Results do not change
+    throttle   slows the emulated device down to a machine's speeds (a preset, a JSON file or a ``Machine``) and plans for them
     precision  ``"model"``: the module's dtypes; ``"fp32"`` and ``"bf16"``: parameters are cast, buffers are not;
                ``"bf16-master32"``: parameters become bf16, each with a 16-bit remainder that makes it an exact fp32 master;
                AdamW, Adam or SGD update the masters with fp32 state (12 bytes per parameter with AdamW, and 2 for the
@@ -297,8 +297,7 @@ def compile(
                the same bits, where it is 3 % faster. ``memory_report()["plan_changes"]`` says why
     fragments  cuts linear weights into fragments of rows, each copied, used and updated by itself, where one does not fit or
                that is faster. ``"exact"``: weights whose input needs no gradient; ``"split"``: any, input gradients' sums too
-    viz        writes each training program's timeline to this HTML file: predicted after its first step, measured after its
-               second; a second program goes to ``<name>-2.html``, and so on
+    viz        writes the timelines of training programs to this HTML file (of the second, to ``<name>-2.html``, ...)
     process_group  the ranks that train the model together; default: all, once ``torch.distributed`` is initialised. Weights
                start as those of rank 0; each gradient is the mean over the ranks
 
@@ -322,6 +321,7 @@ def compile(
         embeddings=embeddings,
         elastic=elastic,
         fragments=fragments,
+        tiles=tiles,
     )
     if model is None:
         return lambda target: _compiled(target, options, choose(device), optimizer, process_group)

@@ -31,7 +31,7 @@ from mtcompile.passes.planning.problem import DoesNotFit
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.torch_private import noting_arguments_of_checkpoints
 
-_OPTIONS = ("activation_memory", "offload", "kernels", "loss_chunks")
+_OPTIONS = ("activation_memory", "offload", "kernels", "loss_chunks", "tiles")
 noting_arguments_of_checkpoints()  # runs when torch.compile looks up the backend, before it captures anything
 _backends: weakref.WeakValueDictionary[tuple[int, torch.device], Backend] = weakref.WeakValueDictionary()
 
@@ -113,7 +113,7 @@ def mtcompile_backend(graph: fx.GraphModule, inputs: list[Any], *, options: Any 
                        returned; default: no limit
     offload            whether activations may wait in host memory (default True)
     kernels            ``"eager"`` (default): the kernels of plain PyTorch, bit for bit; ``"inductor"``: compiled ones
-    loss_chunks        as in ``mtcompile.compile``
+    loss_chunks, tiles  as in ``mtcompile.compile``
 
     Raises ValueError and TypeError for options that it cannot honour. The first call of a graph raises BudgetError if no
     plan fits.

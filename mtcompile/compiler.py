@@ -1,18 +1,17 @@
 """The pipeline: from a captured step to one that can run.
 
-    captured step ──joint_of──► joint graph ──rewrite_joint──► loss head in chunks, micro-batches
+    captured step ──joint_of──► joint graph ──rewrite_joint──► cut into smaller operations, micro-batches
                   ──planning_problem──► regions, budgets, homes ──plan_for──► plan, rewritten step graph, schedule
                   ──Toolchain.build──► kernels, measured ──prove──► compiled step
 
 Training runs all of it, in ``compile_step``; ``mtcompile.plan`` runs it from the joint graph to the plan. Around it are three
-loops: ``fastest_loss_head`` tries numbers of chunks of the loss head, ``plan_for`` plans again after it has sent resident
+loops: ``fastest_form`` tries how small the operations are cut, ``plan_for`` plans again after it has sent resident
 parameters of earlier programs home, and ``compile_step`` plans again with slower copies if host memory cannot be pinned.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -36,13 +35,12 @@ from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.check import same_computation
 from mtcompile.passes.check_schedule import Given, check_schedule
-from mtcompile.passes.fragments.check import check_cut
-from mtcompile.passes.fragments.cut import UNCUT, Cut, cut_weights, has_resident_fragments, possible_cuts
-from mtcompile.passes.fragments.figures import streamed_whole, streaming, told_fragments
+from mtcompile.passes.cuts.form import WHOLE, Form, cut_joint, possible_forms
+from mtcompile.passes.cuts.fragments.cut import UNCUT, has_resident_fragments
+from mtcompile.passes.cuts.fragments.figures import streamed_whole, streaming, told_fragments
 from mtcompile.passes.joint.accumulate import Micro, repeat, weights_of
 from mtcompile.passes.joint.build import InputHomes, build
 from mtcompile.passes.joint.exceptions import attention_kernels, exceptions
-from mtcompile.passes.joint.loss_head import chunk_loss
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.lower import Workspace
 from mtcompile.passes.plan import Plan
@@ -51,14 +49,13 @@ from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.planner import may_be_resident, plan_among, plan_like, resident_plan, structure
 from mtcompile.passes.planning.problem import BIT_EQUAL, FUSED, DoesNotFit, Planned, PlanningProblem
 from mtcompile.passes.rewrites.collectives import check_reads
-from mtcompile.passes.step_graph import copy_step, fragments_of
+from mtcompile.passes.step_graph import fragments_of
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.usage import held_between_phases
 from mtcompile.runtime.verify import verify
 
 _PARTS = 8  # budgets to try between the smallest that works and all, where several forwards share one
-AUTO_CHUNKS = (1, 4, 16, 64)  # of the loss head, what loss_chunks="auto" chooses among
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +95,11 @@ class Target:
 
 
 class JointStep(NamedTuple):
-    """A rewritten joint graph, ready to be planned. ``numerics``: its contract in words. ``chunks``: those of its loss head."""
+    """A rewritten joint graph, ready to be planned. ``numerics``: its contract in words."""
 
     graph: fx.GraphModule
     numerics: str
-    chunks: int
+    form: Form
 
 
 class PlannedStep(NamedTuple):
@@ -123,7 +120,7 @@ def compile_step(captured: CapturedStep, target: Target, placement: RunnablePlac
         joint = joint_of(captured, target)
     while True:
         pinned = target.pinned
-        best = fastest_loss_head(joint, captured, target, placement)
+        best = fastest_form(joint, captured, target, placement)
         if placement.limit_host(best.planned.plan) or placement.limit_device(best.planned):
             continue
         if probing is not None:
@@ -165,21 +162,15 @@ def joint_of(captured: CapturedStep, target: Target) -> fx.GraphModule:
 
 
 def rewrite_joint(
-    joint: fx.GraphModule, precision: Precision, fuses: bool, chunks: int = 1, micro: Micro | None = None, cut: Cut = UNCUT
+    joint: fx.GraphModule, precision: Precision, fuses: bool, form: Form = WHOLE, micro: Micro | None = None
 ) -> JointStep:
-    """Returns ``joint`` with its loss head, if any, in ``chunks``, with weights in fragments as ``cut`` says, and repeated for
-    all micro-batches. Raises CaptureError."""
+    """Returns ``joint`` cut as ``form`` says, and repeated for all micro-batches. Raises CaptureError."""
     contract = [precision.contract(), FUSED if fuses else BIT_EQUAL]
     if not fuses and (differing := exceptions(joint)):
         contract[-1] += f", except ({') and ('.join(differing)})"
     if kernels := attention_kernels(joint):
         contract.insert(1, f"attention by {kernels}")
-    rewritten = joint if chunks == 1 else copy_step(joint)
-    chunks = chunks if chunks == 1 or chunk_loss(rewritten, chunks) else 1
-    if cut != UNCUT:
-        whole, rewritten = rewritten, copy_step(rewritten)
-        contract += cut_weights(rewritten, cut)
-        check_cut(whole, rewritten, cut.splits)
+    rewritten, form, changed = cut_joint(joint, form)
     if micro is not None:
         try:
             weights = weights_of(joint, micro)
@@ -188,9 +179,7 @@ def rewrite_joint(
             raise CaptureError(f"accumulate={micro.count}: the model has {error}; accumulate by hand") from None
         summed, shares = " in fp32" if micro.wide else "", ", ".join(dict.fromkeys(map(str, weights.values())))
         contract.append(f"{micro.count} micro-batches, their gradients added up{summed} in their order, {shares}")
-    if chunks > 1:
-        contract.append(f"the loss head's sums over tokens (loss, weight and bias gradients) in {chunks} chunks")
-    return JointStep(rewritten, "; ".join(contract), chunks)
+    return JointStep(rewritten, "; ".join([*contract, *changed]), form)
 
 
 def planning_problem(
@@ -223,24 +212,17 @@ def prove(joint: fx.GraphModule, built: BuiltStep, budgets: Budgets, input_homes
 # --------------------------------------------------------------------------------------------------- the loops around it
 
 
-def fastest_loss_head(
-    joint: fx.GraphModule, captured: CapturedStep, target: Target, placement: RunnablePlacement
-) -> PlannedStep:
-    """Returns the plan with the requested number of loss-head chunks; for "auto", and of the cuts of weights that ``fragments``
-    allows, the fastest plan that fits."""
+def fastest_form(joint: fx.GraphModule, captured: CapturedStep, target: Target, placement: RunnablePlacement) -> PlannedStep:
+    """Returns the plan of the form that was asked for; of those that "auto" and ``fragments`` allow, the fastest that fits."""
     options, candidates, refusals = target.options, list[PlannedStep](), list[BudgetError]()
-    counts = AUTO_CHUNKS if options.loss_chunks == "auto" else (int(options.loss_chunks),)
-    cuts = possible_cuts(joint, options.fragments)
-    for chunks, cut in itertools.product(counts, cuts):
-        rewritten = rewrite_joint(joint, options.precision, options.fuses, chunks, captured.micro, cut)
-        if rewritten.chunks != chunks:
-            if options.loss_chunks == "auto":
-                break
-            if captured.tangents and placement.needs_loss_head(joint):
-                raise CaptureError(
-                    f"loss_chunks={chunks}: expected a linear layer followed by a mean cross-entropy whose logits nobody "
-                    "else reads, found none; return the loss without the logits, or leave loss_chunks out"
-                )
+    tried = set[Form]()
+    for form in possible_forms(joint, options.loss_chunks, options.tiles, options.fragments):
+        rewritten = rewrite_joint(joint, options.precision, options.fuses, form, captured.micro)
+        if captured.tangents and placement.needs_loss_head(joint):
+            _check_cuts(options, rewritten.form)
+        if rewritten.form in tried:  # there was nothing more to cut
+            continue
+        tried.add(rewritten.form)
         try:
             planned = PlannedStep(rewritten, *plan_for(rewritten, target, placement))
             if not has_resident_fragments(planned.problem.step, planned.planned.plan):
@@ -248,7 +230,8 @@ def fastest_loss_head(
         except BudgetError as error:
             refusals.append(error)
         else:
-            if planned.planned.plan.all_resident and (len(cuts) == 1 or not streaming(planned.planned.schedule).staging_nbytes):
+            resident = planned.planned.plan.all_resident
+            if resident and (options.fragments is None or not streaming(planned.planned.schedule).staging_nbytes):
                 break
     if not candidates:
         raise min(refusals, key=lambda error: error.minimum_bytes)
@@ -258,11 +241,25 @@ def fastest_loss_head(
     whole = next((each.planned.schedule for each in candidates if not fragments_of(each.joint.graph)), None)
     fits = whole is not None
     if whole is None:
-        uncut = rewrite_joint(joint, options.precision, options.fuses, best.joint.chunks, captured.micro)
+        uncut = rewrite_joint(joint, options.precision, options.fuses, replace(best.joint.form, cut=UNCUT), captured.micro)
         whole = streamed_whole(planning_problem(uncut, placement, target.machine, target.toolchain.eager.workspace))
     plan = best.planned.plan
     told = told_fragments(best.planned, whole, fits)
     return best._replace(planned=replace(best.planned, plan=replace(plan, notes=(*plan.notes, told))))
+
+
+def _check_cuts(options: Options, form: Form) -> None:
+    """Raises CaptureError if a training graph, in this form, has nothing of what was to be cut."""
+    if options.loss_chunks not in ("auto", form.chunks):
+        raise CaptureError(
+            f"loss_chunks={options.loss_chunks}: expected a linear layer followed by a mean cross-entropy whose logits nobody "
+            "else reads, found none; return the loss without the logits, or leave loss_chunks out"
+        )
+    if options.tiles not in ("auto", 1) and form.tiles == 1:
+        raise CaptureError(
+            f"tiles={options.tiles}: expected blocks with linear layers that work token by token, found none that most of "
+            'their memory stays inside of; leave tiles out, or pass tiles="auto"'
+        )
 
 
 def plan_for(joint: JointStep, target: Target, placement: RunnablePlacement) -> tuple[PlanningProblem, Planned]:

@@ -64,6 +64,7 @@ class Options:
     embeddings: str = "auto"
     elastic: bool = False
     fragments: str | None = None
+    tiles: int | str = 1
 
     def __post_init__(self) -> None:
         if self.policy not in (FASTEST, *POLICIES):
@@ -76,8 +77,9 @@ class Options:
             if (choice := getattr(self, option)) not in FETCHED:
                 close = did_you_mean(choice, FETCHED)
                 raise ValueError(f"expected {option} to be one of {', '.join(FETCHED)}, found {choice!r}{close}")
-        if not _is_count(self.loss_chunks) and self.loss_chunks != "auto":
-            raise ValueError(f'expected loss_chunks to be a whole number of 1 or more, or "auto", found {self.loss_chunks!r}')
+        for name, count in (("loss_chunks", self.loss_chunks), ("tiles", self.tiles)):
+            if not _is_count(count) and count != "auto":
+                raise ValueError(f'expected {name} to be a whole number of 1 or more, or "auto", found {count!r}')
         if not _is_count(self.accumulate):
             raise ValueError(f"expected accumulate to be a whole number of 1 or more, found {self.accumulate!r}")
         if not isinstance(self.offload, bool):
@@ -90,6 +92,8 @@ class Options:
                 f"bits no plan changes, found policy={self.policy!r} and kernels={self.kernels!r}"
             )
         check_fragments(self.fragments, self.updates, self.disk is not None)
+        if self.fragments is not None and self.tiles != 1:
+            raise ValueError(f"expected tiles or fragments, found both: tiles={self.tiles!r}, fragments={self.fragments!r}")
         if self.disk is not None and self.host is None:
             raise ValueError('disk= takes what host= has no room for; expected host= too, such as host="64GiB", found none')
         if self.viz is not None and not isinstance(self.viz, (str, Path)):

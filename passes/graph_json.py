@@ -41,7 +41,7 @@ from mtcompile.passes.step_graph import (
 )
 
 FORMAT = "mtcompile-graph-1"
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (operator.getitem, save_rng, replay, restride, *(prefetch, prefetch_slices, prefetch_rows))
     + (offload, offload_rows, read, write)
@@ -52,6 +52,12 @@ _OPS = ("placeholder", "call_function", "call_module", "output")
 _NAMESPACES = ("aten", "prims", "mtcompile")
 _OPENS_FILES = "filename"  # a parameter of operators that open a file: aten.from_file
 _META = ("phase", "block", "role", "tier", "nbytes", "name", "key", "rng_state", "rng_device", "seq_nr", "module_path")
+
+
+def in_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets graphs call a function, by its name; returns it. For one whose arguments hold graphs of this format themselves."""
+    _FUNCTIONS[function.__name__] = function
+    return function
 
 
 class GraphFormatError(ValueError):

@@ -9,14 +9,11 @@ Nodes
   prefetch_rows(x, *is)  host -> device, the rows of x that the indices is name (``analysis/rows``)
   offload(*xs)           device -> host, the identity on bits
   offload_rows(x, *is)   device -> host, a gradient that is zero but in the rows that the indices is name
-  read(*xs)              disk -> host, the identity on bits
-  write(*xs)             host -> disk, the identity on bits
+  read, write(*xs)       disk -> host, and back, the identity on bits
   convert(*xs, casts=c)  on the host, each value cast by its _to_copy keywords
   update(*xs, count=n)   n parameters, their n gradients, and a scale or nothing -> the parameters' next versions
-  gradient_norms(*xs)    gradients -> (the norm of each)
-  gradient_scale(*xs)    norms -> (the factor of all gradients)
-  all_reduce(*xs)        on the host, each gradient's mean over all ranks
-  broadcast(*xs)         on the host, each value as the first rank has it
+  gradient_norms(*xs)    gradients -> (the norm of each), and gradient_scale(*norms) -> (the factor of all gradients)
+  all_reduce, broadcast(*xs)  on the host, each gradient's mean over all ranks; each value as the first rank has it
   reduce_scatter(*xs)    on the host, each gradient's mean over all ranks, of which a rank has those elements that it updates
   all_gather(*xs)        on the host, updated parameters with the elements that ranks of other hosts have updated
   output                 (buffer mutations..., outputs..., gradients...)

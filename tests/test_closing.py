@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import mtcompile
-from mtcompile.optim import backward_kernels
+from mtcompile.optim.backward import kernels as backward_kernels
 from mtcompile.runtime.optim.operands import split
 
 pytestmark = pytest.mark.slow  # it compiles many models

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from mtcompile.distributed.gathering import PartsOnHosts, WholeLater
 from mtcompile.distributed.shared_memory import free_pages
 from mtcompile.errors import StepError
-from mtcompile.optim.backward_kernels import Backward, update_plain
+from mtcompile.optim.backward.kernels import Backward, update_plain
 from mtcompile.optim.disk_state import REMAINDER, Staged
 from mtcompile.optim.master_weights import MASTER, Master, Masters
 from mtcompile.optim.state_sizes import STATES

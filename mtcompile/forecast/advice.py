@@ -22,13 +22,13 @@ from mtcompile.forecast.request import (
     ForecastRequest,
     SizedStep,
     fastest,
-    in_chunks,
+    in_form,
     in_micro_batches,
     sized_step,
     with_disk,
 )
 from mtcompile.forecast.result import Advice, Forecast
-from mtcompile.optim.backward_checks import check_optimizer
+from mtcompile.optim.backward.checks import check_optimizer
 from mtcompile.optim.state_sizes import optimizer_named, state_copies
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets, held_nbytes, trained_nbytes
@@ -182,7 +182,7 @@ def _savings(request: ForecastRequest, sized: SizedStep, budgets: Budgets) -> It
         updating = _updating(budgets) if backward else budgets
         nbytes = request.machine.disk_nbytes or sum(held_nbytes(problem.step, budgets).values()) * 2
         on_disk = replace(request, budgets=with_disk(updating, nbytes, request.precision))
-        yield Change(f"disk={also}", lambda: in_chunks(on_disk, sized, sized.joint.chunks).candidates.problem)
+        yield Change(f"disk={also}", lambda: in_form(on_disk, sized, sized.joint.form).candidates.problem)
 
 
 def _disk_speeds(request: ForecastRequest) -> str:

@@ -27,7 +27,7 @@ from mtcompile.optim.state_sizes import average_copies, is_elementwise, state_nb
 from mtcompile.options import FASTEST
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets, is_trained
-from mtcompile.passes.fragments.cut import UNCUT, Cut
+from mtcompile.passes.cuts.form import Form
 from mtcompile.passes.joint.accumulate import Micro
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.candidates import Candidates
@@ -38,7 +38,7 @@ from mtcompile.runtime.disk.store import staging_nbytes
 from mtcompile.torch_private import building_without_memory, without_memory
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-_LARGE_HEAD, MOST_CHUNKS = 0.02, 64  # a loss head is cut if its logits take more than this share of the device
+_LARGE_HEAD, MOST_CHUNKS, MOST_TILES = 0.02, 64, 64  # a loss head is cut if its logits take more than this share of the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,41 +109,34 @@ class AssumedPlacement:
 
 
 def sized_step(request: ForecastRequest, batch: int, seq: int, like: SizedStep | None = None) -> SizedStep:
-    """Captures a step at one size. ``like``: the same step at another size, whose loss-head chunks and regions are reused."""
+    """Captures a step at one size. ``like``: the same step at another size, whose form and regions are reused."""
     request.progress("capturing the step", 0, 0)
     captured, data = _captured(request, batch // request.accumulate, seq)
-    chunks = like.joint.chunks if like else _chunks(captured, request.budgets.device)
-    return _in_chunks(request, captured, (tokens_of(data) * request.accumulate, (batch, seq)), chunks, like)
+    form = like.joint.form if like else Form(_chunks(captured, request.budgets.device))
+    return _in_form(request, captured, (tokens_of(data) * request.accumulate, (batch, seq)), form, like)
 
 
-def in_chunks(request: ForecastRequest, sized: SizedStep, chunks: int) -> SizedStep:
-    """Returns a captured step with its loss head in ``chunks``, or uncut if there is no head that can be cut."""
-    return _in_chunks(request, sized.captured, (sized.tokens, sized.size), chunks)
-
-
-def in_fragments(request: ForecastRequest, sized: SizedStep, cut: Cut) -> SizedStep:
-    """Returns a captured step with its weights in fragments."""
-    about = (sized.tokens, sized.size)
-    return _in_chunks(request, sized.captured, about, sized.joint.chunks, cut=cut)
+def in_form(request: ForecastRequest, sized: SizedStep, form: Form) -> SizedStep:
+    """Returns a captured step in another form, as far as there is something to cut."""
+    return _in_form(request, sized.captured, (sized.tokens, sized.size), form)
 
 
 def in_micro_batches(request: ForecastRequest, sized: SizedStep, times: int) -> SizedStep:
     """Returns the step of a batch that is ``times`` as large, in as many more micro-batches of the size that was captured."""
     (batch, seq), accumulate = sized.size, times * request.accumulate
     more = sized.tokens * times, (batch * times, seq)
-    return _in_chunks(replace(request, accumulate=accumulate), sized.captured, more, sized.joint.chunks)
+    return _in_form(replace(request, accumulate=accumulate), sized.captured, more, sized.joint.form)
 
 
-def _in_chunks(
+def _in_form(
     request: ForecastRequest,
     captured: fx.GraphModule,
     tokens_and_size: tuple[int, tuple[int, int]],
-    chunks: int,
+    form: Form,
     like: SizedStep | None = None,
-    cut: Cut = UNCUT,
 ) -> SizedStep:
     micro = _micro(captured, request) if request.accumulate > 1 else None
-    joint = rewrite_joint(captured, request.precision, fuses=False, chunks=chunks, micro=micro, cut=cut)
+    joint = rewrite_joint(captured, request.precision, fuses=False, form=form, micro=micro)
     placement = AssumedPlacement(request.budgets, request.make_optimizer, request.ranks)
     problem = planning_problem(joint, placement, request.machine, like=like.joint.graph if like else None)
     return SizedStep(Candidates(problem, request.progress, search_store(problem)), captured, joint, *tokens_and_size)

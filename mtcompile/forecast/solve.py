@@ -16,10 +16,10 @@ from mtcompile.forecast.advice import most_helpful
 from mtcompile.forecast.figures import figures
 from mtcompile.forecast.request import (
     MOST_CHUNKS,
+    MOST_TILES,
     ForecastRequest,
     SizedStep,
-    in_chunks,
-    in_fragments,
+    in_form,
     sized_step,
     takes_sizes,
     with_disk,
@@ -34,7 +34,7 @@ from mtcompile.optim.update_options import update_options
 from mtcompile.options import check_fragments, parse_bytes, parse_disk
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.fragments.cut import possible_cuts
+from mtcompile.passes.cuts.fragments.cut import possible_cuts
 from mtcompile.passes.plan import NORM_COPIES, Updates
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Progress, no_progress
@@ -170,18 +170,26 @@ def _with_disk(budgets: Budgets, disk: str | int | None, precision: Precision, f
 
 
 def _forecast(request: ForecastRequest, batch: int, seq: int) -> tuple[Forecast, SizedStep]:
-    """Forecasts one size. Cuts the loss head into more chunks if the first choice leaves too little device memory, then tries
-    the cuts of weights that ``fragments`` allows."""
+    """Forecasts one size. Cuts the loss head into more chunks, and what works token by token into tiles, if the first choice
+    leaves too little device memory; then tries the cuts of weights that ``fragments`` allows."""
     sized = sized_step(request, batch, seq)
     forecast = figures(request, sized)
-    while not forecast.feasible and forecast.minimum_device_bytes and sized.joint.chunks < MOST_CHUNKS:
-        chunks = min(MOST_CHUNKS, 4 * sized.joint.chunks)
-        finer = in_chunks(request, sized, chunks)
-        if finer.joint.chunks != chunks:  # there is no head that can be cut
+    while not forecast.feasible and forecast.minimum_device_bytes and (form := sized.joint.form).chunks < MOST_CHUNKS:
+        chunks = min(MOST_CHUNKS, 4 * form.chunks)
+        finer = in_form(request, sized, replace(form, chunks=chunks))
+        if finer.joint.form.chunks != chunks:  # there is no head that can be cut
             break
         sized, forecast = finer, figures(request, finer)
+    while not forecast.feasible and forecast.minimum_device_bytes and (form := sized.joint.form).tiles < MOST_TILES:
+        finer = in_form(request, sized, replace(form, tiles=4 * form.tiles))
+        if finer.joint.form == form:  # there is nothing that can be cut
+            break
+        other = figures(request, finer)
+        if other.minimum_device_bytes >= forecast.minimum_device_bytes:
+            break
+        sized, forecast = finer, other
     for cut in possible_cuts(sized.captured, request.fragments)[1:]:
-        finer = in_fragments(request, sized, cut)
+        finer = in_form(request, sized, replace(sized.joint.form, cut=cut))
         if _merit(other := figures(request, finer)) > _merit(forecast):
             sized, forecast = finer, other
     return forecast, sized
@@ -195,10 +203,10 @@ def _merit(forecast: Forecast) -> tuple[bool, float]:
 def _least_memory(request: ForecastRequest, sized: SizedStep) -> Forecast:
     """Plans the step in the least device memory that works, however many chunks its loss head is cut into."""
     least, leanest = sized.candidates.least().schedule.peak_nbytes["device"], sized
-    while sized.joint.chunks < MOST_CHUNKS:
-        chunks = min(MOST_CHUNKS, 4 * sized.joint.chunks)
-        sized = in_chunks(request, sized, chunks)
-        if sized.joint.chunks != chunks or (peak := sized.candidates.least().schedule.peak_nbytes["device"]) >= least:
+    while (form := sized.joint.form).chunks < MOST_CHUNKS:
+        chunks = min(MOST_CHUNKS, 4 * form.chunks)
+        sized = in_form(request, sized, replace(form, chunks=chunks))
+        if sized.joint.form.chunks != chunks or (peak := sized.candidates.least().schedule.peak_nbytes["device"]) >= least:
             break
         least, leanest = peak, sized
     within = replace(request, budgets=replace(request.budgets, device=least))

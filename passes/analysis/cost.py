@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from mtcompile.passes.cuts.tiles.op import program_of, run_tiles
 from mtcompile.passes.generators import replay
 from mtcompile.passes.step_graph import is_view, iter_tensors, span_nbytes
 
@@ -185,10 +186,20 @@ def node_cost(node: fx.Node) -> Cost:
     """The cost of one operation; a getitem costs nothing."""
     if node.target is operator.getitem:
         return Cost()
+    if node.target is run_tiles:
+        return _cost_of_tiles(node)
     nbytes = sum(span_nbytes(v) for v in iter_tensors(node))
     nbytes += sum(span_nbytes(v) for operand in node.all_input_nodes for v in iter_tensors(operand))
     fusible = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _REDUCTIONS
     return Cost(node_flops(node), nbytes, 1, nbytes * fusible, int(fusible))
+
+
+def _cost_of_tiles(node: fx.Node) -> Cost:
+    """The cost of all tiles, each of which also writes its part of the results."""
+    program = program_of(str(node.args[0]))
+    bodies = (body_cost(body.graph) for body, count in program.bodies for _ in range(count))
+    results = len(program.makes) * len(program.bounds)
+    return sum(bodies, Cost(0, 2 * sum(span_nbytes(v) for v in iter_tensors(node)), results))
 
 
 def node_flops(node: fx.Node) -> int:

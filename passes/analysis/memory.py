@@ -6,6 +6,7 @@ import operator
 
 from torch import fx
 
+from mtcompile.passes.cuts.tiles.op import inside_nbytes, program_of, run_tiles
 from mtcompile.passes.step_graph import body_outputs, is_view, iter_tensors, storage_nbytes
 from mtcompile.runtime.schedule import aligned
 
@@ -54,11 +55,19 @@ def body_lives(body: fx.Graph) -> list[int]:
         if node.op == "output":
             break
         live += made_nbytes(node)
-        lives.append(live)
+        lives.append(live + _nbytes_of_tiles(node))
         if node not in last:
             live -= made_nbytes(node)
         live -= sum(made_nbytes(root) for root in expiring.get(position, ()))
     return lives
+
+
+def _nbytes_of_tiles(node: fx.Node) -> int:
+    """Bytes that an operation in tiles needs inside."""
+    if node.target is not run_tiles:
+        return 0
+    program = program_of(str(node.args[0]))
+    return inside_nbytes(program, body_peak(program.tile.graph))
 
 
 def output_nbytes(kernel: fx.GraphModule) -> int:

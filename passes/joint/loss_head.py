@@ -172,7 +172,7 @@ def _rewrite(graph: fx.Graph, head: _Head, chunks: int) -> None:
             for cast in back.casts:
                 gradient = add(cast.target, gradient, **cast.kwargs)
             for node in back.for_x:
-                pieces[node].append(add(aten.mm.default, gradient, _viewed(add, node.args[1])))
+                pieces[node].append(add(aten.mm.default, gradient, viewed(add, node.args[1])))
             for node in back.for_weight:
                 turned = add(aten.t.default, gradient)
                 operands = (*pieces[node], turned, _rows(add, head.x, start, end))
@@ -227,9 +227,9 @@ def _rows(add: Add, node: fx.Node, start: int, end: int) -> fx.Node:
     return add(aten.slice.Tensor, node, 0, start, end)
 
 
-def _viewed(add: Add, node: fx.Node) -> fx.Node:
+def viewed(add: Add, node: fx.Node) -> fx.Node:
     """Makes the same view here; a value that is no view is left as it is."""
-    return add(node.target, _viewed(add, node.args[0]), *node.args[1:], **node.kwargs) if is_view(node) else node
+    return add(node.target, viewed(add, node.args[0]), *node.args[1:], **node.kwargs) if is_view(node) else node
 
 
 def total(add: Add, parts: list[fx.Node]) -> fx.Node:

@@ -40,7 +40,7 @@ def assign(graph: fx.Graph, starts: Collection[fx.Node] = ()) -> tuple[Mapping[f
             region[node] = region[node.args[0]] if node.target is operator.getitem else ("forward", block)
             if "seq_nr" in node.meta:
                 by_seq[node.meta["seq_nr"]] = block
-            by_path[_module_path(node)] = block
+            by_path[module_path(node)] = block
     _assign_backward(graph, region, by_seq, by_path, max(len(segments) - 1, 0))
     return region, _unique([name for name, _ in segments])
 
@@ -57,7 +57,7 @@ def _assign_backward(
             continue
         operands = [region[a] for a in node.all_input_nodes if a in region]
         ceiling = min((block for phase, block in operands if phase == "backward"), default=last)
-        path = _module_path(node)
+        path = module_path(node)
         if "seq_nr" in node.meta and node.meta["seq_nr"] in by_seq:
             wanted = by_seq[node.meta["seq_nr"]]
         elif path and path in by_path:
@@ -89,7 +89,7 @@ def _segments(nodes: list[fx.Node]) -> list[tuple[str, list[fx.Node]]]:
     """Cuts forward nodes into contiguous runs of one block each: small ones merged, large ones without layers cut."""
     runs: list[tuple[str, list[fx.Node]]] = []
     for node in nodes:
-        label = _block_label(_module_path(node))
+        label = block_label(module_path(node))
         if runs and (runs[-1][0] == label or is_view(node) or node.target is operator.getitem):
             runs[-1][1].append(node)
         else:
@@ -188,11 +188,11 @@ def _weight(run: list[fx.Node]) -> int:
     return sum(_own_nbytes(n) for n in run) + sum(span_nbytes(v) for a in inputs for v in iter_tensors(a))
 
 
-def _module_path(node: fx.Node) -> str:
+def module_path(node: fx.Node) -> str:
     return str(node.meta.get("module_path", ""))
 
 
-def _block_label(path: str) -> str:
+def block_label(path: str) -> str:
     """The layer that a module path is in: ``model.layers.3`` of ``model.layers.3.mlp.up``, the first element of a list of
     modules on the way; else ''."""
     parts = path.split(".")

@@ -97,7 +97,7 @@ def test_what_fails_in_planning_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     def failing(*args: Any) -> Any:
         raise AssertionError("a mistake of the planner's")
 
-    monkeypatch.setattr("mtcompile.compiler.fastest_loss_head", failing)
+    monkeypatch.setattr("mtcompile.compiler.fastest_form", failing)
     with pytest.raises(mtcompile.CaptureError, match=r"AssertionError: a mistake(.|\n)*MT_DEBUG=1") as refusal:
         mtcompile.compile(Model(lambda model, h: h.sum()), memory="1GiB")(torch.ones(4, 8))
     assert "test_refusals.py" in str(refusal.value)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import mtcompile
 import mtcompile.checkpoint
-from mtcompile.optim import backward_kernels
+from mtcompile.optim.backward import kernels as backward_kernels
 from mtcompile.optim.wholeness import Wholeness
 
 BATCH = torch.linspace(-1, 1, 64).view(4, 16)

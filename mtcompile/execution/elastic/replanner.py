@@ -27,6 +27,7 @@ from mtcompile.execution.elastic.speeds import Recent, Speeds, drift_of
 from mtcompile.execution.session import CompiledSteps, Session
 from mtcompile.kernels.eager import EagerKernels
 from mtcompile.passes.analysis.memory import workspace_nbytes
+from mtcompile.passes.cuts.form import WHOLE
 from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.disk.spill import within_disk
@@ -143,7 +144,7 @@ class Elastic:
             return False
         planned = completed(problem, candidate, plan.minimum_device_bytes, plan.certificate)
         target = Target(session.options, session.device, session.toolchain, problem.machine)
-        best = PlannedStep(JointStep(compiled.joint, problem.numerics, 1), problem, planned)
+        best = PlannedStep(JointStep(compiled.joint, problem.numerics, WHOLE), problem, planned)
         new = built_step(best, compiled.tangents, target, session.door)
         for key, (_, step) in list(known.items()):
             if step is compiled:

@@ -73,6 +73,7 @@ class PlainSteps:
 
 def may_be_plain(options: Options, has_masters: bool) -> bool:
     """Tells whether plain steps compute what planned ones do, under these options."""
-    planned_otherwise = options.updates is not None or has_masters or options.accumulate != 1 or options.loss_chunks != 1
+    planned_otherwise = options.updates is not None or has_masters
+    planned_otherwise |= (options.accumulate, options.loss_chunks, options.tiles) != (1, 1, 1)
     asked_for = options.policy not in (FASTEST, "resident") or options.fuses or options.throttle is not None
     return not planned_otherwise and not asked_for

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mtcompile
-from mtcompile.passes.fragments.figures import streaming
+from mtcompile.passes.cuts.fragments.figures import streaming
 from tests.helpers.training import adamw, same, train
 
 WEIGHT = 512 * 1024  # bytes

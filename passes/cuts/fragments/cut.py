@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from mtcompile.passes.analysis.kernels import drop_dead
-from mtcompile.passes.fragments.linear import Linear, linears
+from mtcompile.passes.cuts.fragments.linear import Linear, linears
 from mtcompile.passes.joint.loss_head import adder
 from mtcompile.passes.joint.regions import STARTS_BLOCK
 from mtcompile.passes.plan import Plan

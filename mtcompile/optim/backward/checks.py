@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mtcompile import torch_private
 from mtcompile.errors import StepError
-from mtcompile.optim.backward_kernels import Backward
+from mtcompile.optim.backward.kernels import Backward
 from mtcompile.runtime.devices.arena import span_nbytes
 
 _LEAST_SCALE = 256.0  # a loss multiplied by a power of two from here on is taken to come from a GradScaler

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from mtcompile import torch_private
 from mtcompile.capture.refusals import first_line
 from mtcompile.errors import StepError
-from mtcompile.optim.backward_checks import (
+from mtcompile.optim.backward.checks import (
     CLIPPING_BY_HAND,
     check_loss,
     check_memory,
@@ -28,9 +28,9 @@ from mtcompile.optim.backward_checks import (
     check_parameters,
     check_step,
 )
-from mtcompile.optim.backward_kernels import KERNELS, Backward, Shares
+from mtcompile.optim.backward.fragments import FragmentUpdates
+from mtcompile.optim.backward.kernels import KERNELS, Backward, Shares
 from mtcompile.optim.disk_state import DiskState
-from mtcompile.optim.fragments.updates import FragmentUpdates
 from mtcompile.optim.master_weights import Masters
 from mtcompile.optim.state_sizes import STATES, is_elementwise
 from mtcompile.optim.update_options import UpdateOptions

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mtcompile.optim.backward_kernels import Backward, update_plain
+from mtcompile.optim.backward.kernels import Backward, update_plain
 from mtcompile.optim.disk_state import Staged
 from mtcompile.optim.master_weights import Master, Masters
 from mtcompile.optim.written_update import flat

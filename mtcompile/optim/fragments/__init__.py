@@ -1,1 +1,0 @@
-"""Updates of parameters whose gradients arrive in fragments."""

@@ -1,0 +1,58 @@
+"""The form of a joint graph: into how small operations it is cut, and the forms that there are to choose among."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from mtcompile.passes.cuts.fragments.check import check_cut
+from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, cut_weights, possible_cuts
+from mtcompile.passes.cuts.tiles.rewrite import tile_tokens, tiles_contract
+from mtcompile.passes.joint.loss_head import chunk_loss
+from mtcompile.passes.step_graph import copy_step
+
+AUTO = (1, 4, 16, 64)  # chunks, and tiles, that "auto" chooses among
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a joint graph is cut. ``chunks``: of its loss head; ``tiles``: of tokens, in which what works token by token runs;
+    ``cut``: of its linear weights."""
+
+    chunks: int = 1
+    tiles: int = 1
+    cut: Cut = UNCUT
+
+
+WHOLE = Form()
+
+
+def possible_forms(joint: fx.GraphModule, chunks: int | str, tiles: int | str, fragments: str | None) -> list[Form]:
+    """Returns the forms that options allow, the coarsest first. ``chunks``, ``tiles``: a number or "auto"; ``fragments``: as
+    ``possible_cuts`` takes it."""
+    forms = list[Form]()
+    for number in AUTO if "auto" in (chunks, tiles) else (1,):
+        of_head, of_tokens = (number if each == "auto" else int(each) for each in (chunks, tiles))
+        forms += [Form(of_head, of_tokens, cut) for cut in possible_cuts(joint, fragments)]
+    return forms
+
+
+def cut_joint(joint: fx.GraphModule, form: Form) -> tuple[fx.GraphModule, Form, list[str]]:
+    """Returns a normalized joint graph in a form, that form as far as there is something to cut, and what its contract says of
+    it."""
+    if form == WHOLE:
+        return joint, form, []
+    rewritten, contract = copy_step(joint), list[str]()
+    if form.chunks > 1 and chunk_loss(rewritten, form.chunks):
+        contract.append(f"the loss head's sums over tokens (loss, weight and bias gradients) in {form.chunks} chunks")
+    else:
+        form = replace(form, chunks=1)
+    form = replace(form, tiles=tile_tokens(rewritten, form.tiles))
+    if form.tiles > 1:
+        contract.append(tiles_contract(form.tiles))
+    if form.cut != UNCUT:
+        whole, rewritten = rewritten, copy_step(rewritten)
+        contract += cut_weights(rewritten, form.cut)
+        check_cut(whole, rewritten, form.cut.splits)
+    return rewritten, form, contract

@@ -1,0 +1,225 @@
+"""Runs pieces of a joint graph in tiles of tokens, so that what is made inside a piece exists for one tile at a time.
+
+    h = up(x) * silu(gate(x)); y = down(h)        y = run_tiles("h = up(x) * ...", x, up, gate, down)
+
+The backward makes the inside of a tile again, uses it, and drops it. A piece is one operation of the joint graph, so everything
+after plans, proves and runs it like any other.
+
+Every row is computed by the same operations on the same row; a matrix product or reduction of fewer rows may round otherwise
+where a kernel's order of summation depends on the number of rows. Gradients of weights are sums over tiles, in their order;
+those of half-precision weights are added up in fp32.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from mtcompile.passes.analysis.kernels import drop_dead
+from mtcompile.passes.analysis.memory import owner
+from mtcompile.passes.cuts.tiles.op import Cut, Program, run_tiles
+from mtcompile.passes.cuts.tiles.pieces import Piece, Pieces, pieces_of
+from mtcompile.passes.cuts.tiles.rules import SIZED, Layout, leading
+from mtcompile.passes.joint.loss_head import Add, adder, viewed
+from mtcompile.passes.step_graph import is_random, is_view
+
+aten = torch.ops.aten
+_MOST_ALIGNED = 64  # rows: kernels work on rows in groups, which a tile does not cut
+
+
+def tile_tokens(joint: fx.GraphModule, tiles: int) -> int:
+    """Rewrites, in place, the pieces of a normalized joint graph that work row by row, to run in at most ``tiles`` tiles.
+    Returns how many tiles there are; 1 where nothing is cut."""
+    if tiles < 2:
+        return 1
+    pieces = pieces_of(joint.graph)
+    size = tile_rows(pieces.rows, tiles)
+    if size >= pieces.rows:
+        return 1
+    wholes: dict[fx.Node, fx.Node] = {}
+    tiled: set[fx.Node] = set()
+    for piece in (*pieces.forward, *pieces.backward):
+        if _rewrite(joint.graph, piece, pieces, size, wholes):
+            tiled.update(piece.nodes)
+    if not tiled:
+        return 1
+    for node, whole in wholes.items():
+        node.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in tiled)
+    drop_dead(joint.graph)
+    joint.graph.lint()
+    joint.recompile()
+    return -(-pieces.rows // size)
+
+
+def tiles_contract(tiles: int) -> str:
+    """What tiles change, in words."""
+    return (
+        f"what works token by token in {tiles} tiles of tokens: weight gradients there are sums over tiles (in fp32), and "
+        "rounding may depend on a tile's number of rows"
+    )
+
+
+def tile_rows(rows: int, tiles: int) -> int:
+    """The rows of a tile: a multiple of a power of two, as large as there are rows enough for."""
+    size = max(1, -(-rows // tiles))
+    unit = min(_MOST_ALIGNED, 1 << (size.bit_length() - 1))
+    return -(-size // unit) * unit
+
+
+def _rewrite(graph: fx.Graph, piece: Piece, pieces: Pieces, size: int, wholes: dict[fx.Node, fx.Node]) -> bool:
+    """Puts the call that runs a piece in tiles behind its last operation, and what stands for each leaving operation into
+    ``wholes``. Returns False where the order of the graph does not allow that."""
+    inside = set(piece.nodes)
+    nodes = [node for node in graph.nodes if node in inside]
+    if not _make_way(nodes):
+        return False
+    needed = _needed(piece, pieces)
+    builder = _Builder(pieces, needed)
+    bases = list(dict.fromkeys(builder.base(node) for node in piece.leaving))
+    operands, program = builder.program(bases, size)
+    with graph.inserting_before(nodes[-1].next):
+        values = [wholes.get(operand, operand) for operand in operands]
+        call = graph.call_function(run_tiles, (program.text(), *values))
+        call.meta.update(_place(nodes[0], needed, pieces))
+        call.meta["val"] = tuple(_alone(base.meta["val"]) for base in bases)
+        add = adder(graph, call)
+        with graph.inserting_before(call):  # views of weights are made here, so that no other layer's order counts
+            own = [viewed(add, value) if owner(value).op == "placeholder" else value for value in values]
+        call.args = (call.args[0], *own)
+        for place, base in enumerate(bases):
+            wholes[base] = add(operator.getitem, call, place)
+        for node in piece.leaving:
+            _viewed(add, node, wholes)
+    return True
+
+
+def _place(first: fx.Node, needed: Sequence[fx.Node], pieces: Pieces) -> dict[str, Any]:
+    """The phase and place in the model of a piece: that of its first product, or of that of the forward piece whose inside it
+    makes again, so that both are in the same block."""
+    inside = set(needed)
+    of = next((piece.nodes for piece in pieces.forward if not inside.isdisjoint(piece.nodes)), needed)
+    like = next(node for node in of if node.target in (aten.mm.default, aten.addmm.default))
+    about: dict[str, Any] = {key: like.meta[key] for key in ("seq_nr", "module_path") if key in like.meta}
+    return {"phase": first.meta["phase"], **about}
+
+
+def _alone(val: torch.Tensor) -> torch.Tensor:
+    """A value of that layout in memory of its own."""
+    with getattr(val, "fake_mode", None) or nullcontext():
+        return torch.empty(val.shape, dtype=val.dtype, device=val.device)
+
+
+def _viewed(add: Add, node: fx.Node, wholes: dict[fx.Node, fx.Node]) -> fx.Node:
+    """What stands for a view of a result: the same view of what stands for that."""
+    if node not in wholes:
+        wholes[node] = add(node.target, _viewed(add, node.args[0], wholes), *node.args[1:], **node.kwargs)
+    return wholes[node]
+
+
+def _needed(piece: Piece, pieces: Pieces) -> list[fx.Node]:
+    """The operations of a tile in their order: those of the piece that lead to what leaves, and those of the forward that
+    they read."""
+    own = set(piece.nodes)
+    needed: set[fx.Node] = set()
+    stack = list(piece.leaving)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            takes = pieces.uses[node].takes
+            stack += [each for each, layout in takes.items() if each in own or each in pieces.again or layout == "turned"]
+    order = {node: place for place, node in enumerate(piece.nodes[0].graph.nodes)}
+    return sorted(needed, key=order.__getitem__)
+
+
+def _make_way(nodes: Sequence[fx.Node]) -> bool:
+    """Moves what depends on a piece, and stands among its operations, behind the last of these."""
+    inside, dependent = set(nodes), dict[fx.Node, None]()
+    node, last = nodes[0], nodes[-1]
+    while node is not last:
+        if node not in inside and any(operand in inside or operand in dependent for operand in node.all_input_nodes):
+            dependent[node] = None
+        node = node.next
+    if any(map(is_random, dependent)):
+        return False
+    place = last
+    for node in dependent:
+        place.append(node)
+        place = node
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Builder:
+    """Makes the program of a piece. ``needed``: the operations of a tile, in their order."""
+
+    pieces: Pieces
+    needed: Sequence[fx.Node]
+
+    def base(self, node: fx.Node) -> fx.Node:
+        """The operation whose result a leaving view is of."""
+        while is_view(node) and node.args[0] in self.needed and self.pieces.uses[node].makes == "rows":
+            node = node.args[0]
+        return node
+
+    def program(self, bases: Sequence[fx.Node], size: int) -> tuple[list[fx.Node], Program]:
+        """The operands of a program that makes ``bases``, and the program."""
+        inside, uses = set(self.needed), self.pieces.uses
+        taken = ((each, layout) for node in self.needed for each, layout in uses[node].takes.items() if each not in inside)
+        takes, rows = tuple(dict.fromkeys(taken)), self.pieces.rows
+        cuts = tuple(self._cut(operand, layout == "rows") for operand, layout in takes)
+        makes = tuple(self._cut(base, self.pieces.uses[base].makes == "rows") for base in bases)
+        tile = self._tile(takes, bases, size)
+        last = self._tile(takes, bases, rows % size) if rows % size else None
+        return [operand for operand, _ in takes], Program(rows, size, cuts, makes, tile, last)
+
+    def _cut(self, node: fx.Node, in_rows: bool) -> Cut:
+        shape = tuple(node.meta["val"].shape)
+        if not in_rows:
+            return Cut(shape)
+        return Cut(shape, self._with_rows(shape, self.pieces.rows), leading(shape, self.pieces.rows) - 1)
+
+    def _with_rows(self, shape: Sequence[int], rows: int) -> tuple[int, ...]:
+        """A shape whose only leading dimension above one has so many rows."""
+        count = leading(shape, self.pieces.rows)
+        return (*[1] * (count - 1), rows, *shape[count:])
+
+    def _tile(self, takes: Sequence[tuple[fx.Node, Layout]], bases: Sequence[fx.Node], size: int) -> fx.GraphModule:
+        """The operations of a tile of so many rows."""
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        given: dict[tuple[fx.Node, Layout], fx.Node] = {}
+        for place, (operand, layout) in enumerate(takes):
+            given[operand, layout] = graph.placeholder(f"x{place}")
+            known = operand.meta["val"]
+            val = torch.empty_strided(known.shape, known.stride(), dtype=known.dtype, device="meta")
+            if layout == "rows":
+                cut = self._cut(operand, True)
+                val = val.view(cut.shape).narrow(cut.dim, 0, size)
+            given[operand, layout].meta["val"] = val
+        for place, node in enumerate(self.needed):
+            layouts = self.pieces.uses[node].takes
+            operands = {each: env[each] if each in env else given[each, layout] for each, layout in layouts.items()}
+            args, kwargs = map_arg((node.args, node.kwargs), operands.__getitem__)
+            if node.target in SIZED:
+                args = (args[0], list(self._with_rows(node.meta["val"].shape, size)), *args[2:])
+            env[node] = graph.create_node("call_function", node.target, args, kwargs, name=f"n{place}")
+            env[node].meta["val"] = _result(env[node])
+        graph.output(tuple(env[base] for base in bases))
+        return fx.GraphModule(torch.nn.Module(), graph, class_name="Tile")
+
+
+def _result(node: fx.Node) -> Any:
+    """What an operation makes of operands without content."""
+    vals, keywords = map_arg((node.args, dict(node.kwargs)), lambda operand: operand.meta["val"])
+    keywords = {name: value for name, value in keywords.items() if name != "device"}
+    target: Any = node.target
+    with torch.no_grad():
+        return target(*vals, **keywords)
