@@ -15,7 +15,7 @@ from mtcompile.passes.analysis.state import Budgets, held_nbytes, param_nbytes
 from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Certificate, Decision, Plan, Updates
 from mtcompile.passes.planning.evaluate import completed, evaluate, exact, identity, shortfall
-from mtcompile.passes.planning.figures.climb import Climbs, limits_between, moves
+from mtcompile.passes.planning.figures.climb import Climbs, Ways, limits_between, moves
 from mtcompile.passes.planning.figures.evaluator import Evaluator
 from mtcompile.passes.planning.figures.lean import lean_plans, slower_than_some
 from mtcompile.passes.planning.figures.room import rooms
@@ -52,6 +52,7 @@ _FRONTIERS = 3  # whose gaps are looked into: of all points, and of those within
 _GIB = 1 << 30
 _REFINED = 100  # plans evaluated between two of a ladder
 _SEARCHED, MOST_SEARCHED = 4_000_000, 300  # plans of local search: the first over the square of a step's operations; at most
+_PATIENCE = 4  # at most: times as many plans that climbs evaluate of small steps
 _FEW_SEARCHED = 30  # fewer are no search of a step: plans are improved by moves that its equal blocks share
 
 
@@ -377,10 +378,11 @@ class Candidates:
         if self._improved is None:
             budgets, frontier = self.problem.budgets, pareto(self._points)
             limits = limits_between(frontier[0].peak, frontier[-1].peak, self.problem.machine.device_nbytes)
+            patience = max(1, min(_PATIENCE, _REGIONS_PER_LADDER // len(regions(self.problem.step))))
             kinds = moves(self.blocks, self.open_params, budgets.host_activations)
-            held = held_nbytes(self.problem.step, budgets)
-            room = rooms(self.blocks, self.open_params, held, budgets.host_activations)
-            self._improved = Climbs(frontier, limits, kinds, room, lambda plan: self._paced(plan).plan, self._bound_us)
+            room = rooms(self.blocks, self.open_params, held_nbytes(self.problem.step, budgets), budgets.host_activations)
+            ways = Ways(kinds, room, patience)
+            self._improved = Climbs(frontier, limits, ways, lambda plan: self._paced(plan).plan, self._bound_us)
         return self._improved
 
     def _bound_us(self, device: int) -> float:

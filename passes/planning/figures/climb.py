@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.figures.room import Room
@@ -23,6 +23,14 @@ _SHARES_OF_MISSING = (1.0, 1.4)  # of the bytes above a limit, to make room for:
 Move = Callable[[Plan], Iterator[Plan]]
 
 
+class Ways(NamedTuple):
+    """The moves of climbs, what makes room for those that need it, and how many times as many plans as usual they try."""
+
+    kinds: Sequence[Move]
+    rooms: Sequence[Room]
+    patience: int = 1
+
+
 def limits_between(low: int, high: int, device_nbytes: int) -> list[int]:
     """Returns the peaks up to which climbs go: shares of the device's memory, or, where few of these lie between the lowest
     peak and the highest, peaks spread over these."""
@@ -35,20 +43,19 @@ def limits_between(low: int, high: int, device_nbytes: int) -> list[int]:
 
 class Climbs:
     """The best plans with a peak up to each of ``limits``: the frontier's, improved by moves. Each is a climb of its own, made
-    when some budget may take it, and the same whatever was asked before. ``rooms``: make room for a move that needs it.
-    ``evaluate``: gives a plan its figures. ``bound``: the fewest µs of any plan up to a limit; not less for a lower one."""
+    when some budget may take it, and the same whatever was asked before. ``evaluate``: gives a plan its figures. ``bound``: the
+    fewest µs of any plan up to a limit; not less for a lower one."""
 
     def __init__(
         self,
         frontier: Sequence[Point],
         limits: Sequence[int],
-        kinds: Sequence[Move],
-        rooms: Sequence[Room],
+        ways: Ways,
         evaluate: Callable[[Plan], Plan],
         bound: Callable[[int], float],
     ) -> None:
         self.frontier, self.limits, self.evaluate, self.bound = frontier, limits, evaluate, bound
-        self.kinds, self.rooms = kinds, rooms
+        self.ways = ways
         self.plans: dict[int, Plan] = {}  # by limit
 
     def best(self, device: int | None, taken: Plan, fitting: Callable[[Plan], Iterable[Plan]]) -> Plan:
@@ -65,11 +72,11 @@ class Climbs:
         if limit not in self.plans:
             below = (max(self.limits[0], int(limit * share)) for share in _STARTS)
             starts = [next(point.plan for point in reversed(self.frontier) if point.peak <= low) for low in below]
-            climbs = [_Climb(limit, self.rooms, self.evaluate, start) for start in starts]
+            climbs = [_Climb(limit, self.ways.rooms, self.evaluate, start) for start in starts]
             for climb, most in zip(climbs, _MOVES, strict=True):
-                climb.go_on(self.kinds, most)
+                climb.go_on(self.ways.kinds, most * self.ways.patience)
             best = min(climbs, key=lambda climb: climb.best.total_us)
-            best.go_on(self.kinds, _MOVES[0])  # one that began lower may be on its way
+            best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience)  # one that began lower may be on its way
             self.plans[limit] = best.best
         return self.plans[limit]
 
