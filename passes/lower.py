@@ -8,9 +8,8 @@ from dataclasses import replace
 
 from torch import fx
 
-from mtcompile.passes.analysis.cost import Machine, kernel_us
+from mtcompile.passes.analysis.cost import Machine, crossing, kernel_us
 from mtcompile.passes.analysis.memory import workspace_nbytes
-from mtcompile.passes.analysis.rows import crossing
 from mtcompile.passes.plan import Plan, Updates
 from mtcompile.passes.slots import assign_offsets
 from mtcompile.passes.step_graph import (

@@ -13,8 +13,7 @@ from torch import fx
 
 from mtcompile.capture.joint import Pattern, Tangents
 from mtcompile.execution.memory.fragments import index_of
-from mtcompile.passes.analysis.cost import Machine, kernel_us
-from mtcompile.passes.analysis.rows import crossing
+from mtcompile.passes.analysis.cost import Machine, crossing, kernel_us
 from mtcompile.passes.analysis.storages import inputs_read_by_place
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.problem import Planned, PlanningProblem

@@ -12,7 +12,8 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from mtcompile.passes.cuts.tiles.op import program_of, run_tiles
+from mtcompile.passes.analysis.rows import ROW_COPY_US, rows_that_cross
+from mtcompile.passes.analysis.tiles import program_of, run_tiles
 from mtcompile.passes.generators import replay
 from mtcompile.passes.step_graph import is_view, iter_tensors, span_nbytes
 
@@ -210,3 +211,17 @@ def node_flops(node: fx.Node) -> int:
         return 0
     shapes, kwargs = fx.node.map_arg((args, node.kwargs), lambda operand: operand.meta["val"])
     return int(formula(*shapes, **kwargs, out_val=node.meta["val"]))
+
+
+def rows_us(machine: Machine, queue: str, rows: int, nbytes: int, whole_nbytes: int) -> float:
+    """The microseconds of a copy of ``rows``, of ``nbytes`` together, of a value of ``whole_nbytes``. On their way home, the
+    host first fills the place of the value with zeros."""
+    zeros = whole_nbytes / machine.host_gbps / 1e3 if queue == "d2h" else 0.0
+    return machine.copy_us(nbytes, queue) + rows * ROW_COPY_US + zeros
+
+
+def crossing(call: fx.Node, machine: Machine, queue: str) -> tuple[int, float]:
+    """Returns the bytes that a copy of rows moves at most, and the microseconds that it takes then."""
+    value, *indices = call.args
+    count, nbytes = rows_that_cross(value.meta["val"], [each.meta["val"] for each in indices])
+    return nbytes, rows_us(machine, queue, count, nbytes, value.meta["nbytes"])

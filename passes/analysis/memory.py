@@ -6,7 +6,7 @@ import operator
 
 from torch import fx
 
-from mtcompile.passes.cuts.tiles.op import inside_nbytes, program_of, run_tiles
+from mtcompile.passes.analysis.tiles import inside_nbytes, program_of, run_tiles
 from mtcompile.passes.step_graph import body_outputs, is_view, iter_tensors, storage_nbytes
 from mtcompile.runtime.schedule import aligned
 

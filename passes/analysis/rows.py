@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.step_graph import inputs_of, outputs_of, restride, span_nbytes
 
 aten: Any = torch.ops.aten
@@ -25,7 +24,7 @@ _PICKS = (  # each number of a result is one of the first operand
 )
 _CASTS = (aten._to_copy.default, restride)
 _WIDE = (torch.int32, torch.int64)
-_COPY_US = 4.0  # to issue the copy of one row (an estimate, not yet measured on a GPU)
+ROW_COPY_US = 4.0  # to issue the copy of one row (an estimate, not yet measured on a GPU)
 _FAST_LINK = 50_000  # bytes per µs
 
 
@@ -115,7 +114,7 @@ def fetched_by_rows(joint: fx.GraphModule, embeddings: str) -> dict[str, Rows]:
     return {
         name: rows
         for name, rows in read_by_rows(joint).items()
-        if embeddings == "used" or sizes[name] - rows.nbytes >= max(1 << 22, rows.count * _COPY_US * _FAST_LINK)
+        if embeddings == "used" or sizes[name] - rows.nbytes >= max(1 << 22, rows.count * ROW_COPY_US * _FAST_LINK)
     }
 
 
@@ -123,20 +122,6 @@ def rows_that_cross(val: torch.Tensor, indices: Sequence[torch.Tensor]) -> tuple
     """Returns how many rows of ``val`` the ``indices`` name at most, and their bytes."""
     count = min(int(val.shape[0]), sum(int(index.numel()) for index in indices))
     return count, count * int(val.shape[1]) * val.element_size()
-
-
-def rows_us(machine: Machine, queue: str, rows: int, nbytes: int, whole_nbytes: int) -> float:
-    """The microseconds of a copy of ``rows``, of ``nbytes`` together, of a value of ``whole_nbytes``. On their way home, the
-    host first fills the place of the value with zeros."""
-    zeros = whole_nbytes / machine.host_gbps / 1e3 if queue == "d2h" else 0.0
-    return machine.copy_us(nbytes, queue) + rows * _COPY_US + zeros
-
-
-def crossing(call: fx.Node, machine: Machine, queue: str) -> tuple[int, float]:
-    """Returns the bytes that a copy of rows moves at most, and the microseconds that it takes then."""
-    value, *indices = call.args
-    count, nbytes = rows_that_cross(value.meta["val"], [each.meta["val"] for each in indices])
-    return nbytes, rows_us(machine, queue, count, nbytes, value.meta["nbytes"])
 
 
 def rows_of(step: fx.GraphModule) -> dict[fx.Node, Rows]:

@@ -24,7 +24,7 @@ from torch.fx.node import map_arg
 
 from mtcompile.passes.analysis.kernels import drop_dead
 from mtcompile.passes.analysis.memory import owner
-from mtcompile.passes.cuts.tiles.op import Cut, Program, run_tiles
+from mtcompile.passes.analysis.tiles import Cut, Program, run_tiles
 from mtcompile.passes.cuts.tiles.pieces import Piece, Pieces, pieces_of
 from mtcompile.passes.cuts.tiles.rules import SIZED, Layout, leading
 from mtcompile.passes.joint.loss_head import Add, adder, viewed

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mtcompile.passes.analysis.cost import Machine
-from mtcompile.passes.analysis.rows import rows_us
+from mtcompile.passes.analysis.cost import Machine, rows_us
 from mtcompile.passes.lower import update_cost
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.figures.summary import Leaving, Operand, Summary, Value

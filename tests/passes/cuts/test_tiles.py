@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import mtcompile
 from mtcompile.models.decoders import Decoder, Shape
 from mtcompile.passes.analysis.memory import body_peak
-from mtcompile.passes.cuts.tiles.op import run_tiles
+from mtcompile.passes.analysis.tiles import run_tiles
 from mtcompile.passes.cuts.tiles.rewrite import tile_rows, tile_tokens
 from mtcompile.passes.graph_json import graph_from_json, graph_to_json
 from mtcompile.passes.joint.build import build
