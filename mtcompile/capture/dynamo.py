@@ -82,7 +82,6 @@ def front_end(
         return checked(graph, inputs, place)
 
     settings = {parts: torch_private.capture_settings(_MOST_SIGNATURES, parts) for parts in (False, True)}
-    devices = torch_private.mixing_devices(device)
     torch_private.leave_out_of_graphs(_logging_functions())
     torch_private.noting_arguments_of_checkpoints()
     torch_private.leaving_out_absent_gradients()
@@ -115,7 +114,7 @@ def front_end(
         try:
             with (
                 settings[state.in_parts],
-                devices,
+                torch_private.mixing_devices(device),
                 refusing_random_numbers(_RANDOM),
                 plain_torch.plain_answers(state.answers),
                 torch_private.checking_branches(not state.in_parts),

@@ -74,14 +74,40 @@ def cause_in_dynamo(error: Exception) -> BaseException | None:
     return getattr(error, "inner_exception", None) or error.__cause__ or internal or error
 
 
-def mixing_devices(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Traced inside, an operation on operands of the host and of ``device`` computes on ``device``, where parameters will be
-    when they are used."""
+@contextlib.contextmanager
+def mixing_devices(device: torch.device) -> Iterator[None]:
+    """Traced inside, tensors of the host that exist already are on ``device``, where parameters will be when they are used, and
+    an operation on operands of both computes there."""
     from torch._functorch import config as functorch_config
 
     if device.type == "cpu":
-        return contextlib.nullcontext()
-    return functorch_config.patch(fake_tensor_prefer_device_type=device.type)  # type: ignore[no-any-return]
+        yield
+        return
+    _trace_existing_tensors_there()
+    with functorch_config.patch(fake_tensor_prefer_device_type=device.type), _where_traced.during(device):
+        yield
+
+
+_where_traced = ThreadSetting[torch.device | None](None)
+
+
+def _trace_existing_tensors_there() -> None:
+    """Puts the fake tensors that stand for real ones of the host on the device that this thread traces for; once."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    plain: Callable[..., Any] = FakeTensorMode.from_tensor
+    if plain.__dict__.get("_mt_traces"):
+        return
+
+    @functools.wraps(plain)
+    def from_tensor(mode: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        fake = plain(mode, tensor, *args, **kwargs)
+        if (device := _where_traced.value) is not None and fake is not tensor and tensor.device.type == "cpu":
+            fake.fake_device = device
+        return fake
+
+    from_tensor._mt_traces = True  # type: ignore[attr-defined]
+    FakeTensorMode.from_tensor = from_tensor  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

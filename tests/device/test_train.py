@@ -438,6 +438,37 @@ def test_homes_are_pinned_while_the_plan_is_searched(device: torch.device, monke
     assert ahead and ahead <= homes
 
 
+class InPlace(nn.Module):
+    """Changes, in place, what is made from a buffer or parameter, by what is computed."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.linear, self.position = way, nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        if self.way == "buffer":
+            self.mean.lerp_(y.detach().mean(0), 0.1)
+        elif self.way == "copy of a buffer":
+            y = y * self.mean.expand(3, 4).clone().add_(y)
+        elif self.way == "copy of a parameter":
+            positions = self.position.expand(3, 4).clone()
+            positions += y
+            y = positions
+        else:
+            y = torch.zeros(3, 4, device=self.position.device).index_add_(0, torch.arange(3, device=x.device), y)
+        return (y * self.position).square().sum()
+
+
+@pytest.mark.parametrize("way", ["buffer", "copy of a buffer", "copy of a parameter", "new tensor"])
+def test_what_is_made_of_parameters_and_buffers_is_changed_in_place(way: str, device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = InPlace(way)
+    compiled, optimizer = compiled_at(model, 2**20, device)
+    compare(compiled, optimizer, model, {"x": torch.randn(3, 4)}, device)
+
+
 def test_a_loss_in_chunks_is_near_the_whole_one(device: torch.device) -> None:
     torch.manual_seed(0)
     model, data = make("tied")

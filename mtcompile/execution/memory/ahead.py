@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -13,8 +14,9 @@ from mtcompile.runtime.devices.protocol import Device
 
 
 def surely_at_home(sizes: Sequence[int], device_nbytes: int | None, most: int) -> list[int]:
-    """Returns sizes of blocks that no plan can have on the device all together, ``most`` bytes of them. ``sizes``: bytes of
-    every block, in the order of the step. It takes those in the middle: plans have the first and the last on the device."""
+    """Returns sizes of blocks that are together no more than every plan has at home on the host, and ``most`` bytes at most.
+    ``sizes``: bytes of every block, in the order of the step. Which blocks stay at home is a guess: those in the middle, since
+    plans have the first and the last on the device."""
     left = 0 if device_nbytes is None else min(sum(sizes) - device_nbytes, most)
     middle = (len(sizes) - 1) / 2
     chosen = list[int]()
@@ -26,69 +28,45 @@ def surely_at_home(sizes: Sequence[int], device_nbytes: int | None, most: int) -
 
 
 class PinnedAhead:
-    """A thread that pins memory of given sizes while a plan is searched, for whoever takes each. It gives up at the first
-    refusal: who needs the memory asks again, and gets the error."""
+    """Memory that a thread pins while a plan is searched. It is a wish: the thread gives up at the first error, which whoever
+    needs the memory gets when he asks again."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._changed = threading.Condition()
-        self._waiting: list[int] = []
-        self._pinning = 0  # the bytes that are being pinned now
+        self._waiting = deque[int]()
         self._ready: list[torch.Tensor] = []
         self._thread: threading.Thread | None = None
 
     def begin(self, sizes: Iterable[int]) -> None:
-        """Starts to pin, unless it has begun before."""
-        if self._thread is None and (waiting := list(sizes)):
-            self._waiting = waiting
-            self._thread = threading.Thread(target=self._run, name="mtcompile-pinning", daemon=True)
-            self._thread.start()
+        """Starts to pin memory of these sizes, unless it has begun before."""
+        if self._thread is not None or not (waiting := deque(sizes)):
+            return
+        self._waiting, self._ready = waiting, []
+        thread = threading.Thread(target=self._run, args=(waiting, self._ready), name="mtcompile-pinning", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no more threads can be started
+            thread.start()
+            self._thread = thread
 
     def settled_nbytes(self) -> int:
         """Begins nothing more, waits for what is being pinned, and returns the bytes that nobody has taken yet."""
-        with self._changed:
-            self._waiting.clear()
+        self._waiting.clear()
         if self._thread is not None:
             self._thread.join()
         return sum(memory.numel() for memory in self._ready)
 
     def take(self, nbytes: int) -> torch.Tensor | None:
-        """Returns pinned memory of that size, which is the caller's from now on; None if there is none, nor soon."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._index_of(nbytes) is not None or self._pinning != nbytes)
-            if (index := self._index_of(nbytes)) is not None:
-                return self._ready.pop(index)
-            if nbytes in self._waiting:  # the caller pins it, beside the thread
-                self._waiting.remove(nbytes)
-            return None
+        """Returns pinned memory of that size, which is the caller's from now on; None if there is none."""
+        index = next((index for index, memory in enumerate(self._ready) if memory.numel() == nbytes), None)
+        return None if index is None else self._ready.pop(index)
 
     def end(self) -> None:
         """Ends the thread, and frees what nobody has taken."""
-        self.settled_nbytes()
-        self._thread = None
-        self._ready.clear()
-
-    def _index_of(self, nbytes: int) -> int | None:
-        return next((index for index, memory in enumerate(self._ready) if memory.numel() == nbytes), None)
-
-    def _run(self) -> None:
         try:
-            with contextlib.suppress(RuntimeError, OSError):
-                while (nbytes := self._next()) > 0:
-                    memory = host_arena(self._device, nbytes, "the weights of a block", "pass a larger memory=")
-                    with self._changed:
-                        self._ready.append(memory)
-                        self._pinning = 0
-                        self._changed.notify_all()
-                    del memory  # else the thread would share it with who takes it
+            self.settled_nbytes()
         finally:
-            with self._changed:
-                self._waiting.clear()
-                self._pinning = 0
-                self._changed.notify_all()
+            self._thread, self._ready = None, []
 
-    def _next(self) -> int:
-        """Returns the size to pin next; 0 for none."""
-        with self._changed:
-            self._pinning = self._waiting.pop(0) if self._waiting else 0
-            return self._pinning
+    def _run(self, waiting: deque[int], ready: list[torch.Tensor]) -> None:
+        with contextlib.suppress(Exception):
+            while waiting and self._device.staging is None:  # else the driver has refused to pin more
+                ready.append(host_arena(self._device, waiting.popleft(), "the weights of a block", "pass a larger memory="))

@@ -103,7 +103,7 @@ class ParameterStore:
     def pin_ahead(
         self, blocks: Mapping[str, str], parameters: Mapping[str, torch.nn.Parameter], device_nbytes: int | None, most: int
     ) -> None:
-        """Starts to pin memory for blocks that will be at home on the host under every plan, up to ``most`` bytes."""
+        """Starts to pin as much memory as every plan will have for blocks at home on the host, up to ``most`` bytes."""
         sizes = [_offsets(names, parameters, "host")[1] for names in self._without_home(blocks, parameters).values()]
         self.ahead.begin(surely_at_home(sizes, device_nbytes, most))
 

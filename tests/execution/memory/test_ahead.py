@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ from mtcompile.execution.memory.ahead import PinnedAhead, surely_at_home
 class Pinning:
     """A device that pins memory when it is told to go on, and has room for ``most`` allocations."""
 
-    def __init__(self, most: int = 100) -> None:
-        self.most, self.pinned = most, list[int]()
+    def __init__(self, most: int = 100, error: Exception | None = None) -> None:
+        self.most, self.pinned, self.error, self.staging = most, list[int](), error, None
         self.may_go_on, self.began = threading.Semaphore(0), threading.Semaphore(0)
 
     def arena(self, tier: str, nbytes: int) -> torch.Tensor:
@@ -25,7 +26,7 @@ class Pinning:
         self.began.release()
         assert self.may_go_on.acquire(timeout=10)
         if len(self.pinned) == self.most:
-            raise RuntimeError("no more")
+            raise self.error or AssertionError("asked for too often")
         self.pinned.append(nbytes)
         return torch.zeros(nbytes, dtype=torch.uint8)
 
@@ -37,39 +38,26 @@ def pinning_ahead(sizes: list[int], **options: Any) -> tuple[Pinning, PinnedAhea
     return device, ahead
 
 
+def wait_for(device: Pinning, count: int) -> None:
+    """Waits until so many allocations are there."""
+    while len(device.pinned) < count:
+        time.sleep(0.001)
+
+
 def test_what_is_ready_is_taken_once_and_the_rest_is_freed() -> None:
     device, ahead = pinning_ahead([64, 128, 64])
     for _ in range(3):
         device.may_go_on.release()
-    taken = [ahead.take(64), ahead.take(128)]  # waits for what is under way, and pins by itself what has not begun
+        assert device.began.acquire(timeout=10)
+    wait_for(device, 3)
+    assert ahead.settled_nbytes() == 256
+    taken = [ahead.take(nbytes) for nbytes in (64, 0, 128, 128)]
+    assert [None if memory is None else memory.numel() for memory in taken] == [64, None, 128, None]
     ahead.end()
-    assert all(memory is None or memory.numel() == nbytes for memory, nbytes in zip(taken, (64, 128), strict=True))
     assert ahead.settled_nbytes() == 0 and ahead.take(64) is None
 
 
-def test_the_taker_waits_for_what_is_being_pinned_and_not_for_what_has_not_begun() -> None:
-    device, ahead = pinning_ahead([64, 128])
-    assert device.began.acquire(timeout=10)
-    assert ahead.take(128) is None  # the caller pins it
-    threading.Timer(0.05, device.may_go_on.release).start()
-    memory = ahead.take(64)
-    assert memory is not None and memory.numel() == 64
-    ahead.end()
-    assert device.pinned == [64]
-
-
-def test_a_refusal_ends_it_and_nobody_waits() -> None:
-    device, ahead = pinning_ahead([64, 128, 256], most=1)
-    for _ in range(3):
-        device.may_go_on.release()
-    assert ahead.take(256) is None
-    ahead.end()
-    assert device.pinned == [64] and ahead.settled_nbytes() == 0
-    ahead.begin([32])  # it may begin anew
-    ahead.end()
-
-
-def test_once_settled_nothing_more_is_pinned_and_what_is_ready_can_be_taken() -> None:
+def test_once_settled_nothing_more_is_pinned() -> None:
     device, ahead = pinning_ahead([64, 128])
     assert device.began.acquire(timeout=10)
     threading.Timer(0.05, device.may_go_on.release).start()
@@ -77,6 +65,49 @@ def test_once_settled_nothing_more_is_pinned_and_what_is_ready_can_be_taken() ->
     ahead.begin([256])  # as a second search of the same step does
     assert ahead.take(256) is None and ahead.take(64) is not None
     ahead.end()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no more"), MemoryError(), ValueError("of a driver")])
+def test_an_error_ends_it_in_silence(error: Exception) -> None:
+    device, ahead = pinning_ahead([64, 128, 256], most=1, error=error)
+    for _ in range(3):
+        device.may_go_on.release()
+    wait_for(device, 1)
+    assert ahead.settled_nbytes() <= 64 and ahead.take(256) is None
+    ahead.end()
+    ahead.begin([32])  # it may begin anew
+    ahead.end()
+
+
+def test_where_pinning_is_refused_no_more_is_asked_for() -> None:
+    device, ahead = pinning_ahead([64, 128, 256])
+    assert device.began.acquire(timeout=10)
+    device.staging = {}
+    for _ in range(3):
+        device.may_go_on.release()
+    wait_for(device, 1)
+    assert ahead.settled_nbytes() == 64 and device.pinned == [64]
+
+
+def test_without_threads_nothing_is_pinned_and_it_may_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    device: Any = Pinning()
+    ahead, refused = PinnedAhead(device), [True]
+    start = threading.Thread.start
+
+    def refusing(thread: threading.Thread) -> None:
+        if refused.pop():
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refusing)
+    ahead.begin([64])
+    assert ahead.settled_nbytes() == 0
+    ahead.end()
+    refused.append(False)
+    device.may_go_on.release()
+    ahead.begin([64])
+    wait_for(device, 1)
+    assert ahead.settled_nbytes() == 64
 
 
 @given(st.lists(st.integers(0, 50), max_size=12), st.one_of(st.none(), st.integers(0, 200)), st.integers(0, 300))
