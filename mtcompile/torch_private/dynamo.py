@@ -107,7 +107,8 @@ def _trace_existing_tensors_there() -> None:
         return fake
 
     from_tensor._mt_traces = True  # type: ignore[attr-defined]
-    FakeTensorMode.from_tensor = from_tensor  # type: ignore[method-assign]
+    owner: Any = FakeTensorMode
+    owner.from_tensor = from_tensor
 
 
 @contextlib.contextmanager
