@@ -338,7 +338,7 @@ def test_a_disk_without_room_or_sense_is_refused_before_anything_moves(tmp_path:
     plain = Model()
     model, optimizer = compiled(tmp_path / "disk", plain)
     with monkeypatch.context() as patch:
-        patch.setattr("mtcompile.execution.model_door.free_nbytes", lambda folder: 100_000)
+        patch.setattr("mtcompile.execution.memory.disk_room.free_nbytes", lambda folder: 100_000)
         with pytest.raises(BudgetError, match=r"expected room for \d+ bytes .*, found 100000 bytes free .*, of the 16777216"):
             model(torch.randn(16, WIDTH))
         patch.undo()

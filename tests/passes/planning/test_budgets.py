@@ -86,7 +86,7 @@ def times(candidates: Candidates, budgets: list[tuple[int | None, int | None]]) 
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("host_share", [None, 0.9])
-@pytest.mark.parametrize("name", SHARES)
+@pytest.mark.parametrize("name", ["decoder", pytest.param("experts", marks=pytest.mark.long)])
 def test_more_device_memory_is_never_slower(name: str, host_share: float | None, count: int) -> None:
     candidates, least, most = searched(name)
     host = None
