@@ -13,14 +13,9 @@ budget below the weight, where whole layers are refused. ``head``: a small layer
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
-import os
 import statistics
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mtcompile
-from benchmarks.run import about
+from benchmarks.cases import measure_cases
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.cuts.fragments.figures import streaming
 
@@ -156,21 +151,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", choices=CASES, help="only this one; may be repeated")
-    parser.add_argument("--json", type=Path, help="where the raw results go")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    load, rows = [os.getloadavg()[0]], []
-    with tempfile.TemporaryDirectory() as folder:  # nothing remembered counts, and nothing is left behind
-        os.environ["MT_CACHE"] = folder
-        for case in options.case or CASES:
-            rows.append(measure(case))
-            print(line(rows[-1]), flush=True)
-    load.append(os.getloadavg()[0])
-    if options.json:
-        whole = {**about(), "torch": torch.__version__, "threads": 1, "load": load, "slow": str(SLOW), "rows": rows}
-        options.json.write_text(json.dumps(whole, indent=1) + "\n")
+    measure_cases(__doc__, CASES, measure, line, SLOW)
 
 
 if __name__ == "__main__":

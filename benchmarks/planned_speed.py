@@ -10,25 +10,20 @@ alternation: forward and backward, medians of ``STEPS`` after ``WARMUPS``. A rat
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import mtcompile
+from benchmarks.cases import measure_cases
 from benchmarks.decoder import build, text
 from benchmarks.models import Case, make
 from benchmarks.plan_quality_models import Moe, Unet, Vit
-from benchmarks.run import about
 from mtcompile.models.decoders import Shape
 from mtcompile.passes.analysis.cost import Machine
 
@@ -120,26 +115,15 @@ def line(row: dict[str, Any]) -> str:
     return f"{row['case']:13s} {row['memory_bytes'] / 2**20:6.1f} MiB: {ratios}; {times}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", choices=CASES, help="only this one; may be repeated")
-    parser.add_argument("--json", type=Path, help="where the raw results go")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    load, rows = [os.getloadavg()[0]], []
-    with tempfile.TemporaryDirectory() as folder:  # nothing remembered counts, and nothing is left behind
-        os.environ["MT_CACHE"] = folder
-        for case in options.case or CASES:
-            rows.append(measure(case))
-            print(line(rows[-1]), flush=True)
-    load.append(os.getloadavg()[0])
+def off_in_ratio(rows: list[dict[str, Any]]) -> str:
+    """Says how far the measured ratios are from the predicted ones."""
     differences = [abs(row["measured_ratio"] / row["predicted_ratio"] - 1) for row in rows]
-    print(
-        f"measured over predicted ratio: {statistics.median(differences):.1%} off in the median, {max(differences):.1%} at most"
-    )
-    if options.json:
-        whole = {**about(), "torch": torch.__version__, "threads": 1, "load": load, "slow": str(SLOW), "rows": rows}
-        options.json.write_text(json.dumps(whole, indent=1) + "\n")
+    median = statistics.median(differences)
+    return f"measured over predicted ratio: {median:.1%} off in the median, {max(differences):.1%} at most"
+
+
+def main() -> None:
+    measure_cases(__doc__, CASES, measure, line, SLOW, off_in_ratio)
 
 
 if __name__ == "__main__":

@@ -264,9 +264,9 @@ def compile(
     kernels    ``"eager"``: the kernels of plain PyTorch, bit for bit; ``"inductor"``: compiled by Inductor, within
                rounding of plain PyTorch; budgets at which the same parts are recomputed give the same bits
     loss_chunks  computes a linear layer and its mean cross-entropy in that many chunks of tokens, so that whole-batch logits
-               never exist. This changes the order of summation over tokens. ``"auto"``: whatever is fastest
+               never exist; sums over tokens change. ``"auto"``: whatever is fastest. CaptureError where there is no such head
     tiles      runs the parts of blocks that work token by token (projections, norms, MLP) in at most that many tiles, whose
-               temporaries the backward makes again; weight gradients are sums over tiles. ``"auto"``: the same
+               temporaries the backward makes again; weight gradients are sums over tiles. Else as above
     device     where to compute: ``"cuda"``, ``"cuda:1"``, or ``"cpu"``, which emulates a device in host memory; default:
                the GPU if there is one. Parameters and buffers move to the host, except what the plan keeps on the device
     policy     ``"fastest"``: searches for a plan; or a fixed one, to compare with: ``"resident"``, ``"checkpoint-all"``,

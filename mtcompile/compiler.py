@@ -220,8 +220,8 @@ def fastest_form(joint: fx.GraphModule, captured: CapturedStep, target: Target, 
         rewritten = rewrite_joint(joint, options.precision, options.fuses, form, captured.micro)
         if captured.tangents and placement.needs_loss_head(joint):
             _check_cuts(options, rewritten.form)
-        if rewritten.form in tried:  # there was nothing more to cut
-            continue
+        if rewritten.form in tried:  # there is nothing more to cut
+            break
         tried.add(rewritten.form)
         try:
             planned = PlannedStep(rewritten, *plan_for(rewritten, target, placement))
@@ -238,14 +238,15 @@ def fastest_form(joint: fx.GraphModule, captured: CapturedStep, target: Target, 
     best = min(candidates, key=lambda candidate: candidate.planned.plan.total_us)
     if not fragments_of(best.joint.graph):
         return best
-    whole = next((each.planned.schedule for each in candidates if not fragments_of(each.joint.graph)), None)
-    fits = whole is not None
-    if whole is None:
+
+    def streamed() -> Schedule:
         uncut = rewrite_joint(joint, options.precision, options.fuses, replace(best.joint.form, cut=UNCUT), captured.micro)
-        whole = streamed_whole(planning_problem(uncut, placement, target.machine, target.toolchain.eager.workspace))
-    plan = best.planned.plan
-    told = told_fragments(best.planned, whole, fits)
-    return best._replace(planned=replace(best.planned, plan=replace(plan, notes=(*plan.notes, told))))
+        return streamed_whole(planning_problem(uncut, placement, target.machine, target.toolchain.eager.workspace))
+
+    whole = next((each.planned.schedule for each in candidates if not fragments_of(each.joint.graph)), None)
+    told = told_fragments(best.planned, streamed() if whole is None else whole, fits=whole is not None)
+    notes = (*best.planned.plan.notes, told)
+    return best._replace(planned=replace(best.planned, plan=replace(best.planned.plan, notes=notes)))
 
 
 def _check_cuts(options: Options, form: Form) -> None:

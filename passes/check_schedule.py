@@ -71,6 +71,15 @@ class Given:
     ranks: int = 1
 
 
+# The queue and the work of each move.
+_DIRECTIONS: dict[Any, tuple[Any, Any]] = {
+    **dict.fromkeys((prefetch, prefetch_slices, prefetch_rows), ("h2d", "prefetch")),
+    **dict.fromkeys((offload, offload_rows), ("d2h", "offload")),
+    read: ("disk_read", "read"),
+    write: ("disk_write", "write"),
+}
+
+
 def check_schedule(step: fx.GraphModule, schedule: Schedule, given: Given) -> None:
     """Raises SameComputationError unless the schedule runs the step's calls, in order, over a table of exactly the step's
     values, with the bytes that these and their kernels need; and unless the step does what was asked for."""
@@ -241,16 +250,13 @@ def _instruction(step: fx.GraphModule, call: fx.Node, given: Given) -> Instructi
         return replace(row, queue="compute", kernel=str(call.target), workspace=workspace, work=work)
     if is_move(call):
         nbytes, ends, rows = sum(operand.meta["nbytes"] for operand in moved(call)), "", tuple[str, ...]()
-        directions: dict[Any, tuple[Any, Any]] = {prefetch: ("h2d", "prefetch"), offload: ("d2h", "offload")}
         if call.target is prefetch_slices:
-            directions[prefetch_slices], ends = ("h2d", "prefetch"), operands[-1].name
+            ends = operands[-1].name
         if call.target in MOVES_OF_ROWS:
-            directions |= {prefetch_rows: ("h2d", "prefetch"), offload_rows: ("d2h", "offload")}
             rows = tuple(operand.name for operand in operands[1:])
             val, named = operands[0].meta["val"], sum(operand.meta["val"].numel() for operand in operands[1:])
             nbytes = min(val.shape[0], named) * val[0].numel() * val.element_size()
-        directions |= {read: ("disk_read", "read"), write: ("disk_write", "write")}
-        queue, work = directions[call.target]
+        queue, work = _DIRECTIONS[call.target]
         return replace(row, queue=queue, kernel="", nbytes=nbytes, work=work, ends=ends, rows=rows)
     if is_convert(call):
         return replace(row, work="convert")

@@ -26,25 +26,17 @@ from mtcompile.passes.analysis.kernels import kernel_key
 from mtcompile.passes.analysis.rows import Rows
 from mtcompile.passes.generators import replay, save_rng
 from mtcompile.passes.step_graph import (
+    TIER_OF_MOVE,
     Fragment,
     InputSpec,
     OutputSpec,
-    offload,
-    offload_rows,
-    prefetch,
-    prefetch_rows,
-    prefetch_slices,
     ranks_of,
-    read,
     restride,
-    write,
 )
 
 FORMAT = "mtcompile-graph-1"
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    f.__name__: f
-    for f in (operator.getitem, save_rng, replay, restride, *(prefetch, prefetch_slices, prefetch_rows))
-    + (offload, offload_rows, read, write)
+    f.__name__: f for f in (operator.getitem, save_rng, replay, restride, *TIER_OF_MOVE)
 }
 _Operator: Any = type(torch.ops.aten.add.Tensor)
 _ENUMERATIONS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}

@@ -295,10 +295,10 @@ def is_convert(node: fx.Node) -> bool:
 
 
 # Where a move puts what it moves.
-TIER_OF_MOVE: dict[Any, Tier] = {prefetch: "device", prefetch_slices: "device", offload: "host", read: "host", write: "disk"}
-COLLECTIVES = (all_reduce, broadcast, reduce_scatter, all_gather)
 MOVES_OF_ROWS: dict[Any, Tier] = {prefetch_rows: "device", offload_rows: "host"}
-TIER_OF_MOVE |= MOVES_OF_ROWS
+_OTHER_MOVES: dict[Any, Tier] = {prefetch: "device", prefetch_slices: "device", offload: "host", read: "host", write: "disk"}
+TIER_OF_MOVE = _OTHER_MOVES | MOVES_OF_ROWS
+COLLECTIVES = (all_reduce, broadcast, reduce_scatter, all_gather)
 _CALLS = frozenset({*TIER_OF_MOVE, convert, update, gradient_norms, gradient_scale, *COLLECTIVES})
 
 

@@ -126,7 +126,8 @@ def compiled_step(
 
 def retimed(compiled: CompiledStep, machine: Machine) -> Iterator[Instruction]:
     """Yields the instructions of a step as another machine would run them: kernels of the device, and copies."""
-    of_rows = {call.name: call for call in calls(compiled.step) if call.target in MOVES_OF_ROWS}
+    moving = calls(compiled.step) if compiled.step.meta.get("rows") else ()
+    of_rows = {call.name: call for call in moving if call.target in MOVES_OF_ROWS}
     for each in compiled.schedule.instructions:
         if each.rows:
             yield replace(each, time_us=crossing(of_rows[each.label], machine, each.queue)[1])

@@ -126,8 +126,8 @@ class ModelDoor(Door):
 
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
         names = None if self.updates is None or not _trains(joint) else self.updates.updated_names()
-        updated, parts = fragments.with_fragments(names, joint), (self.options.experts, self.options.embeddings)
-        return InputHomes(self.parameters.blocks(), False, updated, self.options.disk is not None, *parts)
+        updated, apart = fragments.with_fragments(names, joint), self.options.disk is not None
+        return InputHomes(self.parameters.blocks(), updated=updated, frozen_apart=apart, **self.options.fetched)
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
         parameters, updates = self._parameters(), None

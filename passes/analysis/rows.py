@@ -86,7 +86,7 @@ def read_by_rows(joint: fx.GraphModule) -> dict[str, Rows]:
     gradients, these are zero in all other rows."""
     inputs = {node: spec for spec, node in inputs_of(joint)}
     grads = {spec.index: value for spec, value in outputs_of(joint) if spec.kind == "grad"}
-    found = {}
+    by_name = {}
     for node, spec in inputs.items():
         val = node.meta["val"]
         if spec.role != "param" or val.dim() != 2 or not val.numel() or not val.is_contiguous():
@@ -101,8 +101,8 @@ def read_by_rows(joint: fx.GraphModule) -> dict[str, Rows]:
         if named and all(each in inputs and inputs[each].role == "input" for each in named):
             indices = [each for each in inputs if each in named]
             count, nbytes = rows_that_cross(val, [each.meta["val"] for each in indices])
-            found[spec.name] = Rows(tuple(inputs[each].name for each in indices), count, nbytes)
-    return found
+            by_name[spec.name] = Rows(tuple(inputs[each].name for each in indices), count, nbytes)
+    return by_name
 
 
 def fetched_by_rows(joint: fx.GraphModule, embeddings: str) -> dict[str, Rows]:

@@ -22,7 +22,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Tiled:
     """A value that is cut into tiles along ``dim`` of ``shape``, which it is viewed in; or, with ``dim`` -1, is not cut: an
     operand that every tile reads, a result that is a sum over tiles. ``whole``: its own shape."""
 
@@ -37,8 +37,8 @@ class Program:
 
     rows: int
     size: int
-    takes: tuple[Cut, ...]
-    makes: tuple[Cut, ...]
+    takes: tuple[Tiled, ...]
+    makes: tuple[Tiled, ...]
     tile: fx.GraphModule
     last: fx.GraphModule | None
 
@@ -65,7 +65,7 @@ def program_of(text: str) -> Program:
     """Reads the text of a program. Raises GraphFormatError for operations that a graph may not have."""
     data = json.loads(text)
     takes, makes = (
-        tuple(Cut(tuple(row["whole"]), tuple(row["shape"]), row["dim"]) for row in data[name]) for name in ("takes", "makes")
+        tuple(Tiled(tuple(row["whole"]), tuple(row["shape"]), row["dim"]) for row in data[name]) for name in ("takes", "makes")
     )
     last = None if data["last"] is None else graph_from_json(data["last"])
     return Program(data["rows"], data["size"], takes, makes, graph_from_json(data["tile"]), last)
@@ -95,7 +95,7 @@ def run_tiles(program: str, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]
     return tuple(r.to(dtype).view(m.whole) for r, dtype, m in zip(results, dtypes, described.makes, strict=True))
 
 
-def _begun(part: torch.Tensor, make: Cut) -> torch.Tensor:
+def _begun(part: torch.Tensor, make: Tiled) -> torch.Tensor:
     """A result after the first tile: room for all rows, or a sum so far, in fp32 where the parts are in half precision."""
     if make.dim >= 0:
         return part.new_empty(make.shape)

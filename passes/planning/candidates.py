@@ -342,7 +342,7 @@ class Candidates:
         per_ladder = min(max(_FEWEST_POINTS, _REGIONS_PER_LADDER // len(step_regions)), MOST_POINTS)
         points = [Point(resident, (resident,), 0)]
         sampled = []
-        remaining = self._most_varied()
+        remaining = self._most_varied
         for ladder in self.ladders:
             last, count = len(ladder) - 1, min(len(ladder), per_ladder)
             positions = sorted({round(i * last / max(1, count - 1)) for i in range(count)})
@@ -356,6 +356,7 @@ class Candidates:
             self.store.write(points_to_json(points, self.ladders))
         return points
 
+    @cached_property
     def _most_varied(self) -> int:
         """The number of plans that local search evaluates."""
         operations = sum(len(kernel_of(self.problem.step, region).graph.nodes) for region in regions(self.problem.step))
@@ -373,15 +374,14 @@ class Candidates:
 
     def _climbs(self) -> Climbs | None:
         """Plans improved by moves that equal homes and blocks share; None where local search varies enough of them."""
-        if not self._evaluator.able or self._most_varied() >= _FEW_SEARCHED:
+        if not self._evaluator.able or self._most_varied >= _FEW_SEARCHED:
             return None
         if self._improved is None:
-            budgets, frontier = self.problem.budgets, pareto(self._points)
+            frontier, host = pareto(self._points), self.problem.budgets.host_activations
             limits = limits_between(frontier[0].peak, frontier[-1].peak, self.problem.machine.device_nbytes)
             patience = max(1, min(_PATIENCE, _REGIONS_PER_LADDER // len(regions(self.problem.step))))
-            kinds = moves(self.blocks, self.open_params, budgets.host_activations)
-            room = rooms(self.blocks, self.open_params, held_nbytes(self.problem.step, budgets), budgets.host_activations)
-            ways = Ways(kinds, room, patience)
+            making_room = rooms(self.blocks, self.open_params, held_nbytes(self.problem.step, self.problem.budgets), host)
+            ways = Ways(moves(self.blocks, self.open_params, host), making_room, patience)
             self._improved = Climbs(frontier, limits, ways, lambda plan: self._paced(plan).plan, self._bound_us)
         return self._improved
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.saved import crossing_values, saved_values
-from mtcompile.passes.plan import Decision, Plan
+from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.planning.variants import Variant, fused_variant, save_all, thinned, trade_off
 from mtcompile.passes.step_graph import regions, results
@@ -177,14 +177,24 @@ def _variant_upgrades(block: Block) -> list[_Upgrade]:
     for step, (lighter, heavier) in enumerate(itertools.pairwise(block.variants)):
         gain, nbytes = lighter.time_us - heavier.time_us, max(0, heavier.nbytes - lighter.nbytes)
         why = f"{gib(nbytes)} more kept saves {gain / 1e3:.3f} ms of recomputation"
-        stay = [_on_device(block.saved[i], "kept on the device") for i in heavier.positions if i not in lighter.positions]
+        stay = [
+            activation_decision(block.saved[i], "device", "kept on the device")
+            for i in heavier.positions
+            if i not in lighter.positions
+        ]
         order = (2, step, -block.index)
         upgrades.append(_Upgrade(gain, nbytes, order, (variant_decision(block.name, block.saved, heavier, why), *stay)))
     return upgrades
 
 
-def _on_device(value: fx.Node, reason: str) -> Decision:
-    return Decision("activation", value.name, "device", value.meta["nbytes"], reason)
+def kept_positions(plan: Plan, block: Block) -> tuple[int, ...]:
+    """Returns the positions among a block's ``saved`` values of those that a plan keeps."""
+    return tuple(i for i, value in enumerate(block.saved) if plan.keeps(block.name, value.name))
+
+
+def activation_decision(value: fx.Node, choice: Choice, reason: str) -> Decision:
+    """Returns the decision where a value waits for its readers."""
+    return Decision("activation", value.name, choice, value.meta["nbytes"], reason)
 
 
 def _stay_upgrade(values: tuple[fx.Node, ...], machine: Machine, order: tuple[int, ...]) -> list[_Upgrade]:
@@ -192,7 +202,8 @@ def _stay_upgrade(values: tuple[fx.Node, ...], machine: Machine, order: tuple[in
         return []
     nbytes = sum(value.meta["nbytes"] for value in values)
     gain = machine.copy_us(nbytes, "d2h") + machine.copy_us(nbytes, "h2d")
-    return [_Upgrade(gain, nbytes, order, tuple(_on_device(v, "kept on the device saves two transfers") for v in values))]
+    why = "kept on the device saves two transfers"
+    return [_Upgrade(gain, nbytes, order, tuple(activation_decision(value, "device", why) for value in values))]
 
 
 def _crossing_upgrades(block: Block, machine: Machine) -> list[_Upgrade]:

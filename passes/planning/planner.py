@@ -19,7 +19,7 @@ from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.evaluate import completed, evaluate
 from mtcompile.passes.planning.frontier import fits
-from mtcompile.passes.planning.ladders import Block, everything, variant_decision
+from mtcompile.passes.planning.ladders import Block, everything, kept_positions, variant_decision
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
 from mtcompile.passes.planning.variants import Variant
 
@@ -72,8 +72,7 @@ def resized(plan: Plan, base: Plan, blocks: Sequence[Block], params: Mapping[str
     decisions = []
     for each in plan.decisions:
         if each.kind == "variant" and each.subject in by_name:
-            saved = by_name[each.subject].saved
-            positions = tuple(i for i, value in enumerate(saved) if plan.keeps(each.subject, value.name))
+            saved, positions = by_name[each.subject].saved, kept_positions(plan, by_name[each.subject])
             variant = Variant(positions, sum(saved[i].meta["nbytes"] for i in positions), 0.0)
             decisions.append(variant_decision(each.subject, saved, variant, _AS_BEFORE))
         elif each.subject in (sizes := params if each.kind in ("params", "fetch") else nbytes):

@@ -13,7 +13,7 @@ from torch import fx
 
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.frontier import Point, most_promising
-from mtcompile.passes.planning.ladders import Block, variant_decision
+from mtcompile.passes.planning.ladders import Block, activation_decision, kept_positions, variant_decision
 from mtcompile.passes.planning.variants import Variant
 
 LOOKAHEADS = (0, 1, 2)
@@ -26,7 +26,7 @@ def signature(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, in
     homes = tuple(plan.params(home) for home in param_nbytes)
     values = []
     for block in blocks:
-        saved = [value for value in block.saved if plan.keeps(block.name, value.name)]
+        saved = [block.saved[i] for i in kept_positions(plan, block)]
         values.append(tuple((v.name, plan.activation(v.name)) for v in (*saved, *block.crossing, *block.others)))
     staying = tuple(plan.stays(home) for home in param_nbytes)
     return plan.lookahead, plan.span, plan.pooled, homes, staying, tuple(values)
@@ -71,7 +71,7 @@ def neighbours(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, i
 
 
 def _block_neighbours(plan: Plan, block: Block, host: bool) -> Iterator[Plan]:
-    positions = tuple(i for i, value in enumerate(block.saved) if plan.keeps(block.name, value.name))
+    positions = kept_positions(plan, block)
     one_more_or_less = (tuple(sorted({*positions} ^ {i})) for i in range(len(block.saved)) if len(block.saved) <= _FEW)
     choices = dict.fromkeys((*(variant.positions for variant in block.variants), *one_more_or_less))
     for others in choices:
@@ -92,6 +92,4 @@ def _block_neighbours(plan: Plan, block: Block, host: bool) -> Iterator[Plan]:
 
 
 def _with_activations(plan: Plan, values: tuple[fx.Node, ...], choice: Choice) -> Plan:
-    for value in values:
-        plan = plan.with_decision(Decision("activation", value.name, choice, value.meta["nbytes"], _WHY))
-    return plan
+    return plan.with_decisions([activation_decision(value, choice, _WHY) for value in values])

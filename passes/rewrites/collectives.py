@@ -55,20 +55,19 @@ def combine_over_ranks(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     for (call, target), positions in combined.items():
         operands = [values[position] for position in positions]
         with step.graph.inserting_before(results(call)[-1].next):
-            verb = _VERBS[target]
+            verb, past = _VERBS[target]
             name = f"{verb}_{call.name.removeprefix('store_')}"
             node = step.graph.create_node("call_function", target, tuple(operands), name=name)
             names = tuple(step.meta["outputs"][position].name for position in positions)
             node.meta.update(phase=call.meta["phase"], block=call.meta["block"], names=names)
-            items = add_call(step.graph, node, [(f"{value.name}_{_PAST[verb]}", dict(value.meta)) for value in operands])
+            items = add_call(step.graph, node, [(f"{value.name}_{past}", dict(value.meta)) for value in operands])
         for position, item in zip(positions, items, strict=True):
             values[position] = item
     output.args = (tuple(values),)
     return step
 
 
-_VERBS = {all_reduce: "reduce", reduce_scatter: "scatter", broadcast: "share"}
-_PAST = {"reduce": "reduced", "scatter": "scattered", "share": "shared"}
+_VERBS = {all_reduce: ("reduce", "reduced"), reduce_scatter: ("scatter", "scattered"), broadcast: ("share", "shared")}
 
 
 def _is_scattered(step: fx.GraphModule, plan: Plan, name: str, parameter: fx.Node, gradient: fx.Node) -> bool:

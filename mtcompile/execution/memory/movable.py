@@ -1,4 +1,4 @@
-"""Whether a model's tensors may move to another device or change their kind."""
+"""Checks whether a model's tensors may move to another device or change their kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fragments are for, in figures: how long the first layer waits for its weights, and how much of them is on the device."""
+"""Figures of fragments: how long the first layer waits for its weights, and how much of them is on the device."""
 
 from __future__ import annotations
 

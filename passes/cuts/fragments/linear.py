@@ -86,6 +86,6 @@ def _maker(gradient: fx.Node) -> fx.Node | None:
     turns = 0
     while gradient.target is aten.t.default and len(gradient.users) == 1:
         gradient, turns = gradient.args[0], turns + 1
-    made = _is_product(gradient) and len(gradient.users) == 1 and turns % 2 == 0
-    left = gradient.args[0] if made else None
+    is_alone = _is_product(gradient) and len(gradient.users) == 1 and turns % 2 == 0
+    left = gradient.args[0] if is_alone else None
     return gradient if isinstance(left, fx.Node) and left.target is aten.t.default else None

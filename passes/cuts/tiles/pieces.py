@@ -78,9 +78,9 @@ def _groups(graph: fx.Graph, uses: Mapping[fx.Node, Use]) -> list[tuple[str, lis
     for node in graph.nodes:
         use, reached = uses.get(node), 0
         for operand in node.all_input_nodes:
-            made = uses.get(operand)
-            crosses = made is not None and (
-                use is None or layer[operand] != layer[node] or made.makes != use.takes.get(operand, "whole")
+            before = uses.get(operand)
+            crosses = before is not None and (
+                use is None or layer[operand] != layer[node] or before.makes != use.takes.get(operand, "whole")
             )
             reached = max(reached, level[operand] + crosses)
         level[node] = reached

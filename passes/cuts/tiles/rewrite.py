@@ -24,7 +24,7 @@ from torch.fx.node import map_arg
 
 from mtcompile.passes.analysis.kernels import drop_dead
 from mtcompile.passes.analysis.memory import owner
-from mtcompile.passes.analysis.tiles import Cut, Program, run_tiles
+from mtcompile.passes.analysis.tiles import Program, Tiled, run_tiles
 from mtcompile.passes.cuts.tiles.pieces import Piece, Pieces, pieces_of
 from mtcompile.passes.cuts.tiles.rules import SIZED, Layout, leading
 from mtcompile.passes.joint.loss_head import Add, adder, viewed
@@ -59,7 +59,7 @@ def tile_tokens(joint: fx.GraphModule, tiles: int) -> int:
 
 
 def tiles_contract(tiles: int) -> str:
-    """What tiles change, in words."""
+    """Says what tiles change."""
     return (
         f"what works token by token in {tiles} tiles of tokens: weight gradients there are sums over tiles (in fp32), and "
         "rounding may depend on a tile's number of rows"
@@ -117,7 +117,7 @@ def _alone(val: torch.Tensor) -> torch.Tensor:
 
 
 def _viewed(add: Add, node: fx.Node, wholes: dict[fx.Node, fx.Node]) -> fx.Node:
-    """What stands for a view of a result: the same view of what stands for that."""
+    """Returns what stands for a view of a result: the same view of what stands for that."""
     if node not in wholes:
         wholes[node] = add(node.target, _viewed(add, node.args[0], wholes), *node.args[1:], **node.kwargs)
     return wholes[node]
@@ -180,11 +180,11 @@ class _Builder:
         last = self._tile(takes, bases, rows % size) if rows % size else None
         return [operand for operand, _ in takes], Program(rows, size, cuts, makes, tile, last)
 
-    def _cut(self, node: fx.Node, in_rows: bool) -> Cut:
+    def _cut(self, node: fx.Node, in_rows: bool) -> Tiled:
         shape = tuple(node.meta["val"].shape)
         if not in_rows:
-            return Cut(shape)
-        return Cut(shape, self._with_rows(shape, self.pieces.rows), leading(shape, self.pieces.rows) - 1)
+            return Tiled(shape)
+        return Tiled(shape, self._with_rows(shape, self.pieces.rows), leading(shape, self.pieces.rows) - 1)
 
     def _with_rows(self, shape: Sequence[int], rows: int) -> tuple[int, ...]:
         """A shape whose only leading dimension above one has so many rows."""
@@ -217,7 +217,7 @@ class _Builder:
 
 
 def _result(node: fx.Node) -> Any:
-    """What an operation makes of operands without content."""
+    """Returns what an operation makes of operands without content."""
     vals, keywords = map_arg((node.args, dict(node.kwargs)), lambda operand: operand.meta["val"])
     keywords = {name: value for name, value in keywords.items() if name != "device"}
     target: Any = node.target

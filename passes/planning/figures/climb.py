@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.figures.room import Room
 from mtcompile.passes.planning.frontier import Point
-from mtcompile.passes.planning.ladders import Block, variant_decision
+from mtcompile.passes.planning.ladders import Block, activation_decision, kept_positions, variant_decision
 
 _WHY = "found by climbing"
 _CLIMBS, _SHARES = 16, 25  # peaks up to which plans are improved, of how many
@@ -175,11 +175,8 @@ def _ahead(plan: Plan) -> Iterator[Plan]:
 def _of_blocks(blocks: Sequence[Block], host: bool) -> Move:
     """Keeps more of what the last of equal blocks saves, or less of the first; sends values home or keeps them."""
 
-    def positions(plan: Plan, block: Block) -> tuple[int, ...]:
-        return tuple(i for i, value in enumerate(block.saved) if plan.keeps(block.name, value.name))
-
     def neighbours(plan: Plan) -> Iterator[Plan]:
-        saved_now = {block.index: positions(plan, block) for block in blocks}
+        saved_now = {block.index: kept_positions(plan, block) for block in blocks}
         for block in dict.fromkeys((_last(blocks, lambda b: len(saved_now[b.index]) < len(b.saved)), blocks[0])):
             for variant in block.variants if block is not None else ():
                 if block is not None and variant.positions != saved_now[block.index]:
@@ -204,4 +201,4 @@ def _last(blocks: Sequence[Block], wanted: Callable[[Block], bool]) -> Block | N
 
 
 def _placed(plan: Plan, values: Sequence[Any], choice: Choice) -> Plan:
-    return plan.with_decisions([Decision("activation", v.name, choice, v.meta["nbytes"], _WHY) for v in values])
+    return plan.with_decisions([activation_decision(value, choice, _WHY) for value in values])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mtcompile.passes.plan import Decision, Plan
-from mtcompile.passes.planning.ladders import Block, variant_decision
+from mtcompile.passes.planning.ladders import Block, activation_decision, kept_positions, variant_decision
 from mtcompile.passes.planning.variants import Variant
 
 _WHY = "makes room for what was found by climbing"
@@ -42,10 +42,10 @@ def rooms(blocks: Sequence[Block], sizes: Mapping[str, int], held: Mapping[str, 
     def home(plan: Plan, before: Plan) -> _Freed:
         """Sends what blocks keep home, that of the first blocks first: it would wait longest."""
         for block in blocks:
-            kept = [value for value in block.saved if plan.keeps(block.name, value.name)]
-            for values in (kept, block.crossing):
+            saved_now = [block.saved[i] for i in kept_positions(plan, block)]
+            for values in (saved_now, block.crossing):
                 here = [v for v in values if plan.activation(v.name) == "device" == before.activation(v.name)]
-                sent = [Decision("activation", v.name, "host", v.meta["nbytes"], _WHY) for v in here]
+                sent = [activation_decision(value, "host", _WHY) for value in here]
                 yield sum(decision.nbytes for decision in sent), sent
 
     return [_until_enough(way) for way in ((again, recomputed, away, home) if host else (again, recomputed, away))]
@@ -67,9 +67,8 @@ def _until_enough(way: Callable[[Plan, Plan], _Freed]) -> Room:
 def _lighter(plan: Plan, block: Block) -> Iterator[tuple[float, int, int, Decision]]:
     """Yields, for each variant of a block with fewer bytes than what it keeps: the µs for each byte that it keeps less than the
     one before, the steps to it, these bytes, and the decision."""
-    kept = [value for value in block.saved if plan.keeps(block.name, value.name)]
-    positions = tuple(i for i, value in enumerate(block.saved) if plan.keeps(block.name, value.name))
-    nbytes = sum(value.meta["nbytes"] for value in kept)
+    positions = kept_positions(plan, block)
+    nbytes = sum(block.saved[i].meta["nbytes"] for i in positions)
     us = next((v.time_us for v in block.variants if v.positions == positions), 0.0)
     before, price, lighter = Variant(positions, nbytes, us), 0.0, [v for v in block.variants if v.nbytes < nbytes]
     for count, variant in enumerate(sorted(lighter, key=lambda v: -v.nbytes)):

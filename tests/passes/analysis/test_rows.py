@@ -31,14 +31,13 @@ from mtcompile.passes.planning.figures.evaluator import Figures
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import calls, offload_rows, prefetch_rows
 from mtcompile.runtime.devices.cpu import CpuMemory
-from mtcompile.runtime.executor import Delays
-from mtcompile.runtime.schedule import Instruction, Schedule, from_json
+from mtcompile.runtime.schedule import Instruction, Schedule
 from mtcompile.runtime.verify import ScheduleError, verify
 from mtcompile.torch_private import without_memory
-from tests.helpers.fake_cuda import FakeCuda, on_fake
 from tests.helpers.proof.corrupt import mutants
+from tests.helpers.proof.every_way import equal_in_every_way
 from tests.helpers.proof.oracle import why_unsafe
-from tests.helpers.tracing import equal, interpret, lowered, random_plan, run, trace
+from tests.helpers.tracing import lowered, trace
 from tests.passes.planning.drawn_plans import varied
 
 pytestmark = pytest.mark.slow  # it traces models
@@ -173,23 +172,8 @@ def test_an_unknown_choice_is_refused() -> None:
 
 def test_every_plan_keeps_the_bits_without_the_other_rows() -> None:
     """By interpretation after each pass, and on the emulated device and in every order of a GPU's streams, poisoned."""
-    traced = traced_words()
-    expected, rng = interpret(traced.step, traced.inputs), Random(5)
     copies = {"h2d": 0, "d2h": 0}
-    for seed, plan in enumerate((Plan(), Plan(lookahead=2), *(random_plan(traced.step, rng.choice) for _ in range(4)))):
-
-        def after(name: str, step: Any) -> None:
-            assert equal(interpret(step, traced.inputs), expected), name
-            same_computation(traced.joint, step)
-
-        step = rewrite(traced.step, plan, after)
-        schedule = lowered(step, plan)
-        verify(schedule)
-        assert from_json(schedule.to_json()) == schedule
-        assert why_unsafe(schedule, walks=2, seed=seed) is None
-        actual, _ = run(step, schedule, traced.inputs, 3, Delays(seed))
-        assert equal(actual, expected)
-        assert equal(expected, on_fake(step, schedule, traced.inputs, FakeCuda(seed, seed / 6)))
+    for schedule in equal_in_every_way(traced_words()):
         for each in by_rows(schedule):
             copies[each.queue] += 1
     assert min(copies.values()) >= 3

@@ -6,7 +6,6 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import pytest
@@ -25,16 +24,15 @@ from mtcompile.passes.joint.build import InputHomes, build
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.step_graph import calls, inputs_of, prefetch_slices, results
 from mtcompile.runtime.devices.cpu import CpuMemory
-from mtcompile.runtime.executor import Delays
 from mtcompile.runtime.schedule import Instruction, Schedule, ScheduleFormatError, from_json
 from mtcompile.runtime.trace import Record, Trace, moved_nbytes
 from mtcompile.runtime.verify import ScheduleError, verify
 from mtcompile.torch_private import without_memory
-from tests.helpers.fake_cuda import FakeCuda, on_fake
 from tests.helpers.models import Experts, Mixture
 from tests.helpers.proof.corrupt import mutants
+from tests.helpers.proof.every_way import equal_in_every_way
 from tests.helpers.proof.oracle import why_unsafe
-from tests.helpers.tracing import equal, interpret, lowered, random_plan, run, trace
+from tests.helpers.tracing import lowered, trace
 
 pytestmark = pytest.mark.slow  # it traces models
 
@@ -143,24 +141,8 @@ def test_an_unknown_choice_of_experts_is_refused() -> None:
 def test_every_plan_keeps_the_bits_without_the_other_slices() -> None:
     """By interpretation after each pass, and on the emulated device and in every order of a GPU's streams, poisoned."""
     traced = traced_mixture()
-    expected, rng = interpret(traced.step, traced.inputs), Random(5)
     same_computation(traced.joint, traced.step)
-    copies = 0
-    for seed, plan in enumerate((Plan(), Plan(lookahead=2), *(random_plan(traced.step, rng.choice) for _ in range(4)))):
-
-        def after(name: str, step: fx.GraphModule) -> None:
-            assert equal(interpret(step, traced.inputs), expected), name
-            same_computation(traced.joint, step)
-
-        step = rewrite(traced.step, plan, after)
-        schedule = lowered(step, plan)
-        verify(schedule)
-        assert from_json(schedule.to_json()) == schedule
-        assert why_unsafe(schedule, walks=2, seed=seed) is None
-        actual, _ = run(step, schedule, traced.inputs, 3, Delays(seed))
-        assert equal(actual, expected)
-        assert equal(expected, on_fake(step, schedule, traced.inputs, FakeCuda(seed, seed / 6)))
-        copies += len(by_slices(schedule))
+    copies = sum(len(by_slices(schedule)) for schedule in equal_in_every_way(traced))
     assert copies >= 20
 
 

@@ -1,0 +1,40 @@
+"""A step under several plans, run in every way there is, with equal bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+from torch import fx
+
+from mtcompile.capture.tracing import Traced
+from mtcompile.passes import rewrite
+from mtcompile.passes.check import same_computation
+from mtcompile.passes.plan import Plan
+from mtcompile.runtime.executor import Delays
+from mtcompile.runtime.schedule import Schedule, from_json
+from mtcompile.runtime.verify import verify
+from tests.helpers.fake_cuda import FakeCuda, on_fake
+from tests.helpers.proof.oracle import why_unsafe
+from tests.helpers.tracing import equal, interpret, lowered, random_plan, run
+
+
+def equal_in_every_way(traced: Traced) -> Iterator[Schedule]:
+    """Yields the schedules of six plans once each has given the bits of interpretation: after each pass, on the emulated device
+    and in every order of a GPU's streams, poisoned."""
+    expected, rng = interpret(traced.step, traced.inputs), Random(5)
+    for seed, plan in enumerate((Plan(), Plan(lookahead=2), *(random_plan(traced.step, rng.choice) for _ in range(4)))):
+
+        def after(name: str, step: fx.GraphModule) -> None:
+            assert equal(interpret(step, traced.inputs), expected), name
+            same_computation(traced.joint, step)
+
+        step = rewrite(traced.step, plan, after)
+        schedule = lowered(step, plan)
+        verify(schedule)
+        assert from_json(schedule.to_json()) == schedule
+        assert why_unsafe(schedule, walks=2, seed=seed) is None
+        actual, _ = run(step, schedule, traced.inputs, 3, Delays(seed))
+        assert equal(actual, expected)
+        assert equal(expected, on_fake(step, schedule, traced.inputs, FakeCuda(seed, seed / 6)))
+        yield schedule
