@@ -25,6 +25,7 @@ from torch import fx
 from mtcompile.passes.analysis.kernels import kernel_key
 from mtcompile.passes.analysis.rows import Rows
 from mtcompile.passes.generators import replay, save_rng
+from mtcompile.passes.lazy_graph import LazyGraphModule
 from mtcompile.passes.step_graph import (
     TIER_OF_MOVE,
     Fragment,
@@ -177,7 +178,7 @@ def _module(data: Mapping[str, Any]) -> fx.GraphModule:
                 tensors[about] = _tensors(row["meta"]["val"])
             node.meta["val"] = tensors[about]
         env[row["name"]] = node
-    module = fx.GraphModule(owner, graph, class_name=_identifier(data["name"] or "Step"))
+    module = LazyGraphModule(owner, graph, class_name=_identifier(data["name"] or "Step"))
     if data["step"]["inputs"]:
         module.meta.update(
             inputs=tuple(_input_spec(row) for row in data["step"]["inputs"]),

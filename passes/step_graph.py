@@ -43,6 +43,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from mtcompile.passes.lazy_graph import LazyGraphModule
 from mtcompile.runtime.devices.arena import span_nbytes as span_nbytes
 from mtcompile.runtime.schedule import Role, Tier, gib
 
@@ -229,8 +230,7 @@ def is_view(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
-        source = node.args[0]
-        return isinstance(source, fx.Node) and is_view(source)
+        return isinstance(source := node.args[0], fx.Node) and is_view(source)
     if node.target in _VIEWS_IN_SECRET:
         return True
     schema = getattr(node.target, "_schema", None)
@@ -377,7 +377,7 @@ def copy_step(step: fx.GraphModule) -> fx.GraphModule:
     for old, new in env.items():
         new.meta = dict(old.meta)
     kernels = {str(node.target): kernel_of(step, node) for node in graph.nodes if is_region(node)}
-    copied = fx.GraphModule(kernels, graph, class_name="Step")
+    copied = LazyGraphModule(kernels, graph, class_name="Step")
     copied.meta.update(step.meta)
     return copied
 

@@ -10,6 +10,7 @@ from torch import fx
 
 from mtcompile.kernels.measure import Call, copied, example_inputs, measure, on_zeros
 from mtcompile.passes.analysis.storages import reads_storage
+from mtcompile.passes.lazy_graph import forward_of
 from mtcompile.runtime.devices.arena import own_storage
 
 
@@ -56,7 +57,7 @@ def in_own_storages(kernel: fx.GraphModule, call: Call) -> Call:
 
 def _eager_kernel(kernel: fx.GraphModule, device: torch.device) -> Built:
     zeros = in_own_storages(kernel, on_zeros(kernel, device))
-    call = in_own_storages(kernel, kernel.forward)
+    call = in_own_storages(kernel, forward_of(kernel))
     measured = measure(kernel, zeros, device)
     if not measured.larger:
         return Built(call, measured.workspace, note=measured.note)

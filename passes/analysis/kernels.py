@@ -10,6 +10,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from mtcompile.passes.generators import save_rng
+from mtcompile.passes.lazy_graph import LazyGraphModule
 from mtcompile.passes.step_graph import body_outputs, iter_tensors, must_run
 
 Kernels = dict[str, fx.GraphModule]  # key -> kernel; one registry for a step graph and all rewritten copies of it
@@ -48,7 +49,7 @@ def install(owner: torch.nn.Module, kernels: Kernels, body: fx.Graph) -> str:
     key = kernel_key(body)
     if key not in kernels:
         name = f"k{len(kernels)}_{hashlib.sha256(key.encode()).hexdigest()[:8]}"
-        kernels[key] = fx.GraphModule(torch.nn.Module(), body, class_name=name)
+        kernels[key] = LazyGraphModule(torch.nn.Module(), body, class_name=name)
         kernels[key].meta.update(key=key, name=name)
     return attach(owner, kernels[key])
 

@@ -23,6 +23,7 @@ from torch import fx
 from mtcompile.passes.joint.loss_head import Add, adder, total
 from mtcompile.passes.joint.loss_weights import Weights, weights
 from mtcompile.passes.joint.regions import assign, in_order
+from mtcompile.passes.lazy_graph import LazyGraphModule
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, inputs_of, outputs_of
 
 aten = torch.ops.aten
@@ -131,7 +132,7 @@ class _Repeat:
                 raise NotImplementedError(f"an output ({spec.name}) that is one of its inputs")
         ordered = sorted(self.outputs.items(), key=lambda item: ("output", "mutation", "grad").index(item[0].kind))
         self.graph.output(tuple(node for _, node in ordered))
-        repeated = fx.GraphModule(torch.nn.Module(), self.graph)
+        repeated = LazyGraphModule(torch.nn.Module(), self.graph)
         repeated.meta.update(self.joint.meta)
         repeated.meta.update(inputs=tuple(self.inputs), outputs=tuple(spec for spec, _ in ordered), cut=self.blocks)
         repeated.graph.lint()

@@ -18,6 +18,7 @@ from mtcompile.passes.analysis.slices import grouped_operands, read_by_slices, r
 from mtcompile.passes.generators import generator_nbytes, save_rng
 from mtcompile.passes.insert import add_call
 from mtcompile.passes.joint.regions import assign, in_order
+from mtcompile.passes.lazy_graph import LazyGraphModule
 from mtcompile.passes.step_graph import (
     fragments_of,
     inputs_of,
@@ -119,7 +120,7 @@ def build(
                 env[node] = item
     graph.output(tuple(env[node] for node in outputs))
 
-    step = fx.GraphModule(root, graph, class_name="Step")
+    step = LazyGraphModule(root, graph, class_name="Step")
     step.meta.update(
         inputs=joint.meta["inputs"], outputs=joint.meta["outputs"], constants=joint.meta["constants"], blocks=blocks
     )

@@ -10,6 +10,7 @@ from torch import fx
 from mtcompile.passes.analysis.kernels import drop_dead
 from mtcompile.passes.insert import add_restride
 from mtcompile.passes.joint.strides import Observe, correct_strides
+from mtcompile.passes.lazy_graph import lazy
 from mtcompile.passes.step_graph import InputSpec, inputs_of, outputs_of, placeholders, span_nbytes
 
 aten = torch.ops.aten
@@ -32,8 +33,8 @@ _IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 
 def normalize(joint: fx.GraphModule, observe: Observe | None = None) -> fx.GraphModule:
-    """Changes ``joint`` in place and returns it. ``observe`` gives the strides that the device's kernels make; without it, the
-    traced ones are believed.
+    """Changes the graph of ``joint`` and returns a module of it. ``observe`` gives the strides that the device's kernels make;
+    without it, the traced ones are believed.
 
     Afterwards: no get_attr of a tensor (placeholders with role ``constant``), no detach or alias, no uninitialized
     memory, no output that is an input or another output (a clone instead), every parameter's gradient strided like its
@@ -57,8 +58,7 @@ def normalize(joint: fx.GraphModule, observe: Observe | None = None) -> fx.Graph
     _own_outputs(joint)
     drop_dead(joint.graph)
     joint.graph.lint()
-    joint.recompile()
-    return joint
+    return lazy(joint)
 
 
 def _lift_constants(joint: fx.GraphModule) -> None:

@@ -14,6 +14,7 @@ from torch import fx
 from mtcompile.capture.description import Description
 from mtcompile.capture.outputs import changes_operand, storage_of
 from mtcompile.capture.stamping.blocks import INNER, TRACED, Blocks, Place, Selection, references, structure
+from mtcompile.passes.lazy_graph import LazyGraphModule
 from mtcompile.passes.step_graph import InputSpec
 from mtcompile.torch_private import pytree, storage_id
 
@@ -226,7 +227,7 @@ def _without(run: _Run, selection: Selection, inputs: Mapping[fx.Node, Place], d
     nodes = description.graph.graph.find_nodes(op="placeholder")
     left = [spec for node, spec in zip(nodes, description.inputs, strict=True) if node not in gone]
     specs = tuple(replace(spec, index=index) for index, spec in enumerate(left))
-    return replace(description, graph=fx.GraphModule(description.graph, shorter), inputs=specs)
+    return replace(description, graph=LazyGraphModule(description.graph, shorter), inputs=specs)
 
 
 def _described(

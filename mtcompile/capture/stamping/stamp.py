@@ -11,6 +11,7 @@ from torch import fx
 
 from mtcompile.capture.stamping.blocks import FIRST, INNER, TRACED, Blocks
 from mtcompile.capture.stamping.segments import Phase, Read, Segment, Segments, Unlike, segments_of
+from mtcompile.passes.lazy_graph import LazyGraphModule
 from mtcompile.passes.step_graph import OutputSpec, inputs_of, outputs_of
 
 # What the joint graph has been annotated from; copies would have that of another block.
@@ -46,7 +47,7 @@ def _copy(graph: fx.Graph, node: fx.Node, copy_of: Callable[[fx.Node], fx.Node])
 
 
 def _module(joint: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    module = fx.GraphModule(joint, graph)
+    module = LazyGraphModule(joint, graph)
     module.meta = dict(joint.meta)
     return module
 

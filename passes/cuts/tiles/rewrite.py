@@ -28,6 +28,7 @@ from mtcompile.passes.analysis.tiles import Program, Tiled, run_tiles
 from mtcompile.passes.cuts.tiles.pieces import Piece, Pieces, pieces_of
 from mtcompile.passes.cuts.tiles.rules import SIZED, Layout, leading
 from mtcompile.passes.joint.loss_head import Add, adder, viewed
+from mtcompile.passes.lazy_graph import LazyGraphModule
 from mtcompile.passes.step_graph import is_random, is_view
 
 aten = torch.ops.aten
@@ -213,7 +214,7 @@ class _Builder:
             env[node] = graph.create_node("call_function", node.target, args, kwargs, name=f"n{place}")
             env[node].meta["val"] = _result(env[node])
         graph.output(tuple(env[base] for base in bases))
-        return fx.GraphModule(torch.nn.Module(), graph, class_name="Tile")
+        return LazyGraphModule(torch.nn.Module(), graph, class_name="Tile")
 
 
 def _result(node: fx.Node) -> Any:
