@@ -33,8 +33,6 @@ from mtcompile.options import FASTEST, Options
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.check import same_computation
-from mtcompile.passes.check_schedule import Given, check_schedule
 from mtcompile.passes.cuts.form import WHOLE, Form, cut_joint, possible_forms
 from mtcompile.passes.cuts.fragments.cut import UNCUT, has_resident_fragments
 from mtcompile.passes.cuts.fragments.figures import streamed_whole, streaming, told_fragments
@@ -48,6 +46,8 @@ from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.planner import may_be_resident, plan_among, plan_like, resident_plan, structure
 from mtcompile.passes.planning.problem import BIT_EQUAL, FUSED, DoesNotFit, Planned, PlanningProblem
+from mtcompile.passes.proof.same_computation import same_computation
+from mtcompile.passes.proof.schedule import Given, check_schedule
 from mtcompile.passes.rewrites.collectives import check_reads
 from mtcompile.passes.step_graph import fragments_of
 from mtcompile.runtime.devices.protocol import Device

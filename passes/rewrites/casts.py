@@ -2,7 +2,7 @@
 
 A parameter at home that a region only reads through one cast to fewer bytes (fp32 weights under autocast) is cast at home,
 and what comes in is the narrow one. A gradient that a region widens as the last thing it does leaves narrow, and is widened at
-home. The operation is the same one, so the values are; ``passes/check`` numbers both sides and finds the captured graph.
+home. The operation is the same one, so the values are; ``passes/proof`` numbers both sides and finds the captured graph.
 Resident values are left alone, and so is what a region needs in both widths.
 """
 

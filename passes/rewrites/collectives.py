@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import fx
 
-from mtcompile.passes.check import SameComputationError
 from mtcompile.passes.insert import add_call
 from mtcompile.passes.plan import Plan
+from mtcompile.passes.proof.same_computation import SameComputationError
 from mtcompile.passes.step_graph import (
     all_gather,
     all_reduce,

@@ -17,9 +17,9 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.saved import saved_values
 from mtcompile.passes.analysis.state import NO_LIMITS, Budgets, persistent_nbytes
-from mtcompile.passes.check_schedule import Given, check_schedule
 from mtcompile.passes.lower import lower
 from mtcompile.passes.plan import Decision, Plan
+from mtcompile.passes.proof.schedule import Given, check_schedule
 from mtcompile.passes.step_graph import calls, is_convert, placeholders, regions, results, step_outputs
 from mtcompile.runtime.devices.arena import arena, layout_of
 from mtcompile.runtime.devices.cpu import Arenas, CpuMemory

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 from torch import fx
 
-from mtcompile.passes.check import SameComputationError, same_computation
-from mtcompile.passes.check_schedule import check_schedule
+from mtcompile.passes.proof.same_computation import SameComputationError, same_computation
+from mtcompile.passes.proof.schedule import check_schedule
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.verify import ScheduleError, verify
 from tests.helpers.proof import steps, tables

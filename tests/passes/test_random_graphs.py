@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from mtcompile.kernels.eager import EagerKernels
 from mtcompile.passes import rewrite
-from mtcompile.passes.check import same_computation
+from mtcompile.passes.proof.same_computation import same_computation
 from mtcompile.runtime.executor import Delays
 from mtcompile.runtime.verify import verify
 from tests.helpers.tracing import equal, interpret, lowered, random_plan, run, trace

@@ -17,11 +17,11 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.kernels import kernel_key
 from mtcompile.passes.analysis.memory import body_peak
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.check import SameComputationError, same_computation
-from mtcompile.passes.check_schedule import Given, check_schedule
 from mtcompile.passes.plan import Decision, Plan, plan_from_json
 from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.problem import PlanningProblem
+from mtcompile.passes.proof.same_computation import SameComputationError, same_computation
+from mtcompile.passes.proof.schedule import Given, check_schedule
 from mtcompile.passes.step_graph import is_seed, kernel_of, listing, placeholders, regions
 from mtcompile.runtime.schedule import from_json
 from mtcompile.runtime.verify import ScheduleError, verify

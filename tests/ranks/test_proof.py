@@ -13,10 +13,10 @@ from torch import fx
 import mtcompile
 from mtcompile.forecast.result import Forecast
 from mtcompile.passes.analysis.state import NO_LIMITS
-from mtcompile.passes.check import SameComputationError, same_computation
-from mtcompile.passes.check_schedule import Given, check_schedule
-from mtcompile.passes.numbering import over_ranks
 from mtcompile.passes.planning import candidates, frontier
+from mtcompile.passes.proof.numbering import over_ranks
+from mtcompile.passes.proof.same_computation import SameComputationError, same_computation
+from mtcompile.passes.proof.schedule import Given, check_schedule
 from mtcompile.passes.rewrites.collectives import check_reads
 from mtcompile.passes.step_graph import (
     all_gather,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile.passes.check import expect
+from mtcompile.passes.proof.same_computation import expect
 from mtcompile.passes.step_graph import inputs_of, is_random, outputs_of
 
 aten = torch.ops.aten

@@ -9,8 +9,8 @@ from torch import fx
 
 from mtcompile.capture.tracing import Traced
 from mtcompile.passes import rewrite
-from mtcompile.passes.check import same_computation
 from mtcompile.passes.plan import Plan
+from mtcompile.passes.proof.same_computation import same_computation
 from mtcompile.runtime.executor import Delays
 from mtcompile.runtime.schedule import Schedule, from_json
 from mtcompile.runtime.verify import verify

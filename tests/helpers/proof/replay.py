@@ -2,7 +2,7 @@
 
 ``why_unsafe`` says what goes wrong, or None: other numbers under some name, another generator, bytes outside of what was
 declared, results that are not where their reader looks, bytes that move for nothing. It knows nothing of value numbers and
-shares no code with ``passes/check``, ``passes/lower`` or ``runtime/verify``. Orders other than the list's are the business of
+shares no code with ``passes/proof``, ``passes/lower`` or ``runtime/verify``. Orders other than the list's are the business of
 ``tests/helpers/proof/oracle``.
 """
 

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from mtcompile.passes import rewrite
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.check_schedule import Given
 from mtcompile.passes.joint.accumulate import Micro, repeat, weights_of
 from mtcompile.passes.joint.build import InputHomes, build
 from mtcompile.passes.lower import lower
 from mtcompile.passes.plan import Plan, Updates
+from mtcompile.passes.proof.schedule import Given
 from mtcompile.runtime.schedule import Schedule
 from tests.helpers.models import Block, Mixture
 from tests.helpers.tracing import lowered, random_plan, trace

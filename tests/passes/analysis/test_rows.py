@@ -21,7 +21,6 @@ from mtcompile.passes import rewrite
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.rows import read_by_rows
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.check import SameComputationError, same_computation
 from mtcompile.passes.graph_json import graph_from_json, graph_to_json
 from mtcompile.passes.joint.build import InputHomes, build
 from mtcompile.passes.plan import Plan, Updates
@@ -29,6 +28,7 @@ from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.evaluate import evaluate
 from mtcompile.passes.planning.figures.evaluator import Figures
 from mtcompile.passes.planning.problem import PlanningProblem
+from mtcompile.passes.proof.same_computation import SameComputationError, same_computation
 from mtcompile.passes.step_graph import calls, offload_rows, prefetch_rows
 from mtcompile.runtime.devices.cpu import CpuMemory
 from mtcompile.runtime.schedule import Instruction, Schedule

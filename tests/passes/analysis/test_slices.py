@@ -18,10 +18,10 @@ import mtcompile
 from mtcompile.capture.tracing import Traced
 from mtcompile.passes import rewrite
 from mtcompile.passes.analysis.slices import read_by_slices
-from mtcompile.passes.check import SameComputationError, same_computation
 from mtcompile.passes.graph_json import graph_from_json, graph_to_json
 from mtcompile.passes.joint.build import InputHomes, build
 from mtcompile.passes.plan import Plan
+from mtcompile.passes.proof.same_computation import SameComputationError, same_computation
 from mtcompile.passes.step_graph import calls, inputs_of, prefetch_slices, results
 from mtcompile.runtime.devices.cpu import CpuMemory
 from mtcompile.runtime.schedule import Instruction, Schedule, ScheduleFormatError, from_json

@@ -9,12 +9,12 @@ import torch
 from torch import fx, nn
 
 from mtcompile.capture.tracing import trace_joint
-from mtcompile.passes.check import SameComputationError
 from mtcompile.passes.cuts.fragments.check import check_cut
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, cut_weights, possible_cuts
 from mtcompile.passes.cuts.fragments.linear import linears
 from mtcompile.passes.graph_json import graph_from_json, graph_to_json
 from mtcompile.passes.joint.build import build
+from mtcompile.passes.proof.same_computation import SameComputationError
 from mtcompile.passes.step_graph import copy_step, fragments_of, inputs_of, outputs_of
 
 

@@ -9,12 +9,12 @@ from torch import fx
 
 from mtcompile.machine.presets import PRESETS
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.check import same_computation
-from mtcompile.passes.check_schedule import Given, check_schedule
 from mtcompile.passes.joint.build import build
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.planner import plan_like, structure
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
+from mtcompile.passes.proof.same_computation import same_computation
+from mtcompile.passes.proof.schedule import Given, check_schedule
 from mtcompile.runtime.verify import verify
 from tests.helpers.stacks import Residual
 from tests.helpers.tracing import Traced, trace

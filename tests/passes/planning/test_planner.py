@@ -19,14 +19,14 @@ from mtcompile.machine.presets import PRESETS
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.saved import crossing_values, saved_values
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.check import same_computation
-from mtcompile.passes.check_schedule import Given, check_schedule
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
 from mtcompile.passes.planning.variants import save_all, trade_off
+from mtcompile.passes.proof.same_computation import same_computation
+from mtcompile.passes.proof.schedule import Given, check_schedule
 from mtcompile.passes.step_graph import regions
 from mtcompile.runtime.executor import Delays
 from mtcompile.runtime.verify import verify

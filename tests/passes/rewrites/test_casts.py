@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import mtcompile
 from mtcompile.passes import rewrite
 from mtcompile.passes.analysis.cost import Machine
-from mtcompile.passes.check import SameComputationError, same_computation
 from mtcompile.passes.plan import Plan
+from mtcompile.passes.proof.same_computation import SameComputationError, same_computation
 from mtcompile.passes.step_graph import convert
 from tests.helpers.decoder import adamw, batch, same, state
 from tests.helpers.decoder import small_decoder as made

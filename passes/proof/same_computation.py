@@ -1,4 +1,4 @@
-"""Checks I5, first half: the rewritten step computes exactly the captured graph (``check_schedule`` has the second).
+"""Checks I5, first half: the rewritten step computes exactly the captured graph (``schedule`` has the second).
 
 Both graphs are numbered by value (``numbering``), and every result of the step must have the number of the captured one.
 Everything else that a step graph says of its inputs, results, updates and values is made out again from the captured graph
@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from mtcompile.passes.generators import generator_nbytes, save_rng
-from mtcompile.passes.numbering import Number, Numbering, over_ranks, phase_of
+from mtcompile.passes.proof.numbering import Number, Numbering, over_ranks, phase_of
 from mtcompile.passes.step_graph import (
     TIER_OF_MOVE,
     InputSpec,

@@ -1,7 +1,7 @@
 """Checks I5, second half: the schedule is exactly the rewritten step's, in every figure and name.
 
-The buffer table and the instructions are made out once more, from the step graph (which ``check`` has compared with the
-captured graph) and from what no graph knows (``Given``), and compared field by field. Left to ``runtime/verify`` is what a
+The buffer table and the instructions are made out once more, from the step graph (which ``same_computation`` has compared with
+the captured graph) and from what no graph knows (``Given``), and compared field by field. Left to ``runtime/verify`` is what a
 lowering is free to choose: offsets, where buffers are allocated and freed, and waits. Predicted times prove nothing and are
 not looked at.
 
@@ -18,8 +18,8 @@ from torch import fx
 
 from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import NO_LIMITS, SCALAR_STATE_NBYTES, UPDATE_SETS, Budgets
-from mtcompile.passes.check import expect
 from mtcompile.passes.plan import Plan
+from mtcompile.passes.proof.same_computation import expect
 from mtcompile.passes.step_graph import (
     MOVES_OF_ROWS,
     InputSpec,

@@ -1,0 +1,1 @@
+"""The proof that a schedule computes the captured graph, bit for bit."""
