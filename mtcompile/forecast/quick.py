@@ -9,7 +9,7 @@ from itertools import product
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.frontier import fits
-from mtcompile.passes.planning.linear.seeds import Seeds
+from mtcompile.passes.planning.linear.seeds import seed
 from mtcompile.passes.planning.pace import impatient
 from mtcompile.passes.planning.problem import Candidate
 
@@ -45,5 +45,6 @@ class QuickCandidates(Candidates):
         plans = []
         for share, ahead in product(_SHARES, _AHEAD):
             budget, base = int(share * device), replace(least, lookahead=ahead, pooled=True)
-            plans.append(Seeds(self._relaxed, base, self.blocks, self.sizes, (budget, budget), decided)[0])
+            limits = {"device": budget, "host": None}
+            plans.append(seed(self._relaxed, limits, base, self.blocks, self.sizes, decided))
         return [self._paced(plan) for plan in plans]

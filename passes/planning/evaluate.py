@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -61,12 +61,21 @@ def evaluate(problem: PlanningProblem, draft: fx.GraphModule, plan: Plan) -> Can
     return Candidate(_with_figures(problem, plan, schedule, waits(schedule)), lambda: schedule)
 
 
-def identity(plan: Plan) -> bytes:
-    """Returns a key that is equal for plans with equal figures: of all that they decide, in any order, without reasons. It is a
-    digest, as plans of large models make hundreds of decisions."""
-    first = {(d.kind, d.subject): (d.choice, d.values) for d in reversed(plan.decisions)}  # as ``Plan.find``
-    everything = sorted(first.items()), plan.lookahead, plan.span, plan.pooled, plan.updates, plan.narrow, plan.disk_lookahead
-    return hashlib.blake2b(repr(everything).encode(), digest_size=16).digest()
+class Identities:
+    """Gives plans keys that are equal for plans with equal figures: of all that they decide, in any order, without reasons. Of
+    decisions it is a digest, as plans of large models make hundreds."""
+
+    def __init__(self) -> None:
+        self._last: tuple[object, bytes] = ((), b"")  # decisions that were digested last: plans that share them come in a row
+
+    def of(self, plan: Plan) -> Hashable:
+        decisions, digest = self._last
+        if decisions is not plan.decisions:
+            first = {(d.kind, d.subject): d for d in reversed(plan.decisions)}  # as ``Plan.find``
+            lines = sorted([f"{d.kind} {d.subject} {d.choice} {d.values}" for d in first.values()])
+            digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
+            self._last = plan.decisions, digest
+        return digest, plan.lookahead, plan.span, plan.pooled, plan.updates, plan.narrow, plan.disk_lookahead
 
 
 def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, certificate: Certificate | None) -> Planned:

@@ -11,8 +11,8 @@ Random operations are replayed from their saved generator state in both.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import fx
 from torch.fx.node import map_arg
@@ -27,33 +27,48 @@ from mtcompile.passes.step_graph import body_outputs, is_check, is_random, is_re
 # ------------------------------------------------------------------------------------------------- variants of a block
 
 
+Forwards = list[tuple[fx.Node, frozenset[fx.Node]]]  # forward regions, each with the saved values that it keeps
+
+
+class Fusion(NamedTuple):
+    """A backward region that first makes again what some forwards did not keep: its ``kernel`` and ``operands``. ``later``: of
+    what it makes again, the values that later backward regions read, each with these."""
+
+    kernel: fx.GraphModule
+    operands: tuple[fx.Node, ...]
+    later: Mapping[fx.Node, Sequence[fx.Node]]
+
+
 def recompute(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     """Makes what the plan does not keep of a block's saved values again in the block's backward."""
     order = {region: i for i, region in enumerate(regions(step))}
-    inlined: dict[fx.Node, list[tuple[fx.Node, frozenset[fx.Node]]]] = {}
+    inlined: dict[fx.Node, Forwards] = {}
     for region in order:
         if region.meta["phase"] == "forward":
-            block = step.meta["blocks"][region.meta["block"]]
-            saved = saved_values(region)
-            # What leaves the step, as a buffer's next version, stays until then, and its readers read it where it is.
-            leaves = {value for value in results(region) if value.meta["role"] not in ("activation", "rng")}
-            resident = frozenset(leaves.union(value for value in saved if plan.keeps(block, value.name)))
-            users = [user for value in saved if value not in resident for user in value.users]
-            if users:
-                inlined.setdefault(min(users, key=order.__getitem__), []).append((region, resident))
+            resident, reader = kept_of(step, region, plan, order)
+            if reader is not None:
+                inlined.setdefault(reader, []).append((region, resident))
     for backward, forwards in inlined.items():
         _fuse(step, backward, forwards, order)
     return step
 
 
-def _fuse(
-    step: fx.GraphModule,
-    backward: fx.Node,
-    forwards: list[tuple[fx.Node, frozenset[fx.Node]]],
-    order: dict[fx.Node, int],
-) -> None:
-    """Replaces ``backward`` by a call that makes what ``forwards`` did not keep, and then does its work. ``forwards``: forward
-    regions, each with the saved values that it keeps."""
+def kept_of(
+    step: fx.GraphModule, region: fx.Node, plan: Plan, order: Mapping[fx.Node, int]
+) -> tuple[frozenset[fx.Node], fx.Node | None]:
+    """Returns the values of a forward region that stay until the backward, and the first region of that to read another one;
+    None if there is none."""
+    block = step.meta["blocks"][region.meta["block"]]
+    saved = saved_values(region)
+    # What leaves the step, as a buffer's next version, stays until then, and its readers read it where it is.
+    leaves = {value for value in results(region) if value.meta["role"] not in ("activation", "rng")}
+    resident = frozenset(leaves.union(value for value in saved if plan.keeps(block, value.name)))
+    users = [user for value in saved if value not in resident for user in value.users]
+    return resident, min(users, key=order.__getitem__, default=None)
+
+
+def fusion(step: fx.GraphModule, backward: fx.Node, forwards: Forwards, order: Mapping[fx.Node, int]) -> Fusion:
+    """Returns what ``backward`` becomes if it makes again what ``forwards`` did not keep, and then does its work."""
     moment = order[backward]
     recomputed = [
         item
@@ -66,7 +81,7 @@ def _fuse(
         item: [u for u in item.users if u in order and u.meta["phase"] == "backward" and order[u] > moment]
         for item in recomputed
     }
-    extra = [item for item in recomputed if later[item]]
+    later = {item: users for item, users in later.items() if users}
 
     values: dict[fx.Node, int] = {}  # every value of the step graph at play, numbered, so that like layers share the work
 
@@ -81,36 +96,41 @@ def _fuse(
         )
         for forward, resident in forwards
     )
-    key = (wiring, str(backward.target), tuple(number(a) for a in backward.args), tuple(number(item) for item in extra))
+    key = (wiring, str(backward.target), tuple(number(a) for a in backward.args), tuple(number(item) for item in later))
     memo = step.meta["memo"]
     if key not in memo:
-        body, used = _fused_body(step, backward, forwards, list(values), extra)
+        body, used = _fused_body(step, backward, forwards, list(values), list(later))
         kernel = step.get_submodule(install(step, step.meta["kernels"], body))
         memo[key] = kernel, used
     kernel, used = memo[key]
-    name = attach(step, kernel)
-
     numbered = list(values)
+    return Fusion(kernel, tuple(numbered[i] for i in used), later)
+
+
+def _fuse(step: fx.GraphModule, backward: fx.Node, forwards: Forwards, order: dict[fx.Node, int]) -> None:
+    """Replaces ``backward`` by a call that makes again what ``forwards`` did not keep, and then does its work."""
+    kernel, operands, later = fusion(step, backward, forwards, order)
+    name = attach(step, kernel)
     with step.graph.inserting_before(backward):
-        call = step.graph.create_node("call_module", name, tuple(numbered[i] for i in used), name=f"{backward.name}_r")
+        call = step.graph.create_node("call_module", name, operands, name=f"{backward.name}_r")
         call.meta.update(backward.meta, recomputes=tuple(forward.meta["block"] for forward, _ in forwards))
         olds = results(backward)
-        items = add_call(step.graph, call, [(i.name, dict(i.meta)) for i in [*olds, *extra]])
+        items = add_call(step.graph, call, [(i.name, dict(i.meta)) for i in [*olds, *later]])
     for old, new in zip(olds, items, strict=False):
         old.replace_all_uses_with(new)
-    for item, new in zip(extra, items[len(olds) :], strict=True):
+    for item, new in zip(later, items[len(olds) :], strict=True):
         for user in later[item]:
             user.replace_input_with(item, new)
     for old in olds:
         step.graph.erase_node(old)
     step.graph.erase_node(backward)
-    order[call] = moment
+    order[call] = order[backward]
 
 
 def _fused_body(
     step: fx.GraphModule,
     backward: fx.Node,
-    forwards: list[tuple[fx.Node, frozenset[fx.Node]]],
+    forwards: Forwards,
     values: list[fx.Node],
     extra: list[fx.Node],
 ) -> tuple[fx.Graph, tuple[int, ...]]:

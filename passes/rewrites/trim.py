@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import fx
 
@@ -17,22 +17,15 @@ def trim(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     for region in reversed(regions(step)):
         items = results(region)
         used = [item for item in items if item.users]
-        old = kernel_of(step, region)
-        if len(used) == len(body_outputs(old)) and all(n.users or n.op == "output" or must_run(n) for n in old.graph.nodes):
-            continue
-        if not used and not any(must_run(n) for n in old.graph.nodes):
+        whole = kernel_of(step, region)
+        less = trimmed(step, whole, tuple(int(item.args[1]) for item in used))
+        if less is None:
             for item in items:
                 step.graph.erase_node(item)
             step.graph.erase_node(region)
             continue
-        positions = [int(item.args[1]) for item in used]
-        memo = step.meta["memo"]
-        key = (str(region.target), tuple(positions))
-        if key not in memo:
-            body, used_inputs = _with_outputs(old, positions)
-            memo[key] = step.get_submodule(install(step, step.meta["kernels"], body)), used_inputs
-        kernel, used_inputs = memo[key]
-        if len(used) == len(body_outputs(old)) and len(used_inputs) == len(region.args):
+        kernel, used_inputs = less
+        if kernel is whole:
             continue
         for item in items:
             if not item.users:
@@ -42,6 +35,33 @@ def trim(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         region.args = tuple(region.args[i] for i in used_inputs)
         region.target = attach(step, kernel)
     return step
+
+
+def trimmed(
+    step: fx.GraphModule, kernel: fx.GraphModule, positions: tuple[int, ...]
+) -> tuple[fx.GraphModule, Sequence[int]] | None:
+    """Returns what is left of a kernel with only the outputs at ``positions``, and the positions of the inputs that this takes;
+    None if nothing is left."""
+    memo, key = step.meta["memo"], ("trimmed", str(kernel.meta["name"]), positions)
+    if key not in memo:
+        memo[key] = _trimmed(step, kernel, positions)
+    less: tuple[fx.GraphModule, Sequence[int]] | None = memo[key]
+    return less
+
+
+def _trimmed(
+    step: fx.GraphModule, kernel: fx.GraphModule, positions: tuple[int, ...]
+) -> tuple[fx.GraphModule, Sequence[int]] | None:
+    nodes, inputs = kernel.graph.nodes, range(len(placeholders(kernel.graph)))
+    all_used = len(positions) == len(body_outputs(kernel))
+    if all_used and all(n.users or n.op == "output" or must_run(n) for n in nodes):
+        return kernel, inputs
+    if not positions and not any(must_run(node) for node in nodes):
+        return None
+    body, used_inputs = _with_outputs(kernel, positions)
+    if all_used and len(used_inputs) == len(inputs):
+        return kernel, inputs
+    return step.get_submodule(install(step, step.meta["kernels"], body)), used_inputs
 
 
 def _with_outputs(kernel: fx.GraphModule, positions: Iterable[int]) -> tuple[fx.Graph, list[int]]:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import fx
 
 from mtcompile.passes.analysis.state import persistent_nbytes, trained_nbytes, update_figures
-from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.figures.lives import lives_of
 from mtcompile.passes.planning.figures.moves import ON_DEVICE, ON_HOST, Moves
-from mtcompile.passes.planning.figures.summary import Summary, Unsupported, summary_of
+from mtcompile.passes.planning.figures.sketch import Sketches
+from mtcompile.passes.planning.figures.summary import Outline, Summary, Unsupported, outline_of, summary_of
 from mtcompile.passes.planning.figures.times import Clock, clock, due_first
 from mtcompile.passes.planning.problem import PlanningProblem
-from mtcompile.passes.rewrites.recompute import recompute, repeat_forward
-from mtcompile.passes.rewrites.trim import trim
 from mtcompile.passes.step_graph import ranks_of
 
 _MOST_SUMMARIES = 64  # that are remembered
@@ -36,12 +35,16 @@ class Evaluator:
     """Evaluates plans of one problem. ``draft``: of its step. ``casts``: whether the host may cast anything."""
 
     def __init__(self, problem: PlanningProblem, draft: fx.GraphModule, casts: bool) -> None:
-        self.problem, self.draft = problem, draft
+        self.problem, self._sketches = problem, Sketches(draft)
         step, updates = problem.step, problem.budgets.updates
         self.able = not (casts or step.meta.get("sliced") or ranks_of(step) != 1 or problem.budgets.disk is not None)
         self.able = self.able and not (updates is not None and updates.held)
         self._summaries: dict[object, Summary] = {}
         self._last: tuple[Plan, tuple[Figures, Moves, Clock]] | None = None  # the plan evaluated last
+
+    @cached_property
+    def _outline(self) -> Outline:
+        return outline_of(self._sketches.draft)
 
     def figures(self, plan: Plan) -> Figures | None:
         """Returns a plan's figures; None where only its schedule tells them."""
@@ -66,12 +69,11 @@ class Evaluator:
     def _summary(self, plan: Plan) -> Summary:
         key = _recomputed(plan)
         if key not in self._summaries:
-            draft = draft_of(self.draft)
-            for transform in (recompute, repeat_forward, trim):
-                draft = transform(draft, plan)
+            sketch = self._sketches.of(plan)
+            outline = self._outline if sketch.graph is self._sketches.draft else outline_of(sketch.graph)
             if len(self._summaries) >= _MOST_SUMMARIES:
                 del self._summaries[next(iter(self._summaries))]
-            self._summaries[key] = summary_of(draft, self.problem.machine, self.problem.workspace)
+            self._summaries[key] = summary_of(sketch, outline, self.problem.machine, self.problem.workspace)
         return self._summaries[key]
 
     def _evaluated(self, plan: Plan) -> tuple[Figures, Moves, Clock]:

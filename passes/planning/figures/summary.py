@@ -6,15 +6,17 @@ than the step graph has values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
 from mtcompile.passes.analysis.cost import Machine, kernel_us
 from mtcompile.passes.analysis.rows import Rows
 from mtcompile.passes.lower import Workspace
-from mtcompile.passes.step_graph import inputs_of, is_region, kernel_of, outputs_of, regions, results
+from mtcompile.passes.planning.figures.sketch import Sketch
+from mtcompile.passes.step_graph import InputSpec, inputs_of, is_region, outputs_of
 from mtcompile.runtime.schedule import PHASES, placed
 
 
@@ -94,15 +96,26 @@ class Summary:
     first_backward: int
 
 
-def summary_of(draft: fx.GraphModule, machine: Machine, workspace: Workspace) -> Summary:
-    """Summarises a draft that recomputes what a plan says, before anything moves. Raises Unsupported."""
-    order = {region: position for position, region in enumerate(regions(draft))}
+@dataclass(frozen=True, slots=True, eq=False)
+class Outline:
+    """What enters a step and what leaves it. ``leaving``: values -> their place among the outputs, home and input, and whether
+    they update it. ``returned``: values that the caller receives. ``tangents``: bytes of these."""
+
+    homes: Mapping[str, str]
+    inputs: Sequence[tuple[InputSpec, fx.Node]]
+    rows: Mapping[str, Rows]
+    leaving: Mapping[fx.Node, tuple[int, str, fx.Node, bool]]
+    returned: frozenset[fx.Node]
+    tangents: int
+
+
+def outline_of(draft: fx.GraphModule) -> Outline:
+    """Returns the outline of a draft before anything moves. Raises Unsupported."""
     homes: Mapping[str, str] = draft.meta["homes"]
     wanted = draft.meta.get("updated")
     inputs = inputs_of(draft)
     by_index = {spec.index: (spec, node) for spec, node in inputs if spec.index >= 0 and spec.role != "tangent"}
-    makers: dict[fx.Node, list[fx.Node]] = {}  # parameters, and the values that are gradients of them
-    leaving: dict[fx.Node, tuple[int, str, fx.Node, bool]] = {}  # values: place, home, input, whether they update it
+    leaving: dict[fx.Node, tuple[int, str, fx.Node, bool]] = {}
     returned = set()
     for place, (spec, value) in enumerate(outputs_of(draft)):
         if spec.kind == "output":
@@ -113,57 +126,72 @@ def summary_of(draft: fx.GraphModule, machine: Machine, workspace: Workspace) ->
         about, node = by_index[spec.index]
         updates = spec.kind == "grad" and about.role == "param" and (wanted is None or about.name in wanted)
         leaving[value] = place, homes.get(spec.name, ""), node, updates
-        if updates:
-            makers.setdefault(node, []).append(value.args[0])
     if returned & leaving.keys():
         raise Unsupported("a result that is a gradient too")
+    tangents = [n.meta["nbytes"] for _, n in inputs if n.meta["role"] == "tangent" and n.meta["tier"] == "device"]
+    return Outline(homes, inputs, draft.meta.get("rows") or {}, leaving, frozenset(returned), sum(tangents))
 
-    operands: dict[fx.Node, Operand] = {}
-    alike: dict[tuple[object, ...], Operand] = {}
-    tangents, rows = 0, draft.meta.get("rows") or {}
-    for given, node in inputs:
-        meta = node.meta
-        if meta["role"] == "tangent" and meta["tier"] == "device":
-            tangents += meta["nbytes"]
-        home = homes.get(given.name)
-        readers = frozenset(user for user in node.users if user in order)
-        weights = given.role == "param" and home is not None
-        by_rows = rows.get(given.name) if given.role == "param" else None
-        about_home = homes.get(meta["name"], "")
-        key = (about_home, meta["role"], meta["tier"], weights, home, readers, tuple(makers.get(node, ())), by_rows and node)
-        if key not in alike:
-            alike[key] = Operand(0, 0, len(alike), about_home, str(meta["role"]), str(meta["tier"]), weights, by_rows)
-        operands[node] = alike[key]
-        alike[key].add(meta["nbytes"])
+
+def summary_of(sketch: Sketch, outline: Outline, machine: Machine, workspace: Workspace) -> Summary:
+    """Summarises a step that recomputes what a plan says, before anything moves. ``outline``: of the sketch's graph."""
+    readers_of: dict[Any, list[int]] = {}
+    makers: dict[fx.Node, list[int]] = {}  # parameters -> the regions that make gradients of them
+    for position, region in enumerate(sketch.regions):
+        for value in dict.fromkeys(region.reads):
+            readers_of.setdefault(value, []).append(position)
+        for value in region.makes:
+            if value in outline.leaving and outline.leaving[value][3]:
+                makers.setdefault(outline.leaving[value][2], []).append(position)
+    operands = _operands(outline, readers_of, makers)
 
     summarised = []
-    for region in order:
-        kernel = kernel_of(draft, region)
-        reads = dict.fromkeys(operands[node] for node in region.all_input_nodes if node in operands)
+    for region in sketch.regions:
+        reads = dict.fromkeys([operands[node] for node in region.reads if node in operands])
         activations: list[Value] = []
         others: dict[tuple[object, ...], Value] = {}
         going: dict[tuple[object, ...], Leaving] = {}
         places: dict[Leaving, int] = {}
-        for item in results(region):
-            readers = tuple(sorted(order[user] for user in item.users if user in order))
+        for item in region.makes:
+            readers = tuple(readers_of.get(item, ()))
             nbytes, role = item.meta["nbytes"], item.meta["role"]
-            if item in leaving:
-                place, home, node, updates = leaving[item]
+            if item in outline.leaving:
+                place, home, node, updates = outline.leaving[item]
                 key = (home, operands[node].number, updates, readers)
                 entry = going.setdefault(key, Leaving(0, 0, readers, home, operands[node], updates))
                 entry.add(nbytes)
                 if place < places.get(entry, place + 1):
                     places[entry], entry.name = place, node.name
             elif role == "activation":
-                activations.append(activation := Value(0, 0, readers, item.name, item in returned))
+                name = "" if region.renamed else item.name
+                activations.append(activation := Value(0, 0, readers, name, item in outline.returned))
                 activation.add(nbytes)
             else:
-                key = (role, readers, item in returned)
-                others.setdefault(key, Value(0, 0, readers, "", item in returned)).add(nbytes)
-        phase = PHASES.index(region.meta["phase"])
-        about_region = phase, kernel_us(kernel, machine), workspace(kernel)
+                key = (role, readers, item in outline.returned)
+                others.setdefault(key, Value(0, 0, readers, "", item in outline.returned)).add(nbytes)
+        about = PHASES.index(region.phase), kernel_us(region.kernel, machine), workspace(region.kernel)
         summarised.append(
-            Region(*about_region, list(reads), activations, list(others.values()), sorted(places, key=places.__getitem__))
+            Region(*about, list(reads), activations, list(others.values()), sorted(places, key=places.__getitem__))
         )
     first = next((position for position, region in enumerate(summarised) if region.phase), len(summarised))
-    return Summary(summarised, list(alike.values()), tangents, first)
+    return Summary(summarised, list(dict.fromkeys(operands.values())), outline.tangents, first)
+
+
+def _operands(
+    outline: Outline, readers_of: Mapping[Any, Sequence[int]], makers: Mapping[fx.Node, Sequence[int]]
+) -> dict[fx.Node, Operand]:
+    """Returns the operand that each input of a step is part of."""
+    operands: dict[fx.Node, Operand] = {}
+    alike: dict[tuple[object, ...], Operand] = {}
+    for given, node in outline.inputs:
+        meta = node.meta
+        home = outline.homes.get(given.name)
+        weights = given.role == "param" and home is not None
+        by_rows = outline.rows.get(given.name) if given.role == "param" else None
+        about_home = outline.homes.get(meta["name"], "")
+        users = tuple(readers_of.get(node, ())), tuple(makers.get(node, ()))
+        key = (about_home, meta["role"], meta["tier"], weights, home, users, by_rows and node)
+        if key not in alike:
+            alike[key] = Operand(0, 0, len(alike), about_home, str(meta["role"]), str(meta["tier"]), weights, by_rows)
+        operands[node] = alike[key]
+        alike[key].add(meta["nbytes"])
+    return operands

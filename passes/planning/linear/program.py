@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy
 
+from mtcompile.passes.planning.linear.solver import Solution, Solver, matrix_of, solver
+
 _GIB = 1 << 30
 Work = tuple[Mapping[int, float], float]  # µs per unit of each variable, and constant µs
 
@@ -26,17 +28,17 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Matrices:
-    """The program as HiGHS takes it, made once for all budgets: what is ``at_most`` the ``limits`` of ``rows``, to which those
-    ``of_tier`` add a budget in GiB; what is ``equal`` to ``equals``; the lowest and the highest value of each variable."""
+class _Prepared:
+    """The program as a solver takes it, made once for all budgets: equations first, then the ``rows``; ``limits`` of both, to
+    which the places ``of_tier`` add a budget in GiB; the lowest and the highest value of each variable. ``start``: the basis
+    of its solution without budgets."""
 
+    solver: Solver
     rows: Sequence[Row]
-    at_most: Any
     limits: Any
     of_tier: Mapping[str, Sequence[int]]
-    equal: Any
-    equals: Any
     bounds: Any
+    start: Any
 
 
 @dataclass(slots=True)
@@ -50,7 +52,7 @@ class Program:
     rows: list[Row] = field(default_factory=list)
     equal: list[tuple[dict[int, float], float]] = field(default_factory=list)
     held: dict[int, list[Row]] = field(default_factory=lambda: defaultdict(list))
-    _cached: dict[tuple[int, tuple[str, ...]], _Matrices] = field(default_factory=dict)
+    _prepared: dict[tuple[int, tuple[str, ...]], _Prepared] = field(default_factory=dict)
 
     def variable(self, upper: float | None = 1.0) -> int:
         self.upper.append(upper)
@@ -80,55 +82,48 @@ class Program:
         self.held[ahead].append(Row(in_gib, -fixed / _GIB, tier, {}))
 
     def solve(
-        self, budgets: Mapping[str, int | None], fixed: Mapping[int, float] = MappingProxyType({}), ahead: int = 0
-    ) -> tuple[Any, Sequence[Row]]:
-        """Solves the program without the rows of tiers that have no budget, with some variables ``fixed``. Returns HiGHS's
-        result, and its rows. No variable and no row may be added any more."""
-        try:
-            from scipy.optimize import linprog
-        except ImportError as error:  # an installation without dependencies: plans have no certificate, and are searched for
-            raise Infeasible("expected scipy") from error
+        self,
+        budgets: Mapping[str, int | None],
+        fixed: Mapping[int, float] = MappingProxyType({}),
+        ahead: int = 0,
+        like: Solution | None = None,
+    ) -> tuple[Solution, Sequence[Row]]:
+        """Solves the program without the rows of tiers that have no budget, with some variables ``fixed``. ``like``: a solution
+        for the same tiers and as many blocks ahead, to begin at. Returns the solution and the rows, whose prices are its last
+        ones. Raises Infeasible. No variable and no row may be added any more."""
         limited = tuple(tier for tier, nbytes in budgets.items() if nbytes is not None)
-        if (ahead, limited) not in self._cached:
-            self._cached[ahead, limited] = self._matrices([*self.rows, *(r for r in self.held[ahead] if r.tier in limited)])
-        matrices = self._cached[ahead, limited]
-        limits = matrices.limits.copy()
+        if (ahead, limited) not in self._prepared:
+            rows = [*self.rows, *(row for row in self.held[ahead] if row.tier in limited)]
+            self._prepared[ahead, limited] = self._prepare(rows)
+        prepared = self._prepared[ahead, limited]
+        limits = prepared.limits.copy()
         for tier in limited:
-            limits[matrices.of_tier[tier]] += (budgets[tier] or 0) / _GIB
-        bounds = matrices.bounds.copy()
+            limits[prepared.of_tier[tier]] += (budgets[tier] or 0) / _GIB
+        bounds = prepared.bounds.copy()
         for variable, value in fixed.items():
             bounds[variable] = value
-        objective = numpy.zeros(len(self.upper))
-        objective[0] = 1.0
-        program = objective, matrices.at_most, limits, matrices.equal, matrices.equals, bounds
-        # Presolving takes several times as long as solving, and shortens no program of this kind.
-        result = linprog(*program, method="highs-ds", options={"presolve": False})
-        return result, matrices.rows
+        solution = prepared.solver(limits, bounds, prepared.start if like is None else like.basis)
+        if solution is None:
+            raise Infeasible("expected a solution of the linear program, found none")
+        return solution, prepared.rows
 
-    def _matrices(self, rows: Sequence[Row]) -> _Matrices:
+    def _prepare(self, rows: Sequence[Row]) -> _Prepared:
         by_tier: dict[str, list[int]] = defaultdict(list)
-        for number, row in enumerate(rows):
+        for number, row in enumerate(rows, len(self.equal)):
             by_tier[row.tier or ""].append(number)
         bounds = numpy.array([(0.0, numpy.inf if upper is None else upper) for upper in self.upper])
         bounds[self.signed, 0] = -numpy.inf
-        return _Matrices(
-            rows,
-            self._matrix([row.terms for row in rows]),
-            numpy.array([row.limit for row in rows], dtype=float),
-            by_tier,
-            self._matrix([terms for terms, _ in self.equal]),
-            numpy.array([limit for _, limit in self.equal], dtype=float),
-            bounds,
-        )
-
-    def _matrix(self, rows: Sequence[Mapping[int, float]]) -> Any:
-        from scipy.sparse import csc_array, csr_array
-
-        lengths = [len(row) for row in rows]
-        columns = [variable for row in rows for variable in row]
-        factors = [factor for row in rows for factor in row.values()]
-        by_row = csr_array((factors, columns, numpy.cumsum([0, *lengths])), shape=(len(rows), len(self.upper)), dtype=float)
-        return csc_array(by_row)
+        limits = numpy.array([limit for _, limit in self.equal] + [row.limit for row in rows], dtype=float)
+        terms = [*(terms for terms, _ in self.equal), *(row.terms for row in rows)]
+        try:
+            by_highs = solver(matrix_of(terms, len(self.upper)), len(self.equal))
+        except ImportError as error:  # an installation without dependencies: plans have no certificate, and are searched for
+            raise Infeasible("expected highspy or scipy") from error
+        unlimited = limits.copy()
+        for tier in by_tier.keys() - {""}:
+            unlimited[by_tier[tier]] = numpy.inf
+        first = by_highs(unlimited, bounds)
+        return _Prepared(by_highs, rows, limits, by_tier, bounds, None if first is None else first.basis)
 
 
 def gains_us(rows: Sequence[Row], values: Any, prices: Any) -> dict[str, float]:

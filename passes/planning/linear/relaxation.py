@@ -18,8 +18,9 @@ from mtcompile.passes.planning.ladders import Block
 from mtcompile.passes.planning.linear.blocks import Option, place_blocks
 from mtcompile.passes.planning.linear.homes import HomeCost
 from mtcompile.passes.planning.linear.memory import hold_memory, live_at
-from mtcompile.passes.planning.linear.program import Infeasible, gains_us
+from mtcompile.passes.planning.linear.program import gains_us
 from mtcompile.passes.planning.linear.queues import take_time
+from mtcompile.passes.planning.linear.solver import Solution
 from mtcompile.passes.planning.linear.terms import Load, Terms, terms_of
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.runtime.schedule import PHASES
@@ -30,7 +31,7 @@ class Relaxed:
     """The optimum. ``bound_us``: no plan is faster. ``resident``: home -> share on the device; ``staying``: share that is on
     the host and stays on the device from its forward to its backward. ``options``: block -> share of
     each option. ``crossing``: block -> shares on the device and on the host of what leaves it. ``gains_us``: finds
-    those of a Certificate."""
+    those of a Certificate. ``solution``: of the program."""
 
     bound_us: float
     resident: Mapping[str, float]
@@ -38,41 +39,51 @@ class Relaxed:
     options: Mapping[int, tuple[tuple[Option, float], ...]]
     crossing: Mapping[int, tuple[float, float]]
     gains_us: Callable[[], dict[str, float]]
+    solution: Solution
 
 
 class Solve(Protocol):
     """See ``relaxation``."""
 
     def __call__(
-        self, limits: Mapping[str, int | None], decided: Mapping[str, bool] = MappingProxyType({}), ahead: int = 0
+        self,
+        limits: Mapping[str, int | None],
+        decided: Mapping[str, bool] = MappingProxyType({}),
+        ahead: int = 0,
+        like: Relaxed | None = None,
     ) -> Relaxed: ...
 
 
 def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str, HomeCost]) -> Solve:
     """Builds the linear program of a problem. Returns a function that solves it for a limit in bytes per tier (None: no
     limit) and raises Infeasible. ``decided``: homes that are on the device (True) or on the host. ``ahead``: how many
-    blocks ahead prefetches are in memory, beside what must be there; the optimum bounds all plans only if it is 0."""
+    blocks ahead prefetches are in memory, beside what must be there; the optimum bounds all plans only if it is 0. ``like``: an
+    optimum for the same tiers and as many blocks ahead, from which it is not far to this one."""
     terms = terms_of(problem.step)
     _place_homes(problem, costs, terms)
     choices = place_blocks(problem, blocks, terms)
     take_time(problem, costs, terms)
     lives = live_at(blocks, terms, choices)
 
-    def solve(limits: Mapping[str, int | None], decided: Mapping[str, bool] = MappingProxyType({}), ahead: int = 0) -> Relaxed:
+    def solve(
+        limits: Mapping[str, int | None],
+        decided: Mapping[str, bool] = MappingProxyType({}),
+        ahead: int = 0,
+        like: Relaxed | None = None,
+    ) -> Relaxed:
         if ahead not in terms.program.held:
             hold_memory(problem, blocks, terms, choices, lives, ahead)
         fixed = {terms.away[home]: 0.0 if resident else 1.0 for home, resident in decided.items()}
-        solution, rows = terms.program.solve(limits, fixed, ahead)
-        if solution.status != 0:
-            raise Infeasible(solution.message)
-        values = solution.x
+        solution, rows = terms.program.solve(limits, fixed, ahead, None if like is None else like.solution)
+        values = solution.values
         return Relaxed(
-            float(solution.fun),
+            solution.optimum,
             {home: 1.0 - float(values[variable]) for home, variable in terms.away.items()},
             {home: float(values[variable]) for home, variable in terms.staying.items()},
             {index: tuple((option, float(values[v])) for option, v in shares) for index, shares in choices.options.items()},
             {index: _places(places, values) for index, places in choices.crossing.items()},
-            partial(gains_us, rows, values, -solution.ineqlin.marginals),
+            partial(gains_us, rows, values, solution.prices[len(solution.prices) - len(rows) :]),
+            solution,
         )
 
     return solve

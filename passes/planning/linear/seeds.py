@@ -19,60 +19,111 @@ T = TypeVar("T")
 _WHY = "by the linear program"
 _AHEAD = (1, 2, 3)  # blocks ahead that plans fetch
 SOLUTIONS, _BETWEEN = 23, 4  # solutions, and plans between each two of them
+_LAST = (SOLUTIONS - 1) * _BETWEEN  # the position of the last plan
+
+
+class Optima:
+    """Optima of the relaxed problem where homes are undecided, for ``device`` budgets from the first to the second and some
+    blocks ``ahead``. Each solution begins at that for the next larger budget, and others begin at these: so all are the same
+    whatever was asked before."""
+
+    def __init__(self, solve: Solve, device: tuple[int, int], ahead: int) -> None:
+        self.solve, (self.low, self.high), self.ahead = solve, device, ahead
+        self._optima: dict[int, Relaxed | None] = {}
+
+    def limits(self, position: int) -> dict[str, int | None]:
+        """Returns the budgets at a position."""
+        return {"device": round(self.low * (self.high / self.low) ** (position / _LAST)), "host": None}
+
+    def near(self, position: int) -> Relaxed | None:
+        """Returns the optimum at the first position of the grid from here up that has one; None if none has."""
+        for place in range(_LAST, position - 1, -_BETWEEN):
+            if place not in self._optima:
+                above = self._optima.get(place + _BETWEEN)
+                try:
+                    self._optima[place] = self.solve(self.limits(place), ahead=self.ahead, like=above)
+                except Infeasible:
+                    self._optima[place] = above
+        return self._optima[_LAST - (_LAST - position) // _BETWEEN * _BETWEEN]
 
 
 class Seeds(Sequence[Plan]):
-    """Plans from the fewest device bytes to the most, each made when it is asked for. ``solve``: of the relaxed problem, for
-    ``device`` budgets from the first to the second. They fetch as many blocks ahead as ``base`` does. ``decided``: homes that
-    are on the device (True) or on the host in all of them. ``earliest``: of equal homes, those read first are on the device:
-    they are updated last, and the next step would wait for them; otherwise those that the program prefers."""
+    """Plans from the fewest device bytes to the most, each made when it is asked for. ``solve``: of the relaxed problem;
+    ``optima``: of the same. They fetch as many blocks ahead as ``base`` does. ``decided``: homes that are on the device (True)
+    or on the host in all of them. ``earliest``: of equal homes, those read first are on the device: they are updated last, and
+    the next step would wait for them; otherwise those that the program prefers."""
 
     def __init__(
         self,
         solve: Solve,
+        optima: Optima,
         base: Plan,
         blocks: Sequence[Block],
         sizes: Mapping[str, int],
-        device: tuple[int, int],
         decided: Mapping[str, bool] = MappingProxyType({}),
         earliest: bool = False,
     ) -> None:
         self.solve, self.base, self.blocks, self.sizes, self.decided = solve, base, blocks, sizes, decided
-        self.earliest = earliest
-        self.low, self.high = device
+        self.optima, self.earliest = optima, earliest
         self._plans: dict[int, Plan] = {}
 
     def __len__(self) -> int:
-        return 1 + (SOLUTIONS - 1) * _BETWEEN
+        return 1 + _LAST
 
     def __getitem__(self, position: Any) -> Any:
         if position not in self._plans:
-            budget = round(self.low * (self.high / self.low) ** (position / (len(self) - 1)))
-            try:
-                relaxed = self._with_whole_homes({"device": budget, "host": None})
-                self._plans[position] = rounded(relaxed, self.base, self.blocks, self.sizes, self.earliest)
-            except Infeasible:
-                self._plans[position] = self.base
+            limits, like = self.optima.limits(position), self.optima.near(position)
+            self._plans[position] = seed(
+                self.solve, limits, self.base, self.blocks, self.sizes, self.decided, self.earliest, like
+            )
         return self._plans[position]
 
-    def _with_whole_homes(self, limits: Mapping[str, int | None]) -> Relaxed:
-        """Solves again with every home wholly on one tier: homes are large, and what blocks keep must fit beside them. The
-        number of homes on the device is the sum of their shares, rounded; if that does not fit, 1, 3, 7, ... fewer of them:
-        those that are preferred least go first."""
-        relaxed = self.solve(limits, self.decided, self.base.lookahead)
-        places = {home: float(-place) for place, home in enumerate(relaxed.resident)}
-        preferred = places if self.earliest else relaxed.resident
-        chosen = sorted(_chosen(relaxed.resident, self.sizes, preferred), key=lambda home: -preferred[home])
-        fewer = 0
-        while True:
-            on_device = set(chosen[: max(0, len(chosen) - fewer)])
-            whole = {home: home in on_device for home in relaxed.resident}
-            try:
-                return self.solve(limits, whole | dict(self.decided), self.base.lookahead)
-            except Infeasible:
-                if not on_device:
-                    raise
-            fewer = 2 * fewer + 1
+
+def seed(
+    solve: Solve,
+    limits: Mapping[str, int | None],
+    base: Plan,
+    blocks: Sequence[Block],
+    sizes: Mapping[str, int],
+    decided: Mapping[str, bool] = MappingProxyType({}),
+    earliest: bool = False,
+    like: Relaxed | None = None,
+) -> Plan:
+    """Returns the plan that decides as the optimum within ``limits`` does; ``base`` if there is none. ``like``: as for
+    ``solve``; for the others see ``Seeds``."""
+    try:
+        relaxed = _with_whole_homes(solve, limits, base.lookahead, sizes, decided, earliest, like)
+    except Infeasible:
+        return base
+    return rounded(relaxed, base, blocks, sizes, earliest)
+
+
+def _with_whole_homes(
+    solve: Solve,
+    limits: Mapping[str, int | None],
+    ahead: int,
+    sizes: Mapping[str, int],
+    decided: Mapping[str, bool],
+    earliest: bool,
+    like: Relaxed | None,
+) -> Relaxed:
+    """Solves again with every home wholly on one tier: homes are large, and what blocks keep must fit beside them. The number
+    of homes on the device is the sum of their shares, rounded; if that does not fit, 1, 3, 7, ... fewer of them: those that
+    are preferred least go first."""
+    relaxed = solve(limits, decided, ahead, like)
+    places = {home: float(-place) for place, home in enumerate(relaxed.resident)}
+    preferred = places if earliest else relaxed.resident
+    chosen = sorted(_chosen(relaxed.resident, sizes, preferred), key=lambda home: -preferred[home])
+    fewer = 0
+    while True:
+        on_device = set(chosen[: max(0, len(chosen) - fewer)])
+        whole = {home: home in on_device for home in relaxed.resident}
+        try:
+            return solve(limits, whole | dict(decided), ahead, relaxed)
+        except Infeasible:
+            if not on_device:
+                raise
+        fewer = 2 * fewer + 1
 
 
 def seed_ladders(
@@ -84,8 +135,9 @@ def seed_ladders(
     # The first and the last home are updated last and read first: what they would keep waiting says little of the others.
     ends = [{homes[0]: True}, {homes[0]: True, homes[-1]: True}] if len(homes) > 1 else []
     rules = [{}, *ends, dict.fromkeys(homes, False)]
-    by_programs = [Seeds(solve, base, blocks, sizes, device, rule) for rule, base in product(rules, bases)]
-    earliest = [Seeds(solve, base, blocks, sizes, device, earliest=True) for base in bases]
+    optima = {base.lookahead: Optima(solve, device, base.lookahead) for base in bases}
+    by_programs = [Seeds(solve, optima[base.lookahead], base, blocks, sizes, rule) for rule, base in product(rules, bases)]
+    earliest = [Seeds(solve, optima[base.lookahead], base, blocks, sizes, earliest=True) for base in bases]
     return by_programs + (earliest if len(homes) > 1 else [])
 
 

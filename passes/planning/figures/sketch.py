@@ -1,0 +1,127 @@
+"""Sketches of a step as plans recompute it: its regions in order, what each reads and makes, without a graph.
+
+The rewrites ``recompute`` and ``trim`` say what becomes of a region; a sketch asks them once for each region and choice of what
+to keep. Most plans of a search differ from others in a few blocks, so nearly all of a sketch is known already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from mtcompile.passes.draft import draft_of
+from mtcompile.passes.plan import Plan
+from mtcompile.passes.rewrites.recompute import Forwards, Fusion, fusion, kept_of, recompute, repeat_forward
+from mtcompile.passes.rewrites.trim import trim, trimmed
+from mtcompile.passes.step_graph import kernel_of, outputs_of, regions, results
+
+
+class Again:
+    """Stands for a value that a region makes again for later ones."""
+
+    __slots__ = ("meta",)
+
+    def __init__(self, value: fx.Node) -> None:
+        self.meta = value.meta
+
+
+class Drawn(NamedTuple):
+    """A region: its kernel, what it reads, and the values that it makes. ``renamed``: these have other names than in the step,
+    so that no decision is about them."""
+
+    phase: str
+    kernel: fx.GraphModule
+    reads: Sequence[Any]
+    makes: Sequence[Any]
+    renamed: bool = False
+
+
+class Sketch(NamedTuple):
+    """The ``regions`` of a step in order. ``graph``: whose inputs and outputs they read and make."""
+
+    graph: fx.GraphModule
+    regions: Sequence[Drawn]
+
+
+class Sketches:
+    """Sketches one step for any plan. ``draft``: of its step graph."""
+
+    def __init__(self, draft: fx.GraphModule) -> None:
+        self.draft, self.order = draft, {region: place for place, region in enumerate(regions(draft))}
+        self._whole = [
+            Drawn(region.meta["phase"], kernel_of(draft, region), region.args, results(region)) for region in self.order
+        ]
+        self._forward = [region for region in self.order if region.meta["phase"] == "forward"]
+        self._outputs = {value for _, value in outputs_of(draft)}
+        self._complete = all(int(v.args[1]) == i for region in self._whole for i, v in enumerate(region.makes))
+        self._kept: dict[tuple[fx.Node, object], tuple[frozenset[fx.Node], fx.Node | None]] = {}
+        self._fusions: dict[tuple[fx.Node, tuple[object, ...]], tuple[Fusion, dict[fx.Node, Again]]] = {}
+
+    def of(self, plan: Plan) -> Sketch:
+        """Returns the sketch of the step as a plan recomputes it."""
+        drawn = self._fused(plan) if self._complete and not _repeats(plan) else None
+        return self._rewritten(plan) if drawn is None else Sketch(self.draft, self._trimmed(drawn))
+
+    def _rewritten(self, plan: Plan) -> Sketch:
+        """Sketches what the rewrites make of the step."""
+        draft = draft_of(self.draft)
+        for transform in (recompute, repeat_forward, trim):
+            draft = transform(draft, plan)
+        drawn = [Drawn(r.meta["phase"], kernel_of(draft, r), r.args, results(r)) for r in regions(draft)]
+        return Sketch(draft, drawn)
+
+    def _fused(self, plan: Plan) -> list[Drawn] | None:
+        """Returns the regions with what they make again; None if one of those that do reads what another one makes again."""
+        inlined: dict[fx.Node, tuple[Forwards, list[object]]] = {}
+        for region in self._forward:
+            decision = plan.find("variant", self.draft.meta["blocks"][region.meta["block"]])
+            choice = decision and (decision.choice == "save" or decision.values)
+            if (region, choice) not in self._kept:
+                self._kept[region, choice] = kept_of(self.draft, region, plan, self.order)
+            resident, reader = self._kept[region, choice]
+            if reader is not None:
+                forwards, choices = inlined.setdefault(reader, ([], []))
+                forwards.append((region, resident))
+                choices.append((region, choice))
+        drawn = list(self._whole)
+        for backward, (forwards, choices) in inlined.items():
+            key = backward, tuple(choices)
+            if key not in self._fusions:
+                fused = fusion(self.draft, backward, forwards, self.order)
+                self._fusions[key] = fused, {item: Again(item) for item in fused.later}
+            (kernel, operands, later), again = self._fusions[key]
+            place = self.order[backward]
+            drawn[place] = Drawn("backward", kernel, operands, (*self._whole[place].makes, *again.values()), True)
+            for item, users in later.items():
+                for user in users:
+                    if user in inlined:
+                        return None
+                    reads = drawn[self.order[user]].reads
+                    new = [again[item] if value is item else value for value in reads]
+                    drawn[self.order[user]] = drawn[self.order[user]]._replace(reads=new)
+        return drawn
+
+    def _trimmed(self, drawn: Sequence[Drawn]) -> list[Drawn]:
+        """Returns the regions without what nothing reads."""
+        readers: dict[Any, int] = dict.fromkeys(self._outputs, 1)
+        for region in drawn:
+            for value in dict.fromkeys(region.reads):
+                readers[value] = readers.get(value, 0) + 1
+        left: list[Drawn] = []
+        for region in reversed(drawn):
+            used = [(position, value) for position, value in enumerate(region.makes) if readers.get(value)]
+            less = trimmed(self.draft, region.kernel, tuple([position for position, _ in used]))
+            reads: Sequence[Any] = () if less is None else [region.reads[position] for position in less[1]]
+            if len(reads) != len(region.reads):
+                for value in {*region.reads}.difference(reads):
+                    readers[value] -= 1
+            if less is not None:
+                left.append(region._replace(kernel=less[0], reads=reads, makes=[value for _, value in used]))
+        return left[::-1]
+
+
+def _repeats(plan: Plan) -> bool:
+    """Tells whether a plan calls forward regions again."""
+    return any(decision.kind == "activation" and decision.choice == "recompute" for decision in plan.decisions)

@@ -1,0 +1,134 @@
+"""Solves linear programs by HiGHS, each from the solution of one that is much like it.
+
+The programs of one search differ in bytes and in what is decided, so that few steps lead from one optimum to the next. HiGHS's
+own interface can begin at an optimum; where it is not installed, scipy's solves each program from the start: the same bound,
+several times slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy
+
+Array = Any  # of numpy
+
+
+class Solution(NamedTuple):
+    """An optimum: ``values`` of the variables; ``prices``: by row, what a unit more of its limit would spare. ``basis``: what
+    another solution may begin at."""
+
+    optimum: float
+    values: Array
+    prices: Array
+    basis: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrix:
+    """Rows of a sparse matrix with ``columns`` columns, one behind the other: where each begins, its variables and factors."""
+
+    columns: int
+    starts: Array
+    variables: Array
+    factors: Array
+
+
+class Solver(Protocol):
+    """Minimizes the first variable of a program. ``limits``: what each row is at most, the first ones also at least.
+    ``bounds``: the lowest and highest value of each variable. ``like``: a basis to begin at. None: there is no solution."""
+
+    def __call__(self, limits: Array, bounds: Array, like: Any = None) -> Solution | None: ...
+
+
+def solver(matrix: Matrix, equal: int) -> Solver:
+    """Returns a solver for the rows of ``matrix``, of which the first ``equal`` are equations. Raises ImportError without HiGHS
+    and scipy."""
+    try:
+        return _Highs(matrix, equal)
+    except ImportError:
+        return _Scipy(matrix, equal)
+
+
+def matrix_of(rows: Sequence[Mapping[int, float]], columns: int) -> Matrix:
+    """Returns the matrix of rows that give the factor of each variable."""
+    variables = numpy.array([variable for row in rows for variable in row], dtype=numpy.int32)
+    factors = numpy.array([factor for row in rows for factor in row.values()], dtype=float)
+    return Matrix(columns, numpy.cumsum([0, *map(len, rows)], dtype=numpy.int32), variables, factors)
+
+
+@dataclass(slots=True)
+class _Highs:
+    """HiGHS's own interface. Presolving takes several times as long as solving, and shortens no program of this kind."""
+
+    matrix: Matrix
+    equal: int
+    _highs: Any = field(init=False)
+    _module: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        import highspy
+
+        matrix, program = self.matrix, highspy.HighsLp()
+        rows = len(matrix.starts) - 1
+        program.num_col_, program.num_row_ = matrix.columns, rows
+        program.col_cost_ = numpy.concatenate([[1.0], numpy.zeros(matrix.columns - 1)])
+        program.col_lower_, program.col_upper_ = numpy.zeros(matrix.columns), numpy.zeros(matrix.columns)
+        program.row_lower_, program.row_upper_ = numpy.zeros(rows), numpy.zeros(rows)
+        program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        program.a_matrix_.start_, program.a_matrix_.index_ = matrix.starts, matrix.variables
+        program.a_matrix_.value_ = matrix.factors
+        new: Any = highspy.Highs
+        self._module, self._highs = highspy, new()
+        settings = {"output_flag": False, "presolve": "off", "solver": "simplex", "parallel": "off"}
+        for name, value in settings.items():
+            self._highs.setOptionValue(name, value)
+        self._highs.passModel(program)
+
+    def __call__(self, limits: Array, bounds: Array, like: Any = None) -> Solution | None:
+        highs, columns, rows = self._highs, self.matrix.columns, len(limits)
+        lowest = numpy.full(rows, -numpy.inf)
+        lowest[: self.equal] = limits[: self.equal]
+        low, high = (numpy.ascontiguousarray(bounds[:, side]) for side in (0, 1))
+        highs.clearSolver()  # what was solved before must not show: of several optima, the same one is taken every time
+        highs.changeColsBounds(columns, numpy.arange(columns, dtype=numpy.int32), low, high)
+        highs.changeRowsBounds(rows, numpy.arange(rows, dtype=numpy.int32), lowest, limits)
+        if like is not None:
+            highs.setBasis(like)
+        highs.run()
+        if highs.getModelStatus() != self._module.HighsModelStatus.kOptimal:
+            return None
+        solution = highs.getSolution()
+        optimum = float(highs.getInfo().objective_function_value)
+        return Solution(optimum, numpy.array(solution.col_value), -numpy.array(solution.row_dual), highs.getBasis())
+
+
+@dataclass(slots=True)
+class _Scipy:
+    """scipy's interface to HiGHS, which takes no basis."""
+
+    matrix: Matrix
+    equal: int
+    _parts: tuple[Any, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        from scipy.sparse import csc_array, csr_array
+
+        matrix = self.matrix
+        shape = len(matrix.starts) - 1, matrix.columns
+        rows = csr_array((matrix.factors, matrix.variables, matrix.starts), shape=shape)
+        self._parts = csc_array(rows[: self.equal]), csc_array(rows[self.equal :])
+
+    def __call__(self, limits: Array, bounds: Array, like: Any = None) -> Solution | None:
+        from scipy.optimize import linprog
+
+        objective = numpy.concatenate([[1.0], numpy.zeros(self.matrix.columns - 1)])
+        equations, rows = self._parts
+        program = objective, rows, limits[self.equal :], equations, limits[: self.equal], bounds
+        result = linprog(*program, method="highs-ds", options={"presolve": False})
+        if result.status != 0:
+            return None
+        prices = -numpy.concatenate([result.eqlin.marginals, result.ineqlin.marginals])
+        return Solution(float(result.fun), result.x, prices, None)
