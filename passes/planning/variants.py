@@ -57,19 +57,24 @@ def trade_off(
     everything = variant(range(len(saved)))
     points = [variant(always), everything]
     again = recomputed([n for i, n in enumerate(saved) if i not in always], {saved[i] for i in always}, True)
-    open_sizes = [(node, size) for i, (node, size) in enumerate(zip(saved, sizes, strict=True)) if i not in always]
+    open_sizes: dict[fx.Node, int] = {}
+    for position, node in enumerate(saved):
+        if position not in always:
+            open_sizes[node] = open_sizes.get(node, 0) + sizes[position]
+    together = _together(again, open_sizes)
     for flops in (1.0, 0.5, 0.0):
-        costs = {}
-        for node in again:
-            cost = node_cost(node)
-            costs[node] = round(1e3 * (flops * cost.flops_us(machine) + (1 - flops) * cost.traffic_us(machine)))
+        work: dict[_Makes, int] = {}  # ns
+        for makes, nodes in together.items():
+            costs = map(node_cost, nodes)
+            work[makes] = sum(round(1e3 * (flops * c.flops_us(machine) + (1 - flops) * c.traffic_us(machine))) for c in costs)
 
-        def cheapest(ns: int, nbytes: int, costs: Mapping[fx.Node, int] = costs) -> tuple[Variant, int]:
+        def cheapest(ns: int, nbytes: int, work: Mapping[_Makes, int] = work) -> tuple[Variant, int]:
             """The choice that costs least if keeping ``nbytes`` costs ``ns``, and the ns of what it recomputes."""
-            chosen = _cheapest(costs, open_sizes, states, ns, nbytes)
-            return variant(i for i, node in enumerate(saved) if node not in chosen), sum(costs[node] for node in chosen)
+            chosen = _cheapest(work, together, open_sizes, states, ns, nbytes)
+            kept = variant(i for i, node in enumerate(saved) if node not in chosen)
+            return kept, sum(ns for makes, ns in work.items() if makes & chosen)
 
-        todo = [(cheapest(sum(costs.values()) + 1, 1), (everything, 0))]
+        todo = [(cheapest(sum(work.values()) + 1, 1), (everything, 0))]
         points.append(todo[0][0][0])
         while todo:
             (light, more), (heavy, less) = todo.pop()
@@ -82,27 +87,44 @@ def trade_off(
     return tuple(_lower_hull(points))
 
 
+_Makes = frozenset[fx.Node]  # saved values: what makes them runs again if any of them is not kept
+
+
+def _together(again: list[fx.Node], saved: Mapping[fx.Node, int]) -> dict[_Makes, list[fx.Node]]:
+    """Returns the operations by the ``saved`` values that are made by them, and not from another saved value."""
+    operations, made = set(again), dict[fx.Node, _Makes]()
+    together: dict[_Makes, list[fx.Node]] = {}
+    for node in sorted(operations, reverse=True):
+        users = (made[user] for user in node.users if user in operations)
+        made[node] = frozenset((node,)) if node in saved else frozenset().union(*users)
+        together.setdefault(made[node], []).append(node)
+    return together
+
+
 def _cheapest(
-    costs: Mapping[fx.Node, int], saved: list[tuple[fx.Node, int]], states: Mapping[str, int], ns: int, nbytes: int
+    work: Mapping[_Makes, int],
+    together: Mapping[_Makes, list[fx.Node]],
+    saved: Mapping[fx.Node, int],
+    states: Mapping[str, int],
+    ns: int,
+    nbytes: int,
 ) -> set[fx.Node]:
-    """Returns the operations to run again, where keeping ``nbytes`` costs ``ns``: the source's side of a minimum cut. An
-    operation is cut from the sink for its time, a saved value from the source for its bytes; what runs again needs its
-    operands."""
+    """Returns the ``saved`` values to make again, where keeping ``nbytes`` costs ``ns``: the source's side of a minimum cut. A
+    saved value is cut from the source for its bytes; what makes it is cut from the sink for its time, with the generator's
+    states that this replays."""
     graph: Any = networkx.DiGraph()
     graph.add_nodes_from(("source", "sink"))
-    saved_nbytes: dict[fx.Node, int] = {}
-    for node, size in saved:
-        saved_nbytes[node] = saved_nbytes.get(node, 0) + size
-    for node, cost in costs.items():
-        graph.add_edge(node, "sink", capacity=cost * nbytes)
-        for operand in node.all_input_nodes:
-            if operand in costs and operand not in saved_nbytes:
-                graph.add_edge(node, operand)  # without capacity: never cut
-        if is_random(node):
-            graph.add_edge(node, node.meta["rng_state"])
-            graph.add_edge(node.meta["rng_state"], "sink", capacity=states[node.meta["rng_state"]] * ns)
-    for node, size in saved_nbytes.items():
+    for node, size in saved.items():
         graph.add_edge("source", node, capacity=size * ns)
+    for makes, cost in work.items():
+        needs = dict.fromkeys(node.meta["rng_state"] for node in together[makes] if is_random(node))
+        if cost or needs:
+            graph.add_edge(makes, "sink", capacity=cost * nbytes)
+            for node in makes:
+                graph.add_edge(node, makes)  # without capacity: never cut
+            for state in needs:
+                graph.add_edge(makes, state)
+                graph.add_edge(state, "sink", capacity=states[state] * ns)
     _, (again, _) = networkx.minimum_cut(graph, "source", "sink")
     return {node for node in again if isinstance(node, fx.Node)}
 
