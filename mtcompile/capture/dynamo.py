@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import types
 import warnings
 from collections import Counter
@@ -227,10 +228,8 @@ def _copied(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _logging_functions() -> set[Any]:
     """Functions that only warn or log: harmless to leave out of a graph (Transformers' models call them in forward)."""
-    try:
-        from transformers.utils import logging
-
-        logger = type(logging.get_logger("transformers"))
-        return {warnings.warn, logger.warning_once, logger.warning, logger.info, logger.debug}
-    except (ImportError, AttributeError):
+    logging = sys.modules.get("transformers.utils.logging")  # of a model that has it; others need not wait for its import
+    if logging is None:
         return {warnings.warn}
+    logger = type(logging.get_logger("transformers"))
+    return {warnings.warn, logger.warning_once, logger.warning, logger.info, logger.debug}

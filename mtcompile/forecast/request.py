@@ -167,10 +167,10 @@ def _micro(joint: fx.GraphModule, request: ForecastRequest) -> Micro:
 def _captured(request: ForecastRequest, batch: int, seq: int) -> tuple[fx.GraphModule, Mapping[str, Any]]:
     model, data = request.model, request.data
     own = _same_values(model, bool(request.lora)) if isinstance(model, nn.Module) else None
-    with building_without_memory():
+    with building_without_memory() as built:
         if isinstance(model, str):
             tokens = torch.zeros((batch, seq), dtype=torch.int64)
-            return _captured_shape(model, request.precision, tokens, request.lora)
+            return _captured_shape(model, request.precision, tokens, request.lora, built)
         module = own if own is not None else model(batch, seq) if takes_sizes(model) else model()
         if isinstance(module, tuple):
             module, data = module
@@ -179,6 +179,7 @@ def _captured(request: ForecastRequest, batch: int, seq: int) -> tuple[fx.GraphM
         module, data = _off_meta(module, data)
         if request.lora:
             add_lora(module, request.lora)
+        built(module)
         return _traced(module, data, request.precision), data
 
 
@@ -192,10 +193,10 @@ def _traced(
 
 
 def _captured_shape(
-    name: str, precision: Precision, tokens: torch.Tensor, lora: int
+    name: str, precision: Precision, tokens: torch.Tensor, lora: int, built: Callable[[nn.Module], None]
 ) -> tuple[fx.GraphModule, Mapping[str, Any]]:
     """Captures the step of a built-in shape. Its sources are ours, so its trace is cached between runs, and that of a few of
-    its blocks says what the others are."""
+    its blocks says what the others are. ``built`` is called with the model."""
     data = {"tokens": tokens, "targets": tokens}
     key = repr((SHAPES[name], precision, tuple(tokens.shape), lora, trace_settings(tokens.device)))
     joint = cache.read_joint(key)
@@ -205,6 +206,7 @@ def _captured_shape(
         module = fake(shape.shortened(TRACED) if stamped else shape)
         if lora:
             add_lora(module, lora)
+        built(module)
         joint = _traced(module, data, precision, ("blocks", shape.layers) if stamped else None)
         cache.write_joint(key, joint)
     return joint, data

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -152,9 +152,10 @@ def without_memory() -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def building_without_memory() -> Iterator[None]:
+def building_without_memory() -> Iterator[Callable[[torch.nn.Module], None]]:
     """``without_memory`` for code that builds a model: ``module.to`` converts, random initial values are left out, and
-    ``torch.linspace``, which says how often to drop which layer, gives numbers that can be looked at."""
+    ``torch.linspace``, which says how often to drop which layer, gives numbers that can be looked at. Call what it gives with
+    the model that was built: from then on it is ``without_memory`` alone, and Dynamo need not trace these additions."""
     import torch.nn.init as init
     from torch.overrides import TorchFunctionMode
 
@@ -168,13 +169,25 @@ def building_without_memory() -> Iterator[None]:
             return func(*args, **(kwargs or {}))
 
     before = torch.nn.Module._apply, init._no_grad_trunc_normal_
-    torch.nn.Module._apply = _converting(before[0])  # type: ignore[method-assign]
-    init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: tensor  # it looks at what it has drawn
-    try:
-        with without_memory(), NumbersOfLinspace():
-            yield
-    finally:
+
+    def restore() -> None:
         torch.nn.Module._apply, init._no_grad_trunc_normal_ = before  # type: ignore[method-assign]
+
+    with without_memory() as mode, contextlib.ExitStack() as building:
+
+        def built(module: torch.nn.Module) -> None:
+            building.close()
+            for part in module.modules():
+                for held in (part._buffers, vars(part)):
+                    numbers = {name: value for name, value in held.items() if isinstance(value, _Numbers)}
+                    for name, value in numbers.items():
+                        held[name] = mode.from_tensor(value.as_subclass(torch.Tensor))
+
+        building.callback(restore)
+        torch.nn.Module._apply = _converting(before[0])  # type: ignore[method-assign]
+        init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: tensor  # it looks at what it has drawn
+        building.enter_context(NumbersOfLinspace())
+        yield built
 
 
 class _Numbers(torch.Tensor):
