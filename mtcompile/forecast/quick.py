@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.frontier import fits
+from mtcompile.passes.planning.linear.program import Infeasible
 from mtcompile.passes.planning.linear.seeds import seed
 from mtcompile.passes.planning.pace import impatient
 from mtcompile.passes.planning.problem import Candidate
@@ -43,8 +44,11 @@ class QuickCandidates(Candidates):
         least, first = self._by_density[0][0], next(iter(self.open_params), None)
         decided = {} if first is None else {first: True}  # it is updated last and read first: compute would wait for it
         plans = []
-        for share, ahead in product(_SHARES, _AHEAD):
-            budget, base = int(share * device), replace(least, lookahead=ahead, pooled=True)
-            limits = {"device": budget, "host": None}
-            plans.append(seed(self._relaxed, limits, base, self.blocks, self.sizes, decided))
+        for ahead in _AHEAD:
+            base, optimum = replace(least, lookahead=ahead, pooled=True), None
+            for share in _SHARES:
+                limits = {"device": int(share * device), "host": None}
+                with contextlib.suppress(Infeasible):
+                    optimum = self._relaxed(limits, decided, ahead, optimum)
+                plans.append(seed(self._relaxed, limits, base, self.blocks, self.sizes, decided, like=optimum))
         return [self._paced(plan) for plan in plans]

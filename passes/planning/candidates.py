@@ -36,7 +36,7 @@ from mtcompile.passes.planning.frontier import (
 from mtcompile.passes.planning.ladders import Block, Ladder, blocks_of, decided, everything, ladders
 from mtcompile.passes.planning.linear.homes import HomeCost, home_costs
 from mtcompile.passes.planning.linear.program import Infeasible
-from mtcompile.passes.planning.linear.relaxation import Solve, relaxation
+from mtcompile.passes.planning.linear.relaxation import Relaxed, Solve, relaxation
 from mtcompile.passes.planning.linear.seeds import seed_ladders
 from mtcompile.passes.planning.pace import impatient, paced
 from mtcompile.passes.planning.policies import POLICIES
@@ -77,6 +77,7 @@ class Candidates:
         self._points: list[Point] = []
         self._varied_points: list[Point] | None = None
         self._improved: Climbs | None = None
+        self._bounding: Relaxed | None = None  # the bound that was asked for last; the next one is near
 
     def evaluate(self, plan: Plan) -> Candidate:
         """Returns the plan with its figures. Evaluates it, and counts that, unless one that decides the same was: many do."""
@@ -388,7 +389,8 @@ class Candidates:
     def _bound_us(self, device: int) -> float:
         """The µs of the fastest plan that could be within these bytes; 0 if that is not known."""
         with contextlib.suppress(Infeasible):
-            return self._relaxed({"device": device, "host": None}).bound_us
+            self._bounding = self._relaxed({"device": device, "host": None}, like=self._bounding)
+            return self._bounding.bound_us
         return 0.0
 
     def _explore(self, points: list[Point], remaining: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 from mtcompile.passes.plan import Choice, Decision, Plan
@@ -97,8 +98,23 @@ class _Climb:
         while self.remaining > 0 and before != self.best.total_us:
             before = self.best.total_us
             for kind in kinds:
-                while any(self._is_better(plan) for plan in kind(self.best) if self.remaining > 0):
+                while self._moves(kind):
                     pass
+
+    def _moves(self, kind: Move) -> bool:
+        """Makes the first move of a kind that makes the plan faster, and goes on that way: 1, 2, 4, ... such moves at once, as
+        long as that helps. Tells whether any did."""
+        for number, plan in enumerate(kind(self.best)):
+            if self.remaining <= 0:
+                return False
+            if self._is_better(plan):
+                times = 1
+                while self.remaining > 0 and (farther := _repeated(kind, number, self.best, times)) is not None:
+                    if not self._is_better(farther):
+                        break
+                    times *= 2
+                return True
+        return False
 
     def _is_better(self, plan: Plan) -> bool:
         """Takes a plan that is faster, if need be with room made for it, and tells whether it was."""
@@ -122,6 +138,15 @@ class _Climb:
         if evaluated.peak_bytes["device"] <= self.limit and evaluated.total_us < self.best.total_us:
             self.best = evaluated
         return evaluated
+
+
+def _repeated(kind: Move, number: int, plan: Plan, times: int) -> Plan | None:
+    """Returns the plan after the move of a kind with that number, several times; None if it has none that often."""
+    for _ in range(times):
+        if (moved := next(islice(kind(plan), number, None), None)) is None:
+            return None
+        plan = moved
+    return plan
 
 
 def moves(blocks: Sequence[Block], sizes: Mapping[str, int], host: bool) -> list[Move]:
