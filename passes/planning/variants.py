@@ -38,12 +38,25 @@ def trade_off(
     whose time is that of its FLOPs or of its traffic, whichever is more: so cuts are made for both, and for a mixture. The
     first point does not always recompute all: replaying a random operation may keep a generator's state that is larger than
     its result."""
+    saved = tuple(int(item.args[1]) for item in saved_values(region))
+    reader = next((call for call in regions(step) if any(call in item.users for item in saved_values(region))), None)
+    speeds = machine.flops, machine.memory_gbps, machine.issue_us, machine.fuses, machine.scale("compute")
+    key = "trade-off", str(region.target), saved, always, reader and str(reader.target), speeds
+    memo = step.meta["memo"]
+    if key not in memo:  # equal blocks, and machines that differ in their links alone, have the same
+        memo[key] = _trade_off(step, region, reader, machine, always)
+    hull: tuple[Variant, ...] = memo[key]
+    return hull
+
+
+def _trade_off(
+    step: fx.GraphModule, region: fx.Node, reader: fx.Node | None, machine: Machine, always: frozenset[int]
+) -> tuple[Variant, ...]:
     body, items = kernel_of(step, region), saved_values(region)
     outputs = body_outputs(body)
     saved = [outputs[int(item.args[1])] for item in items]
     sizes = [item.meta["nbytes"] for item in items]
     states = {name: _size(region, position) for name, position in saved_states(body).items()}
-    reader = next((call for call in regions(step) if any(call in item.users for item in items)), None)
     alone = Cost() if reader is None else kernel_cost(kernel_of(step, reader))
 
     def variant(positions: Iterable[int]) -> Variant:

@@ -65,8 +65,9 @@ def place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms
         _place_saved(problem, block, terms, choices, operands[block.index], hulls)
         _fetch_again(problem, block, terms, operands[block.index])
         _cast_again(problem, block, terms, operands[block.index])
+    again_us: dict[tuple[object, ...], float] = {}
     for block in blocks:
-        _place_crossing(problem, block, blocks, terms, choices, operands)
+        _place_crossing(problem, block, blocks, terms, choices, operands, again_us)
     for block in blocks:
         _keep_no_more(problem.step, block, terms, choices, operands[block.index])
     return choices
@@ -156,9 +157,10 @@ def _place_crossing(
     terms: Terms,
     choices: Choices,
     operands: Mapping[int, _Operands],
+    again_us: dict[tuple[object, ...], float],
 ) -> None:
     """Adds the places of each value that leaves a block. If a backward reads it, it is somewhere; otherwise only if the next
-    block that reads it makes something again from it."""
+    block that reads it makes something again from it. ``again_us``: the µs of making values again, as far as they are known."""
     program, index = terms.program, block.index
     places = choices.crossing[index] = list[tuple[int, int, int]]()
     repeated, last = program.variable(None), max(block.index for block in blocks)  # µs of making any of them again
@@ -169,7 +171,11 @@ def _place_crossing(
         away = program.variable(1.0 if problem.budgets.host_activations else 0.0)
         places.append((nbytes, stays, away))
         choices.leaving[index][stays] = float(nbytes)
-        program.at_most({again: _made_again_us(problem.step, block, value, problem.machine), repeated: -1.0})
+        by_host = {cast for operand in param_homes(problem.step, block.region) for cast in narrowing_casts(operand)}
+        key = id(block.hull), int(value.args[1]), frozenset(by_host)
+        if key not in again_us:
+            again_us[key] = _made_again_us(problem.step, block, value, by_host, problem.machine)
+        program.at_most({again: again_us[key], repeated: -1.0})
         somewhere = {stays: 1.0, away: 1.0, again: 1.0}
         if _readers(value):
             program.equal.append((somewhere, 1.0))
@@ -234,12 +240,12 @@ def _operands(step: fx.GraphModule, block: Block) -> _Operands:
     return _Operands(dict(zip(operands, inputs, strict=True)), by_operand, {})
 
 
-def _made_again_us(step: fx.GraphModule, block: Block, value: fx.Node, machine: Machine) -> float:
-    """Returns the fewest µs that making again a value that leaves a block adds to any of its variants."""
+def _made_again_us(step: fx.GraphModule, block: Block, value: fx.Node, by_host: set[fx.Node], machine: Machine) -> float:
+    """Returns the fewest µs that making again a value that leaves a block adds to any of its variants, if the host makes the
+    casts ``by_host``."""
     kernel = kernel_of(step, block.region)
     outputs = body_outputs(kernel)
     saved = [outputs[int(value.args[1])] for value in block.saved]
-    by_host = {cast for operand in param_homes(step, block.region) for cast in narrowing_casts(operand)}
 
     def more_us(variant: Variant) -> float:
         given = {saved[position] for position in variant.positions}
