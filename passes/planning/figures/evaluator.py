@@ -38,7 +38,7 @@ class Evaluator:
     def __init__(self, problem: PlanningProblem, draft: fx.GraphModule, casts: bool) -> None:
         self.problem, self.draft = problem, draft
         step, updates = problem.step, problem.budgets.updates
-        self.able = not (casts or step.meta.get("sliced") or ranks_of(step) != 1 or problem.budgets.disk is not None)
+        self.able = not (casts or step.meta.get("sliced") or ranks_of(step) != 1)
         self.able = self.able and not (updates is not None and updates.held)
         self._summaries: dict[object, Summary] = {}
         self._last: tuple[Plan, tuple[Figures, Moves, Clock]] | None = None  # the plan evaluated last
@@ -55,7 +55,10 @@ class Evaluator:
         return due_first(moves.calls, alone)
 
     def _supports(self, plan: Plan) -> bool:
-        if not self.able or (plan.updates is not None and plan.updates.held) or plan.disk_lookahead:
+        if not self.able or (plan.updates is not None and plan.updates.held):
+            return False
+        on_disk = () if self.problem.budgets.disk is None else (d for d in plan.decisions if d.choice == "disk")
+        if any(decision.kind == "activation" for decision in on_disk):
             return False
         try:
             self._summary(plan)
