@@ -113,10 +113,12 @@ class Candidates:
         return could
 
     @exact
-    def planned(self, plan: Plan) -> Planned:
-        """Returns the plan with its rewritten step graph and schedule, whether it fits or not."""
+    def planned(self, plan: Plan, minimum: int | None = None, certificate: Certificate | None = None) -> Planned:
+        """Returns the plan with its rewritten step graph and schedule, whether it fits or not. ``minimum``: the smallest device
+        budget that works, if it is less than the plan's peak."""
         candidate = self.evaluate(plan)
-        return completed(self.problem, candidate, candidate.plan.peak_bytes["device"], None)
+        peak = candidate.plan.peak_bytes["device"]
+        return completed(self.problem, candidate, peak if minimum is None else min(minimum, peak), certificate)
 
     @cached_property
     def ladders(self) -> tuple[Ladder, ...]:
@@ -146,7 +148,8 @@ class Candidates:
 
     @cached_property
     def _home_costs(self) -> dict[str, HomeCost]:
-        return home_costs(self.problem.step, self.problem.machine, self._streamed, self._everything.schedule)
+        problem, on_device = self.problem, self._everything.schedule
+        return home_costs(problem.step, problem.machine, problem.budgets.updates, self._streamed, on_device)
 
     @cached_property
     def _streamed(self) -> Schedule:
@@ -171,10 +174,11 @@ class Candidates:
     def certificate(self, device: int | None, host: int | None) -> Certificate | None:
         """How fast any plan within these bytes could be; None without a solver."""
         with contextlib.suppress(Infeasible):
-            limits = {"device": device, "host": host}
+            memory = {"device": device, "host": host}
+            limits = {**memory, "disk": self.problem.budgets.disk}
             relaxed = self._relaxed(limits)
             gains_us = relaxed.gains_us()
-            for tier, nbytes in limits.items():
+            for tier, nbytes in memory.items():
                 if nbytes is not None:
                     with_more = self._relaxed({**limits, tier: nbytes + _GIB})
                     gains_us[f"{tier} memory"] = relaxed.bound_us - with_more.bound_us
@@ -373,8 +377,10 @@ class Candidates:
             points.append(Point(self._paced(low.ladder[position]).plan, low.ladder, position))
 
     def _climbs(self) -> Climbs | None:
-        """Plans improved by moves that equal homes and blocks share; None where local search varies enough of them."""
-        if not self._evaluator.able or self._most_varied >= _FEW_SEARCHED:
+        """Plans improved by moves that equal homes and blocks share; None where local search varies enough of them, or where
+        steps wait for a disk: then little would be gained."""
+        on_disk = "disk" in self.problem.fixed_homes.values()
+        if on_disk or not self._evaluator.able or self._most_varied >= _FEW_SEARCHED:
             return None
         if self._improved is None:
             frontier, host = pareto(self._points), self.problem.budgets.host_activations

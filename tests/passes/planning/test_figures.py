@@ -48,7 +48,9 @@ def test_figures_of_plans_with_homes_on_disk_are_those_of_the_schedule(case: str
     rnd, ways = random.Random(case), sorted(WAYS.keys() - {"held"})
     for number in range(plans):
         machine, way = MACHINES[number % len(MACHINES)], WAYS[ways[number % len(ways)]]
-        budgets = Budgets(updates=way, disk=1 << 40, disk_staging=1 << 16, disk_updates=True, update_piece=rnd.choice([0, 4096]))
+        budgets = Budgets(
+            updates=way, disk=1 << 40, disk_staging=1 << 16, disk_updates=True, update_piece=rnd.choice([0, 4096])
+        )
         candidates = Candidates(PlanningProblem(step_of(case), machine, budgets))
         plan = with_homes_on_disk(varied(candidates, rnd), rnd)
         due = candidates._evaluator.due_first(plan)
