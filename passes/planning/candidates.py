@@ -113,12 +113,10 @@ class Candidates:
         return could
 
     @exact
-    def planned(self, plan: Plan, minimum: int | None = None, certificate: Certificate | None = None) -> Planned:
-        """Returns the plan with its rewritten step graph and schedule, whether it fits or not. ``minimum``: the smallest device
-        budget that works, if it is less than the plan's peak."""
+    def planned(self, plan: Plan) -> Planned:
+        """Returns the plan with its rewritten step graph and schedule, whether it fits or not."""
         candidate = self.evaluate(plan)
-        peak = candidate.plan.peak_bytes["device"]
-        return completed(self.problem, candidate, peak if minimum is None else min(minimum, peak), certificate)
+        return completed(self.problem, candidate, candidate.plan.peak_bytes["device"], None)
 
     @cached_property
     def ladders(self) -> tuple[Ladder, ...]:
@@ -148,8 +146,7 @@ class Candidates:
 
     @cached_property
     def _home_costs(self) -> dict[str, HomeCost]:
-        problem, on_device = self.problem, self._everything.schedule
-        return home_costs(problem.step, problem.machine, problem.budgets.updates, self._streamed, on_device)
+        return home_costs(self.problem, self._streamed, self._everything.schedule)
 
     @cached_property
     def _streamed(self) -> Schedule:
@@ -174,12 +171,11 @@ class Candidates:
     def certificate(self, device: int | None, host: int | None) -> Certificate | None:
         """How fast any plan within these bytes could be; None without a solver."""
         with contextlib.suppress(Infeasible):
-            memory = {"device": device, "host": host}
-            limits = {**memory, "disk": self.problem.budgets.disk}
+            limits = {"device": device, "host": host, "disk": self.problem.budgets.disk}
             relaxed = self._relaxed(limits)
             gains_us = relaxed.gains_us()
-            for tier, nbytes in memory.items():
-                if nbytes is not None:
+            for tier, nbytes in limits.items():
+                if nbytes is not None and tier != "disk":
                     with_more = self._relaxed({**limits, tier: nbytes + _GIB})
                     gains_us[f"{tier} memory"] = relaxed.bound_us - with_more.bound_us
             return Certificate(relaxed.bound_us, {what: us for what, us in gains_us.items() if us > 1e-3})
@@ -377,10 +373,8 @@ class Candidates:
             points.append(Point(self._paced(low.ladder[position]).plan, low.ladder, position))
 
     def _climbs(self) -> Climbs | None:
-        """Plans improved by moves that equal homes and blocks share; None where local search varies enough of them, or where
-        steps wait for a disk: then little would be gained."""
-        on_disk = "disk" in self.problem.fixed_homes.values()
-        if on_disk or not self._evaluator.able or self._most_varied >= _FEW_SEARCHED:
+        """Plans improved by moves that equal parts share; None where local search varies enough, or steps wait for a disk."""
+        if "disk" in self.problem.fixed_homes.values() or not self._evaluator.able or self._most_varied >= _FEW_SEARCHED:
             return None
         if self._improved is None:
             frontier, host = pareto(self._points), self.problem.budgets.host_activations

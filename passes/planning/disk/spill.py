@@ -204,7 +204,9 @@ def _fastest(
     varied, candidate = _on_device(*best, problem, candidates, roomy)
     # The bound is that of any choice of homes on disk.
     bound = None if planned.plan.certificate is None else candidates.certificate(problem.budgets.device, problem.budgets.host)
-    planned = candidates.planned(_with_reasons(candidate.plan), planned.plan.minimum_device_bytes, bound)
+    minimum = min(planned.plan.minimum_device_bytes, candidate.plan.peak_bytes["device"])
+    planned = candidates.planned(_with_reasons(candidate.plan))
+    planned = replace(planned, plan=replace(planned.plan, minimum_device_bytes=minimum, certificate=bound))
     check_worthwhile(varied, planned.plan)
     return varied, planned
 

@@ -95,7 +95,10 @@ class Evaluator:
             period = clock(calls, buffers, lives, first.late).drained
         copied = [sum([call.copied for call in calls if call.phase >= phase]) for phase in (0, 1)]
         spans = without.end, without.end - without.backward, period
-        times = update_figures(spans, copied, machine, trained_nbytes(problem.step), plan, problem.budgets)
+        drives = [[call.drive for call in calls if moves.on_disk and call.phase >= phase] for phase in (0, 1)]
+        drive = [(sum([read for read, _ in each]), sum([written for _, written in each])) for each in drives]
+        trained = trained_nbytes(problem.step)
+        times = update_figures(spans, copied, machine, trained, plan, problem.budgets, drive=drive)
         self._last = plan, (Figures(peaks, *times), moves, first)
         return self._last[1]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mtcompile.passes.analysis.cost import Machine, rows_us
+from mtcompile.passes.analysis.state import updated_on_disk_nbytes
 from mtcompile.passes.lower import update_cost
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.figures.summary import Leaving, Operand, Summary, Value
@@ -27,7 +28,8 @@ class Buffer(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Call:
     """A region, copy or update. ``reads``, ``writes``: numbers of buffers; ``inputs``, ``updated``: numbers of operands at home
-    that it reads and writes. ``update``: of an update, the first parameter."""
+    that it reads and writes. ``update``: of an update, the first parameter; ``drive``: bytes that it reads from
+    disk and writes there."""
 
     queue: int
     us: float
@@ -39,6 +41,7 @@ class Call:
     workspace: int = 0
     copied: int = 0
     update: str = ""
+    drive: tuple[int, int] = 0, 0
 
 
 @dataclass(slots=True, eq=False)
@@ -125,8 +128,9 @@ class Moves:
 
     def _read(self, position: int, operands: Sequence[Operand]) -> list[int]:
         """A read from disk for a region. Returns the buffers on the host that it fills."""
-        us = self.machine.copy_us(sum([operand.nbytes for operand in operands]), "disk_read")
-        read = Call(DISK_READ, us, self.summary.regions[position].phase, inputs=[operand.number for operand in operands])
+        nbytes, numbers = sum([operand.nbytes for operand in operands]), [operand.number for operand in operands]
+        us = self.machine.copy_us(nbytes, "disk_read")
+        read = Call(DISK_READ, us, self.summary.regions[position].phase, inputs=numbers, drive=(nbytes, 0))
         read.writes = self._by_role(ON_HOST, operands)
         self._before[self._first(position, self.plan.lookahead + self.plan.disk_lookahead)].append(read)
         return read.writes
@@ -266,4 +270,7 @@ class Moves:
         on_disk = sum([operand.nbytes for operand in group.operands if operand.home in self.on_disk])
         workspace, us = update_cost(self.updates, self.machine, "host" if on_host else "compute", nbytes, on_disk)
         updated = [operand.number for operand in group.operands]
-        return Call(HOST if on_host else COMPUTE, us, 1, group.buffers, [], [], updated, workspace, update=group.name or "-")
+        call = Call(HOST if on_host else COMPUTE, us, 1, group.buffers, [], [], updated, workspace, update=group.name or "-")
+        if on_disk:
+            call.drive = (updated_on_disk_nbytes(self.updates, on_disk),) * 2
+        return call

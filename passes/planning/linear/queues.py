@@ -51,6 +51,9 @@ def take_time(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: Te
         else:
             program.takes({span["backward"]: 1.0}, terms.updates())
         program.takes(until, {"host": (traffic, 0.0)}, contention)
+        if terms.on_disk:
+            read = [terms.work("disk_read", phase) for phase in (PHASES if budgets.updates.run_ahead else PHASES[1:])]
+            program.takes(until, {"disk": _sum(terms.work("drive", "backward"), *read)}, contention)
     first = max((region.meta["block"] for region in terms.of_phase("backward")), default=0)
     turn = terms.work("h2d", "backward", first)[0]  # what compute waits for at the start of the backward
     places = _places(terms)

@@ -118,6 +118,7 @@ def _place_on_disk(problem: PlanningProblem, home: str, cost: HomeCost, terms: T
         terms.loads["disk_read", phase].append(Load(low, high, {read: us}))
     more_us = max(0.0, cost.disk_update_us - cost.update_us)
     terms.loads["disk", "backward"].append(Load(low, high, {variable: more_us}))
+    terms.loads["drive", "backward"].append(Load(low, high, {variable: cost.drive_us}))
     terms.held["host"][variable] -= held_nbytes(step, budgets)[home]
     terms.held["disk"][variable] += on_disk_nbytes(step, budgets)[home]
 
