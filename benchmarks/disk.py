@@ -25,7 +25,7 @@ from benchmarks.run import about
 from mtcompile.runtime.disk.store import DEPTH, DiskStore
 
 MIB = 2**20
-PIECE, ROUNDS = 8 * MIB, 5
+PIECE, ROUNDS = 8 * MIB, 9
 
 
 def main(folder: Path, mib: int, results: Path | None) -> None:
