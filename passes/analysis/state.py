@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import fx
 
@@ -238,30 +239,38 @@ def times_us(
     copied = [sum(i.nbytes for i in link), sum(i.nbytes for i in link if i.phase == PHASES[1])]
     drive = [drive_nbytes(schedule, plan, phases) for phases in (PHASES, PHASES[1:])]
     collectives = sum(i.time_us for i in schedule.instructions if i.work == "collective")
+    traffic = Traffic(copied, drive, collectives)
     if budgets.updates is None:
         span = _span_us(*clock(schedule, waits=waits))
-        return update_figures((span, 0.0, 0.0), copied, machine, trained, plan, budgets)
+        return update_figures((span, 0.0, 0.0), traffic, machine, trained, plan, budgets)
     without = [0.0 if _is_update(schedule, i) else i.time_us for i in schedule.instructions]
     starts, ends = clock(schedule, waits=waits, durations=without)
     alone = _span_us(starts, ends)
     begun = (start for i, start in zip(schedule.instructions, starts, strict=True) if i.phase == PHASES[1])
     spans = alone, alone - min(begun, default=alone), period_us(schedule, waits)
-    return update_figures(spans, copied, machine, trained, plan, budgets, collectives, drive)
+    return update_figures(spans, traffic, machine, trained, plan, budgets)
+
+
+class Traffic(NamedTuple):
+    """The traffic of a step. ``copied``: bytes over the link, in all and in the backward; ``drive``: bytes read from disk and
+    written there, in all and in the backward; ``collectives``: their µs."""
+
+    copied: Sequence[int]
+    drive: Sequence[tuple[int, int]]
+    collectives: float = 0.0
 
 
 def update_figures(
     spans: tuple[float, float, float],
-    copied: Sequence[int],
+    traffic: Traffic,
     machine: Machine,
     trained: Mapping[str, int],
     plan: Plan,
     budgets: Budgets,
-    collectives: float = 0.0,
-    drive: Sequence[tuple[int, int]] = ((0, 0), (0, 0)),
 ) -> tuple[float, float]:
     """The figures of ``times_us``. ``spans``: the µs of forward and backward, of the backward alone, both as if updates took no
-    time, and from one step to the next; ``copied``: bytes over the link, in all and in the backward; ``collectives``: their
-    µs; ``drive``: bytes read from disk and written there, in all and in the backward."""
+    time, and from one step to the next."""
+    copied, drive, collectives = traffic
     alone, backward, period = spans
     contention = machine.contention_us(copied[0])
     device_nbytes = sum(nbytes for block, nbytes in trained.items() if plan.params(block) == "device")

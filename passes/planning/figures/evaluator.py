@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from mtcompile.passes.analysis.state import persistent_nbytes, trained_nbytes, update_figures
+from mtcompile.passes.analysis.state import Traffic, persistent_nbytes, trained_nbytes, update_figures
 from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.figures.lives import lives_of
@@ -98,7 +98,7 @@ class Evaluator:
         drives = [[call.drive for call in calls if moves.on_disk and call.phase >= phase] for phase in (0, 1)]
         drive = [(sum([read for read, _ in each]), sum([written for _, written in each])) for each in drives]
         trained = trained_nbytes(problem.step)
-        times = update_figures(spans, copied, machine, trained, plan, problem.budgets, drive=drive)
+        times = update_figures(spans, Traffic(copied, drive), machine, trained, plan, problem.budgets)
         self._last = plan, (Figures(peaks, *times), moves, first)
         return self._last[1]
 
