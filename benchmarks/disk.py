@@ -25,20 +25,21 @@ from benchmarks.run import about
 from mtcompile.runtime.disk.store import DEPTH, DiskStore
 
 MIB = 2**20
-PIECE, ROUNDS = 8 * MIB, 5
+PIECE, ROUNDS = 8 * MIB, 9
 
 
 def main(folder: Path, mib: int, results: Path | None) -> None:
     nbytes = mib * MIB
-    store = DiskStore(folder)
+    store, summed = DiskStore(folder, summed=False), DiskStore(folder)
     home = torch.frombuffer(store.map(nbytes), dtype=torch.uint8)
+    summed_home = torch.frombuffer(summed.map(nbytes), dtype=torch.uint8)
     memory = torch.frombuffer(mmap.mmap(-1, nbytes + 4096), dtype=torch.uint8)
     memory.random_()
     block = mmap.mmap(-1, PIECE)
     direct = store.file.direct
 
-    def moved(shift: int) -> list[tuple[int, int, int, str]]:
-        return [(memory.data_ptr() + shift, home.data_ptr(), nbytes, "w")]
+    def moved(shift: int, to: torch.Tensor = home) -> list[tuple[int, int, int, str]]:
+        return [(memory.data_ptr() + shift, to.data_ptr(), nbytes, "w")]
 
     def plain(call: Callable[..., int]) -> None:
         for at in range(0, nbytes, PIECE):
@@ -59,11 +60,12 @@ def main(folder: Path, mib: int, results: Path | None) -> None:
         "write, plain, in flight": lambda: in_flight(os.pwritev),
         "write, store, aligned": lambda: store.write(moved(0)),
         "write, store": lambda: store.write(moved(64)),
+        "write, store, summed": lambda: summed.write(moved(64, summed_home)),
         "read, plain": lambda: plain(os.preadv),
         "read, plain, in flight": lambda: in_flight(os.preadv),
         "read, store, aligned": lambda: store.read(moved(0)),
         "read, store": lambda: store.read(moved(64)),
-        "read, store, verified": lambda: store.read(moved(64), verify=True),
+        "read, store, verified": lambda: summed.read(moved(64, summed_home), verify=True),
     }
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(ROUNDS + 1):

@@ -18,6 +18,11 @@ def disk_check() -> bool:
     return os.environ.get("MT_DISK_CHECK", "0") not in ("", "0")
 
 
+def disk_verified() -> bool:
+    """Says whether what is read from disk is compared with its checksum. What was written before has none."""
+    return check() or disk_check()
+
+
 def host_check() -> bool:
     """MT_HOST_CHECK=0: allocate host memory without asking the system whether there is room for it."""
     return os.environ.get("MT_HOST_CHECK", "1") not in ("", "0")

@@ -10,6 +10,7 @@ from torch import fx
 
 from mtcompile.passes.analysis.cost import Machine, crossing, kernel_us
 from mtcompile.passes.analysis.memory import workspace_nbytes
+from mtcompile.passes.analysis.state import updated_on_disk_nbytes
 from mtcompile.passes.plan import Plan, Updates
 from mtcompile.passes.slots import assign_offsets
 from mtcompile.passes.step_graph import (
@@ -189,9 +190,8 @@ def update_cost(updates: Updates, machine: Machine, queue: Queue, nbytes: int, o
     ``on_disk`` is read and written with its state, beside the updates, but through one drive."""
     copies, checked = updates.state_copies, updates.checked
     if queue == "host":
-        moved = int(on_disk * (1 + copies))
-        disk_us = machine.copy_us(moved, "disk_read") + machine.copy_us(moved, "disk_write")
-        return 0, max(machine.update_us(nbytes, 0, copies, checked), disk_us)
+        moved = updated_on_disk_nbytes(updates, on_disk)
+        return 0, max(machine.update_us(nbytes, 0, copies, checked), machine.drive_us(moved, moved))
     return aligned(int(nbytes * updates.workspace_copies)), machine.update_us(0, nbytes, copies, checked)
 
 

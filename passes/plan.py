@@ -69,7 +69,7 @@ class Updates:
 class Certificate:
     """A lower bound on the time of a whole step, of any plan within the budgets on this machine. ``gains_us``: about how much
     lower the bound would be with one GiB more of a tier's memory (``device memory``, ``host memory``), or with something a
-    tenth faster (``compute``, ``link``, ``host``); what is not there would change nothing."""
+    tenth faster (``compute``, ``link``, ``host``, ``disk``); what is not there would change nothing."""
 
     bound_us: float
     gains_us: Mapping[str, float] = field(default_factory=dict)

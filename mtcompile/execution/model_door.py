@@ -250,11 +250,11 @@ class ModelDoor(Door):
 
     def _open_disk(self, step: fx.GraphModule, planned: Planned) -> None:
         """Makes sure that there is room on disk, and on the host for updates of what is there, before anything moves."""
-        assert self.options.disk is not None
-        parameters, budgets = self.parameters, self.constraints(step)[0]
+        parameters, budgets, where = self.parameters, self.constraints(step)[0], self.options.disk
+        assert where is not None
         if parameters.disk is None:
-            parameters.disk = DiskStore(self.options.disk.folder, piece_nbytes(self.parameters_nbytes()))
-            self.disk = DiskState(parameters.disk, weakly(self._wrote_on_disk), lambda: knobs.check() or knobs.disk_check())
+            parameters.disk = DiskStore(where.folder, piece_nbytes(self.parameters_nbytes()), summed=knobs.disk_verified())
+            self.disk = DiskState(parameters.disk, weakly(self._wrote_on_disk), knobs.disk_verified)
             if self.updates is not None:
                 self.updates.disk = self.disk
         parameters.disk.reserve(planned.schedule.resident_nbytes.get("disk", 0))  # activations have a file of their own

@@ -147,9 +147,11 @@ def fastest(candidates: Candidates, device: int | None, host: int | None) -> Pla
     budgets = replace(candidates.problem.budgets, device=device, host=host)
     problem = replace(candidates.problem, budgets=budgets)
 
+    searched = candidates
+
     def find(fixed: PlanningProblem) -> tuple[PlanningProblem, Planned]:
-        searched = candidates
-        if fixed.fixed_homes != problem.fixed_homes:
+        nonlocal searched
+        if fixed.fixed_homes != searched.problem.fixed_homes:
             searched = Candidates(fixed, candidates.progress, search_store(fixed))
         return fixed, recalled(fixed, FASTEST, lambda known: searched.best(device, fixed.budgets.host, known))
 

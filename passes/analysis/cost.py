@@ -83,6 +83,10 @@ class Machine:
             return self.disk_write_gbps
         return self.d2h_gbps if queue == "d2h" else self.h2d_gbps
 
+    def drive_us(self, read: int, written: int) -> float:
+        """The microseconds that the drive is busy with so many bytes: it reads or writes."""
+        return self.copy_us(read, "disk_read") + self.copy_us(written, "disk_write")
+
     def update_us(self, host_nbytes: int, device_nbytes: int, state_copies: float, checked: bool = False) -> float:
         """The microseconds of an elementwise optimizer's update, by parameter bytes at home in each tier: it reads weight,
         gradient and state, and writes weight and state, once each; where the gradient is ``checked``, it reads it once more. On

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import fx
 
@@ -233,33 +234,43 @@ def times_us(
     """Microseconds of forward and backward, and the microseconds that the optimizer's update adds to them. ``waits``: what
     instructions wait for; None: the deps in the schedule. ``trained``: bytes that updates change, by home block. Where updates
     run in the backward, the host works on gradients while others are made, through the memory that copies and collectives use
-    too."""
+    too, and those of parameters on disk through the drive that is read meanwhile."""
     link = [i for i in schedule.instructions if i.queue in _LINK]
     copied = [sum(i.nbytes for i in link), sum(i.nbytes for i in link if i.phase == PHASES[1])]
+    drive = [drive_nbytes(schedule, plan, phases) for phases in (PHASES, PHASES[1:])]
     collectives = sum(i.time_us for i in schedule.instructions if i.work == "collective")
+    traffic = Traffic(copied, drive, collectives)
     if budgets.updates is None:
         span = _span_us(*clock(schedule, waits=waits))
-        return update_figures((span, 0.0, 0.0), copied, machine, trained, plan, budgets)
+        return update_figures((span, 0.0, 0.0), traffic, machine, trained, plan, budgets)
     without = [0.0 if _is_update(schedule, i) else i.time_us for i in schedule.instructions]
     starts, ends = clock(schedule, waits=waits, durations=without)
     alone = _span_us(starts, ends)
     begun = (start for i, start in zip(schedule.instructions, starts, strict=True) if i.phase == PHASES[1])
     spans = alone, alone - min(begun, default=alone), period_us(schedule, waits)
-    return update_figures(spans, copied, machine, trained, plan, budgets, collectives)
+    return update_figures(spans, traffic, machine, trained, plan, budgets)
+
+
+class Traffic(NamedTuple):
+    """The traffic of a step. ``copied``: bytes over the link, in all and in the backward; ``drive``: bytes read from disk and
+    written there, in all and in the backward; ``collectives``: their µs."""
+
+    copied: Sequence[int]
+    drive: Sequence[tuple[int, int]]
+    collectives: float = 0.0
 
 
 def update_figures(
     spans: tuple[float, float, float],
-    copied: Sequence[int],
+    traffic: Traffic,
     machine: Machine,
     trained: Mapping[str, int],
     plan: Plan,
     budgets: Budgets,
-    collectives: float = 0.0,
 ) -> tuple[float, float]:
     """The figures of ``times_us``. ``spans``: the µs of forward and backward, of the backward alone, both as if updates took no
-    time, and from one step to the next; ``copied``: bytes over the link, in all and in the backward; ``collectives``: their
-    µs."""
+    time, and from one step to the next."""
+    copied, drive, collectives = traffic
     alone, backward, period = spans
     contention = machine.contention_us(copied[0])
     device_nbytes = sum(nbytes for block, nbytes in trained.items() if plan.params(block) == "device")
@@ -267,10 +278,34 @@ def update_figures(
     if budgets.updates is None:
         return alone + contention, machine.update_us(host_nbytes, device_nbytes, budgets.state_copies)
     # Updates may run beside the whole step, or beside its backward.
-    beside, overlapped = (copied[0], alone) if budgets.updates.run_ahead else (copied[1], backward)
+    whole = 0 if budgets.updates.run_ahead else 1
+    beside, overlapped = copied[whole], backward if whole else alone
     others = beside / machine.host_gbps / 1e3 + collectives - overlapped
     memory_bound = machine.update_us(host_nbytes, 0, budgets.state_copies, budgets.updates.checked) + others
-    return alone + contention, max(period - alone, 0.0, memory_bound)
+    disk_bound = machine.drive_us(*drive[whole]) - overlapped
+    return alone + contention, max(period - alone, 0.0, memory_bound, disk_bound)
+
+
+def drive_nbytes(schedule: Schedule, plan: Plan, phases: Sequence[str] = PHASES) -> tuple[int, int]:
+    """Returns the bytes that a step reads from disk and writes there in these phases, with those of updates."""
+    read = written = 0
+    for instruction in schedule.instructions:
+        if instruction.phase not in phases:
+            continue
+        if instruction.queue == "disk_read":
+            read += instruction.nbytes
+        elif instruction.queue == "disk_write":
+            written += instruction.nbytes
+        elif instruction.work == "update" and plan.updates is not None:
+            versions = (schedule.buffers[name] for name in instruction.writes)
+            updated = updated_on_disk_nbytes(plan.updates, sum(b.nbytes for b in versions if b.tier == "disk"))
+            read, written = read + updated, written + updated
+    return read, written
+
+
+def updated_on_disk_nbytes(updates: Updates, nbytes: int) -> int:
+    """Returns the bytes that an update of ``nbytes`` of parameters on disk reads from there, and writes again."""
+    return int(nbytes * (1 + updates.state_copies))
 
 
 def _span_us(starts: Sequence[float], ends: Sequence[float]) -> float:

@@ -147,7 +147,7 @@ class Candidates:
 
     @cached_property
     def _home_costs(self) -> dict[str, HomeCost]:
-        return home_costs(self.problem.step, self.problem.machine, self._streamed, self._everything.schedule)
+        return home_costs(self.problem, self._streamed, self._everything.schedule)
 
     @cached_property
     def _streamed(self) -> Schedule:
@@ -172,11 +172,11 @@ class Candidates:
     def certificate(self, device: int | None, host: int | None) -> Certificate | None:
         """How fast any plan within these bytes could be; None without a solver."""
         with contextlib.suppress(Infeasible):
-            limits = {"device": device, "host": host}
+            limits = {"device": device, "host": host, "disk": self.problem.budgets.disk}
             relaxed = self._relaxed(limits)
             gains_us = relaxed.gains_us()
             for tier, nbytes in limits.items():
-                if nbytes is not None:
+                if nbytes is not None and tier != "disk":
                     with_more = self._relaxed({**limits, tier: nbytes + _GIB})
                     gains_us[f"{tier} memory"] = relaxed.bound_us - with_more.bound_us
             return Certificate(relaxed.bound_us, {what: us for what, us in gains_us.items() if us > 1e-3})
@@ -374,8 +374,8 @@ class Candidates:
             points.append(Point(self._paced(low.ladder[position]).plan, low.ladder, position))
 
     def _climbs(self) -> Climbs | None:
-        """Plans improved by moves that equal homes and blocks share; None where local search varies enough of them."""
-        if not self._evaluator.able or self._most_varied >= _FEW_SEARCHED:
+        """Plans improved by moves that equal parts share; None where local search varies enough, or steps wait for a disk."""
+        if "disk" in self.problem.fixed_homes.values() or not self._evaluator.able or self._most_varied >= _FEW_SEARCHED:
             return None
         if self._improved is None:
             frontier, host = pareto(self._points), self.problem.budgets.host_activations

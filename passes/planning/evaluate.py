@@ -13,7 +13,7 @@ from torch import fx
 from mtcompile.passes import rewrite, rewritten_draft
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.fetches import fetches
-from mtcompile.passes.analysis.state import persistent_nbytes, state_by_tier, times_us, trained_nbytes
+from mtcompile.passes.analysis.state import drive_nbytes, persistent_nbytes, state_by_tier, times_us, trained_nbytes
 from mtcompile.passes.draft import bundle
 from mtcompile.passes.lower import lower_without_deps
 from mtcompile.passes.plan import Certificate, Plan
@@ -88,6 +88,7 @@ def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, cert
         raise Inexact(f"expected the figures that the plan was chosen by, found others:\n{candidate.plan}\n{figures}")
     busy: dict[str, float] = {queue: us for queue, us in busy_us(simulate(schedule)).items()}
     busy["update"] = candidate.plan.update_us
+    busy["disk"] = problem.machine.drive_us(*drive_nbytes(schedule, candidate.plan))
     limits = problem.budgets.nbytes
     plan = replace(
         _with_traffic(candidate.plan, schedule, problem.machine),
@@ -104,11 +105,7 @@ def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, cert
 
 def _with_traffic(plan: Plan, schedule: Schedule, machine: Machine) -> Plan:
     """Returns the plan with the bytes that a step moves from and to a disk, and what these writes do to it."""
-    read, written = (sum(i.nbytes for i in schedule.instructions if i.queue == q) for q in ("disk_read", "disk_write"))
-    if plan.updates is not None:
-        versions = (b.nbytes for b in schedule.buffers.values() if b.version_of and b.tier == "disk")
-        updated = int(sum(versions) * (1 + plan.updates.state_copies))
-        read, written = read + updated, written + updated
+    read, written = drive_nbytes(schedule, plan)
     if not read and not written:
         return plan
     per_day = written * 86_400e6 / plan.total_us if plan.total_us else 0.0

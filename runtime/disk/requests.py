@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
@@ -38,11 +39,13 @@ def whole_blocks(nbytes: int) -> int:
 
 
 class Requests:
-    """Carries requests to a file. ``chunk``: bytes of one piece, a multiple of BLOCK. ``depth``: pieces in flight. ``beside``:
-    the requests to another file, with which these share buffers, and so ``chunk`` and ``depth``."""
+    """Carries requests to a file. ``chunk``: bytes of one piece, a multiple of BLOCK. ``depth``: pieces in flight. ``summed``:
+    whether what is written has checksums, to compare with when it is read. ``beside``: the requests to another file, with which
+    these share buffers, and so ``chunk``, ``depth`` and ``summed``."""
 
-    def __init__(self, file: Descriptors, chunk: int, depth: int, beside: Requests | None = None) -> None:
+    def __init__(self, file: Descriptors, chunk: int, depth: int, summed: bool = True, beside: Requests | None = None) -> None:
         self.file, self.checksums = file, Checksums()
+        self.summed: bool = summed if beside is None else beside.summed
         self.chunk: int = chunk if beside is None else beside.chunk
         self.depth: int = depth if beside is None else beside.depth
         self._memory: mmap.mmap = mmap.mmap(-1, chunk * depth) if beside is None else beside._memory  # page-aligned
@@ -60,11 +63,12 @@ class Requests:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def read(self, transfers: Sequence[Transfer], verify: bool) -> None:
-        """Reads into memory; ``verify``: compares with the checksums of what was written. Raises DiskError and DiskCorrupt."""
+        """Reads into memory; ``verify``: compares with the checksums of what was written, if there are any. Raises DiskError
+        and DiskCorrupt."""
 
         def one(piece: Transfer, buffer: int) -> None:
             self._read(piece, buffer)
-            if verify:
+            if verify and self.summed:
                 self.checksums.compare(piece.at, piece.address, piece.nbytes, piece.name)
 
         self._all(one, transfers)
@@ -74,13 +78,14 @@ class Requests:
 
         def one(piece: Transfer, buffer: int) -> None:
             self._write(piece, buffer)
-            self.checksums.note(piece.at, piece.address, piece.nbytes)
+            if self.summed:
+                self.checksums.note(piece.at, piece.address, piece.nbytes)
 
         self._all(one, transfers)
 
     def note(self, transfer: Transfer) -> None:
         """Takes the checksums of what memory holds, for bytes that came to the file in another way."""
-        for piece in self._pieces((transfer,)):
+        for piece in self._pieces((transfer,)) if self.summed else ():
             self.checksums.note(piece.at, piece.address, piece.nbytes)
 
     def _pieces(self, transfers: Sequence[Transfer]) -> Iterator[Transfer]:
@@ -90,26 +95,37 @@ class Requests:
 
     def _all(self, one: Callable[[Transfer, int], None], transfers: Sequence[Transfer]) -> None:
         """Carries all pieces, and ends when all have ended. Raises the first error."""
+        pieces, lock, failed = list(self._pieces(transfers)), threading.Lock(), threading.Event()
+        remaining = iter(pieces)
 
-        def carried(piece: Transfer) -> None:
-            buffer = self._buffers.get()
-            try:
-                one(piece, buffer)
-            finally:
-                self._buffers.put(buffer)
+        def share() -> None:  # one task for many pieces: handing over each of them would cost a tenth of its time
+            while not failed.is_set():
+                with lock:
+                    piece = next(remaining, None)
+                if piece is None:
+                    return
+                buffer = self._buffers.get()
+                try:
+                    one(piece, buffer)
+                except BaseException:
+                    failed.set()
+                    raise
+                finally:
+                    self._buffers.put(buffer)
 
-        futures: list[Future[None]] = [self._pool.submit(carried, piece) for piece in self._pieces(transfers)]
+        if len(pieces) == 1:
+            return share()
+        futures: list[Future[None]] = [self._pool.submit(share) for _ in range(min(self.depth, len(pieces)))]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
-            for future in futures:
-                if future.done():
-                    future.result()
         finally:
+            failed.set()
             for future in futures:
                 future.cancel()
             wait(futures)  # nothing may touch the memory when this returns
         for future in futures:
-            future.result()
+            if not future.cancelled():
+                future.result()
 
     def _read(self, piece: Transfer, buffer: int) -> None:
         direct = piece.nbytes // BLOCK * BLOCK if piece.address % _MEMORY == 0 else 0

@@ -37,15 +37,19 @@ def staging_nbytes(model_nbytes: int) -> int:
 
 class DiskStore:
     """The bytes of one model in one file. ``used_nbytes``: of the file that mappings take. Closed when nothing holds it.
-    ``beside``: the model's first store, through whose buffers requests to this one go too. That one counts both:
-    ``peak_nbytes`` is the most that their mappings took together."""
+    ``summed``: whether what is written has checksums, which take a tenth of its time. ``beside``: the model's first store,
+    through whose buffers requests to this one go too. That one counts both: ``peak_nbytes`` is the most that their mappings
+    took together."""
 
-    def __init__(self, folder: Path, chunk: int = _LARGEST, depth: int = DEPTH, beside: DiskStore | None = None) -> None:
+    def __init__(
+        self, folder: Path, chunk: int = _LARGEST, depth: int = DEPTH, summed: bool = True, beside: DiskStore | None = None
+    ) -> None:
         self.folder = folder
         self.file = files.opened(folder)
         try:
             self.file = _coherent(self.file)
-            self._requests: Requests = Requests(self.file, chunk, depth, None if beside is None else beside._requests)
+            first = None if beside is None else beside._requests
+            self._requests: Requests = Requests(self.file, chunk, depth, summed, first)
         except BaseException:
             self.file.close()
             raise

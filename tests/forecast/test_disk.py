@@ -10,8 +10,12 @@ import pytest
 import torch
 
 import mtcompile
+from mtcompile.forecast import request as forecast_request
 from mtcompile.forecast.result import Forecast
 from mtcompile.machine.presets import PRESETS
+from mtcompile.passes.plan import Plan
+from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.frontier import Point
 from tests.helpers.stacks import WIDTH, Residual
 
 
@@ -30,14 +34,65 @@ def test_a_forecast_with_a_disk_has_parts_that_add_up() -> None:
     assert planned.disk_read_bytes > planned.disk_write_bytes > 0 and planned.disk_days
 
 
+@pytest.mark.slow
+def test_one_search_finds_a_plan_with_a_disk_and_its_bound_counts_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches, search = [], Candidates._search
+
+    def counted(candidates: Candidates, resident: Plan) -> list[Point]:
+        searches.append(dict(candidates.problem.fixed_homes))
+        return search(candidates, resident)
+
+    monkeypatch.setattr(Candidates, "_search", counted)
+    monkeypatch.setattr(forecast_request, "search_store", lambda problem: None)
+    planned = forecast(precision="bf16-master32", update="backward", memory="800KB", host="1.9MB", disk="1GB").planned
+    assert planned is not None and planned.plan.certificate is not None
+    plan = planned.plan
+    assert len(searches) == 1 and "disk" in searches[0].values()
+    drive_us = PRESETS["rtx4090"].drive_us(plan.disk_read_bytes, plan.disk_write_bytes)
+    assert plan.total_us >= drive_us  # it reads or writes
+    assert plan.certificate.bound_us <= plan.total_us and plan.certificate.gains_us["disk"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (
+            "llama-70b",
+            {"machine": "rtx4090", "host": "64GB", "disk": "2TB", "precision": "bf16-master32", "update": "backward"},
+        ),
+        ("qwen2.5-7b", {"machine": "gh200", "seq": 524_288}),
+    ],
+)
+def test_large_steps_are_planned_near_their_bound_with_figures_that_sum(model: str, options: dict[str, Any]) -> None:
+    planned = mtcompile.plan(model, **options)
+    assert planned.feasible and planned.planned is not None and planned.ledger is not None
+    plan, machine = planned.planned.plan, PRESETS[options["machine"]]
+    for tier, parts in planned.ledger.items():
+        assert sum(parts.values()) == planned.peak_bytes[tier] and all(nbytes >= 0 for nbytes in parts.values()), tier
+        assert plan.budget_bytes.get(tier) is None or planned.peak_bytes[tier] <= plan.budget_bytes[tier], tier
+    assert plan.certificate is not None and plan.certificate.gap(plan.total_us) < 0.1
+    if "disk" in options:
+        there = planned.ledger["disk"]
+        trained = there["weights"] + there["master"] + there["optimizer"]
+        assert trained == planned.peak_bytes["disk"] and there["optimizer"] == 4 * there["weights"]
+        assert 0.99 * plan.disk_write_bytes < trained <= plan.disk_write_bytes * 1.01  # each step writes all of it
+        assert plan.disk_write_bytes + 2 * there["weights"] >= 0.99 * plan.disk_read_bytes > plan.disk_write_bytes
+        assert plan.disk_days is not None and plan.total_us >= machine.drive_us(plan.disk_read_bytes, plan.disk_write_bytes)
+        per_day = plan.disk_write_bytes * 86_400e6 / plan.total_us
+        assert plan.disk_days == pytest.approx(machine.disk_rated_nbytes / per_day)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
-def test_frozen_weights_of_lora_are_weights_alone_on_disk(optimizer: str) -> None:
+def test_frozen_weights_of_lora_are_on_disk_without_state(optimizer: str) -> None:
     options = {"lora": 8, "precision": "bf16", "memory": "300KB", "host": "500KB", "optimizer": optimizer}
     assert not forecast(**options).feasible
     planned = forecast(**options, disk="1GB")
-    assert planned.feasible and planned.disk_write_bytes == 0 < planned.disk_read_bytes and planned.disk_days is None
-    assert planned.ledger is not None and planned.ledger["disk"]["weights"] == planned.peak_bytes["disk"] > 0
+    assert planned.feasible and planned.disk_write_bytes < planned.disk_read_bytes and planned.ledger is not None
+    there = planned.ledger["disk"]
+    assert there["weights"] > 0 and there["weights"] + there["activations"] == planned.peak_bytes["disk"]
+    assert bool(planned.disk_write_bytes) == bool(there["activations"])  # only activations are written
 
 
 @pytest.mark.long

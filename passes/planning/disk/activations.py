@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import NamedTuple
 
 from torch import fx
@@ -61,10 +62,12 @@ class Spilled(NamedTuple):
     least_host: int = MOST_NBYTES
 
 
-def with_activations_on_disk(problem: PlanningProblem, find: Find, roomy: Roomy, evenly: Evenly) -> Spilled:
+def with_activations_on_disk(
+    problem: PlanningProblem, find: Find, roomy: Roomy, evenly: Evenly, below_us: float = inf
+) -> Spilled:
     """Returns plans with activations on disk. ``find``: plans a problem, or raises DoesNotFit; it is asked for plans that take
     more of the host than there is, whose activations then go on to the disk. ``evenly``: orders values so that any first few
-    are spread evenly."""
+    are spread evenly. ``below_us``: plans that take longer are of no use."""
     limit = problem.budgets.host
     if limit is None or not problem.budgets.host_activations:
         return Spilled()
@@ -76,7 +79,7 @@ def with_activations_on_disk(problem: PlanningProblem, find: Find, roomy: Roomy,
         except DoesNotFit:
             break
         part = replace(part, budgets=replace(part.budgets, host=limit))
-        if fits(planned.plan, part.budgets) and roomy(planned.schedule):
+        if planned.plan.total_us >= below_us or (fits(planned.plan, part.budgets) and roomy(planned.schedule)):
             break
 
         def serves(candidate: Candidate, budgets: Budgets = part.budgets) -> bool:

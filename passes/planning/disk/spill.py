@@ -10,23 +10,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
+from math import inf
 
 from mtcompile.passes.analysis.state import (
     held_nbytes,
     on_disk_nbytes,
     param_nbytes,
-    persistent_nbytes,
     trained_nbytes,
     update_staging_nbytes,
 )
-from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.disk.activations import AHEAD, Find, Roomy, with_activations_on_disk
+from mtcompile.passes.planning.disk.activations import AHEAD, Find, Roomy, Spilled, with_activations_on_disk
 from mtcompile.passes.planning.disk.limits import NotWorthwhile, check_worthwhile
-from mtcompile.passes.planning.evaluate import completed, evaluate
+from mtcompile.passes.planning.disk.shortage import short_of_host, surely_short
+from mtcompile.passes.planning.evaluate import completed
 from mtcompile.passes.planning.frontier import fits
-from mtcompile.passes.planning.ladders import decided
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
 from mtcompile.runtime.schedule import gib
 
@@ -42,43 +42,54 @@ def within_disk(problem: PlanningProblem, find: Find, roomy: Roomy = lambda sche
         return find(problem)
     sent: tuple[str, ...] = ()
     frozen, trained = _may_move(problem)
-    missing, order = 0, [*_evenly(frozen), *_evenly(trained)]
-    spilled: tuple[PlanningProblem, Candidate] | None = None
+    missing, more, order = 0, 1, [*_evenly(frozen), *_evenly(trained)]
+    refused: PlanningProblem | None = None  # the first that was, with all frozen weights on disk
     while True:
         fixed = _with_homes(problem, sent)
-        if (short := _surely_short(fixed)) > 0 and len(sent) < len(order):
+        all_sent = len(sent) == len(order)
+        if not all_sent and (short := surely_short(fixed)) > 0:
             missing += short
             sent = _more(problem, order, sent, missing)
             continue
         try:
+            if not all_sent and (short := short_of_host(fixed)) > 0:  # no search would find a plan
+                raise DoesNotFit("host", (budgets.host or 0) + short, ())
             part, planned = find(fixed)
             break
         except DoesNotFit as error:
             if error.tier != "host" or budgets.host is None:
                 raise
-            least = error.minimum
-            if spilled is None and len(sent) >= len(frozen):  # before weights that train, which are written with their state
-                spilled, least_spilled = with_activations_on_disk(fixed, find, roomy, _evenly)
-                least = min(least, least_spilled)
+            if refused is None and len(sent) >= len(frozen):
+                refused = fixed
             missing += error.minimum - budgets.host
             try:
-                if len(sent) == len(order):
-                    raise DoesNotFit("host", least, _causes(problem, sent, error))
-                sent = _more(problem, order, sent, missing)
-            except DoesNotFit as refused:
-                if spilled is None:
-                    raise refused from None
-                return _judged(*spilled, problem)
-    spilled = spilled or with_activations_on_disk(fixed, find, roomy, _evenly).fastest
-    if spilled is None:
-        return _fastest(part, planned, replace(problem, budgets=part.budgets), sent, roomy)
+                if all_sent:
+                    raise DoesNotFit("host", error.minimum, _causes(problem, sent, error))
+                sent = _more(problem, order, sent, missing, more)
+                more *= 2 if error.causes else 1  # a search is worth more than one home
+            except DoesNotFit as final:
+                spilled = Spilled() if refused is None else with_activations_on_disk(refused, find, roomy, _evenly)
+                if spilled.fastest is not None:
+                    return _judged(*spilled.fastest, problem)
+                least = final.minimum if final.tier != "host" else min(final.minimum, spilled.least_host)
+                raise DoesNotFit(final.tier, least, final.causes) from None
+    at_home: tuple[PlanningProblem, Planned] | None = None
+    worth, bound = inf, 0.0
     try:
         at_home = _fastest(part, planned, replace(problem, budgets=part.budgets), sent, roomy)
-    except NotWorthwhile:
-        return _judged(*spilled, problem)
-    if spilled[1].plan.total_us < _WORTH * at_home[1].plan.total_us:
-        with contextlib.suppress(NotWorthwhile):
-            return _judged(*spilled, problem)
+        plan = at_home[1].plan
+        worth, bound = _WORTH * plan.total_us, 0.0 if plan.certificate is None else plan.certificate.bound_us
+    except NotWorthwhile as error:
+        too_slow = error
+    for tried in (refused, fixed) if bound < worth else ():
+        if tried is None or short_of_host(tried, ("disk",)) > 0:
+            continue
+        faster = with_activations_on_disk(tried, find, roomy, _evenly, worth).fastest
+        if faster is not None and faster[1].plan.total_us < worth:
+            with contextlib.suppress(NotWorthwhile):
+                return _judged(*faster, problem)
+    if at_home is None:
+        raise too_slow
     return at_home
 
 
@@ -92,20 +103,14 @@ def _judged(fixed: PlanningProblem, candidate: Candidate, problem: PlanningProbl
     return fixed, planned
 
 
-def _more(problem: PlanningProblem, order: Sequence[str], sent: Sequence[str], missing: int) -> tuple[str, ...]:
-    """The first homes that free the ``missing`` bytes of the host, at least one more than were ``sent``. Raises DoesNotFit if
-    they do not fit the disk."""
-    homes = tuple(order[: max(len(sent) + 1, len(_fewest(problem, order, missing + problem.budgets.disk_staging)))])
+def _more(
+    problem: PlanningProblem, order: Sequence[str], sent: Sequence[str], missing: int, at_least: int = 1
+) -> tuple[str, ...]:
+    """The first homes that free the ``missing`` bytes of the host, some more than were ``sent``. Raises DoesNotFit if they do
+    not fit the disk."""
+    homes = tuple(order[: max(len(sent) + at_least, len(_fewest(problem, order, missing + problem.budgets.disk_staging)))])
     _check_room(_with_homes(problem, homes))
     return homes
-
-
-def _surely_short(problem: PlanningProblem) -> int:
-    """The bytes that the host lacks even if the device held nothing but training state."""
-    budgets, base = problem.budgets, decided(problem, param_nbytes(problem.step))
-    if budgets.host is None or budgets.device is None:
-        return 0
-    return persistent_nbytes(problem.step, base, budgets)["host"] - budgets.device - budgets.host
 
 
 def _may_move(problem: PlanningProblem) -> tuple[list[str], list[str]]:
@@ -184,24 +189,24 @@ def _fastest(
     _check_room(fixed)
     if "disk" not in fixed.fixed_homes.values():
         return fixed, planned
-    best = fixed, Candidate(planned.plan, lambda: planned.schedule)
-    draft = draft_of(problem.step)
+    candidates = Candidates(problem)
+    best = fixed, candidates.evaluate(planned.plan)
     choices = [tuple(sent), *_other_choices(problem, sent)]
     for homes in choices:
         varied = _with_homes(problem, homes)
-        for ahead in AHEAD:
-            plan = _moved(replace(planned.plan, disk_lookahead=ahead), varied, set(sent) - set(homes))
-            candidate = evaluate(varied, draft, plan)
+        for ahead, change in product(AHEAD, (0, -1, 1)):
+            lookahead = max(0, planned.plan.lookahead + change)
+            plan = replace(planned.plan, disk_lookahead=ahead, lookahead=lookahead)
+            candidate = candidates.evaluate(_moved(plan, varied, set(sent) - set(homes)))
             better = fits(candidate.plan, problem.budgets) and candidate.plan.total_us < best[1].plan.total_us
             if better and roomy(candidate.schedule):
                 best = varied, candidate
-    varied, candidate = _on_device(*best, problem, roomy)
-    reasons = _with_reasons(candidate.plan)
-    final = Candidate(reasons, candidate.lowered)
+    varied, candidate = _on_device(*best, problem, candidates, roomy)
+    # The bound is that of any choice of homes on disk.
+    bound = None if planned.plan.certificate is None else candidates.certificate(problem.budgets.device, problem.budgets.host)
     minimum = min(planned.plan.minimum_device_bytes, candidate.plan.peak_bytes["device"])
-    # What is on disk takes at least as long as on a host that has room for all of it: so that bound holds here too.
-    bound = None if planned.plan.certificate is None else Candidates(problem).certificate(problem.budgets.device, None)
-    planned = completed(varied, final, minimum, bound)
+    planned = candidates.planned(_with_reasons(candidate.plan))
+    planned = replace(planned, plan=replace(planned.plan, minimum_device_bytes=minimum, certificate=bound))
     check_worthwhile(varied, planned.plan)
     return varied, planned
 
@@ -218,21 +223,19 @@ def _other_choices(problem: PlanningProblem, sent: Sequence[str]) -> Iterator[tu
 
 
 def _on_device(
-    fixed: PlanningProblem, candidate: Candidate, problem: PlanningProblem, roomy: Roomy
+    fixed: PlanningProblem, candidate: Candidate, problem: PlanningProblem, candidates: Candidates, roomy: Roomy
 ) -> tuple[PlanningProblem, Candidate]:
     """Takes to the device as many of the homes on disk as still fit there, if that is faster."""
     trained_first = [home for homes in reversed(_may_move(problem)) for home in _evenly(homes)]
     order = [home for home in trained_first if fixed.fixed_homes.get(home) == "disk" and home not in problem.fixed_homes]
-    draft, best = draft_of(problem.step), (fixed, candidate)
+    best = fixed, candidate
     low, high = 0, len(order)
     while low < high:  # the most homes that fit
         count = (low + high + 1) // 2
         varied = replace(fixed, fixed_homes={**fixed.fixed_homes, **dict.fromkeys(order[:count], "device")})
-        plan = candidate.plan
-        for home in order[:count]:
-            nbytes = param_nbytes(problem.step)[home]
-            plan = plan.with_decision(Decision("params", home, "device", nbytes, "the device has room for it"))
-        tried = evaluate(varied, draft, plan)
+        sizes, why = param_nbytes(problem.step), "the device has room for it"
+        plan = candidate.plan.with_decisions([Decision("params", h, "device", sizes[h], why) for h in order[:count]])
+        tried = candidates.evaluate(plan)
         if fits(tried.plan, problem.budgets) and roomy(tried.schedule):
             low = count
             best = (varied, tried) if tried.plan.total_us < best[1].plan.total_us else best

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from mtcompile.passes.analysis.state import persistent_nbytes, trained_nbytes, update_figures
+from mtcompile.passes.analysis.state import Traffic, persistent_nbytes, trained_nbytes, update_figures
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.figures.lives import lives_of
 from mtcompile.passes.planning.figures.moves import ON_DEVICE, ON_HOST, Moves
@@ -37,7 +37,7 @@ class Evaluator:
     def __init__(self, problem: PlanningProblem, draft: fx.GraphModule, casts: bool) -> None:
         self.problem, self._sketches = problem, Sketches(draft)
         step, updates = problem.step, problem.budgets.updates
-        self.able = not (casts or step.meta.get("sliced") or ranks_of(step) != 1 or problem.budgets.disk is not None)
+        self.able = not (casts or step.meta.get("sliced") or ranks_of(step) != 1)
         self.able = self.able and not (updates is not None and updates.held)
         self._summaries: dict[object, Summary] = {}
         self._last: tuple[Plan, tuple[Figures, Moves, Clock]] | None = None  # the plan evaluated last
@@ -58,7 +58,10 @@ class Evaluator:
         return due_first(moves.calls, alone)
 
     def _supports(self, plan: Plan) -> bool:
-        if not self.able or (plan.updates is not None and plan.updates.held) or plan.disk_lookahead:
+        if not self.able or (plan.updates is not None and plan.updates.held):
+            return False
+        on_disk = () if self.problem.budgets.disk is None else (d for d in plan.decisions if d.choice == "disk")
+        if any(decision.kind == "activation" for decision in on_disk):
             return False
         try:
             self._summary(plan)
@@ -94,7 +97,10 @@ class Evaluator:
             period = clock(calls, buffers, lives, first.late).drained
         copied = [sum([call.copied for call in calls if call.phase >= phase]) for phase in (0, 1)]
         spans = without.end, without.end - without.backward, period
-        times = update_figures(spans, copied, machine, trained_nbytes(problem.step), plan, problem.budgets)
+        drives = [[call.drive for call in calls if moves.on_disk and call.phase >= phase] for phase in (0, 1)]
+        drive = [(sum([read for read, _ in each]), sum([written for _, written in each])) for each in drives]
+        trained = trained_nbytes(problem.step)
+        times = update_figures(spans, Traffic(copied, drive), machine, trained, plan, problem.budgets)
         self._last = plan, (Figures(peaks, *times), moves, first)
         return self._last[1]
 

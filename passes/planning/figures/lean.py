@@ -22,11 +22,16 @@ def lean_plans(starts: Sequence[Plan], sizes: Mapping[str, int]) -> Iterator[Pla
     homes = list(sizes)
     chosen = _subsets(homes) if len(homes) <= _FEW_HOMES else _prefixes(homes, sizes)
     for start in starts if len(homes) <= _SOME_HOMES else starts[:_STARTS]:
-        lean = replace(with_pace(start, False, ()), lookahead=0, pooled=True)
+        lean = replace(leanest(start), disk_lookahead=start.disk_lookahead)
         for on_device in chosen:
             decisions = tuple(Decision("params", home, "device", sizes[home], _WHY) for home in on_device)
             others = tuple(d for d in lean.decisions if d.kind != "params" or d.subject not in on_device)
             yield replace(lean, decisions=(*others, *decisions))
+
+
+def leanest(plan: Plan) -> Plan:
+    """Returns the plan without anything that waits ahead of its time."""
+    return replace(with_pace(plan, False, ()), lookahead=0, pooled=True, disk_lookahead=0)
 
 
 def slower_than_some(plans: Sequence[Plan], points: Sequence[Point]) -> list[Point]:

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mtcompile.passes.analysis.cost import Machine, rows_us
+from mtcompile.passes.analysis.state import updated_on_disk_nbytes
 from mtcompile.passes.lower import update_cost
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.figures.summary import Leaving, Operand, Summary, Value
 from mtcompile.runtime.schedule import Queue
 
-COMPUTE, H2D, D2H, HOST = range(4)  # queues
+COMPUTE, H2D, D2H, HOST, DISK_READ = range(5)  # queues
 POOLED, ON_DEVICE, ON_HOST = range(3)  # kinds of buffers: of the allocator, in slots of the device, in slots of the host
 
 
@@ -27,7 +28,8 @@ class Buffer(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Call:
     """A region, copy or update. ``reads``, ``writes``: numbers of buffers; ``inputs``, ``updated``: numbers of operands at home
-    that it reads and writes. ``update``: of an update, the first parameter."""
+    that it reads and writes. ``update``: of an update, the first parameter; ``drive``: bytes that it reads from
+    disk and writes there."""
 
     queue: int
     us: float
@@ -39,6 +41,7 @@ class Call:
     workspace: int = 0
     copied: int = 0
     update: str = ""
+    drive: tuple[int, int] = 0, 0
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +61,7 @@ class Moves:
         self.buffers: list[Buffer] = []
         self.updates = plan.updates
         self.on_device = {home: plan.params(home) == "device" for home in {o.home for o in summary.operands if o.weights}}
+        self.on_disk = {home for home in self.on_device if plan.params(home) == "disk"}
         self.calls: list[Call] = []
         count = len(summary.regions)
         self._before: list[list[Call]] = [[] for _ in range(count)]
@@ -109,19 +113,36 @@ class Moves:
                 stays = not region.phase and bool(home) and stays_home.get(home, False)
                 kind = POOLED if plan.pooled or stays else ON_DEVICE
                 fetch = Call(H2D, us, region.phase, copied=total)
-                by_role: dict[str, list[Operand]] = {}
-                for operand in operands:
-                    fetch.inputs.append(operand.number)
-                    by_role.setdefault(operand.role, []).append(operand)
-                    if stays:
+                if home in self.on_disk:
+                    fetch.reads = self._read(position, operands)
+                else:
+                    fetch.inputs = [operand.number for operand in operands]
+                if stays:
+                    for operand in operands:
                         staying[operand.number] = arrived = self._buffer(kind, operand.nbytes, operand.slot)
                         fetch.writes.append(arrived)
-                if not stays:
-                    for alike in by_role.values():
-                        sizes = sum([o.nbytes for o in alike]), sum([o.slot for o in alike])
-                        fetch.writes.append(self._buffer(kind, *sizes))
+                else:
+                    fetch.writes = self._by_role(kind, operands)
                 call.reads += fetch.writes
                 self._before[self._first(position, plan.lookahead)].append(fetch)
+
+    def _read(self, position: int, operands: Sequence[Operand]) -> list[int]:
+        """A read from disk for a region. Returns the buffers on the host that it fills."""
+        nbytes, numbers = sum([operand.nbytes for operand in operands]), [operand.number for operand in operands]
+        us = self.machine.copy_us(nbytes, "disk_read")
+        read = Call(DISK_READ, us, self.summary.regions[position].phase, inputs=numbers, drive=(nbytes, 0))
+        read.writes = self._by_role(ON_HOST, operands)
+        self._before[self._first(position, self.plan.lookahead + self.plan.disk_lookahead)].append(read)
+        return read.writes
+
+    def _by_role(self, kind: int, operands: Sequence[Operand]) -> list[int]:
+        """A buffer for the operands of each role: those are used together."""
+        by_role: dict[str, list[int]] = {}
+        for operand in operands:
+            sizes = by_role.setdefault(operand.role, [0, 0])
+            sizes[0] += operand.nbytes
+            sizes[1] += operand.slot
+        return [self._buffer(kind, *sizes) for sizes in by_role.values()]
 
     # ---------------------------------------------------------------------------------------------- what regions make
 
@@ -246,6 +267,10 @@ class Moves:
     def _update(self, group: _Gradients, on_host: bool) -> Call:
         assert self.updates is not None
         nbytes = sum([operand.nbytes for operand in group.operands])
-        workspace, us = update_cost(self.updates, self.machine, "host" if on_host else "compute", nbytes)
+        on_disk = sum([operand.nbytes for operand in group.operands if operand.home in self.on_disk])
+        workspace, us = update_cost(self.updates, self.machine, "host" if on_host else "compute", nbytes, on_disk)
         updated = [operand.number for operand in group.operands]
-        return Call(HOST if on_host else COMPUTE, us, 1, group.buffers, [], [], updated, workspace, update=group.name or "-")
+        call = Call(HOST if on_host else COMPUTE, us, 1, group.buffers, [], [], updated, workspace, update=group.name or "-")
+        if on_disk:
+            call.drive = (updated_on_disk_nbytes(self.updates, on_disk),) * 2
+        return call

@@ -35,7 +35,7 @@ class Clock:
 def clock(calls: Sequence[Call], buffers: Sequence[Buffer], lives: Lives, late: Late | None, updates: bool = True) -> Clock:
     """Runs the calls, each as soon as it may. ``late``: what the step before has left; ``updates``: False if these take no
     time."""
-    free = [0.0, 0.0, 0.0, 0.0 if late is None else late.host]
+    free = [0.0, 0.0, 0.0, 0.0 if late is None else late.host, 0.0]
     ready = [0.0] * len(buffers)  # when a buffer is written
     touched = [0.0] * len(buffers)  # when its last user has ended; of slots, in the end, when they are free
     written: dict[int, float] = {}

@@ -70,7 +70,8 @@ def hold_memory(
             near = [weights[index], back[index], *(back[other.index] for other in before)]
             near += [weights[other.index] for other in after]
             terms.program.holds(ahead, "device", added(live, choices.leaving[index], *near), always)
-    terms.program.holds(ahead, "host", terms.held["host"], 0.0)
+    for tier in ("host", "disk"):
+        terms.program.holds(ahead, tier, terms.held[tier], 0.0)
 
 
 def _beside(problem: PlanningProblem, block: Block) -> tuple[int, bool]:

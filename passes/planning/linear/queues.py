@@ -29,6 +29,8 @@ def take_time(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: Te
         program.takes({span[phase]: 1.0}, {"link": terms.work("d2h", phase)})
         program.takes({span[phase]: 1.0}, {"link": terms.work("h2d", phase)})
         program.takes({span[phase]: 1.0}, {"compute": terms.work("compute", phase)})
+        if terms.on_disk:
+            program.takes({span[phase]: 1.0}, {"disk": terms.work("disk_read", phase)})
     copied = {phase: program.summed(nbytes, 1 << 30) for phase, nbytes in terms.copied.items()}
     contention = added(*({v: machine.contention_us(1) * n for v, n in copied[phase].items()} for phase in PHASES))
     both = added({span["forward"]: 1.0, span["backward"]: 1.0}, contention)
@@ -45,10 +47,13 @@ def take_time(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: Te
         traffic, until = added(updates_us, shared["backward"]), {time: 1.0, span["forward"]: -1.0}
         if budgets.updates.run_ahead:
             traffic, until = added(traffic, shared["forward"]), {time: 1.0}
-            program.takes({time: 1.0}, {"host": terms.work("host", "backward")}, contention)
+            program.takes({time: 1.0}, terms.updates(), contention)
         else:
-            program.takes({span["backward"]: 1.0}, {"host": terms.work("host", "backward")})
+            program.takes({span["backward"]: 1.0}, terms.updates())
         program.takes(until, {"host": (traffic, 0.0)}, contention)
+        if terms.on_disk:
+            read = [terms.work("disk_read", phase) for phase in (PHASES if budgets.updates.run_ahead else PHASES[1:])]
+            program.takes(until, {"disk": _sum(terms.work("drive", "backward"), *read)}, contention)
     first = max((region.meta["block"] for region in terms.of_phase("backward")), default=0)
     turn = terms.work("h2d", "backward", first)[0]  # what compute waits for at the start of the backward
     places = _places(terms)
@@ -77,16 +82,16 @@ def _before_and_behind(
     homes = [variable for home, variable in terms.away.items() if terms.blocks[home] == (place, place)]  # this block's own
     if updates is not None and updates.run_ahead:
         outside = _sum(forward_from, backward_from)
-        updated = terms.work("host", "backward", 0, place)
-        program.takes({time: 1.0}, {"host": updated, "compute": outside}, turn, contention)
+        updated = terms.updates(0, place)
+        program.takes({time: 1.0}, {**updated, "compute": outside}, turn, contention)
         # After the last of these updates, in the order of the blocks; of several homes in one block, any may be the last.
         fetched = terms.work("h2d", "forward", place if len(homes) <= 1 else place + 1)
-        program.takes({time: 1.0}, {"host": updated, "link": fetched, "compute": backward_from}, turn, contention)
+        program.takes({time: 1.0}, {**updated, "link": fetched, "compute": backward_from}, turn, contention)
         for home in homes:
             chain = _chain(terms, home, (*_HOME_AND_UPDATED, ("h2d", "forward")))
             program.takes({time: 1.0}, {"compute": outside}, chain, turn, contention)
     elif updates is not None:
-        program.takes(backward, {"host": terms.work("host", "backward", 0, place), "compute": backward_from}, turn)
+        program.takes(backward, {**terms.updates(0, place), "compute": backward_from}, turn)
         for home in homes:
             program.takes(backward, {"compute": backward_from}, _chain(terms, home, _HOME_AND_UPDATED), turn)
 

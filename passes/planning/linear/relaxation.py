@@ -13,7 +13,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from mtcompile.passes.analysis.state import held_nbytes
+from mtcompile.passes.analysis.state import held_nbytes, on_disk_nbytes, trained_nbytes
 from mtcompile.passes.planning.ladders import Block
 from mtcompile.passes.planning.linear.blocks import Option, place_blocks
 from mtcompile.passes.planning.linear.homes import HomeCost
@@ -59,7 +59,7 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
     limit) and raises Infeasible. ``decided``: homes that are on the device (True) or on the host. ``ahead``: how many
     blocks ahead prefetches are in memory, beside what must be there; the optimum bounds all plans only if it is 0. ``like``: an
     optimum for the same tiers and as many blocks ahead, from which it is not far to this one."""
-    terms = terms_of(problem.step)
+    terms = terms_of(problem.step, problem.budgets.disk is not None)
     _place_homes(problem, costs, terms)
     choices = place_blocks(problem, blocks, terms)
     take_time(problem, costs, terms)
@@ -109,7 +109,29 @@ def _place_homes(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms:
         # Updates on the device run beside a block's other work, held ones last of all: only all blocks together count them.
         terms.loads["compute", "backward"].append(Load(-1, high, {variable: -cost.device_update_us}, cost.device_update_us))
         terms.held["device"][variable] -= held[home]
-        terms.held["host"][variable] += 0 if problem.fixed_homes.get(home) == "disk" else held[home]
+        terms.held["host"][variable] += held[home]
+        if home in terms.on_disk:
+            _place_on_disk(problem, home, cost, terms)
+
+
+def _place_on_disk(problem: PlanningProblem, home: str, cost: HomeCost, terms: Terms) -> None:
+    """Adds what the share of a home that is on disk costs beside what it would on the host, and what it leaves free there."""
+    step, machine, budgets, program = problem.step, problem.machine, problem.budgets, terms.program
+    variable, away, stays, again = terms.on_disk[home], terms.away[home], terms.staying[home], program.variable()
+    (low, high), trained, tier = terms.blocks[home], trained_nbytes(step)[home], problem.fixed_homes.get(home)
+    program.at_most({variable: 1.0, away: -1.0})
+    program.at_most({variable: 1.0, stays: -1.0, again: -1.0})
+    may_move = home in budgets.disk_takes or tier is None
+    if tier == "disk" or not may_move or (trained and not budgets.disk_updates):
+        program.equal.append(({variable: 1.0}, 1.0 if tier == "disk" else 0.0))
+    for phase, read in (("forward", variable), ("backward", again)):
+        us = machine.copy_us(cost.fetched[phase], "disk_read")
+        terms.loads["disk_read", phase].append(Load(low, high, {read: us}))
+    more_us = max(0.0, cost.disk_update_us - cost.update_us)
+    terms.loads["disk", "backward"].append(Load(low, high, {variable: more_us}))
+    terms.loads["drive", "backward"].append(Load(low, high, {variable: cost.drive_us}))
+    terms.held["host"][variable] -= held_nbytes(step, budgets)[home]
+    terms.held["disk"][variable] += on_disk_nbytes(step, budgets)[home]
 
 
 def _places(places: Sequence[tuple[int, int, int]], values: Any) -> tuple[float, float]:

@@ -29,7 +29,8 @@ class Terms:
     """``time``: the variable for the whole step, in µs; ``span``: phase -> the variable for its time. ``loads``: (queue, phase)
     -> what the queue does; ``copied``: phase -> bytes by variable; ``held``: tier -> bytes by variable, at the start of the
     backward. ``away``: home -> the variable for its share on the host; ``staying``: for the share that is there and, once
-    fetched for the forward, stays for the backward. ``needs``: of each region. ``blocks``: home -> the
+    fetched for the forward, stays for the backward; ``on_disk``: for the share that is on disk, which is a part of ``away``
+    (without a disk, there is none). ``needs``: of each region. ``blocks``: home -> the
     first and the last block of the regions that read it or make its gradients. ``sums``: what ``work`` returned, by range."""
 
     program: Program
@@ -40,6 +41,7 @@ class Terms:
     held: dict[str, dict[int, float]]
     away: Mapping[str, int]
     staying: Mapping[str, int]
+    on_disk: Mapping[str, int]
     needs: Mapping[fx.Node, Needs]
     blocks: Mapping[str, tuple[int, int]]
     sums: dict[tuple[str, str], dict[tuple[int, int], Work]]
@@ -62,6 +64,11 @@ class Terms:
             asked[low, high] = self.program.summed(total), fixed + sum(load.fixed for load in loads)
         return asked[low, high]
 
+    def updates(self, low: int = -1, high: int = 1 << 30) -> dict[str, Work]:
+        """Returns the updates on the host of these blocks, with what those of parameters on disk wait longer for the disk."""
+        updates = {"host": self.work("host", "backward", low, high)}
+        return updates | ({"disk": self.work("disk", "backward", low, high)} if self.on_disk else {})
+
     def by_share(self, amounts: Mapping[str, float]) -> dict[int, float]:
         """Returns amounts by home, such as bytes, as amounts by variable."""
         return {self.away[home]: float(n) for home, n in amounts.items() if home in self.away}
@@ -72,8 +79,9 @@ class Terms:
         return {**amounts, **{stays[variable]: -n for variable, n in amounts.items()}}
 
 
-def terms_of(step: fx.GraphModule) -> Terms:
-    """Returns the terms of a step graph, with its variables for time and homes and nothing taken yet."""
+def terms_of(step: fx.GraphModule, disk: bool = False) -> Terms:
+    """Returns the terms of a step graph, with its variables for time and homes and nothing taken yet. ``disk``: whether there
+    is one."""
     program = Program()
     needs = needs_of(step)
     users: dict[str, list[int]] = {home: [] for home in param_nbytes(step)}
@@ -86,9 +94,10 @@ def terms_of(step: fx.GraphModule) -> Terms:
         {phase: program.variable(None) for phase in PHASES},
         defaultdict(list),
         {phase: defaultdict(float) for phase in PHASES},
-        {tier: defaultdict(float) for tier in ("device", "host")},
+        {tier: defaultdict(float) for tier in ("device", "host", "disk")},
         {home: program.variable() for home in param_nbytes(step)},
         {home: program.variable() for home in param_nbytes(step)},
+        {home: program.variable() for home in param_nbytes(step)} if disk else {},
         needs,
         {home: (min(indices, default=0), max(indices, default=0)) for home, indices in users.items()},
         defaultdict(dict),

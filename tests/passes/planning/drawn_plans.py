@@ -103,3 +103,12 @@ def varied(candidates: Candidates, rnd: random.Random) -> Plan:
             tier = "recompute" if again else rnd.choice(tiers)
             plan = plan.with_decision(Decision("activation", value.name, tier, value.meta["nbytes"], ""))
     return plan
+
+
+def with_homes_on_disk(plan: Plan, rnd: random.Random) -> Plan:
+    """The plan with some of the homes on the host on disk instead, read a random number of regions ahead."""
+    decisions = [
+        replace(d, choice="disk") if d.kind == "params" and d.choice == "host" and rnd.random() < 0.6 else d
+        for d in plan.decisions
+    ]
+    return replace(plan, decisions=tuple(decisions), disk_lookahead=rnd.choice([0, 1, 2, 4]))

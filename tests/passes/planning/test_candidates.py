@@ -24,7 +24,7 @@ from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
 from tests.helpers.models import make
 from tests.helpers.tracing import trace, traced_case
-from tests.passes.planning.drawn_plans import BOUNDED, MACHINES, SLOW, WAYS, crossing, mixed, varied
+from tests.passes.planning.drawn_plans import BOUNDED, MACHINES, SLOW, WAYS, crossing, mixed, varied, with_homes_on_disk
 
 
 @pytest.mark.long
@@ -87,6 +87,22 @@ def test_the_bound_is_never_above_a_plan(case: str, way: str, every: bool) -> No
             plan = rnd.choice([paced(plan, candidates.evaluate), candidates.evaluate(impatient(plan) or plan)]).plan
             certificate = candidates.certificate(plan.peak_bytes["device"], plan.peak_bytes["host"])
             assert certificate is not None and certificate.bound_us <= plan.total_us * (1 + 1e-9), machine.name
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "after the backward"])
+@pytest.mark.parametrize("case", sorted(BOUNDED.keys() - {"mixed"}))
+@pytest.mark.parametrize("count", [3, pytest.param(60, marks=pytest.mark.long)])
+def test_the_bound_is_never_above_a_plan_with_homes_on_disk(case: str, way: str, count: int) -> None:
+    """Whichever homes are on disk, the bound for these budgets holds."""
+    rnd = random.Random(case + way)
+    for number in range(count):
+        machine = replace(MACHINES[number % len(MACHINES)], disk_read_gbps=rnd.choice([0.01, 2.0]), disk_write_gbps=1.0)
+        budgets = Budgets(updates=WAYS[way], disk=1 << 40, disk_staging=1 << 16, disk_updates=True)
+        candidates = Candidates(PlanningProblem(BOUNDED[case](), machine, budgets))
+        plan = with_homes_on_disk(varied(candidates, rnd), rnd)
+        plan = rnd.choice([paced(plan, candidates.evaluate), candidates.evaluate(impatient(plan) or plan)]).plan
+        certificate = candidates.certificate(plan.peak_bytes["device"], plan.peak_bytes["host"])
+        assert certificate is not None and certificate.bound_us <= plan.total_us * (1 + 1e-9), machine.name
 
 
 def test_one_program_serves_all_budgets() -> None:

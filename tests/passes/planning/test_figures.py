@@ -16,7 +16,7 @@ from mtcompile.passes.planning.figures.evaluator import Evaluator, Figures
 from mtcompile.passes.planning.pace import impatient, with_pace
 from mtcompile.passes.planning.problem import PlanningProblem
 from tests.helpers.tracing import traced_case
-from tests.passes.planning.drawn_plans import BOUNDED, MACHINES, SLOW, WAYS, crossing, varied
+from tests.passes.planning.drawn_plans import BOUNDED, MACHINES, SLOW, WAYS, crossing, varied, with_homes_on_disk
 
 CASES = {"chain", "tied", "cnn", "crossing"}
 
@@ -33,6 +33,26 @@ def test_figures_are_those_of_the_schedule(case: str, plans: int) -> None:
         machine, way = MACHINES[number % len(MACHINES)], WAYS[ways[number % len(ways)]]
         candidates = Candidates(PlanningProblem(step_of(case), machine, Budgets(updates=way)))
         plan = varied(candidates, rnd)
+        due = candidates._evaluator.due_first(plan)
+        assert due is not None
+        for one in (plan, impatient(plan), _with_order(plan, due)):
+            if one is not None:
+                expected = evaluate(candidates.problem, candidates.draft, one).plan
+                figures = candidates._evaluator.figures(one)
+                assert figures == Figures(expected.peak_bytes, expected.step_time_us, expected.update_us)
+
+
+@pytest.mark.parametrize("plans", [4, pytest.param(120, marks=pytest.mark.long)])
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_figures_of_plans_with_homes_on_disk_are_those_of_the_schedule(case: str, plans: int) -> None:
+    rnd, ways = random.Random(case), sorted(WAYS.keys() - {"held"})
+    for number in range(plans):
+        machine, way = MACHINES[number % len(MACHINES)], WAYS[ways[number % len(ways)]]
+        budgets = Budgets(
+            updates=way, disk=1 << 40, disk_staging=1 << 16, disk_updates=True, update_piece=rnd.choice([0, 4096])
+        )
+        candidates = Candidates(PlanningProblem(step_of(case), machine, budgets))
+        plan = with_homes_on_disk(varied(candidates, rnd), rnd)
         due = candidates._evaluator.due_first(plan)
         assert due is not None
         for one in (plan, impatient(plan), _with_order(plan, due)):

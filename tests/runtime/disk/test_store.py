@@ -86,6 +86,33 @@ def test_a_flipped_bit_is_found_and_named(store: DiskStore) -> None:
         store.read([move(arrived, home, "layers.3.weight")], verify=True)
 
 
+def test_without_checksums_a_read_compares_nothing(tmp_path: Path) -> None:
+    plain = DiskStore(tmp_path, CHUNK, depth=3, summed=False)
+    beside = DiskStore(tmp_path, beside=plain)
+    for each in (plain, beside):
+        home, value, arrived = on_disk(each, 2 * CHUNK), random_bytes(2 * CHUNK), random_bytes(2 * CHUNK)
+        each.write([move(value, home)])
+        home[7] = value[7] + 1
+        each.read([move(arrived, home)], verify=True)
+        assert torch.equal(arrived, home) and not torch.equal(arrived, value)
+
+
+def test_a_failed_piece_ends_a_request_of_many(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, value, calls = on_disk(store, 64 * CHUNK), random_bytes(64 * CHUNK), []
+    real = os.pwritev
+
+    def failing_early(number: int, buffers: list[Any], at: int) -> int:
+        calls.append(at)
+        if len(calls) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(number, buffers, at)
+
+    monkeypatch.setattr(os, "pwritev", failing_early)
+    with pytest.raises(DiskError, match="failed: Input/output error"):
+        store.write([move(value, home)])
+    assert len(calls) < 64  # the others were not begun
+
+
 def test_the_file_has_no_name_and_its_space_is_reserved(store: DiskStore) -> None:
     assert list(store.folder.iterdir()) == []
     store.reserve(8 << 20)

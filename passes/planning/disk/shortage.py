@@ -1,0 +1,43 @@
+"""Finds the bytes of the host that a problem lacks, by a few lean plans that are evaluated exactly, before any search."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from mtcompile.passes.analysis.state import param_nbytes, persistent_nbytes
+from mtcompile.passes.plan import Choice, Decision
+from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.figures.lean import leanest
+from mtcompile.passes.planning.ladders import decided
+from mtcompile.passes.planning.problem import PlanningProblem
+
+
+def surely_short(problem: PlanningProblem) -> int:
+    """Returns the bytes that the host lacks even if the device held nothing but training state."""
+    budgets, base = problem.budgets, decided(problem, param_nbytes(problem.step))
+    if budgets.host is None or budgets.device is None:
+        return 0
+    return persistent_nbytes(problem.step, base, budgets)["host"] - budgets.device - budgets.host
+
+
+def short_of_host(problem: PlanningProblem, tiers: tuple[Choice, ...] = ("host", "device")) -> int:
+    """Returns the bytes that the host lacks for plans that recompute everything, fetch nothing ahead, and have as many homes on
+    the device as fit there. ``tiers``: where what crosses blocks may wait. 0 where none of them fits the device."""
+    budgets, candidates = problem.budgets, Candidates(problem)
+    if budgets.host is None or budgets.device is None:
+        return 0
+    sizes, needs = candidates.sizes, list[int]()
+    homes = list(candidates.open_params)
+    for tier, order in product(tiers, (homes, sorted(homes, key=lambda home: -sizes[home]))):
+        start = leanest(candidates.base).with_decision(Decision("activation", "*", tier, 0, ""))
+        low, high = -1, len(order)
+        while low < high:  # the most homes that fit
+            count = (low + high + 1) // 2
+            on_device = [Decision("params", home, "device", sizes[home], "") for home in order[:count]]
+            peaks = candidates.evaluate(start.with_decisions(on_device)).plan.peak_bytes
+            if peaks["device"] <= budgets.device:
+                needs.append(peaks["host"])
+                low = count
+            else:
+                high = count - 1
+    return max(0, min(needs) - budgets.host) if needs else 0
