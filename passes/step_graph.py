@@ -15,7 +15,8 @@ Nodes
   gradient_norms(*xs)    gradients -> (the norm of each), and gradient_scale(*norms) -> (the factor of all gradients)
   all_reduce, broadcast(*xs)  on the host, each gradient's mean over all ranks; each value as the first rank has it
   reduce_scatter(*xs)    on the host, each gradient's mean over all ranks, of which a rank has those elements that it updates
-  all_gather(*xs)        on the host, updated parameters with the elements that ranks of other hosts have updated
+  all_gather(*xs)        on the host, updated parameters with the elements that ranks of other hosts have updated; or parameters
+                         of which each host has a part (``meta["part"]``), whole, in slots
   output                 (buffer mutations..., outputs..., gradients...)
 
 ``node.meta`` of every value (placeholder or getitem): ``val`` (a fake tensor), ``nbytes``, ``role``, ``tier``; ``origin``, its
@@ -288,6 +289,12 @@ def is_update(node: fx.Node) -> bool:
 def is_collective(node: fx.Node) -> bool:
     """True for a call in which all ranks take part."""
     return node.op == "call_function" and node.target in COLLECTIVES
+
+
+def gathers_parts(node: fx.Node) -> bool:
+    """True for an all-gather of parameters of which each host has a part at home."""
+    operands: Any = node.args
+    return node.target is all_gather and bool(operands[0].op == "placeholder")
 
 
 def is_convert(node: fx.Node) -> bool:

@@ -132,7 +132,7 @@ class Masters:
         """The fp32 masters by name, joined from their two planes."""
         for master in self:
             self._notice_writes(master)
-        return {m.name: joined(m.parameter.detach(), self.whole(m.remainder)) for m in self}
+        return {m.name: joined(self.whole(m.parameter).detach(), self.whole(m.remainder)) for m in self}
 
     def set(self, master: Master, value: Tensor) -> None:
         """Make ``value`` the master, exactly where it is fp32."""

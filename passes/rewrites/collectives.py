@@ -8,7 +8,8 @@ Where hosts update parts of a parameter, each rank needs the elements of the gra
 
     gradient --> reduce_scatter --> update of a part --> all_gather --> the whole parameter, on every host
 
-Updates come in the order of a plan, and the gathers behind them too; before each phase ranks compare these orders.
+Updates come in the order of a plan, and the gathers behind them too; before each phase ranks compare these orders. Where hosts
+have parts of the weights as well, nothing is gathered behind the update, but before each copy to the device (``transfers``).
 """
 
 from __future__ import annotations
@@ -90,7 +91,11 @@ def gather_over_hosts(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     gathered: dict[fx.Node, fx.Node] = {}
     for call in [call for call in calls(step) if call.target is update]:
         names: Any = call.meta["names"]
-        parts = [item for item in results(call) if is_sharded(step, plan, names[item.args[1]])]
+        parts = [
+            item
+            for item in results(call)
+            if is_sharded(step, plan, name := names[item.args[1]]) and step.meta["homes"][name] not in plan.parts
+        ]
         if not parts:
             continue
         with step.graph.inserting_before(results(call)[-1].next):
