@@ -395,7 +395,6 @@ def _attach(model: nn.Module, options: Options, device: Device, optimizer: Any, 
     if any(t.device.type != "cpu" for t in (*model.parameters(), *model.buffers())):
         check_movable(model)
         plain._apply(model, lambda tensor: tensor.cpu())  # type: ignore[attr-defined]
-    ranks = ranks_of(process_group, options, model)
-    compiled = CompiledModel(model, call, options, device, optimizer, ranks)
+    compiled = CompiledModel(model, call, options, device, optimizer, ranks_of(process_group, options, model))
     compiled.session.listeners += timelines(options.viz, compiled.session.title)
     object.__setattr__(model, "_mt_model", compiled)

@@ -110,8 +110,9 @@ def ranks_share() -> bool:
 
 
 def ranks_shard() -> bool:
-    """MT_RANKS_SHARD=0: each host has all of the optimizer state, also where hosts could have a part of it each. "state" and
-    "weights": each has a part of the state alone, or of the weights too (default: of the weights where ``host=`` asks for it)."""
+    """MT_RANKS_SHARD=0: each host has all of the optimizer state, also where hosts could have a part of it each. With "state",
+    each has a part of the state alone, with "weights" of the weights too; default: of these where ``host=`` has no room for
+    all."""
     return os.environ.get("MT_RANKS_SHARD", "1") not in ("", "0")
 
 

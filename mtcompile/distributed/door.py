@@ -173,17 +173,12 @@ class RanksDoor(ModelDoor):
             return None
         parts, elsewhere = together and block.keys() <= self._parts, list[tuple[int, int]]()
         if parts and self.shares is not None:
-            elsewhere = self._elsewhere(block)
+            offsets, _ = offsets_in_slab(block, block, "host")
+            elsewhere = [each for name, offset in offsets.items() for each in self.shares.elsewhere_in(block[name], offset)]
             self.shares.parts |= block
         memory = self.ranks.common_memory(nbytes, fill, together, elsewhere)
         # What is gathered is copied by the host, and never by a device.
         return Slab("host", self.device.reach(memory) if together and not parts else memory, common, together, parts)
-
-    def _elsewhere(self, block: Mapping[str, nn.Parameter]) -> list[tuple[int, int]]:
-        """Returns the bytes of a block's slab that are other hosts'."""
-        assert self.shares is not None
-        offsets, _ = offsets_in_slab(block, block, "host")
-        return [each for name, offset in offsets.items() for each in self.shares.elsewhere_in(block[name], offset)]
 
     def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
         """Puts the weights of the first step that trains where all ranks of the host have them in common: each of them has
@@ -230,10 +225,10 @@ class RanksDoor(ModelDoor):
         nbytes = super().state_nbytes()
         slabs = self.parameters.slabs
         common = [place.parameter.nbytes for place in self.parameters.places.values() if slabs[place.block].common]
-        once = {"weights": sum(common), **({} if self.shares is None else self.shares.nbytes())}
-        whole = once | ({} if self.shares is None else self.shares.nbytes_of_all())
+        whole = once = {"weights": sum(common)}
         if self.shares is not None:
-            once["weights"] -= sum(end - start for p in self.shares.parts.values() for start, end in self.shares.elsewhere_in(p))
+            whole = whole | self.shares.nbytes_of_all()
+            once = {"weights": sum(common) - self.shares.nbytes_elsewhere(), **self.shares.nbytes()}
         return {name: held - whole.get(name, 0) + -(-once.get(name, 0) // self.ranks_here) for name, held in nbytes.items()}
 
     def _loading(self, *_: Any) -> None:
@@ -246,10 +241,11 @@ class RanksDoor(ModelDoor):
 
     def _hide_others(self) -> None:
         """Lets go of weights that other hosts have parts of, which a load has written here. All ranks of the host call it."""
+        assert self.shares is not None
         for block, slab in self.parameters.slabs.items():
             if slab.parts:
-                places = {p.name: p for p in self.parameters.places.values() if p.block == block}
-                hide(slab.memory, self._elsewhere({name: place.parameter for name, place in places.items()}))
+                places = [place for place in self.parameters.places.values() if place.block == block]
+                hide(slab.memory, [each for p in places for each in self.shares.elsewhere_in(p.parameter, p.offset)])
 
     def _loaded(self, *_: Any) -> None:
         if self.in_parts:

@@ -49,7 +49,7 @@ def common_memory(
 
 
 def hide(memory: torch.Tensor, elsewhere: Sequence[tuple[int, int]]) -> None:
-    """Lets bytes of shared memory, each from one place to another, be ones, which are NaN in every floating dtype: whoever reads
+    """Lets bytes of shared memory, from one place to another, be ones, which are NaN in every floating dtype: whoever reads
     what is not here notices. Their whole pages take nothing, and what this process has written there is forgotten.
 
     Raises MtcompileError where the system has no more mappings for this process."""
@@ -69,8 +69,8 @@ def hide(memory: torch.Tensor, elsewhere: Sequence[tuple[int, int]]) -> None:
         memory[last:end].fill_(255)
         for place in range(first, last, longest):
             where, nbytes = memory.data_ptr() + place, min(longest, last - place)
-            placed_at = system.mmap(ctypes.c_void_p(where), ctypes.c_size_t(nbytes), access, flags, descriptor, ctypes.c_long(0))
-            if placed_at != where:
+            size, offset = ctypes.c_size_t(nbytes), ctypes.c_long(0)
+            if system.mmap(ctypes.c_void_p(where), size, access, flags, descriptor, offset) != where:
                 raise MtcompileError(
                     f"expected to map weights of other hosts, found {os.strerror(ctypes.get_errno())}; raise "
                     "vm.max_map_count, or MT_RANKS_SHARD=state leaves whole weights on each host"

@@ -81,6 +81,10 @@ class HostShares:
         masters = sum(home.nbytes for (_, key), home in self._homes.items() if key == REMAINDER)
         return {"optimizer": sum(home.nbytes for home in self._homes.values()) - masters, "masters": masters}
 
+    def nbytes_elsewhere(self) -> int:
+        """Returns the bytes of weights that other hosts alone have."""
+        return sum(end - start for parameter in self.parts.values() for start, end in self.elsewhere_in(parameter))
+
     def _nbytes_here(self, home: Tensor) -> int:
         own = self.part_of_host(home, self._me // self.here if self.hosts > 1 else 0)
         return int(own.stop - own.start) * home.element_size()

@@ -98,6 +98,7 @@ class Door(RunnablePlacement, Protocol):
 
     def before_copy(self) -> None:
         """Raises StepError for a model whose weights a copy would not have."""
+        return
 
     @property
     def in_parts(self) -> bool:

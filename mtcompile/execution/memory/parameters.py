@@ -345,8 +345,10 @@ class ParameterStore:
         return memory
 
 
-def offsets_in_slab(names: Iterable[str], parameters: Mapping[str, torch.nn.Parameter], tier: str) -> tuple[dict[str, int], int]:
-    """Returns where the parameters of one block lie in its slab, and the slab's bytes. What shares memory stays out of it."""
+def offsets_in_slab(
+    names: Iterable[str], parameters: Mapping[str, torch.nn.Parameter], tier: str
+) -> tuple[dict[str, int], int]:
+    """Returns where the parameters of a block lie in its slab, and the slab's bytes. What shares memory stays out of it."""
     offsets, nbytes = dict[str, int](), 0
     for name in names:
         if not shares_storage(parameters[name]):
