@@ -198,6 +198,7 @@ class RanksDoor(ModelDoor):
         self.parameters.provisional |= not self._settled
         if settles and self.shares is not None and self.updates is not None:
             self.updates.shares = self.shares
+            self._others_are_hidden()
             for module in self._model().modules() if self.shares.parts else ():
                 module.register_state_dict_post_hook(self._whole_weights)
             self.shares.watch(self._parameters())
@@ -246,6 +247,11 @@ class RanksDoor(ModelDoor):
             if slab.parts:
                 places = [place for place in self.parameters.places.values() if place.block == block]
                 hide(slab.memory, [each for p in places for each in self.shares.elsewhere_in(p.parameter, p.offset)])
+        self._others_are_hidden()
+
+    def _others_are_hidden(self) -> None:
+        for parameter in self.shares.parts.values() if self.shares is not None and self.masters is not None else ():
+            self.masters.hidden(parameter)  # type: ignore[union-attr]
 
     def _loaded(self, *_: Any) -> None:
         if self.in_parts:

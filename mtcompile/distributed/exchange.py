@@ -103,8 +103,8 @@ class Exchange:
                 taken[part.tensor][part.start : part.stop].copy_(total[part.offset :][: part.stop - part.start])
 
     def reduce_scatter(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], doing: str) -> list[bool]:
-        """Write those elements of the mean of each source over all ranks to its target that this rank updates. Returns which of
-        the means have values that are not finite, on whatever rank."""
+        """Write those elements of the mean of each source over all ranks to its target that this rank updates, one behind the
+        other. Returns which of the means have values that are not finite, on whatever rank."""
         me, here = self.meeting.me, len(self._pieces)
         given, taken = [_flat(tensor) for tensor in sources], [_flat(tensor) for tensor in targets]
         lengths, nonfinite = [share_length(len(tensor), self.ranks) for tensor in given], [False] * len(given)
@@ -121,7 +121,8 @@ class Exchange:
                 rows.add_(view[me::here])
             total = rows[0] if self.hosts is None else self.hosts.sum_of_rows(rows)
             for part in parts:
-                own = taken[part.tensor][_row(part, self.rank, lengths[part.tensor], len(taken[part.tensor]))]
+                row = _row(part, self.rank, lengths[part.tensor], len(given[part.tensor]))
+                own = taken[part.tensor][part.start : part.start + row.stop - row.start]
                 own.copy_(total[part.offset : part.offset + len(own)])
                 nonfinite[part.tensor] |= not bool(own.isfinite().all())
             self.meeting.meet(doing)

@@ -107,7 +107,9 @@ class HostShares:
             entry = optimizer.state[parameter]
             backward.allocated_state |= not entry
             own = self._share(parameter)
-            grad = grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
+            if grad.numel() == parameter.numel():
+                grad = flat(grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad))[own]
+            grad = grad[: own.stop - own.start]  # of these elements alone
             self._move_in(name, parameter, entry, master)
             if masters is not None and master is not None:
                 scale = 1.0 if factor is None else float(factor)
@@ -117,7 +119,7 @@ class HostShares:
                     change(self._staged(name, parameter, entry, master), grad)
             else:
                 staged = self._staged(name, parameter, entry, None)
-                update_plain(backward, {name: flat(grad)[own]}, factor, staged)
+                update_plain(backward, {name: grad}, factor, staged)
                 for key, value in staged.state.items():
                     entry[key] = self._at_home(name, key, parameter, value) if (name, key) in self._offsets else value
             self._written.append(parameter)

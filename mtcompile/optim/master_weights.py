@@ -197,6 +197,12 @@ class Masters:
         if (master := self.by_parameter.get(id(parameter))) is not None:
             self._remember_version(master)
 
+    def hidden(self, parameter: nn.Parameter) -> None:
+        """Takes note that other hosts' elements of a parameter are no longer there."""
+        master = self.by_parameter.get(id(parameter))
+        if master is not None and master.version == parameter._version:  # else somebody has written to it
+            self._remember_version(master)
+
     def _remember_version(self, master: Master) -> None:
         master.version, master.checksum = master.parameter._version, _checksum(master.parameter)
 
@@ -313,8 +319,8 @@ class Masters:
     def staged_update(
         self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: Mapping[str, Any], scale: float, homes: Homes
     ) -> Callable[[Staged, Tensor], None]:
-        """Returns what updates pieces of one parameter that is at home elsewhere, given each and its gradient; counts its step
-        up."""
+        """Returns what updates pieces of one parameter that is at home elsewhere, given each and the gradient of the parameter,
+        or of the piece alone; counts its step up."""
         name, state = self.by_parameter[id(parameter)].name, optimizer.state[parameter]
         keys = STATES[class_name(optimizer)] if group.get("momentum", 1) else ()
         update = written_update(optimizer, parameter, group, scale)
@@ -325,10 +331,11 @@ class Masters:
 
         def apply(staged: Staged, grad: Tensor) -> None:
             assert staged.remainder is not None
-            grad = grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
+            if grad.shape != staged.values.shape:
+                whole = grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
+                grad = flat(whole)[staged.start : staged.stop]
             states = tuple(staged.state[key] for key in keys) or (torch.empty(staged.values.numel()),)
-            piece = flat(grad.detach())[staged.start : staged.stop]
-            host_kernels.apply(update, Operands(staged.values, piece, states, staged.remainder))
+            host_kernels.apply(update, Operands(staged.values, grad.detach(), states, staged.remainder))
 
         return apply
 

@@ -288,6 +288,11 @@ def _expected(step: fx.GraphModule, call: fx.Node, item: fx.Node, captured: set[
     if is_collective(call):
         operand = operands[position]
         expect(operand.meta["tier"] == "host", lambda: f"{call.name} to take {operand.name} on the host")
+        if call.target is reduce_scatter:  # 64 elements or a multiple for each rank, or all of fewer
+            numel, share = operand.meta["val"].numel(), 64 * ranks_of(step)
+            numel = min(numel, 64 * -(-numel // share))
+            layout = _layout(torch.empty(numel, dtype=operand.meta["val"].dtype, device="meta"))
+            return layout, aligned(layout.nbytes), "host"
         return _layout(operand.meta["val"]), operand.meta["nbytes"], "host"
     if is_convert(call):
         layout = _layout(operands[position].meta["val"])._replace(dtype=call.kwargs["casts"][position]["dtype"])

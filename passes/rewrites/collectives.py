@@ -6,7 +6,7 @@ of the first rank. Collectives are listed in the order in which the backward mak
 
 Where hosts update parts of a parameter, each rank needs the elements of the gradient that it updates, and no others:
 
-    gradient --> reduce_scatter --> update of a part --> all_gather --> the whole parameter, on every host
+    gradient --> reduce_scatter --> its part --> update of a part --> all_gather --> the whole parameter, on every host
 
 Updates come in the order of a plan, and the gathers behind them too; before each phase ranks compare these orders. Where hosts
 have parts of the weights as well, nothing is gathered behind the update, but before each copy to the device (``transfers``).
@@ -16,8 +16,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
+from mtcompile.passes.analysis.state import share_length
 from mtcompile.passes.insert import add_call
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.proof.same_computation import SameComputationError
@@ -34,7 +36,7 @@ from mtcompile.passes.step_graph import (
     update,
 )
 from mtcompile.runtime.happens_before import Order
-from mtcompile.runtime.schedule import Schedule
+from mtcompile.runtime.schedule import Schedule, aligned
 
 
 def combine_over_ranks(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
@@ -61,11 +63,19 @@ def combine_over_ranks(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
             node = step.graph.create_node("call_function", target, tuple(operands), name=name)
             names = tuple(step.meta["outputs"][position].name for position in positions)
             node.meta.update(phase=call.meta["phase"], block=call.meta["block"], names=names)
-            items = add_call(step.graph, node, [(f"{value.name}_{past}", dict(value.meta)) for value in operands])
+            metas = [{**value.meta, **(_share(step, value) if target is reduce_scatter else {})} for value in operands]
+            items = add_call(step.graph, node, [(f"{v.name}_{past}", meta) for v, meta in zip(operands, metas, strict=True)])
         for position, item in zip(positions, items, strict=True):
             values[position] = item
     output.args = (tuple(values),)
     return step
+
+
+def _share(step: fx.GraphModule, gradient: fx.Node) -> dict[str, Any]:
+    """Returns what describes the elements of a gradient that one rank updates, one behind the other."""
+    val = gradient.meta["val"]
+    share = torch.empty(min(val.numel(), share_length(val.numel(), ranks_of(step))), dtype=val.dtype, device="meta")
+    return {"val": share, "nbytes": aligned(share.nbytes)}
 
 
 _VERBS = {all_reduce: ("reduce", "reduced"), reduce_scatter: ("scatter", "scattered"), broadcast: ("share", "shared")}
