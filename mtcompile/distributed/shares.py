@@ -107,9 +107,9 @@ class HostShares:
             entry = optimizer.state[parameter]
             backward.allocated_state |= not entry
             own = self._share(parameter)
-            if grad.numel() == parameter.numel():
+            if grad.shape != (min(parameter.numel(), share_length(parameter.numel(), self.here * self.hosts)),):
                 grad = flat(grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad))[own]
-            grad = grad[: own.stop - own.start]  # of these elements alone
+            grad = grad[: own.stop - own.start]  # of these elements alone, as a reduce-scatter leaves it
             self._move_in(name, parameter, entry, master)
             if masters is not None and master is not None:
                 scale = 1.0 if factor is None else float(factor)

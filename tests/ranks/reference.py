@@ -24,10 +24,11 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A model with tied weights, a frozen weight, an unused one, and dropout."""
+    """A model with tied weights, a frozen weight, an unused one, a scalar, and dropout."""
 
     def __init__(self, blocks: int = 2) -> None:
         super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
         self.embedding, self.unused = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(3, 3)
         self.layers = nn.ModuleList(Block() for _ in range(blocks))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
@@ -35,7 +36,7 @@ class Model(nn.Module):
         self.layers[0].up.weight.requires_grad_(False)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(ids)
+        x = self.scale * self.embedding(ids)
         for layer in self.layers:
             x = layer(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())

@@ -16,7 +16,7 @@ from tests.ranks import job
 from tests.ranks.reference import adamw, batches, differing, generator_of, model, trained
 
 ONE_HOST = ("aa", "aaaa", "aaaa", "aa", "a", "aaaa")  # the host of each rank, one step each
-SEVERAL = ("ab", "aabb", "abcd", "aa", "a", "ab")  # of which each has a part of the optimizer state
+SEVERAL = ("ab", "aabb", "abcd", "aa", "a", "ab")  # of which each has a part
 
 
 def stage(folder: Path, number: int, rank: int, count: int) -> dict[str, Any]:
@@ -37,8 +37,11 @@ def stage(folder: Path, number: int, rank: int, count: int) -> dict[str, Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stages", [ONE_HOST, SEVERAL])
-def test_a_training_resumes_under_more_and_fewer_ranks_and_hosts(stages: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stages", "shard"), [(ONE_HOST, "state"), (SEVERAL, "state"), (SEVERAL, "weights")])
+def test_a_training_resumes_under_more_and_fewer_ranks_and_hosts(
+    stages: tuple[str, ...], shard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MT_RANKS_SHARD", shard)
     folder, plain = tmp_path / "run", model()
     optimizer, states = adamw(plain), [generator_of(rank) for rank in range(4)]
     for number, hosts in enumerate(stages):
