@@ -46,7 +46,7 @@ class Updates:
     take turns. ``order``: of patient updates on the host, each by the name of its first parameter; the others follow as
     their gradients arrive. ``checked``: an update reads its gradient once before, for values that are not finite.
     ``norm_copies``: what the norm of a gradient reads and writes on the host, in sizes of the gradient. ``sharded``: the home
-    blocks of which each of several hosts updates a part, and has the optimizer state of that part alone."""
+    blocks of which each rank updates a share; of several hosts, each has the optimizer state of its ranks' shares alone."""
 
     state_copies: float = 2.0
     workspace_copies: float = 0.0
@@ -61,7 +61,7 @@ class Updates:
     def __str__(self) -> str:
         when = "once all gradients and their norm are there" if self.held else "as gradients arrive"
         first = "; those due first in the next forward come first" if self.order else ""
-        where = "; each host updates a part" if self.sharded else ""
+        where = "; each rank updates a share" if self.sharded else ""
         return f"in the backward, {when}{first}{where}" + ("; they go on behind the next forward" if self.run_ahead else "")
 
 

@@ -274,7 +274,8 @@ class RanksDoor(ModelDoor):
         budgets = replace(budgets, host=host, exchange=self.ranks.exchange_nbytes)
         updates, hosts = budgets.updates, self.ranks.sharing_hosts if self.updates_in_shares else 1
         if updates is not None and self.updates_in_shares:  # a rank waits for the shares of the others after each backward
-            sharded = sorted(self._common_blocks(step, updated=True) & {*fixed.keys()}) if hosts > 1 else ()
+            every = hosts == self.ranks.hosts  # rank updates a share of its own; else those with one place on several hosts
+            sharded = sorted(self._common_blocks(step, updated=True) & {*fixed.keys()}) if every else ()
             updates = replace(updates, run_ahead=False, sharded=tuple(sharded))
         once = self._common_blocks(step, updated=self.ranks_here == 1)
         budgets = replace(budgets, updates=updates, sharing=self.ranks_here, once=once, hosts=hosts)

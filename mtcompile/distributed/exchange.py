@@ -9,7 +9,7 @@ Gradients go through it piece by piece:
 
 So all ranks have the same bits, which depend on the order of the ranks alone; of two ranks, not even on that.
 
-Where each host updates a part of every parameter, a piece has the same columns of all ranks' shares, in rows:
+Where each rank updates a share of every parameter, a piece has the same columns of all ranks' shares, in rows:
 
     each rank     writes its rows, divided by the number of ranks, where all of its host see them      then all meet
     each rank     adds up the rows of the ranks that have its place on each host: of the ranks of the host, in their order;

@@ -92,7 +92,7 @@ class AssumedPlacement:
             budgets = replace(budgets, disk_staging=staging_nbytes(parameters_nbytes))
         fixed = dict.fromkeys(step.meta["homes"].values(), "host") if self.ranks.count > 1 else fragment_homes(step)
         if budgets.sharing * budgets.hosts > 1:
-            sharded = tuple(sorted(fixed)) if budgets.hosts > 1 else ()
+            sharded = tuple(sorted(fixed)) if budgets.hosts == self.ranks.hosts else ()
             updates = None if budgets.updates is None else replace(budgets.updates, sharded=sharded)
             budgets = replace(budgets, once=frozenset(fixed), updates=updates)
         if self.make_optimizer is None:

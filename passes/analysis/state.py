@@ -149,7 +149,7 @@ def weights_nbytes(step: fx.GraphModule, budgets: Budgets) -> dict[str, int]:
 def with_parts(step: fx.GraphModule, budgets: Budgets, wanted: bool | None) -> Budgets:
     """Returns budgets under which each host has a part of the weights that hosts update parts of. ``wanted``: None where the
     host is to have room for all that it holds otherwise."""
-    sharded = () if budgets.updates is None else budgets.updates.sharded
+    sharded = () if budgets.updates is None or budgets.hosts == 1 else budgets.updates.sharded
     if wanted is None and budgets.host is not None:
         wanted = sum(held_nbytes(step, budgets).values()) + budgets.exchange > budgets.host
     return replace(budgets, parts=frozenset(sharded)) if wanted else budgets

@@ -175,11 +175,8 @@ def _same_updates(
             expect(spec.index in params, lambda s=spec: f"an update of a parameter, found {s}")
             param_spec, param = params[spec.index]
             grads[param_spec.name] = grad = _combined(step, spec, captured[one])
-            number, own = rewritten[other], [grad]
-            if number[0] == "all_gather" or param.meta.get("part"):
-                # Each rank updates some elements, and may have the gradient of these alone.
-                number = number[1:] if number[0] == "all_gather" else number
-                own = [grad, over_ranks(reduce_scatter, captured[one])]
+            number, own = rewritten[other], [grad, over_ranks(reduce_scatter, captured[one])]  # ``schedule`` checks which
+            number = number[1:] if number[0] == "all_gather" else number
             of_its_own = number[:2] == ("update", rewritten[param]) and number[2] in own
             expect(of_its_own, lambda s=spec: f"{s.name} to be updated by its own gradient")
             follows = other.meta.get("version_of") == param.name

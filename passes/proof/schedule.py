@@ -47,6 +47,7 @@ from mtcompile.passes.step_graph import (
     ranks_of,
     read,
     recomputes,
+    reduce_scatter,
     results,
     source,
     step_outputs,
@@ -133,8 +134,18 @@ def _updates_as_asked(step: fx.GraphModule, given: Given) -> None:
             count: Any = call.kwargs["count"]
             scaled = len(call.args) == 2 * count + (updates is not None and updates.held)
             expect(scaled, lambda c=call: f"{c.name} to be scaled exactly where the norm of all gradients is asked for")
-            gathered = set() if updates is None else {*updates.sharded} - given.budgets.parts
-            _gathered_as_asked(step, call, gathered)
+            shares = set() if updates is None else {*updates.sharded}
+            _scattered_as_asked(step, call, shares)
+            _gathered_as_asked(step, call, shares - given.budgets.parts if given.budgets.hosts > 1 else ())
+
+
+def _scattered_as_asked(step: fx.GraphModule, call: fx.Node, shares: Collection[str]) -> None:
+    """Checks that those parameters alone are updated by a share of their gradient of which each rank updates a share."""
+    count: Any = call.kwargs["count"]
+    for gradient, name in zip(call.args[count : 2 * count], call.meta["names"], strict=True):
+        made_by: Any = gradient.args[0]
+        right = made_by.target is not reduce_scatter or step.meta["homes"].get(name) in shares
+        expect(right, lambda n=name: f"all of the gradient of {n} for its update, found a share")
 
 
 def _gathered_as_asked(step: fx.GraphModule, call: fx.Node, sharded: Collection[str]) -> None:

@@ -4,7 +4,7 @@ Every rank has the gradients of its own batch. Their mean takes the place of eac
 updates, norms and ``p.grad`` see the same bits on all ranks. New versions of buffers (the statistics of a batch norm) are those
 of the first rank. Collectives are listed in the order in which the backward makes gradients, whatever a plan decides.
 
-Where hosts update parts of a parameter, each rank needs the elements of the gradient that it updates, and no others:
+Where ranks update shares of a parameter, each needs the elements of the gradient that it updates, and no others. Between hosts:
 
     gradient --> reduce_scatter --> its part --> update of a part --> all_gather --> the whole parameter, on every host
 
@@ -40,7 +40,7 @@ from mtcompile.runtime.schedule import Schedule, aligned
 
 
 def combine_over_ranks(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-    """Puts an all-reduce behind each offload of gradients of parameters, or a reduce-scatter where hosts update parts of these,
+    """Puts an all-reduce behind each offload of gradients of parameters, a reduce-scatter where ranks update shares of these,
     and a broadcast behind each offload of buffers. Does nothing for one rank, or for a step without gradients."""
     if ranks_of(step) == 1 or not any(spec.kind == "grad" for spec in step.meta["outputs"]):
         return step
@@ -90,13 +90,13 @@ def _is_scattered(step: fx.GraphModule, plan: Plan, name: str, parameter: fx.Nod
 
 
 def is_sharded(step: fx.GraphModule, plan: Plan, name: str) -> bool:
-    """Tells whether each host updates a part of a parameter."""
+    """Tells whether each rank updates a share of a parameter."""
     return plan.updates is not None and step.meta["homes"].get(name) in plan.updates.sharded
 
 
 def gather_over_hosts(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     """Puts an all-gather behind each update of parameters of which hosts update parts."""
-    if plan.updates is None or not plan.updates.sharded:
+    if plan.updates is None or not plan.updates.sharded or step.meta["hosts"] == 1:
         return step
     gathered: dict[fx.Node, fx.Node] = {}
     for call in [call for call in calls(step) if call.target is update]:

@@ -227,6 +227,15 @@ def test_a_step_with_other_collectives_is_refused(planned: Forecast, damage: Cal
         same_computation(planned.joint, step)
 
 
+def test_a_share_of_a_gradient_is_for_the_update_of_a_share_alone(planned: Forecast) -> None:
+    assert planned.planned is not None and planned.planned.plan.updates is not None
+    step, updates = step_of(planned), planned.planned.plan.updates
+    assert {call.target for call in filter(is_collective, calls(step))} == {reduce_scatter}  # one host: nothing to gather
+    given = Given(planned.planned.plan, replace(NO_LIMITS, updates=replace(updates, sharded=())), ranks=2)
+    with pytest.raises(SameComputationError, match="for its update, found a share"):
+        check_schedule(step, planned.planned.schedule, given)
+
+
 def test_a_collective_waits_for_its_gradients_and_updates_wait_for_it(planned: Forecast) -> None:
     assert planned.planned is not None
     schedule = from_json(planned.planned.schedule.to_json())
@@ -257,7 +266,7 @@ def test_it_is_drawn_and_interpreted_and_numbered(planned: Forecast) -> None:
     step = step_of(planned)
     assert "combined over all ranks" in dot(step)
     call = next(filter(is_collective, calls(step)))
-    assert over_ranks(call.target, (3,)) == ("all_reduce", 3)
+    assert over_ranks(call.target, (3,)) == ("reduce_scatter", 3)
     assert torch.equal(all_reduce(torch.ones(2))[0], torch.ones(2))
 
 
