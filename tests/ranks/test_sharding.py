@@ -210,11 +210,15 @@ def loaded(rank: int, count: int) -> dict[str, Any]:
             after.append(float(into(torch.ones(4, 512).bfloat16())) == before)
         step(into, bound, rank, 3)
         after.append(digest(into.state_dict()) == expected)
+    with torch.no_grad(), pytest.raises(mtcompile.MtcompileError) as error:  # rank 1 cannot evaluate, and the others hear of it
+        ours(torch.ones(4, 512 - rank % 2).bfloat16())
+    told = str(error.value).startswith("the model's forward could not be" if rank % 2 else "rank 1 stopped before this step")
+    step(ours, optimizer, rank, 5)
     errors = [refused(lambda: copy.deepcopy(ours))]
     with torch.no_grad():
         ours.layers[0].bias.mul_(2.0)
     found["errors"] = [*errors, refused(lambda: step(ours, optimizer, rank, 4))]
-    return {**found, "after": after}
+    return {**found, "after": after, "told": told}
 
 
 @pytest.mark.long
@@ -225,7 +229,7 @@ def test_parts_of_weights_are_loaded_and_read(hosts: tuple[str, ...], tmp_path: 
         copied, written = found.pop("errors")
         assert copied.startswith("the model was copied, and each host has a part of its weights")
         assert "was written to between two steps" in written
-        assert found == {"loaded": True, "hidden": True, "after": [True] * 4}
+        assert found == {"loaded": True, "hidden": True, "after": [True] * 4, "told": True}
 
 
 class Root(nn.Module):
