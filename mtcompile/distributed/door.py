@@ -57,6 +57,7 @@ class RanksDoor(ModelDoor):
         self.ranks, self.ranks_here = ranks, ranks.here
         self.shares: HostShares | None = None
         self._settled = False  # it is decided what the ranks of this host have in common
+        self._needs_parts = False  # no plan with whole weights fits
         self._parts: frozenset[str] = frozenset()  # names of which each host will have a part, while that is put into effect
         self._before_loading, self._after_loading = weakly(self._loading), weakly(self._loaded)
         self._whole_weights = weakly(self._give_whole_weights)
@@ -287,7 +288,16 @@ class RanksDoor(ModelDoor):
     @property
     def _wants_parts(self) -> bool | None:
         """Tells whether each host is to have a part of the weights it updates; None: where ``host=`` asks for it."""
-        return knobs.ranks_shard_weights() if self.updates_in_shares and self.ranks.sharing_hosts > 1 else False
+        if not self.updates_in_shares or self.ranks.sharing_hosts == 1:
+            return False
+        asked = knobs.ranks_shard_weights()
+        return True if asked is None and self._needs_parts else asked
+
+    def give_up_residents(self, error: DoesNotFit) -> bool:
+        if error.tier == "host" and not self._settled and self._wants_parts is None:
+            self._needs_parts = True
+            return True
+        return super().give_up_residents(error)
 
     def _fixed_homes(self, step: fx.GraphModule) -> Mapping[str, str]:
         return dict.fromkeys(step.meta["homes"].values(), "host") | self.parameters.tiers

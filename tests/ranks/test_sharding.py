@@ -22,8 +22,8 @@ from mtcompile.distributed.shares import HostShares
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us
 from tests.ranks import job
-from tests.ranks.compiled import MASTERS, mapping_of, step, train, wide
-from tests.ranks.reference import OPTIMIZERS, batches, differing, model, trained
+from tests.ranks.compiled import MASTERS, Wide, mapping_of, step, train, wide
+from tests.ranks.reference import OPTIMIZERS, adamw, batches, differing, model, trained
 from tests.ranks.test_homes import refused
 
 
@@ -185,6 +185,39 @@ def test_parts_of_hosts_have_the_bits_of_whole_updates(
     monkeypatch.setenv("MT_RANKS_SHARD", shard)
     for found in job.run(alike, count, tmp_path, hosts):
         assert found == {name: [] for name in (*OPTIMIZERS, "masters", "clipped", "accumulated")}
+
+
+def without_room(rank: int, count: int) -> dict[str, Any]:
+    """Hosts that have room for all of the weights and a little less."""
+    steps = [
+        [(torch.randn(4, 512, generator=torch.Generator().manual_seed(10 * i + r)),) for r in range(count)] for i in (1, 2)
+    ]
+    minimum, parts, kept, ours = 2, list[int](), list[bool](), None
+    for shard, less in (("state", 1), ("1", 0), ("1", 1)):
+        os.environ["MT_RANKS_SHARD"] = shard
+        torch.manual_seed(0)
+        plain = Wide()
+        optimizer = adamw(plain)
+        ours = mtcompile.compile(plain, memory="4MB", host=minimum - less, optimizer=optimizer, update="backward")
+        try:
+            for batches_of_ranks in steps:
+                ours(*batches_of_ranks[rank]).backward()
+                optimizer.step()
+        except mtcompile.BudgetError as error:
+            minimum = error.minimum_bytes
+            continue
+        parts.append(len(ours.plan.parts))
+        report = ours.memory_report()
+        kept.append(report["peak_host_bytes"] <= report["planned_peak_host_bytes"] <= minimum - less)
+    torch.manual_seed(0)
+    return {"parts": parts, "kept": kept, "different": differing(ours, trained(Wide(), steps, hosts=2))}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hosts", [("a", "b"), ("a", "a", "b", "b")])
+def test_hosts_have_parts_of_weights_where_no_plan_with_whole_ones_fits(hosts: tuple[str, ...], tmp_path: Path) -> None:
+    for found in job.run(without_room, len(hosts), tmp_path, hosts):
+        assert found == {"parts": [0, 2], "kept": [True, True], "different": []}
 
 
 def loaded(rank: int, count: int) -> dict[str, Any]:
