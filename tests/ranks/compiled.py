@@ -17,11 +17,11 @@ MASTERS: dict[str, Any] = {"update": "backward", "precision": "bf16-master32"}
 BUDGET = "200KB"  # too little for all weights and activations
 
 
-def compiled(rank: int, make: Any = adamw, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+def compiled(rank: int, make: Any = adamw, memory: str = BUDGET, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
     """The model of a rank, built with other weights than those of rank 0, whose are taken."""
     plain = model(seed=rank)
     optimizer = make(plain)
-    return mtcompile.compile(plain, memory=BUDGET, optimizer=optimizer, **options), optimizer
+    return mtcompile.compile(plain, memory=memory, optimizer=optimizer, **options), optimizer
 
 
 def train(rank: int, steps: Any, clip: float | None = None, **options: Any) -> Any:

@@ -265,6 +265,22 @@ def test_parts_of_weights_are_loaded_and_read(hosts: tuple[str, ...], tmp_path: 
         assert found == {"loaded": True, "hidden": True, "after": [True] * 4, "told": True}
 
 
+def at_any_budget(rank: int, count: int) -> list[list[str]]:
+    steps, found = batches(3, count), list[list[str]]()
+    expected = trained(model(), steps, hosts=2)
+    for memory in ("100KB", "120KB", "4MB"):
+        for shard in ("state", "weights"):
+            os.environ["MT_RANKS_SHARD"] = shard
+            found.append(differing(train(rank, steps, update="backward", memory=memory), expected))
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hosts", [("a", "b"), ("a", "a", "b", "b")])
+def test_bits_are_the_same_at_any_budget(hosts: tuple[str, ...], tmp_path: Path) -> None:
+    assert job.run(at_any_budget, len(hosts), tmp_path, hosts) == [[[]] * 6] * len(hosts)
+
+
 class Root(nn.Module):
     """The gradient of the last element is infinite, and the loss is not."""
 
