@@ -251,8 +251,12 @@ class RanksDoor(ModelDoor):
         self._others_are_hidden()
 
     def _others_are_hidden(self) -> None:
-        for parameter in self.shares.parts.values() if self.shares is not None and self.masters is not None else ():
-            self.masters.hidden(parameter)  # type: ignore[union-attr]
+        """Lets masters take the parameters as they are now, but for those that somebody has written to."""
+        if self.shares is not None and self.masters is not None:
+            for parameter in self.shares.parts.values():
+                master = self.masters.by_parameter.get(id(parameter))
+                if master is not None and master.version == parameter._version:
+                    self.masters.wrote(parameter)
 
     def _loaded(self, *_: Any) -> None:
         if self.in_parts:

@@ -197,12 +197,6 @@ class Masters:
         if (master := self.by_parameter.get(id(parameter))) is not None:
             self._remember_version(master)
 
-    def hidden(self, parameter: nn.Parameter) -> None:
-        """Takes note that other hosts' elements of a parameter are no longer there."""
-        master = self.by_parameter.get(id(parameter))
-        if master is not None and master.version == parameter._version:  # else somebody has written to it
-            self._remember_version(master)
-
     def _remember_version(self, master: Master) -> None:
         master.version, master.checksum = master.parameter._version, _checksum(master.parameter)
 
@@ -325,9 +319,8 @@ class Masters:
         keys = STATES[class_name(optimizer)] if group.get("momentum", 1) else ()
         update = written_update(optimizer, parameter, group, scale)
         count_step(optimizer, parameter)
-        for key in keys:
-            if state.get(key) is None:
-                state[key] = homes.new_zeros(name, key, parameter, torch.float32)
+        for key in [key for key in keys if state.get(key) is None]:
+            state[key] = homes.new_zeros(name, key, parameter, torch.float32)
 
         def apply(staged: Staged, grad: Tensor) -> None:
             assert staged.remainder is not None

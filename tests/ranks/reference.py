@@ -47,6 +47,27 @@ def model(seed: int = 0) -> Model:
     return Model()
 
 
+class Small(nn.Module):
+    """A model for tests that are to be short."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(16, 80), nn.Dropout(0.1), nn.Linear(80, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.down(self.drop(torch.tanh(self.up(x)))), x)
+
+
+def small(seed: int = 0) -> Small:
+    torch.manual_seed(seed)
+    return Small()
+
+
+def batches_of(number: int, count: int) -> list[tuple[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(number)
+    return [(torch.randn(3, 16, generator=generator),) for _ in range(count)]
+
+
 def adamw(of: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in of.parameters() if p.requires_grad], lr=1e-2)
 

@@ -22,9 +22,8 @@ from mtcompile.distributed.shares import HostShares
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us
 from tests.ranks import job
-from tests.ranks.compiled import MASTERS, Wide, mapping_of, step, train, wide
+from tests.ranks.compiled import MASTERS, Wide, mapping_of, refused, step, train, wide
 from tests.ranks.reference import OPTIMIZERS, adamw, batches, differing, model, trained
-from tests.ranks.test_homes import refused
 
 
 def sharded(rank: int, count: int) -> dict[str, Any]:
