@@ -31,7 +31,7 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets, is_trained, with_parts
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
-from mtcompile.passes.step_graph import calls, inputs_of, update
+from mtcompile.passes.step_graph import calls, inputs_of, reduce_scatter, update
 from mtcompile.references import weakly, with_hooks
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import Phase
@@ -195,6 +195,9 @@ class RanksDoor(ModelDoor):
             super().adopt(step, planned)
         finally:
             self.parameters.common = lambda block, nbytes, fill: None
+        scattered = {name for call in calls(planned.step) if call.target is reduce_scatter for name in call.meta["names"]}
+        if alone := sorted(scattered - (set() if self.shares is None else self.shares.names)):
+            raise StepError(f"expected all of the gradient of {alone[0]}, which no rank updates in shares, found a share of it")
         self._settled |= settles
         self.parameters.provisional |= not self._settled
         if settles and self.shares is not None and self.updates is not None:
@@ -271,7 +274,12 @@ class RanksDoor(ModelDoor):
     # --------------------------------------------------------------------------------------------------- the plan of a step
 
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
-        return replace(super().input_homes(joint), frozen_apart=True, ranks=self.ranks.count, hosts=self.ranks.hosts)
+        homes = replace(super().input_homes(joint), frozen_apart=True, ranks=self.ranks.count, hosts=self.ranks.hosts)
+        if not self._settled:
+            return homes
+        # What no earlier step had is each rank's own, so it lies apart from what ranks have in common and update in shares.
+        later = {name: f"{name.rpartition('.')[0]}+later" for name in self._parameters() if name not in homes.known}
+        return replace(homes, known={**homes.known, **later})
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
         budgets, fixed = super().constraints(step)

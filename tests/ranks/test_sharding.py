@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 import mtcompile
@@ -23,7 +24,7 @@ from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us
 from tests.ranks import job
 from tests.ranks.compiled import MASTERS, Wide, mapping_of, refused, step, train, wide
-from tests.ranks.reference import OPTIMIZERS, adamw, batches, differing, model, trained
+from tests.ranks.reference import OPTIMIZERS, adamw, batches, batches_of, differing, model, trained
 
 
 def sharded(rank: int, count: int) -> dict[str, Any]:
@@ -278,6 +279,43 @@ def at_any_budget(rank: int, count: int) -> list[list[str]]:
 @pytest.mark.parametrize("hosts", [("a", "b"), ("a", "a", "b", "b")])
 def test_bits_are_the_same_at_any_budget(hosts: tuple[str, ...], tmp_path: Path) -> None:
     assert job.run(at_any_budget, len(hosts), tmp_path, hosts) == [[[]] * 6] * len(hosts)
+
+
+class Deeper(nn.Module):
+    """Uses a layer that it did not use before once it is ``deep``, in the same block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.later, self.deep = nn.Linear(16, 16), nn.Linear(16, 16), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        return F.mse_loss(torch.tanh(self.later(y) if self.deep else y), x)
+
+
+def deeper(rank: int, count: int) -> list[str]:
+    torch.manual_seed(0)
+    plain, expected = Deeper(), Deeper()
+    expected.load_state_dict(plain.state_dict())
+    optimizer, of_expected = adamw(plain), adamw(expected)
+    ours: Any = mtcompile.compile(plain, memory="100KB", optimizer=optimizer, update="backward")
+    for number in range(4):
+        ours.deep = expected.deep = number > 1
+        ours(*batches_of(number, count)[rank]).backward()
+        optimizer.step()
+        trained(expected, [batches_of(number, count)], lambda of: of_expected, hosts=len({*os.environ["HOSTS"]}))
+    return differing(ours, expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shard", ["state", "weights"])
+@pytest.mark.parametrize("hosts", ["ab", "aabb", "aa"])
+def test_a_layer_that_is_used_later_is_each_ranks_own(
+    hosts: str, shard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MT_RANKS_SHARD", shard)
+    monkeypatch.setenv("HOSTS", hosts)
+    assert job.run(deeper, len(hosts), tmp_path, tuple(hosts)) == [[]] * len(hosts)
 
 
 class Root(nn.Module):
