@@ -187,11 +187,12 @@ class CompiledModule(nn.Module):
         if self._mt_model is not None:
             self._mt_model.session.drain()
             self._mt_model.door.wholeness.check()
+            self._mt_model.door.before_copy()
         state = super().__reduce_ex__(4)[2]  # of the class's own __getstate__, if it has one
         if not isinstance(state, dict):
             return state
         state = {name: value for name, value in state.items() if not name.startswith("_mt_")}
-        for name in ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
+        for name in ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
             if name in state:  # without those of this model
                 state[name] = type(state[name])((key, hook) for key, hook in state[name].items() if not is_weak(hook))
         return state
@@ -394,7 +395,6 @@ def _attach(model: nn.Module, options: Options, device: Device, optimizer: Any, 
     if any(t.device.type != "cpu" for t in (*model.parameters(), *model.buffers())):
         check_movable(model)
         plain._apply(model, lambda tensor: tensor.cpu())  # type: ignore[attr-defined]
-    ranks = ranks_of(process_group, options, model)
-    compiled = CompiledModel(model, call, options, device, optimizer, ranks)
+    compiled = CompiledModel(model, call, options, device, optimizer, ranks_of(process_group, options, model))
     compiled.session.listeners += timelines(options.viz, compiled.session.title)
     object.__setattr__(model, "_mt_model", compiled)

@@ -115,8 +115,15 @@ def ranks_share() -> bool:
 
 
 def ranks_shard() -> bool:
-    """MT_RANKS_SHARD=0: each host has all of the optimizer state, also where hosts could have a part of it each."""
+    """MT_RANKS_SHARD=0: each host has all of the optimizer state, also where hosts could have a part of it each. With "state",
+    each has a part of the state alone, with "weights" of the weights too; default: of these where ``host=`` has no room for
+    all."""
     return os.environ.get("MT_RANKS_SHARD", "1") not in ("", "0")
+
+
+def ranks_shard_weights() -> bool | None:
+    """MT_RANKS_SHARD=weights, or =state: whether each host has a part of the weights; None where that is not said."""
+    return {"weights": True, "state": False}.get(os.environ.get("MT_RANKS_SHARD", ""))
 
 
 def ranks_host() -> str:

@@ -16,6 +16,7 @@ from mtcompile.passes.slots import assign_offsets
 from mtcompile.passes.step_graph import (
     MOVES_OF_ROWS,
     calls,
+    gathers_parts,
     gradient_norms,
     is_collective,
     is_convert,
@@ -151,7 +152,8 @@ def _instruction(step: fx.GraphModule, call: fx.Node, plan: Plan, machine: Machi
         time_us = (read_nbytes + written_nbytes) / machine.host_gbps / 1e3
     elif work == "collective":
         queue, moved_nbytes = "network", read_nbytes
-        time_us = machine.collective_us(read_nbytes, step.meta["hosts"], str(getattr(call.target, "__name__", "")))
+        kind = str(getattr(call.target, "__name__", "")) + (" of parts" if gathers_parts(call) else "")
+        time_us = machine.collective_us(read_nbytes, step.meta["hosts"], kind)
     elif work == "update":
         queue = "host" if call.meta["tier"] == "host" else "compute"
         assert plan.updates is not None

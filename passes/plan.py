@@ -46,7 +46,7 @@ class Updates:
     take turns. ``order``: of patient updates on the host, each by the name of its first parameter; the others follow as
     their gradients arrive. ``checked``: an update reads its gradient once before, for values that are not finite.
     ``norm_copies``: what the norm of a gradient reads and writes on the host, in sizes of the gradient. ``sharded``: the home
-    blocks of which each of several hosts updates a part, and has the optimizer state of that part alone."""
+    blocks of which each rank updates a share; of several hosts, each has the optimizer state of its ranks' shares alone."""
 
     state_copies: float = 2.0
     workspace_copies: float = 0.0
@@ -61,7 +61,7 @@ class Updates:
     def __str__(self) -> str:
         when = "once all gradients and their norm are there" if self.held else "as gradients arrive"
         first = "; those due first in the next forward come first" if self.order else ""
-        where = "; each host updates a part" if self.sharded else ""
+        where = "; each rank updates a share" if self.sharded else ""
         return f"in the backward, {when}{first}{where}" + ("; they go on behind the next forward" if self.run_ahead else "")
 
 
@@ -103,6 +103,7 @@ class Plan:
     updated in the backward; None: by optimizer.step(). ``narrow``: casts run on the side of the link where fewer bytes cross.
     ``pooled``: what is fetched comes from the device's allocator, beside what regions make, and both share its bytes; otherwise
     it has slots, whose bytes are held at all times. What stays from the forward to the backward is pooled in any case.
+    ``parts``: the home blocks of which each of several hosts has a part of the weights; they are gathered before each fetch.
     ``fetched``: parameters that a step fetches, in so many ``copies``: neighbours at home cross together.
     ``notes``: what else a reader should know, such as how kernels were measured. ``numerics``: the contract in words."""
 
@@ -129,6 +130,7 @@ class Plan:
     disk_days: float | None = None
     fetched: int = 0
     copies: int = 0
+    parts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     # The decisions by kind and subject, filled in by the first ``find``.
     _index: dict[tuple[str, str], Decision] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -217,6 +219,8 @@ class Plan:
             lines.append(f"  {traffic}; reads are {self.disk_lookahead} region(s) before the fetch")
         if self.updates is not None:
             lines.append(f"  updates: {self.updates}")
+        if self.parts:
+            lines.append("  weights: each host has a part, and gathers the others before each fetch")
         lines.append(f"  numerics: {self.numerics}")
         lines += [f"  note: {note}" for note in self.notes]
         groups: dict[tuple[str, str, str, int], list[Decision]] = {}

@@ -15,11 +15,12 @@ Nodes
   gradient_norms(*xs)    gradients -> (the norm of each), and gradient_scale(*norms) -> (the factor of all gradients)
   all_reduce, broadcast(*xs)  on the host, each gradient's mean over all ranks; each value as the first rank has it
   reduce_scatter(*xs)    on the host, each gradient's mean over all ranks, of which a rank has those elements that it updates
-  all_gather(*xs)        on the host, updated parameters with the elements that ranks of other hosts have updated
+  all_gather(*xs)        on the host, updated parameters with the elements that other hosts have updated; parts of them, whole
   output                 (buffer mutations..., outputs..., gradients...)
 
 ``node.meta`` of every value (placeholder or getitem): ``val`` (a fake tensor), ``nbytes``, ``role``, ``tier``; ``origin``, its
-name before any rewrite, which its copies, casts and what is made again have too; ``module_path`` where a module made it.
+name before any rewrite, which its copies, casts and what is made again have too; ``module_path`` where a module made it; of
+parameters of which each host has a part, ``part``.
 Of every call: ``phase`` and ``block`` (the index of the forward block it belongs to); of updates and what they are scaled by,
 ``tier`` too, where they run; conversions run on the host. ``recomputes``: of a region of the backward, the forward blocks that
 it computes again.
@@ -27,10 +28,8 @@ it computes again.
 ``blocks`` (their names), ``device`` (where its kernels run, as torch names it), ``homes`` (parameter -> home block) and
 ``sliced`` (the parameters that are fetched by slices), ``rows`` (those that are fetched by rows), ``ranks`` (how many train
 together, on ``hosts``) and ``updated`` (the parameters that a backward updates, if not all); ``build`` alone writes them.
-``kernels`` and ``memo`` (kernels by body, and by what rewrites made them for) are shared by a step graph and all rewritten
-copies of it.
-``fx.Interpreter(step).run(*inputs)`` is the reference execution, in which an update returns the gradients it is given: what
-it makes of them is the optimizer's.
+``kernels`` and ``memo`` (kernels by body, and by what rewrites made them for) are shared with all rewritten copies.
+``fx.Interpreter(step).run(*inputs)`` is the reference execution, in which an update returns the gradients it is given.
 """
 
 from __future__ import annotations
@@ -159,8 +158,7 @@ def broadcast(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def reduce_scatter(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The mean of each value over all ranks, summed in their order, in those elements that this rank updates; the others are
-    undefined. Of one rank, the value itself."""
+    """As ``all_reduce`` in those elements that this rank updates; the others are undefined. Of one rank, the value itself."""
     return values
 
 
@@ -240,8 +238,7 @@ def is_view(node: fx.Node) -> bool:
 # ------------------------------------------------------------------------------------------------------ sizes of values
 
 
-def iter_tensors(node: fx.Node) -> Iterator[torch.Tensor]:
-    """The tensors that an operation returns, as traced; none for what returns no tensor."""
+def iter_tensors(node: fx.Node) -> Iterator[torch.Tensor]:  # that an operation returns, as traced
     val = node.meta.get("val")
     if isinstance(val, torch.Tensor):
         yield val
@@ -290,20 +287,23 @@ def is_collective(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in COLLECTIVES
 
 
+def gathers_parts(node: fx.Node) -> bool:
+    """True for an all-gather of parameters of which each host has a part at home."""
+    return node.target is all_gather and node.args[0].op == "placeholder"
+
+
 def is_convert(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is convert
 
 
-# Where a move puts what it moves.
-MOVES_OF_ROWS: dict[Any, Tier] = {prefetch_rows: "device", offload_rows: "host"}
+MOVES_OF_ROWS: dict[Any, Tier] = {prefetch_rows: "device", offload_rows: "host"}  # where a move puts what it moves
 _OTHER_MOVES: dict[Any, Tier] = {prefetch: "device", prefetch_slices: "device", offload: "host", read: "host", write: "disk"}
 TIER_OF_MOVE = _OTHER_MOVES | MOVES_OF_ROWS
 COLLECTIVES = (all_reduce, broadcast, reduce_scatter, all_gather)
 _CALLS = frozenset({*TIER_OF_MOVE, convert, update, gradient_norms, gradient_scale, *COLLECTIVES})
 
 
-def ranks_of(step: fx.GraphModule) -> int:
-    """Returns how many ranks run a step together."""
+def ranks_of(step: fx.GraphModule) -> int:  # how many run it together
     return int(step.meta.get("ranks", 1))
 
 

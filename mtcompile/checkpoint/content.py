@@ -31,7 +31,7 @@ class Content:
 
     step: int
     keep: int
-    weights: Mapping[str, Tensor]
+    weights: Mapping[str, Storable]
     tied: Mapping[str, str]
     tensors: Mapping[str, Storable]
     state: Mapping[str, Any]
@@ -219,25 +219,26 @@ def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, gradient
 
 
-def _weights(model: nn.Module) -> tuple[dict[str, Tensor], OrderedDict[str, Any], dict[str, str]]:
+def _weights(model: nn.Module) -> tuple[dict[str, Storable], OrderedDict[str, Any], dict[str, str]]:
     """Returns a model's tensors by name, what else its state dictionary has (versions of modules among it), and the names that
     share a tensor with an earlier one, with that."""
     state: Any = model.state_dict()
-    weights: dict[str, Tensor] = {}
+    weights: dict[str, Storable] = {}
     others: OrderedDict[str, Any] = OrderedDict()
     others._metadata = getattr(state, "_metadata", {})  # type: ignore[attr-defined]
     tied: dict[str, str] = {}
     first_of: dict[tuple[object, ...], str] = {}
     for name, value in state.items():
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Storable):
             others[name] = value
             continue
         if name == "__metadata__":
             raise TypeError("expected another name for a tensor than __metadata__, which safetensors files use themselves")
-        value = storable(value, name)
-        signs = value.is_conj(), value.is_neg()
-        place = value.device, value.dtype, value.data_ptr(), tuple(value.shape), value.stride(), signs
-        first = first_of.setdefault(place, name) if value.numel() else name
+        value = storable(value, name) if isinstance(value, Tensor) else value
+        home: Any = getattr(value, "home", value)  # of what is read piece by piece
+        signs = home.is_conj(), home.is_neg()
+        place = home.device, home.dtype, home.data_ptr(), tuple(home.shape), home.stride(), signs
+        first = first_of.setdefault(place, name) if home.numel() else name
         if first == name:
             weights[name] = value
         else:

@@ -18,9 +18,15 @@ def weight_of_batch(tokens: int, process_group: Any = None) -> float:
     if not dist.is_available() or not dist.is_initialized():
         return 1.0
     group = dist.group.WORLD if process_group is None else process_group
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    total = torch.tensor([tokens], dtype=torch.int64, device=device)
+    total = torch.tensor([tokens], dtype=torch.int64, device=device_taken(dist.get_backend_config(group)))
     dist.all_reduce(total, group=group)
     if not int(total):
         raise ValueError("expected tokens that count in the loss on some rank, found none on any")
     return tokens * dist.get_world_size(group) / int(total)
+
+
+def device_taken(backends: str) -> str:
+    """Returns the device whose tensors the collectives of a group take: the host's where it has a backend for these.
+    ``backends``: by device, as ``torch.distributed.get_backend_config`` gives them (``cpu:gloo,cuda:nccl``)."""
+    devices = [each.partition(":")[0] for each in backends.split(",")]
+    return "cpu" if "cpu" in devices else devices[0]

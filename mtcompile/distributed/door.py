@@ -19,18 +19,19 @@ from torch import Tensor, fx, nn
 from mtcompile import knobs
 from mtcompile.distributed.meeting import RanksParted
 from mtcompile.distributed.ranks import Ranks
+from mtcompile.distributed.shared_memory import hide
 from mtcompile.distributed.shares import HostShares, is_dense
 from mtcompile.errors import BudgetError, StepError
 from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames
-from mtcompile.execution.memory.parameters import Slab
+from mtcompile.execution.memory.parameters import Slab, offsets_in_slab
 from mtcompile.execution.model_door import ModelDoor
 from mtcompile.optim.state_sizes import is_elementwise
 from mtcompile.options import Options
 from mtcompile.passes.analysis.cost import Machine
-from mtcompile.passes.analysis.state import Budgets, is_trained
+from mtcompile.passes.analysis.state import Budgets, is_trained, with_parts
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
-from mtcompile.passes.step_graph import calls, inputs_of, update
+from mtcompile.passes.step_graph import calls, inputs_of, reduce_scatter, update
 from mtcompile.references import weakly, with_hooks
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import Phase
@@ -56,7 +57,10 @@ class RanksDoor(ModelDoor):
         self.ranks, self.ranks_here = ranks, ranks.here
         self.shares: HostShares | None = None
         self._settled = False  # it is decided what the ranks of this host have in common
+        self._needs_parts = False  # no plan with whole weights fits
+        self._parts: frozenset[str] = frozenset()  # names of which each host will have a part, while that is put into effect
         self._before_loading, self._after_loading = weakly(self._loading), weakly(self._loaded)
+        self._whole_weights = weakly(self._give_whole_weights)
         model.register_load_state_dict_pre_hook(self._before_loading)
         model.register_load_state_dict_post_hook(self._after_loading)
 
@@ -74,6 +78,7 @@ class RanksDoor(ModelDoor):
             self._make_state_whole(optimizer)
 
     def give_back(self) -> None:
+        self._make_weights_whole()
         super().give_back()
         shares, self.shares = self.shares, None
         if shares is None:
@@ -84,6 +89,17 @@ class RanksDoor(ModelDoor):
         except RanksParted as error:  # other hosts have parts of it
             shares.forget_state(entries)
             warnings.warn(f"optimizer state is lost; load the last checkpoint to go on: {error}", stacklevel=4)
+
+    def _make_weights_whole(self) -> None:
+        """Gives this rank all of the weights of which hosts have parts. All ranks call it."""
+        parts = {} if self.shares is None else dict(self.shares.parts)
+        try:
+            for _, parameter in sorted(parts.items()):
+                parameter.data = self.shares.whole(parameter)  # type: ignore[union-attr]
+        except RanksParted as error:
+            warnings.warn(f"weights of other hosts are lost, and NaN here; load the last checkpoint: {error}", stacklevel=5)
+        if self.shares is not None:
+            self.shares.parts.clear()
 
     # ----------------------------------------------------------------------------------- state of which other hosts have parts
 
@@ -121,9 +137,21 @@ class RanksDoor(ModelDoor):
             return False
         return self.shares is not None or (self.optimizer is not None and is_elementwise(with_hooks(self.optimizer)))
 
+    @property
+    def in_parts(self) -> bool:
+        return bool(self.shares is not None and self.shares.parts)
+
+    def before_copy(self) -> None:
+        if self.in_parts:
+            raise StepError(
+                "the model was copied, and each host has a part of its weights; expected a state_dict() of all ranks, which "
+                "has all of them: load it into a new model. MT_RANKS_SHARD=state leaves whole weights on each host"
+            )
+
     def _is_common(self, block: Mapping[str, nn.Parameter]) -> tuple[bool, bool]:
         """Tells whether the ranks of this host will have a block's parameters once, and whether they update them there."""
-        alone = self.ranks_here == 1  # weights are where they would be for one rank: other hosts have parts of their state
+        # Weights of one rank on its host are where they would be without others, which have parts of their state.
+        alone = self.ranks_here == 1 and not self._wants_parts
         if not block or any(not is_dense(p) or (shares_storage(p) and not alone) for p in block.values()):
             return False, False
         if not any(parameter.requires_grad for parameter in block.values()):
@@ -144,24 +172,39 @@ class RanksDoor(ModelDoor):
             self.shares.names.update(block)
         if not common:
             return None
-        memory = self.ranks.common_memory(nbytes, fill, together)
-        return Slab("host", self.device.reach(memory) if together else memory, common, together)
+        parts, elsewhere = together and block.keys() <= self._parts, list[tuple[int, int]]()
+        if parts and self.shares is not None:
+            offsets, _ = offsets_in_slab(block, block, "host")
+            elsewhere = [each for name, offset in offsets.items() for each in self.shares.elsewhere_in(block[name], offset)]
+            self.shares.parts |= block
+        memory = self.ranks.common_memory(nbytes, fill, together, elsewhere)
+        # What is gathered is copied by the host, and never by a device.
+        return Slab("host", self.device.reach(memory) if together and not parts else memory, common, together, parts)
 
     def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
         """Puts the weights of the first step that trains where all ranks of the host have them in common: each of them has
         such a step. Until then, every rank may compute with its own."""
         settles = not self._settled and any(spec.kind in ("grad", "update") for spec in step.meta["outputs"])
         if settles:
-            self.ranks.check_alike(sorted({*self._common_names(step), *self._common_names(step, updated=True)}))
+            together = {*self._common_names(step), *self._common_names(step, updated=True)}
+            self.ranks.check_alike([*sorted(together), *planned.plan.parts])
             self.parameters.common = self._new_slab
+            parts = {*planned.plan.parts}
+            self._parts = frozenset(name for name, block in step.meta["homes"].items() if block in parts)
         try:
             super().adopt(step, planned)
         finally:
             self.parameters.common = lambda block, nbytes, fill: None
+        scattered = {name for call in calls(planned.step) if call.target is reduce_scatter for name in call.meta["names"]}
+        if alone := sorted(scattered - (set() if self.shares is None else self.shares.names)):
+            raise StepError(f"expected all of the gradient of {alone[0]}, which no rank updates in shares, found a share of it")
         self._settled |= settles
         self.parameters.provisional |= not self._settled
         if settles and self.shares is not None and self.updates is not None:
             self.updates.shares = self.shares
+            self._others_are_hidden()
+            for module in self._model().modules() if self.shares.parts else ():
+                module.register_state_dict_post_hook(self._whole_weights)
             self.shares.watch(self._parameters())
 
     def _common_names(self, step: fx.GraphModule, updated: bool = False) -> dict[str, str]:
@@ -187,15 +230,41 @@ class RanksDoor(ModelDoor):
         nbytes = super().state_nbytes()
         slabs = self.parameters.slabs
         common = [place.parameter.nbytes for place in self.parameters.places.values() if slabs[place.block].common]
-        once = {"weights": sum(common), **({} if self.shares is None else self.shares.nbytes())}
-        whole = once | ({} if self.shares is None else self.shares.nbytes_of_all())
+        whole = once = {"weights": sum(common)}
+        if self.shares is not None:
+            whole = whole | self.shares.nbytes_of_all()
+            once = {"weights": sum(common) - self.shares.nbytes_elsewhere(), **self.shares.nbytes()}
         return {name: held - whole.get(name, 0) + -(-once.get(name, 0) // self.ranks_here) for name, held in nbytes.items()}
 
     def _loading(self, *_: Any) -> None:
         if self.shares is not None:
             self.ranks.meet("to load weights with it, as load_state_dict does on all ranks")
 
+    def _give_whole_weights(self, *about: Any) -> None:
+        if self.shares is not None:
+            self.shares.whole_weights(*about)
+
+    def _hide_others(self) -> None:
+        """Lets go of weights that other hosts have parts of, which a load has written here. All ranks of the host call it."""
+        assert self.shares is not None
+        for block, slab in self.parameters.slabs.items():
+            if slab.parts:
+                places = [place for place in self.parameters.places.values() if place.block == block]
+                hide(slab.memory, [each for p in places for each in self.shares.elsewhere_in(p.parameter, p.offset)])
+        self._others_are_hidden()
+
+    def _others_are_hidden(self) -> None:
+        """Lets masters take the parameters as they are now, but for those that somebody has written to."""
+        if self.shares is not None and self.masters is not None:
+            for parameter in self.shares.parts.values():
+                master = self.masters.by_parameter.get(id(parameter))
+                if master is not None and master.version == parameter._version:
+                    self.masters.wrote(parameter)
+
     def _loaded(self, *_: Any) -> None:
+        if self.in_parts:
+            self.ranks.meet("to load weights with it, as load_state_dict does on all ranks")
+            self._hide_others()
         if self.shares is not None:
             self.shares.watch(self._parameters())
             self.shares.release_others()
@@ -205,7 +274,12 @@ class RanksDoor(ModelDoor):
     # --------------------------------------------------------------------------------------------------- the plan of a step
 
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
-        return replace(super().input_homes(joint), frozen_apart=True, ranks=self.ranks.count, hosts=self.ranks.hosts)
+        homes = replace(super().input_homes(joint), frozen_apart=True, ranks=self.ranks.count, hosts=self.ranks.hosts)
+        if not self._settled:
+            return homes
+        # What no earlier step had is each rank's own, so it lies apart from what ranks have in common and update in shares.
+        later = {name: f"{name.rpartition('.')[0]}+later" for name in self._parameters() if name not in homes.known}
+        return replace(homes, known={**homes.known, **later})
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
         budgets, fixed = super().constraints(step)
@@ -213,10 +287,29 @@ class RanksDoor(ModelDoor):
         budgets = replace(budgets, host=host, exchange=self.ranks.exchange_nbytes)
         updates, hosts = budgets.updates, self.ranks.sharing_hosts if self.updates_in_shares else 1
         if updates is not None and self.updates_in_shares:  # a rank waits for the shares of the others after each backward
-            sharded = sorted(self._common_blocks(step, updated=True) & {*fixed.keys()}) if hosts > 1 else ()
+            every = hosts == self.ranks.hosts  # rank updates a share of its own; else those with one place on several hosts
+            sharded = sorted(self._common_blocks(step, updated=True) & {*fixed.keys()}) if every else ()
             updates = replace(updates, run_ahead=False, sharded=tuple(sharded))
         once = self._common_blocks(step, updated=self.ranks_here == 1)
-        return replace(budgets, updates=updates, sharing=self.ranks_here, once=once, hosts=hosts), fixed
+        budgets = replace(budgets, updates=updates, sharing=self.ranks_here, once=once, hosts=hosts)
+        if self._settled:
+            parts = {block for block, slab in self.parameters.slabs.items() if slab.parts}
+            return replace(budgets, parts=frozenset(parts & {*step.meta["homes"].values()})), fixed
+        return with_parts(step, budgets, self._wants_parts), fixed
+
+    @property
+    def _wants_parts(self) -> bool | None:
+        """Tells whether each host is to have a part of the weights it updates; None: where ``host=`` asks for it."""
+        if not self.updates_in_shares or self.ranks.sharing_hosts == 1:
+            return False
+        asked = knobs.ranks_shard_weights()
+        return True if asked is None and self._needs_parts else asked
+
+    def give_up_residents(self, error: DoesNotFit) -> bool:
+        if error.tier == "host" and not self._settled and self._wants_parts is None:
+            self._needs_parts = True
+            return True
+        return super().give_up_residents(error)
 
     def _fixed_homes(self, step: fx.GraphModule) -> Mapping[str, str]:
         return dict.fromkeys(step.meta["homes"].values(), "host") | self.parameters.tiers
@@ -243,7 +336,11 @@ class RanksDoor(ModelDoor):
 
     def training_call(self) -> AbstractContextManager[None]:
         """Lets a rank that fails in its forward tell the others, which wait for it in their backward."""
-        return self.ranks.phase() if torch.is_grad_enabled() else contextlib.nullcontext()
+        return self.ranks.phase() if torch.is_grad_enabled() or self.in_parts else contextlib.nullcontext()
+
+    def evaluation(self, compiled: CompiledStep) -> AbstractContextManager[None]:
+        """All ranks gather weights for it, where each host has a part."""
+        return self.phase(compiled, "forward") if self.in_parts else contextlib.nullcontext()
 
     def before_backward(self, keeps: bool) -> None:
         with self.ranks.phase():
@@ -266,12 +363,14 @@ class RanksDoor(ModelDoor):
         trained = {spec.name for spec, _ in inputs_of(compiled.step) if is_trained(spec)}
         parameters = {name: p for name, p in self._parameters().items() if name in trained} if phase == "backward" else {}
         if phase == "backward":  # ``backward`` surrounds it
-            self.ranks.agree(compiled.step, phase, parameters)
+            parts = {} if self.shares is None else self.shares.own_parts(parameters)
+            compared = {name: p for name, p in parameters.items() if name not in parts}
+            self.ranks.agree(compiled.step, phase, compared, parts)
             yield
             if self.shares is not None and any(call.target is update for call in calls(compiled.step)):
                 self.ranks.meet("to end its updates")
                 self.shares.updated(self.masters)
-                self.ranks.remember(parameters)
+                self.ranks.remember({**compared, **parts})
         else:
             with self.ranks.phase():
                 self.ranks.agree(compiled.step, phase, parameters)

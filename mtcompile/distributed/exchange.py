@@ -9,7 +9,7 @@ Gradients go through it piece by piece:
 
 So all ranks have the same bits, which depend on the order of the ranks alone; of two ranks, not even on that.
 
-Where each host updates a part of every parameter, a piece has the same columns of all ranks' shares, in rows:
+Where each rank updates a share of every parameter, a piece has the same columns of all ranks' shares, in rows:
 
     each rank     writes its rows, divided by the number of ranks, where all of its host see them      then all meet
     each rank     adds up the rows of the ranks that have its place on each host: of the ranks of the host, in their order;
@@ -103,8 +103,8 @@ class Exchange:
                 taken[part.tensor][part.start : part.stop].copy_(total[part.offset :][: part.stop - part.start])
 
     def reduce_scatter(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], doing: str) -> list[bool]:
-        """Write those elements of the mean of each source over all ranks to its target that this rank updates. Returns which of
-        the means have values that are not finite, on whatever rank."""
+        """Write those elements of the mean of each source over all ranks to its target that this rank updates, one behind the
+        other. Returns which of the means have values that are not finite, on whatever rank."""
         me, here = self.meeting.me, len(self._pieces)
         given, taken = [_flat(tensor) for tensor in sources], [_flat(tensor) for tensor in targets]
         lengths, nonfinite = [share_length(len(tensor), self.ranks) for tensor in given], [False] * len(given)
@@ -121,7 +121,8 @@ class Exchange:
                 rows.add_(view[me::here])
             total = rows[0] if self.hosts is None else self.hosts.sum_of_rows(rows)
             for part in parts:
-                own = taken[part.tensor][_row(part, self.rank, lengths[part.tensor], len(taken[part.tensor]))]
+                row = _row(part, self.rank, lengths[part.tensor], len(given[part.tensor]))
+                own = taken[part.tensor][part.start : part.start + row.stop - row.start]
                 own.copy_(total[part.offset : part.offset + len(own)])
                 nonfinite[part.tensor] |= not bool(own.isfinite().all())
             self.meeting.meet(doing)
@@ -144,6 +145,36 @@ class Exchange:
                 for part in parts if rank != self.rank else ():
                     values = whole[part.tensor][_row(part, rank, lengths[part.tensor], len(whole[part.tensor]))]
                     values.copy_(row.view(dtype)[part.offset : part.offset + len(values)])
+
+    def gather_parts(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], doing: str) -> None:
+        """Write all elements to each target, of which each host has those in its source that its ranks update. Each rank brings
+        the elements of the ranks with its place on other hosts; those of a host exchange what they have brought."""
+        assert self.hosts is not None
+        here, place, count = len(self._pieces), self.meeting.me, self.ranks // len(self._pieces)
+        given, taken = [_flat(tensor) for tensor in sources], [_flat(tensor) for tensor in targets]
+        lengths = [share_length(len(tensor), self.ranks) for tensor in given]
+        for source, target, length in zip(given, taken, lengths, strict=True):
+            own = slice((self.rank - place) * length, (self.rank - place + here) * length)
+            target[own].copy_(source[own])
+        for dtype, parts in _pieces(self._shares(given, lengths), self._sum.numel() // self.ranks):
+            width = parts[-1].offset + parts[-1].stop - parts[-1].start
+            own_part = torch.empty(width, dtype=dtype)
+            for part in parts:
+                values = given[part.tensor][_row(part, self.rank, lengths[part.tensor], len(given[part.tensor]))]
+                own_part[part.offset : part.offset + len(values)].copy_(values)
+            brought = [row.view(dtype) for row in self.hosts.gather(own_part.view(torch.uint8))]
+            rows = {host * here + place: row for host, row in enumerate(brought)}
+            if here > 1:
+                views = [piece.view(dtype)[: count * width].view(count, width) for piece in self._pieces]
+                torch.stack(brought, out=views[place])
+                self.meeting.meet(doing)
+                rows = {host * here + other: view[host] for other, view in enumerate(views) for host in range(count)}
+            for rank, row in rows.items():
+                for part in parts if rank // here != self.rank // here else ():
+                    values = taken[part.tensor][_row(part, rank, lengths[part.tensor], len(taken[part.tensor]))]
+                    values.copy_(row[part.offset : part.offset + len(values)])
+            if here > 1:
+                self.meeting.meet(doing)
 
     @staticmethod
     def _shares(tensors: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[tuple[torch.dtype, int]]:

@@ -1,7 +1,7 @@
-"""Optimizer state of which each host has a part, made whole.
+"""Optimizer state and weights of which each host has a part, made whole.
 
-``optimizer.state_dict()``, ``master_parameters`` and ``close`` are called on all ranks, and each gets all of it. A checkpoint
-is written by the first rank, which asks the other hosts for each piece as it writes it; the first rank of each of them answers
+``state_dict()``, ``master_parameters`` and ``close`` are called on all ranks, and each gets all of it. A checkpoint is written
+by the first rank, which asks the other hosts for each piece as it writes it; the first rank of each of them answers
 until that one has ended (``PartsOnHosts.serve``). So no host needs room for the state of all to save it.
 """
 
@@ -26,12 +26,12 @@ _END = -1  # in place of the number of a tensor: nothing more is asked for
 @dataclass(frozen=True, slots=True)
 class WholeLater:
     """A tensor of which each host has a part, for a file that is written piece by piece. ``home``: with this host's part;
-    ``read``: returns its elements from one to another, in their order in memory. ``high``: of a remainder, the other half of
-    the fp32 values that are meant."""
+    ``read``: returns its elements from one to another, in their order in memory. ``high``: of a remainder, the same of the
+    other half of the fp32 values that are meant."""
 
     home: Tensor
     read: Callable[[int, int], Tensor]
-    high: Tensor | None = None
+    high: Callable[[int, int], Tensor] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -61,8 +61,9 @@ class WholeLater:
 
     def _in_memory(self, count: int) -> Iterator[Tensor]:
         for start in range(0, self.home.numel(), count):
-            piece = self.read(start, min(start + count, self.home.numel()))
-            yield piece if self.high is None else joined(flat(self.high)[start : start + len(piece)], piece)
+            stop = min(start + count, self.home.numel())
+            piece = self.read(start, stop)
+            yield piece if self.high is None else joined(self.high(start, stop), piece)
 
 
 class PartsOnHosts:
@@ -77,7 +78,7 @@ class PartsOnHosts:
         """Returns a copy of a tensor with the parts of all hosts; all ranks call it. ``part``: the elements that a host has, in
         their order in memory."""
         copy = torch.empty_like(home)
-        with self._around("for optimizer state that other hosts have: all ranks call state_dict, master_parameters and close"):
+        with self._around("for what other hosts have: all ranks call state_dict, master_parameters and close"):
             flat(copy)[part(self._me)].copy_(flat(home)[part(self._me)])
             for host, peer in enumerate(self._peers):
                 if len(values := flat(copy)[part(host)]):
@@ -88,7 +89,7 @@ class PartsOnHosts:
         """Returns elements of a tensor on the first rank, as those that ``serve`` send them. ``number``: its place among the
         tensors that all hosts have parts of."""
         piece = torch.empty(stop - start, dtype=home.dtype)
-        with self._around("for optimizer state to save"):
+        with self._around("for what other hosts have, to save it"):
             dist.broadcast(torch.tensor([number, start, stop]), self._peers[0], group=self._group)
             for host, peer in enumerate(self._peers):
                 low, high = max(start, part(host).start), min(stop, part(host).stop)

@@ -19,7 +19,7 @@ from mtcompile.distributed.meeting import RanksParted
 from mtcompile.distributed.shared_memory import common_memory, shared_memory
 from mtcompile.distributed.shares import HostShares, state_places
 from mtcompile.errors import MtcompileError, StepError
-from mtcompile.passes.step_graph import all_gather, all_reduce, broadcast, calls, is_collective, reduce_scatter
+from mtcompile.passes.step_graph import all_gather, all_reduce, broadcast, calls, gathers_parts, is_collective, reduce_scatter
 from mtcompile.runtime.schedule import Phase
 
 _SAMPLED, _SAMPLE = 4, 256  # parameters, and elements of each, that ranks compare before a backward
@@ -93,11 +93,17 @@ class Ranks:
                 "the first step; MT_RANKS_SHARE=0 gives each rank weights of its own"
             )
 
-    def common_memory(self, nbytes: int, fill: Callable[[Tensor], None], together: bool = False) -> Tensor:
+    def common_memory(
+        self,
+        nbytes: int,
+        fill: Callable[[Tensor], None],
+        together: bool = False,
+        elsewhere: Sequence[tuple[int, int]] = (),
+    ) -> Tensor:
         """Returns memory with what ``fill`` writes there, once for all ranks of this host: ``together``, for good; else as long
-        as nobody writes to it. All of them call it."""
+        as nobody writes to it. ``elsewhere``: the bytes that are other hosts'. All of them call it."""
         with self.reaching_others("to share weights"):
-            return common_memory(nbytes, self.me == 0, self.connection.gather_here, fill, together)
+            return common_memory(nbytes, self.me == 0, self.connection.gather_here, fill, together, elsewhere)
 
     def new_shares(self, parameters: Mapping[str, nn.Parameter], masters: bool) -> HostShares:
         """Makes what the ranks of this host have of a model between them, with memory for its optimizer state, which takes
@@ -148,15 +154,18 @@ class Ranks:
             with contextlib.suppress(StepError):
                 self._tell(b"", why)
 
-    def agree(self, step: fx.GraphModule, phase: Phase, parameters: Mapping[str, Tensor]) -> None:
+    def agree(
+        self, step: fx.GraphModule, phase: Phase, parameters: Mapping[str, Tensor], parts: Mapping[str, Tensor] | None = None
+    ) -> None:
         """Waits for all ranks to come here, and compares what they are going to run. Raises StepError, on all ranks, if one of
-        them has stopped or would run other collectives; and if the weights of this step are not the same everywhere."""
+        them has stopped or would run other collectives; and if the weights of this step are not the same everywhere. ``parts``:
+        what this host alone has of other weights."""
         sequence = self._sequence(step, phase)
         if not sequence:
             return
         self._check_together()
         sample = self._sample(parameters)
-        self._compare(parameters, sample)
+        self._compare({**parameters, **(parts or {})})
         digests = self._tell(sequence + sample)
         self._agreed = True
         self._backwards += phase == "backward"
@@ -202,8 +211,9 @@ class Ranks:
         """Lets values change until ``remember`` takes them again."""
         self._remembered = None
 
-    def _compare(self, parameters: Mapping[str, Tensor], sample: bytes) -> None:
-        if self._remembered is not None and self._remembered[0] == tuple(parameters) and self._remembered[1] != sample:
+    def _compare(self, parameters: Mapping[str, Tensor]) -> None:
+        known = self._remembered
+        if known is not None and known[0] == tuple(parameters) and known[1] != self._sample(parameters):
             raise StepError(
                 "weights that lie once for all ranks of the host have changed between two steps, and not by an update; load "
                 "them again (load_state_dict on all ranks). MT_RANKS_SHARE=0 gives each rank weights of its own"
@@ -259,12 +269,14 @@ class Ranks:
     def kernels(self, step: fx.GraphModule) -> dict[str, Callable[..., None]]:
         """The collectives of a schedule's network instructions, by name."""
         return {
-            call.name: functools.partial(self._run, call.target, call.meta["names"])
+            call.name: functools.partial(self._run, call.target, call.meta["names"], gathers_parts(call))
             for call in calls(step)
             if is_collective(call)
         }
 
-    def _run(self, collective: Any, names: Sequence[str], sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    def _run(
+        self, collective: Any, names: Sequence[str], of_parts: bool, sources: Sequence[Tensor], targets: Sequence[Tensor]
+    ) -> None:
         exchange, doing = self.connection.exchange, _DOING[collective]
         with self.reaching_others(doing), torch.no_grad():
             for name in names:
@@ -273,7 +285,7 @@ class Ranks:
                 flags = exchange.reduce_scatter(sources, targets, doing)
                 self.nonfinite.update(zip(names, flags, strict=True))
             elif collective is all_gather:
-                exchange.all_gather(sources, targets, doing)
+                (exchange.gather_parts if of_parts else exchange.all_gather)(sources, targets, doing)
             else:
                 (exchange.all_reduce if collective is all_reduce else exchange.broadcast)(sources, targets, doing)
 
@@ -281,7 +293,7 @@ class Ranks:
 _DOING = {
     all_reduce: "to combine gradients",
     reduce_scatter: "to combine gradients",
-    all_gather: "for the parameters that other hosts have updated",
+    all_gather: "for the parameters that other hosts have",
     broadcast: "for the buffers of rank 0",
 }
 

@@ -11,6 +11,9 @@ import torch
 
 from mtcompile.errors import MtcompileError
 
+_MAP_FIXED = 0x10
+_ONES_NBYTES = 16 * 2**20  # of ones, which are mapped as often as needed
+
 
 def shared_memory(nbytes: int, first: bool, gather: Callable[[int], Sequence[int]]) -> torch.Tensor:
     """Returns ``nbytes`` of memory that all ranks of a host see, zeros at first, as a tensor of bytes.
@@ -27,16 +30,53 @@ def common_memory(
     gather: Callable[[int], Sequence[int]],
     fill: Callable[[torch.Tensor], None],
     together: bool = False,
+    elsewhere: Sequence[tuple[int, int]] = (),
 ) -> torch.Tensor:
     """Returns memory with what ``fill`` writes to it on the first rank, which all ranks of a host have in common: ``together``,
     whatever a rank writes; else as long as nobody writes to it, for a rank that does gets pages of its own. Otherwise as
-    ``shared_memory``. Raises MtcompileError on all of them where they ask for different sizes."""
+    ``shared_memory``. ``elsewhere``: the bytes, from one place to another, that are other hosts': see ``hide``. Raises
+    MtcompileError on all of them where they ask for different sizes."""
     if len(sizes := set(gather(nbytes))) > 1:
         raise MtcompileError(f"expected the ranks of a host to share the same weights, found sizes of {sorted(sizes)} bytes")
     descriptor = _new_file(nbytes) if first else -1
     if first:
-        fill(torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8))
-    return _mapped(descriptor, nbytes, mmap.MAP_SHARED if together else mmap.MAP_PRIVATE, gather)
+        fill(memory := torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8))
+        for start, end in elsewhere:
+            free_pages(memory.data_ptr() + start, memory.data_ptr() + end)
+    memory = _mapped(descriptor, nbytes, mmap.MAP_SHARED if together else mmap.MAP_PRIVATE, gather)
+    hide(memory, elsewhere)
+    return memory
+
+
+def hide(memory: torch.Tensor, elsewhere: Sequence[tuple[int, int]]) -> None:
+    """Lets bytes of shared memory, from one place to another, be ones, which are NaN in every floating dtype: whoever reads
+    what is not here notices. Their whole pages take nothing, and what this process has written there is forgotten.
+
+    Raises MtcompileError where the system has no more mappings for this process."""
+    pages = [(-(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE) for start, end in elsewhere]
+    longest = min(_ONES_NBYTES, max((end - start for start, end in pages), default=0))
+    descriptor = _new_file(longest) if longest > 0 else -1
+    if longest > 0:
+        torch.frombuffer(mmap.mmap(descriptor, longest), dtype=torch.uint8).fill_(255)
+    system = ctypes.CDLL(None, use_errno=True)
+    system.mmap.restype = ctypes.c_void_p
+    flags, access = mmap.MAP_PRIVATE | _MAP_FIXED, mmap.PROT_READ | mmap.PROT_WRITE
+    for (start, end), (first, last) in zip(elsewhere, pages, strict=True):
+        if first >= last:
+            memory[start:end].fill_(255)
+            continue
+        memory[start:first].fill_(255)
+        memory[last:end].fill_(255)
+        for place in range(first, last, longest):
+            where, nbytes = memory.data_ptr() + place, min(longest, last - place)
+            size, offset = ctypes.c_size_t(nbytes), ctypes.c_long(0)
+            if system.mmap(ctypes.c_void_p(where), size, access, flags, descriptor, offset) != where:
+                raise MtcompileError(
+                    f"expected to map weights of other hosts, found {os.strerror(ctypes.get_errno())}; raise "
+                    "vm.max_map_count, or MT_RANKS_SHARD=state leaves whole weights on each host"
+                )
+    if descriptor >= 0:
+        os.close(descriptor)
 
 
 def free_pages(start: int, end: int) -> None:

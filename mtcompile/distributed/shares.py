@@ -8,7 +8,8 @@ An update may begin as soon as its gradients have been combined: every rank of t
 the last time (``check_reads`` proves it of each schedule). All shares are written once all ranks have met after the backward.
 
 Of several hosts, each has the weights, and of their state what its ranks update: shares are then those of all ranks, in their
-order, and an all-gather brings what other hosts have updated.
+order, and an all-gather brings what other hosts have updated. Or each has a part of the weights, too: memory holds NaN in place
+of the others, and a gather behind each read makes them whole (``parts``).
 """
 
 from __future__ import annotations
@@ -64,9 +65,11 @@ class HostShares:
         self.elsewhere: PartsOnHosts | None = None  # the way to the state of other hosts' shares
         self.saving = False  # the first rank writes a checkpoint, and other hosts serve it
         self.names: set[str] = set()  # of the parameters
+        self.parts: dict[str, nn.Parameter] = {}  # those of which this host has a part
         self._homes: dict[tuple[str, str], Tensor] = {}
         self._written: list[nn.Parameter] = []
         self._versions: dict[str, tuple[nn.Parameter, int]] = {}
+        self._last_keys: dict[int, str] = {}  # of a part in the state_dict that was asked for last, by the parameter's id
 
     def nbytes(self) -> dict[str, int]:
         """Returns the bytes of optimizer state and of masters that lie here, once for the host."""
@@ -77,6 +80,10 @@ class HostShares:
         """Returns the same bytes with those that other hosts have."""
         masters = sum(home.nbytes for (_, key), home in self._homes.items() if key == REMAINDER)
         return {"optimizer": sum(home.nbytes for home in self._homes.values()) - masters, "masters": masters}
+
+    def nbytes_elsewhere(self) -> int:
+        """Returns the bytes of weights that other hosts alone have."""
+        return sum(end - start for parameter in self.parts.values() for start, end in self.elsewhere_in(parameter))
 
     def _nbytes_here(self, home: Tensor) -> int:
         own = self.part_of_host(home, self._me // self.here if self.hosts > 1 else 0)
@@ -100,7 +107,9 @@ class HostShares:
             entry = optimizer.state[parameter]
             backward.allocated_state |= not entry
             own = self._share(parameter)
-            grad = grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
+            if grad.shape != (min(parameter.numel(), share_length(parameter.numel(), self.here * self.hosts)),):
+                grad = flat(grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad))[own]
+            grad = grad[: own.stop - own.start]  # of these elements alone, as a reduce-scatter leaves it
             self._move_in(name, parameter, entry, master)
             if masters is not None and master is not None:
                 scale = 1.0 if factor is None else float(factor)
@@ -110,7 +119,7 @@ class HostShares:
                     change(self._staged(name, parameter, entry, master), grad)
             else:
                 staged = self._staged(name, parameter, entry, None)
-                update_plain(backward, {name: flat(grad)[own]}, factor, staged)
+                update_plain(backward, {name: grad}, factor, staged)
                 for key, value in staged.state.items():
                     entry[key] = self._at_home(name, key, parameter, value) if (name, key) in self._offsets else value
             self._written.append(parameter)
@@ -176,8 +185,8 @@ class HostShares:
 
     def check(self) -> None:
         """Raises StepError if this rank has written to a parameter by itself that other ranks of the host read."""
-        for name, (parameter, version) in self._versions.items() if self.here > 1 else ():
-            if parameter._version != version:
+        for name, (parameter, version) in self._versions.items():
+            if parameter._version != version and (self.here > 1 or name in self.parts):
                 raise StepError(
                     f"{name} was written to between two steps, and lies once for all ranks of the host, so that a write of one "
                     "rank changes it for all, and writes of several add up. Load the weights again (load_state_dict on all "
@@ -208,57 +217,87 @@ class HostShares:
 
     def whole(self, tensor: Tensor) -> Tensor:
         """Returns a copy with the parts of all hosts, where a tensor is a home; all ranks call it. Any other as it is."""
-        if not any(tensor is home for home in self._homes.values()):
+        if not any(tensor is home for home in (*self._homes.values(), *self.parts.values())):
             return tensor
         if self.elsewhere is None:
             return tensor.clone(memory_format=torch.preserve_format)
-        return self.elsewhere.whole(tensor, self._parts_of(tensor))
+        return self.elsewhere.whole(tensor.detach(), self._parts_of(tensor))
+
+    def whole_weights(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """Puts whole tensors in place of this host's parts into a state_dict of a module, which all ranks ask for; for a
+        checkpoint that is written piece by piece, what reads them. Tied weights stay one tensor."""
+        own = {id(parameter) for parameter in self.parts.values()}
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) not in own or prefix + name not in state:
+                continue
+            key, last = prefix + name, self._last_keys.get(id(parameter), "")
+            tied = last != key and last in state
+            state[key] = state[last] if tied else self._read(parameter, self._numbers(), None)
+            self._last_keys[id(parameter)] = key
 
     def whole_state_dict(
         self, masters: Mapping[int, Master], optimizer: torch.optim.Optimizer, state: dict[str, Any]
     ) -> dict[str, Any]:
         """Puts whole tensors in place of this host's parts into a state_dict, which all ranks ask for; for a checkpoint that is
         written piece by piece, what reads them. ``masters``: by a parameter's id."""
-        numbers, entries = {id(home): number for number, home in enumerate(self._served())}, dict(state["state"])
+        numbers, entries = self._numbers(), dict(state["state"])
         for index, parameter in numbered(optimizer, state):
             entry, master = entries.get(index, {}), masters.get(id(parameter))
             parts = {key: value for key, value in entry.items() if id(value) in numbers}
             if master is not None and id(master.remainder) in numbers:
                 parts[MASTER] = master.remainder
             if parts:
-                high = parameter.detach()
-                whole = {
-                    key: self._read(home, numbers[id(home)], high if key == MASTER else None) for key, home in parts.items()
-                }
+                whole = {key: self._read(home, numbers, parameter if key == MASTER else None) for key, home in parts.items()}
                 entries[index] = {**entry, **whole}
         self.release_others()
         return {**state, "state": entries}
 
-    def _read(self, home: Tensor, number: int, high: Tensor | None) -> Tensor | WholeLater:
-        assert self.elsewhere is not None
+    def _read(self, home: Tensor, numbers: Mapping[int, int], high: Tensor | None) -> Tensor | WholeLater:
+        """Returns a whole tensor, or what will read it. ``high``: the parameter of a remainder, with which it is joined."""
         if not self.saving:
             whole = self.whole(home)
-            return whole if high is None else joined(high, whole)
-        return WholeLater(home, functools.partial(self.elsewhere.read, number, home, self._parts_of(home)), high)
+            return whole if high is None else joined(self.whole(high).detach(), whole)
+        return WholeLater(home.detach(), self._reading(home, numbers), None if high is None else self._reading(high, numbers))
+
+    def _reading(self, tensor: Tensor, numbers: Mapping[int, int]) -> Callable[[int, int], Tensor]:
+        """Returns a function that reads elements of a tensor, from one to another, in their order in memory."""
+        if (number := numbers.get(id(tensor))) is None:
+            return lambda start, stop: flat(tensor.detach())[start:stop]
+        assert self.elsewhere is not None
+        return functools.partial(self.elsewhere.read, number, tensor.detach(), self._parts_of(tensor))
+
+    def _numbers(self) -> dict[int, int]:
+        """Returns the place of each tensor, by its id, among those that ``serve`` sends."""
+        return {id(tensor): number for number, tensor in enumerate(self._served())}
 
     def serve(self) -> None:
         """Sends the first rank this host's parts of what it saves."""
         if self.elsewhere is not None:
-            self.elsewhere.serve([(home, self._parts_of(home)) for home in self._served()])
+            self.elsewhere.serve([(home.detach(), self._parts_of(home)) for home in self._served()])
 
     def _served(self) -> list[Tensor]:
-        """Returns the homes, in an order that is that of all ranks."""
-        return [self._homes[key] for key in sorted(self._homes)]
+        """Returns what hosts have parts of, in an order that is that of all ranks."""
+        return [*(self._homes[key] for key in sorted(self._homes)), *(self.parts[name] for name in sorted(self.parts))]
 
     def _parts_of(self, home: Tensor) -> Callable[[int], slice]:
         return functools.partial(self.part_of_host, home)
 
+    def own_parts(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns this host's elements of those of some parameters that it has a part of."""
+        host = self._me // self.here
+        return {n: flat(p.detach())[self.part_of_host(p, host)] for n, p in parameters.items() if n in self.parts}
+
+    def elsewhere_in(self, like: Tensor, offset: int = 0) -> list[tuple[int, int]]:
+        """Returns the bytes of a tensor, ``offset`` from where they are counted, that are other hosts'."""
+        own, width = self.part_of_host(like, self._me // self.here), like.element_size()
+        ranges = (offset, offset + own.start * width), (offset + own.stop * width, offset + like.numel() * width)
+        return [(start, end) for start, end in ranges if start < end]
+
     def release_others(self) -> None:
         """Frees the pages that values of other hosts' parts have taken, as a load writes whole tensors."""
         for home in self._homes.values() if self.elsewhere is not None else ():
-            own, width = self.part_of_host(home, self._me // self.here), home.element_size()
-            free_pages(home.data_ptr(), home.data_ptr() + own.start * width)
-            free_pages(home.data_ptr() + own.stop * width, home.data_ptr() + home.nbytes)
+            for start, end in self.elsewhere_in(home, home.data_ptr()):
+                free_pages(start, end)
 
 
 def _like(parameter: Tensor, dtype: torch.dtype) -> Tensor:

@@ -96,6 +96,19 @@ class Door(RunnablePlacement, Protocol):
         """Returns the bytes that all parameters take at home."""
         return 0
 
+    def before_copy(self) -> None:
+        """Raises StepError for a model whose weights a copy would not have."""
+        return
+
+    @property
+    def in_parts(self) -> bool:
+        """True where this process has parts of the weights alone, so that every forward must be planned."""
+        return False
+
+    def evaluation(self, compiled: CompiledStep) -> AbstractContextManager[None]:
+        """Surrounds a forward without a backward."""
+        return nullcontext()
+
     def training_call(self) -> AbstractContextManager[None]:
         """Surrounds a call that may train."""
         return nullcontext()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import weakref
@@ -134,7 +135,8 @@ class CompiledModel:
                 return self._initializing(lazy, args, kwargs)
         if (model := self.door.model()) is not None and not _needs_gradients(model, args, kwargs):
             self._surroundings.check_call(model.parameters(), False)
-            return self._without_gradients(model, args, kwargs)
+            with self.door.training_call() if self.door.in_parts else contextlib.nullcontext():
+                return self._without_gradients(model, args, kwargs)
         with self.door.training_call():
             return self._run(args, kwargs)
 

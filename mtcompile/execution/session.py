@@ -206,7 +206,8 @@ class Session:
     def infer(self, compiled: CompiledStep, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Runs a forward without a backward. Allowed at any time, in the memory that a waiting step leaves free."""
         self.drain()
-        _, outputs = self.runner.forward(compiled, inputs)
+        with self.door.evaluation(compiled):
+            _, outputs = self.runner.forward(compiled, inputs)
         self.last = self.last or compiled
         return outputs
 

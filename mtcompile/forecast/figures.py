@@ -17,11 +17,11 @@ from mtcompile.passes.analysis.state import (
     Budgets,
     held_nbytes,
     on_disk_nbytes,
-    param_nbytes,
     resident_nbytes,
     state_nbytes,
     state_on_disk_nbytes,
     trained_nbytes,
+    weights_nbytes,
     weights_on_disk_nbytes,
 )
 from mtcompile.passes.planning.candidates import Candidates
@@ -117,7 +117,7 @@ def _ledger(unplanned: Forecast, candidates: Candidates, planned: Planned) -> di
     """Returns tier -> part -> bytes at the moment when the tier is fullest. The parts of a tier add up to its peak.
     ``other``: what is held at all times beside training state: a generator's state, the step counters of optimizers."""
     schedule, step, budgets = planned.schedule, candidates.problem.step, candidates.problem.budgets
-    by_block = param_nbytes(step), trained_nbytes(step), state_nbytes(step, budgets), held_nbytes(step, budgets)
+    by_block = weights_nbytes(step, budgets), trained_nbytes(step), state_nbytes(step, budgets), held_nbytes(step, budgets)
     own = [{block: budgets.part_of(block, nbytes) for block, nbytes in part.items()} for part in by_block[:3]]
     by_block = own[0], own[1], own[2], by_block[3]
     on_disk: tuple[dict[str, int] | None, ...] = (None,) * len(by_block)

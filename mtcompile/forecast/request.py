@@ -26,7 +26,7 @@ from mtcompile.optim.precision import Precision
 from mtcompile.optim.state_sizes import average_copies, is_elementwise, state_nbytes
 from mtcompile.options import FASTEST
 from mtcompile.passes.analysis.cost import Machine
-from mtcompile.passes.analysis.state import Budgets, is_trained
+from mtcompile.passes.analysis.state import Budgets, is_trained, with_parts
 from mtcompile.passes.cuts.form import Form
 from mtcompile.passes.joint.accumulate import Micro
 from mtcompile.passes.joint.build import InputHomes
@@ -92,11 +92,11 @@ class AssumedPlacement:
             budgets = replace(budgets, disk_staging=staging_nbytes(parameters_nbytes))
         fixed = dict.fromkeys(step.meta["homes"].values(), "host") if self.ranks.count > 1 else fragment_homes(step)
         if budgets.sharing * budgets.hosts > 1:
-            sharded = tuple(sorted(fixed)) if budgets.hosts > 1 else ()
+            sharded = tuple(sorted(fixed)) if budgets.hosts == self.ranks.hosts else ()
             updates = None if budgets.updates is None else replace(budgets.updates, sharded=sharded)
             budgets = replace(budgets, once=frozenset(fixed), updates=updates)
         if self.make_optimizer is None:
-            return budgets, fixed
+            return with_parts(step, budgets, knobs.ranks_shard_weights()), fixed
         with without_memory():
             trained = [(spec.name, node.meta["val"]) for spec, node in inputs_of(step) if is_trained(spec)]
             parameters = {name: nn.Parameter(torch.empty_like(value, device="cpu")) for name, value in trained}
@@ -105,7 +105,8 @@ class AssumedPlacement:
         copies, updates = average_copies(state, parameters), budgets.updates
         updates = None if updates is None else replace(updates, state_copies=copies)
         elementwise = budgets.disk_updates and is_elementwise(optimizer)
-        return replace(budgets, state=state, state_copies=copies, updates=updates, disk_updates=elementwise), fixed
+        budgets = replace(budgets, state=state, state_copies=copies, updates=updates, disk_updates=elementwise)
+        return with_parts(step, budgets, knobs.ranks_shard_weights()), fixed
 
 
 def sized_step(request: ForecastRequest, batch: int, seq: int, like: SizedStep | None = None) -> SizedStep:

@@ -132,7 +132,7 @@ class Masters:
         """The fp32 masters by name, joined from their two planes."""
         for master in self:
             self._notice_writes(master)
-        return {m.name: joined(m.parameter.detach(), self.whole(m.remainder)) for m in self}
+        return {m.name: joined(self.whole(m.parameter).detach(), self.whole(m.remainder)) for m in self}
 
     def set(self, master: Master, value: Tensor) -> None:
         """Make ``value`` the master, exactly where it is fp32."""
@@ -313,22 +313,22 @@ class Masters:
     def staged_update(
         self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: Mapping[str, Any], scale: float, homes: Homes
     ) -> Callable[[Staged, Tensor], None]:
-        """Returns what updates pieces of one parameter that is at home elsewhere, given each and its gradient; counts its step
-        up."""
+        """Returns what updates pieces of one parameter that is at home elsewhere, given each and the gradient of the parameter,
+        or of the piece alone; counts its step up."""
         name, state = self.by_parameter[id(parameter)].name, optimizer.state[parameter]
         keys = STATES[class_name(optimizer)] if group.get("momentum", 1) else ()
         update = written_update(optimizer, parameter, group, scale)
         count_step(optimizer, parameter)
-        for key in keys:
-            if state.get(key) is None:
-                state[key] = homes.new_zeros(name, key, parameter, torch.float32)
+        for key in [key for key in keys if state.get(key) is None]:
+            state[key] = homes.new_zeros(name, key, parameter, torch.float32)
 
         def apply(staged: Staged, grad: Tensor) -> None:
             assert staged.remainder is not None
-            grad = grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
+            if grad.shape != staged.values.shape:
+                whole = grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
+                grad = flat(whole)[staged.start : staged.stop]
             states = tuple(staged.state[key] for key in keys) or (torch.empty(staged.values.numel()),)
-            piece = flat(grad.detach())[staged.start : staged.stop]
-            host_kernels.apply(update, Operands(staged.values, piece, states, staged.remainder))
+            host_kernels.apply(update, Operands(staged.values, grad.detach(), states, staged.remainder))
 
         return apply
 

@@ -30,8 +30,8 @@ _REDUCTIONS = {
     aten.mean.dim,
 }
 # Of a collective through the host's memory, reads and writes of what a rank has; of the network between hosts, crossings.
-_PASSES = {"all_reduce": 7, "reduce_scatter": 5, "all_gather": 4, "broadcast": 4}
-_CROSSINGS = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "broadcast": 2}
+_PASSES = {"all_reduce": 7, "reduce_scatter": 5, "all_gather": 4, "all_gather of parts": 4, "broadcast": 4}
+_CROSSINGS = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_gather of parts": 1, "broadcast": 2}
 _FUSION_GAIN = 3  # fused, fusible operations move one in so many of the bytes that they move one by one (an estimate)
 
 
@@ -106,10 +106,12 @@ class Machine:
     def collective_us(self, nbytes: int, hosts: int, kind: str) -> float:
         """The microseconds of a collective over ``nbytes`` of each rank, on a machine ``shared_by`` those of a host. A byte is
         read and written where the others see it, added up there in shares, and read and written back; a broadcast adds nothing
-        up, and a reduce-scatter gives nothing back. In an all-gather, each rank brings a share of what other hosts have.
+        up, and a reduce-scatter gives nothing back. In an all-gather, each rank brings a share of what other hosts have; of
+        parts at home, each rank then copies the whole.
         Between hosts, each host sends and receives the sum of its ranks about twice, or once where it needs a part of it."""
-        ranks = max(1, self.updating_ranks // hosts) if kind == "all_gather" else 1
-        through_host = _PASSES[kind] * nbytes / ranks / self.host_gbps
+        ranks = max(1, self.updating_ranks // hosts) if kind.startswith("all_gather") else 1
+        whole = 2 * nbytes if kind == "all_gather of parts" else 0
+        through_host = (_PASSES[kind] * nbytes / ranks + whole) / self.host_gbps
         return (through_host + _CROSSINGS[kind] * (hosts - 1) / hosts * nbytes / self.network_gbps) / 1e3
 
     def contention_us(self, nbytes: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import fx
@@ -34,7 +34,8 @@ class Budgets:
     long as without the disk's time a step may take; ``disk_days``: how many days of steps the drive must last; 0: any.
     ``disk_takes``: homes that an earlier program put on the host and that may go to disk all the same. ``exchange``: bytes of
     the host through which ranks combine gradients. ``sharing``: how many ranks of a host have the home blocks ``once`` between
-    them, with their state; each rank counts an equal part of these. ``hosts``: how many have a part each of that state."""
+    them, with their state; each rank counts an equal part of these. ``hosts``: how many have a part each of that state.
+    ``parts``: the home blocks of which each of these hosts has a part of the weights, too."""
 
     device: int | None = None
     host: int | None = None
@@ -54,6 +55,7 @@ class Budgets:
     sharing: int = 1
     once: frozenset[str] = frozenset()
     hosts: int = 1
+    parts: frozenset[str] = frozenset()
 
     @property
     def grad_copies(self) -> int:
@@ -136,13 +138,31 @@ def _sharded_state_nbytes(step: fx.GraphModule, budgets: Budgets) -> dict[str, i
     return sizes if budgets.state is not None else {block: int(n * budgets.state_copies) for block, n in sizes.items()}
 
 
+def weights_nbytes(step: fx.GraphModule, budgets: Budgets) -> dict[str, int]:
+    """The bytes of parameters by home block; of what hosts have parts of, those of the host with the largest."""
+    sizes = param_nbytes(step) | dict.fromkeys(budgets.parts, 0)
+    for spec, node in inputs_of(step) if budgets.parts else ():
+        if spec.role == "param" and (block := step.meta["homes"].get(spec.name)) in budgets.parts:
+            sizes[block] += part_of_host(placed(node.meta["nbytes"]), node.meta["val"].numel(), budgets)
+    return sizes
+
+
+def with_parts(step: fx.GraphModule, budgets: Budgets, wanted: bool | None) -> Budgets:
+    """Returns budgets under which each host has a part of the weights that hosts update parts of. ``wanted``: None where the
+    host is to have room for all that it holds otherwise."""
+    sharded = () if budgets.updates is None or budgets.hosts == 1 else budgets.updates.sharded
+    if wanted is None and budgets.host is not None:
+        wanted = sum(held_nbytes(step, budgets).values()) + budgets.exchange > budgets.host
+    return replace(budgets, parts=frozenset(sharded)) if wanted else budgets
+
+
 def held_nbytes(step: fx.GraphModule, budgets: Budgets) -> dict[str, int]:
     """The bytes held at all times by home block: weights, optimizer state, and gradients where they wait for optimizer.step()
     (an older one may be held while a new one is made). Of what ranks share, it is one rank's part; of what hosts share, that of
     the host with the largest."""
     trained, copies = trained_nbytes(step), budgets.grad_copies
     state = state_nbytes(step, budgets)
-    weights = param_nbytes(step).items()
+    weights = weights_nbytes(step, budgets).items()
     return {b: budgets.part_of(b, nbytes + copies * trained[b] + state[b]) for b, nbytes in weights}
 
 

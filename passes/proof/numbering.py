@@ -19,6 +19,7 @@ from mtcompile.passes.analysis.rows import index_of_gradient, keeps_zeros, looku
 from mtcompile.passes.analysis.slices import grouped_operands, is_sliceable, slice_view
 from mtcompile.passes.generators import replay, save_rng
 from mtcompile.passes.step_graph import (
+    all_gather,
     body_outputs,
     gradient_norms,
     gradient_scale,
@@ -74,7 +75,9 @@ class Numbering:
 
     def step(self, step: fx.GraphModule) -> dict[fx.Node, Number]:
         """Returns the numbers of a step graph's values."""
-        numbers = self._inputs(step.graph)
+        numbers = {
+            node: ("part", *number) if node.meta.get("part") else number for node, number in self._inputs(step.graph).items()
+        }
         several: dict[fx.Node, tuple[Number, ...]] = {}  # of a call's results
         for node in step.graph.nodes:
             if is_region(node):
@@ -184,7 +187,9 @@ class Numbering:
 
 
 def over_ranks(collective: Any, value: Number) -> Number:
-    """Numbers what a collective makes of the values that all ranks number so."""
+    """Numbers what a collective makes of the values that all ranks number so. Parts that are gathered are the whole."""
+    if collective is all_gather and value[0] == "part":
+        return value[1:]
     return (collective.__name__, *value)
 
 

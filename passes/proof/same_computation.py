@@ -25,6 +25,7 @@ from mtcompile.passes.step_graph import (
     body_outputs,
     broadcast,
     calls,
+    gathers_parts,
     gradient_norms,
     inputs_of,
     is_collective,
@@ -139,8 +140,12 @@ def _same_collectives(
         if call.target is update
         for name, item in zip(call.meta["names"], results(call), strict=False)
     }
+    parts = {spec.name: rewritten[node] for spec, node in inputs_of(step) if spec.role == "param"}
     for call in filter(is_collective, calls(step)):
-        numbers = {broadcast: buffers, all_gather: updated}.get(call.target, named)
+        if gathers_parts(call):
+            numbers = parts
+        else:
+            numbers = {broadcast: buffers, all_gather: updated}.get(call.target, named)
         expected = [over_ranks(call.target, numbers[name]) if name in numbers else () for name in call.meta["names"]]
         combined = [rewritten[item] for item in results(call)]
         expect(combined == expected, lambda c=call: f"{c.name} to name what it combines, found {c.meta['names']}")
@@ -170,9 +175,8 @@ def _same_updates(
             expect(spec.index in params, lambda s=spec: f"an update of a parameter, found {s}")
             param_spec, param = params[spec.index]
             grads[param_spec.name] = grad = _combined(step, spec, captured[one])
-            number, own = rewritten[other], [grad]
-            if number[0] == "all_gather":  # each rank updates some elements, and may have the gradient of these alone
-                number, own = number[1:], [grad, over_ranks(reduce_scatter, captured[one])]
+            number, own = rewritten[other], [grad, over_ranks(reduce_scatter, captured[one])]  # ``schedule`` checks which
+            number = number[1:] if number[0] == "all_gather" else number
             of_its_own = number[:2] == ("update", rewritten[param]) and number[2] in own
             expect(of_its_own, lambda s=spec: f"{s.name} to be updated by its own gradient")
             follows = other.meta.get("version_of") == param.name
@@ -281,6 +285,11 @@ def _expected(step: fx.GraphModule, call: fx.Node, item: fx.Node, captured: set[
     if is_collective(call):
         operand = operands[position]
         expect(operand.meta["tier"] == "host", lambda: f"{call.name} to take {operand.name} on the host")
+        if call.target is reduce_scatter:  # 64 elements or a multiple for each rank, or all of fewer
+            numel, share = operand.meta["val"].numel(), 64 * ranks_of(step)
+            numel = min(numel, 64 * -(-numel // share))
+            layout = _layout(torch.empty(numel, dtype=operand.meta["val"].dtype, device="meta"))
+            return layout, aligned(layout.nbytes), "host"
         return _layout(operand.meta["val"]), operand.meta["nbytes"], "host"
     if is_convert(call):
         layout = _layout(operands[position].meta["val"])._replace(dtype=call.kwargs["casts"][position]["dtype"])

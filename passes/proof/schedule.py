@@ -10,7 +10,7 @@ It shares no code with ``passes/lower``, whose mistakes it is there to find.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from mtcompile.passes.step_graph import (
     all_gather,
     body_outputs,
     calls,
+    gathers_parts,
     gradient_norms,
     gradient_scale,
     inputs_of,
@@ -46,6 +47,7 @@ from mtcompile.passes.step_graph import (
     ranks_of,
     read,
     recomputes,
+    reduce_scatter,
     results,
     source,
     step_outputs,
@@ -106,6 +108,8 @@ def _homes(step: fx.GraphModule, given: Given) -> None:
             tier = {"device": "device", "disk": "disk"}.get(given.plan.params(homes[spec.name]), "host")
         else:
             tier = spec.tier
+        part = spec.role == "param" and homes.get(spec.name) in given.budgets.parts
+        expect(bool(node.meta.get("part")) == part, lambda s=spec, p=part: f"{'a part' if p else 'all'} of {s.name} at home")
         expect(node.meta["tier"] == tier, lambda s=spec, t=tier, n=node: f"{s.name} on the {t}, found {n.meta['tier']}")
         if spec.role not in ("tangent", "constant"):
             tiers[spec.index] = tier
@@ -130,11 +134,22 @@ def _updates_as_asked(step: fx.GraphModule, given: Given) -> None:
             count: Any = call.kwargs["count"]
             scaled = len(call.args) == 2 * count + (updates is not None and updates.held)
             expect(scaled, lambda c=call: f"{c.name} to be scaled exactly where the norm of all gradients is asked for")
-            _gathered_as_asked(step, call, () if updates is None else updates.sharded)
+            shares = set() if updates is None else {*updates.sharded}
+            _scattered_as_asked(step, call, shares)
+            _gathered_as_asked(step, call, shares - given.budgets.parts if given.budgets.hosts > 1 else ())
 
 
-def _gathered_as_asked(step: fx.GraphModule, call: fx.Node, sharded: tuple[str, ...]) -> None:
-    """Checks that exactly those parameters are gathered after their update of which hosts update parts."""
+def _scattered_as_asked(step: fx.GraphModule, call: fx.Node, shares: Collection[str]) -> None:
+    """Checks that those parameters alone are updated by a share of their gradient of which each rank updates a share."""
+    count: Any = call.kwargs["count"]
+    for gradient, name in zip(call.args[count : 2 * count], call.meta["names"], strict=True):
+        made_by: Any = gradient.args[0]
+        right = made_by.target is not reduce_scatter or step.meta["homes"].get(name) in shares
+        expect(right, lambda n=name: f"all of the gradient of {n} for its update, found a share")
+
+
+def _gathered_as_asked(step: fx.GraphModule, call: fx.Node, sharded: Collection[str]) -> None:
+    """Checks that exactly those parameters are gathered after their update of which hosts update parts and have all."""
     for item, name in zip(results(call), call.meta["names"], strict=True):
         gathered = [user for user in item.users if user.target is all_gather]
         asked = step.meta["homes"].get(name) in sharded
@@ -195,8 +210,8 @@ def _made(call: fx.Node, item: fx.Node, leaves: bool) -> Buffer:
         return replace(buffer, returned=leaves)
     if call.target is prefetch_slices:  # of a value whose other slices are not there
         buffer = replace(buffer, value=f"{buffer.value}[{source(call.args[-1]).name}]")
-    if call.target is all_gather:
-        updated: Any = call.args[item.args[1]]
+    updated: Any = call.args[item.args[1]] if call.target is all_gather else None
+    if updated is not None and not gathers_parts(call):
         return replace(buffer, kind="home", version_of=str(updated.args[0].args[updated.args[1]]))
     if call.target is prefetch_rows:
         buffer = replace(buffer, value=f"{buffer.value}[rows {' '.join(map(str, call.args[1:]))}]")
@@ -319,7 +334,8 @@ def _resident(step: fx.GraphModule, given: Given) -> dict[str, int]:
         state = nbytes if budgets.state is None else budgets.state.get(spec.name, 0)
         if budgets.hosts > 1 and home in budgets.once:
             state = _of_largest_host(state, node.meta["val"].numel(), budgets)
-        by_home[home] = by_home.get(home, 0) + nbytes + (0 if budgets.state is None else state)
+        at_home = _of_largest_host(nbytes, node.meta["val"].numel(), budgets) if home in budgets.parts else nbytes
+        by_home[home] = by_home.get(home, 0) + at_home + (0 if budgets.state is None else state)
         if spec.differentiable:
             by_home[home] += nbytes if budgets.updates is None else 0
             estimated[home] = estimated.get(home, 0) + state

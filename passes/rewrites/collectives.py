@@ -4,19 +4,22 @@ Every rank has the gradients of its own batch. Their mean takes the place of eac
 updates, norms and ``p.grad`` see the same bits on all ranks. New versions of buffers (the statistics of a batch norm) are those
 of the first rank. Collectives are listed in the order in which the backward makes gradients, whatever a plan decides.
 
-Where hosts update parts of a parameter, each rank needs the elements of the gradient that it updates, and no others:
+Where ranks update shares of a parameter, each needs the elements of the gradient that it updates, and no others. Between hosts:
 
-    gradient --> reduce_scatter --> update of a part --> all_gather --> the whole parameter, on every host
+    gradient --> reduce_scatter --> its part --> update of a part --> all_gather --> the whole parameter, on every host
 
-Updates come in the order of a plan, and the gathers behind them too; before each phase ranks compare these orders.
+Updates come in the order of a plan, and the gathers behind them too; before each phase ranks compare these orders. Where hosts
+have parts of the weights as well, nothing is gathered behind the update, but before each copy to the device (``transfers``).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
+from mtcompile.passes.analysis.state import share_length
 from mtcompile.passes.insert import add_call
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.proof.same_computation import SameComputationError
@@ -33,11 +36,11 @@ from mtcompile.passes.step_graph import (
     update,
 )
 from mtcompile.runtime.happens_before import Order
-from mtcompile.runtime.schedule import Schedule
+from mtcompile.runtime.schedule import Schedule, aligned
 
 
 def combine_over_ranks(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-    """Puts an all-reduce behind each offload of gradients of parameters, or a reduce-scatter where hosts update parts of these,
+    """Puts an all-reduce behind each offload of gradients of parameters, a reduce-scatter where ranks update shares of these,
     and a broadcast behind each offload of buffers. Does nothing for one rank, or for a step without gradients."""
     if ranks_of(step) == 1 or not any(spec.kind == "grad" for spec in step.meta["outputs"]):
         return step
@@ -60,11 +63,19 @@ def combine_over_ranks(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
             node = step.graph.create_node("call_function", target, tuple(operands), name=name)
             names = tuple(step.meta["outputs"][position].name for position in positions)
             node.meta.update(phase=call.meta["phase"], block=call.meta["block"], names=names)
-            items = add_call(step.graph, node, [(f"{value.name}_{past}", dict(value.meta)) for value in operands])
+            metas = [{**value.meta, **(_share(step, value) if target is reduce_scatter else {})} for value in operands]
+            items = add_call(step.graph, node, [(f"{v.name}_{past}", meta) for v, meta in zip(operands, metas, strict=True)])
         for position, item in zip(positions, items, strict=True):
             values[position] = item
     output.args = (tuple(values),)
     return step
+
+
+def _share(step: fx.GraphModule, gradient: fx.Node) -> dict[str, Any]:
+    """Returns what describes the elements of a gradient that one rank updates, one behind the other."""
+    val = gradient.meta["val"]
+    share = torch.empty(min(val.numel(), share_length(val.numel(), ranks_of(step))), dtype=val.dtype, device="meta")
+    return {"val": share, "nbytes": aligned(share.nbytes)}
 
 
 _VERBS = {all_reduce: ("reduce", "reduced"), reduce_scatter: ("scatter", "scattered"), broadcast: ("share", "shared")}
@@ -79,18 +90,22 @@ def _is_scattered(step: fx.GraphModule, plan: Plan, name: str, parameter: fx.Nod
 
 
 def is_sharded(step: fx.GraphModule, plan: Plan, name: str) -> bool:
-    """Tells whether each host updates a part of a parameter."""
+    """Tells whether each rank updates a share of a parameter."""
     return plan.updates is not None and step.meta["homes"].get(name) in plan.updates.sharded
 
 
 def gather_over_hosts(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     """Puts an all-gather behind each update of parameters of which hosts update parts."""
-    if plan.updates is None or not plan.updates.sharded:
+    if plan.updates is None or not plan.updates.sharded or step.meta["hosts"] == 1:
         return step
     gathered: dict[fx.Node, fx.Node] = {}
     for call in [call for call in calls(step) if call.target is update]:
         names: Any = call.meta["names"]
-        parts = [item for item in results(call) if is_sharded(step, plan, names[item.args[1]])]
+        parts = [
+            item
+            for item in results(call)
+            if is_sharded(step, plan, name := names[item.args[1]]) and step.meta["homes"][name] not in plan.parts
+        ]
         if not parts:
             continue
         with step.graph.inserting_before(results(call)[-1].next):

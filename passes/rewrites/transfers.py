@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from torch import fx
 
 from mtcompile.passes.analysis.slices import read_by_slices
-from mtcompile.passes.insert import add_move
+from mtcompile.passes.insert import add_call, add_move
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.step_graph import (
+    all_gather,
     inputs_of,
     is_region,
     kernel_of,
@@ -25,12 +26,12 @@ from mtcompile.passes.step_graph import (
     results,
     write,
 )
-from mtcompile.runtime.schedule import PHASES
+from mtcompile.runtime.schedule import PHASES, Phase
 
 
 def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     """Puts before each region one prefetch per home block of the host values it reads (parameters, buffers, inputs), and one
-    read before the prefetch of what is on disk.
+    read before the prefetch of what is on disk, or one all-gather where each host has a part.
 
     Parameters whose home is the device are marked so and read in place. Those that stay are not fetched again in the backward:
     it reads what the forward fetched last.
@@ -41,6 +42,7 @@ def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         home = homes.get(spec.name)  # none: nothing that counts reads it
         if spec.role == "param" and home is not None and (tier := plan.params(home)) in ("device", "disk"):
             node.meta["tier"] = tier
+        node.meta["part"] = spec.role == "param" and home in plan.parts
     order, indices = regions(step), _indices_of_rows(step)
     staying: dict[fx.Node, fx.Node] = {}  # parameters, and what the forward fetched of them
     for position, region in enumerate(order):
@@ -61,6 +63,9 @@ def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
             if values[0].meta["tier"] == "disk":
                 with step.graph.inserting_before(_issue_point(order, position, plan.lookahead + plan.disk_lookahead)):
                     at_home = add_move(step.graph, read, values, about, f"read_{name}")
+            elif values[0].meta["part"]:  # one region before the copy, so that one is gathered while another crosses
+                with step.graph.inserting_before(_issue_point(order, position, plan.lookahead + 1)):
+                    at_home = _gathered(step.graph, values, about, f"gather_{name}")
             # Which slices have rows is known once the region has run that computes it.
             ahead = plan.lookahead if end is None else min(plan.lookahead, position - order.index(end.args[0]) - 1)
             with step.graph.inserting_before(_issue_point(order, position, ahead)):
@@ -72,6 +77,13 @@ def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
                 if stays:
                     staying[value] = arrived
     return step
+
+
+def _gathered(graph: fx.Graph, values: list[fx.Node], about: tuple[Phase, int], name: str) -> list[fx.Node]:
+    """Appends an all-gather of parameters of which each host has a part, and returns them whole, on the host."""
+    call = graph.create_node("call_function", all_gather, tuple(values), name=name)
+    call.meta.update(phase=about[0], block=about[1], names=tuple(value.meta["name"] for value in values))
+    return add_call(graph, call, [(f"{value.name}_whole", {**value.meta, "part": False}) for value in values])
 
 
 def _ends_of_slices(step: fx.GraphModule, region: fx.Node) -> dict[fx.Node, fx.Node]:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import mtcompile
+from mtcompile.errors import StepError
 from tests.ranks.reference import adamw, generator_of, model
 
 MASTERS: dict[str, Any] = {"update": "backward", "precision": "bf16-master32"}
 BUDGET = "200KB"  # too little for all weights and activations
 
 
-def compiled(rank: int, make: Any = adamw, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+def compiled(rank: int, make: Any = adamw, memory: str = BUDGET, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
     """The model of a rank, built with other weights than those of rank 0, whose are taken."""
     plain = model(seed=rank)
     optimizer = make(plain)
-    return mtcompile.compile(plain, memory=BUDGET, optimizer=optimizer, **options), optimizer
+    return mtcompile.compile(plain, memory=memory, optimizer=optimizer, **options), optimizer
 
 
 def train(rank: int, steps: Any, clip: float | None = None, **options: Any) -> Any:
@@ -64,6 +67,13 @@ def step(ours: nn.Module, optimizer: torch.optim.Optimizer, rank: int, seed: int
     generator = torch.Generator().manual_seed(10 * seed + rank)
     ours(torch.randn(4, 512, generator=generator).bfloat16()).backward()
     optimizer.step()
+
+
+def refused(act: Callable[[], None]) -> str:
+    """The error that says why something cannot be done."""
+    with pytest.raises(StepError) as error:
+        act()
+    return str(error.value)
 
 
 def mapping_of(tensor: torch.Tensor) -> dict[str, str]:

@@ -24,10 +24,11 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A model with tied weights, a frozen weight, an unused one, and dropout."""
+    """A model with tied weights, a frozen weight, an unused one, a scalar, and dropout."""
 
     def __init__(self, blocks: int = 2) -> None:
         super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
         self.embedding, self.unused = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(3, 3)
         self.layers = nn.ModuleList(Block() for _ in range(blocks))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
@@ -35,7 +36,7 @@ class Model(nn.Module):
         self.layers[0].up.weight.requires_grad_(False)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(ids)
+        x = self.scale * self.embedding(ids)
         for layer in self.layers:
             x = layer(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
@@ -44,6 +45,27 @@ class Model(nn.Module):
 def model(seed: int = 0) -> Model:
     torch.manual_seed(seed)
     return Model()
+
+
+class Small(nn.Module):
+    """A model for tests that are to be short."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(16, 80), nn.Dropout(0.1), nn.Linear(80, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.down(self.drop(torch.tanh(self.up(x)))), x)
+
+
+def small(seed: int = 0) -> Small:
+    torch.manual_seed(seed)
+    return Small()
+
+
+def batches_of(number: int, count: int) -> list[tuple[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(number)
+    return [(torch.randn(3, 16, generator=generator),) for _ in range(count)]
 
 
 def adamw(of: nn.Module) -> torch.optim.Optimizer:

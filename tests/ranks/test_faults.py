@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+import mtcompile
 from mtcompile.distributed.meeting import RanksParted
 from mtcompile.errors import StepError
 from tests.ranks import job
 from tests.ranks.compiled import compiled
-from tests.ranks.reference import batches
+from tests.ranks.reference import adamw, batches, batches_of, small
 
 _TIMEOUT_S = 4
 
@@ -55,7 +56,7 @@ def with_errors(rank: int, count: int) -> dict[str, Any]:
             found["errors"].append(str(error))
         optimizer.step()
     if rank == 1:
-        ours._mt_model.door.ranks.connection.exchange.all_reduce = lambda *_: time.sleep(60)
+        ours._mt_model.door.ranks.connection.exchange.reduce_scatter = lambda *_: time.sleep(60)
         signal.alarm(30)
     else:
         threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
@@ -127,3 +128,25 @@ def test_a_stopped_rank_ends_the_job_when_its_time_is_over(tmp_path: Path) -> No
     reason = f"rank 1 (process {processes[1].pid}) did not come within {_TIMEOUT_S} s (MT_RANKS_TIMEOUT)"
     assert all(reason in each for each in told) and any("its process is stopped" in each for each in told)
     assert all(survivor["changed"] == [] for survivor in (first, last))
+
+
+def stopped_early(rank: int, count: int) -> dict[str, Any]:
+    plain = small()
+    ours: Any = mtcompile.compile(plain, memory="100KB", optimizer=adamw(plain), update="backward")
+    loss = ours(*batches_of(0, count)[rank])
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(RanksParted) as error:
+        loss.backward()
+    return {"error": str(error.value), "took": time.monotonic() - began}
+
+
+def test_a_stopped_rank_ends_a_small_job_when_its_time_is_over(tmp_path: Path) -> None:
+    first, second = processes = job.start(stopped_early, 2, tmp_path, timeout_s=_TIMEOUT_S)
+    first.join(60)
+    second.kill()
+    found, nothing = job.ended(processes, tmp_path)
+    assert nothing is None and found["took"] < 4 * _TIMEOUT_S
+    told = f"rank 1 (process {second.pid}) did not come within {_TIMEOUT_S} s (MT_RANKS_TIMEOUT)"
+    assert told in found["error"] and "its process is stopped" in found["error"]

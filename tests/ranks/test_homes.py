@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ import torch
 from torch import nn
 
 import mtcompile
-from mtcompile.errors import StepError
 from tests.ranks import job
-from tests.ranks.compiled import mapping_of, step, train, wide
+from tests.ranks.compiled import mapping_of, refused, step, train, wide
 from tests.ranks.reference import OPTIMIZERS, adamw, batches, differing, generator_of, model, trained
 
 
@@ -55,12 +53,6 @@ def once(rank: int, count: int) -> dict[str, Any]:
     ours.layers[0].weight.data = ours.layers[0].weight.data.clone()
     found["errors"].append(refused(lambda: step(ours, optimizer, rank, 4)))
     return found
-
-
-def refused(act: Callable[[], None]) -> str:
-    with pytest.raises(StepError) as error:
-        act()
-    return str(error.value)
 
 
 def test_a_host_has_weights_masters_and_state_once(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import fx
 
 import mtcompile
 from mtcompile.forecast.result import Forecast
-from mtcompile.passes.analysis.state import NO_LIMITS
+from mtcompile.passes.analysis.state import NO_LIMITS, held_nbytes, with_parts
 from mtcompile.passes.planning import candidates, frontier
 from mtcompile.passes.proof.numbering import over_ranks
 from mtcompile.passes.proof.same_computation import SameComputationError, same_computation
@@ -54,6 +54,19 @@ def sharded() -> Forecast:
         for name in ("MOST_SEARCHED", "MOST_POINTS"):
             patch.setattr(candidates, name, 2)
         patch.setattr(frontier, "ROUNDS", 1)
+        one_block = functools.partial(Model, blocks=1)
+        return mtcompile.plan(one_block, {"ids": ids, "labels": labels}, memory="200KB", update="backward", hosts=2)
+
+
+@pytest.fixture(scope="module")
+def in_parts() -> Forecast:
+    """A step of two hosts, which have a part each of the weights."""
+    ids, labels = batches(1, 1)[0][0]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MOST_SEARCHED", "MOST_POINTS"):
+            patch.setattr(candidates, name, 2)
+        patch.setattr(frontier, "ROUNDS", 1)
+        patch.setenv("MT_RANKS_SHARD", "weights")
         one_block = functools.partial(Model, blocks=1)
         return mtcompile.plan(one_block, {"ids": ids, "labels": labels}, memory="200KB", update="backward", hosts=2)
 
@@ -106,6 +119,50 @@ def test_parts_of_parameters_are_updated_by_parts_of_gradients_and_gathered(
     with pytest.raises(SameComputationError):
         same_computation(sharded.joint, step)
         check_schedule(step, sharded.planned.schedule, given)
+
+
+def fetch_a_part(step: fx.GraphModule) -> None:
+    """Leaves out what makes a weight whole."""
+    for item in results(call := call_of(step, all_gather)):
+        item.replace_all_uses_with(call.args[item.args[1]])
+        step.graph.erase_node(item)
+    step.graph.erase_node(call)
+
+
+def gather_another(step: fx.GraphModule) -> None:
+    call = call_of(step, all_gather)
+    other = next(each for each in calls(step) if each.target is all_gather and each.meta["names"] != call.meta["names"])
+    call.args, call.meta["names"] = other.args, other.meta["names"]
+
+
+def call_a_part_whole(step: fx.GraphModule) -> None:
+    for node in step.graph.nodes:
+        if node.meta.get("part"):
+            node.meta["part"] = False
+
+
+@pytest.mark.parametrize("damage", [fetch_a_part, gather_another, gather_under_another_name, call_a_part_whole])
+def test_parts_of_weights_are_whole_before_they_are_read(in_parts: Forecast, damage: Callable[[fx.GraphModule], None]) -> None:
+    step, planned = step_of(in_parts), in_parts.planned
+    assert in_parts.joint is not None and in_parts.problem is not None and planned is not None
+    phases = {call.meta["phase"] for call in calls(step) if call.target is all_gather}
+    assert phases == {"forward", "backward"} and "each host has a part" in str(planned.plan)
+    given = Given(planned.plan, in_parts.problem.budgets, ranks=2)
+    same_computation(in_parts.joint, step)
+    damage(step)
+    with pytest.raises(SameComputationError, match="I5"):
+        same_computation(in_parts.joint, step)
+        check_schedule(step, planned.schedule, given)
+
+
+@pytest.mark.parametrize(("room", "parts"), [(1, False), (-1, True)])
+def test_hosts_have_parts_of_weights_where_they_have_no_room_for_all(in_parts: Forecast, room: int, parts: bool) -> None:
+    assert in_parts.problem is not None
+    step, budgets = in_parts.problem.step, replace(in_parts.problem.budgets, parts=frozenset())
+    whole = sum(held_nbytes(step, budgets).values()) + budgets.exchange
+    limited = with_parts(step, replace(budgets, host=whole + room), None)
+    assert bool(limited.parts) == parts
+    assert (sum(held_nbytes(step, limited).values()) + budgets.exchange < whole) == parts
 
 
 def test_the_next_version_of_a_gathered_parameter_is_proven(sharded: Forecast) -> None:
@@ -170,6 +227,15 @@ def test_a_step_with_other_collectives_is_refused(planned: Forecast, damage: Cal
         same_computation(planned.joint, step)
 
 
+def test_a_share_of_a_gradient_is_for_the_update_of_a_share_alone(planned: Forecast) -> None:
+    assert planned.planned is not None and planned.planned.plan.updates is not None
+    step, updates = step_of(planned), planned.planned.plan.updates
+    assert {call.target for call in filter(is_collective, calls(step))} == {reduce_scatter}  # one host: nothing to gather
+    given = Given(planned.planned.plan, replace(NO_LIMITS, updates=replace(updates, sharded=())), ranks=2)
+    with pytest.raises(SameComputationError, match="for its update, found a share"):
+        check_schedule(step, planned.planned.schedule, given)
+
+
 def test_a_collective_waits_for_its_gradients_and_updates_wait_for_it(planned: Forecast) -> None:
     assert planned.planned is not None
     schedule = from_json(planned.planned.schedule.to_json())
@@ -200,7 +266,7 @@ def test_it_is_drawn_and_interpreted_and_numbered(planned: Forecast) -> None:
     step = step_of(planned)
     assert "combined over all ranks" in dot(step)
     call = next(filter(is_collective, calls(step)))
-    assert over_ranks(call.target, (3,)) == ("all_reduce", 3)
+    assert over_ranks(call.target, (3,)) == ("reduce_scatter", 3)
     assert torch.equal(all_reduce(torch.ones(2))[0], torch.ones(2))
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mtcompile
+from mtcompile.distributed.batches import device_taken
 from mtcompile.errors import StepError
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us
@@ -264,3 +265,31 @@ def test_what_is_distributed_already_and_what_differs_is_refused(tmp_path: Path)
         assert "rank 1 has other names, shapes" in other
         assert "expected no disk=" in disk
         assert late.startswith("the model was called by DistributedDataParallel, to which")
+
+
+def of_another_backend(rank: int, count: int) -> dict[str, Any]:
+    """Trains with a group that has no backend for tensors of the host, as one of NCCL alone."""
+
+    def gloo(store: Any, rank: int, count: int, timeout: Any) -> Any:
+        return dist.ProcessGroupGloo(store, rank, count, timeout)
+
+    dist.Backend.register_backend("of_gpus", gloo, devices=["cuda"])
+    group = dist.new_group(backend="of_gpus")
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        dist.all_reduce(torch.ones(1), group=group)
+    steps = batches(2, count)
+    ours = train(rank, steps, update="backward", process_group=group)
+    return {"different": differing(ours, trained(model(), steps)), "taken": device_taken(dist.get_backend_config(group))}
+
+
+@pytest.mark.long
+def test_a_group_without_a_backend_for_the_host_trains_through_one_of_gloo(tmp_path: Path) -> None:
+    assert job.run(of_another_backend, 2, tmp_path) == [{"different": [], "taken": "cuda"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"),
+    [("cpu:gloo,cuda:gloo", "cpu"), ("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl", "cuda"), ("xpu:xccl", "xpu")],
+)
+def test_sums_over_a_group_are_of_tensors_that_it_takes(backends: str, device: str) -> None:
+    assert device_taken(backends) == device

@@ -13,10 +13,11 @@ import torch
 import mtcompile
 from mtcompile import checkpoint
 from tests.ranks import job
-from tests.ranks.reference import adamw, batches, differing, generator_of, model, trained
+from tests.ranks.reference import adamw, batches, batches_of, differing, generator_of, model, small, trained
 
 ONE_HOST = ("aa", "aaaa", "aaaa", "aa", "a", "aaaa")  # the host of each rank, one step each
-SEVERAL = ("ab", "aabb", "abcd", "aa", "a", "ab")  # of which each has a part of the optimizer state
+FEWER_AND_MORE = ("aabb", "aa", "a", "aaaa")  # of a small model, whose hosts have parts of the weights
+SEVERAL = ("ab", "aabb", "abcd", "aa", "a", "ab")  # of which each has a part
 
 
 def stage(folder: Path, number: int, rank: int, count: int) -> dict[str, Any]:
@@ -37,8 +38,11 @@ def stage(folder: Path, number: int, rank: int, count: int) -> dict[str, Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stages", [ONE_HOST, SEVERAL])
-def test_a_training_resumes_under_more_and_fewer_ranks_and_hosts(stages: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stages", "shard"), [(ONE_HOST, "state"), (SEVERAL, "state"), (SEVERAL, "weights")])
+def test_a_training_resumes_under_more_and_fewer_ranks_and_hosts(
+    stages: tuple[str, ...], shard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MT_RANKS_SHARD", shard)
     folder, plain = tmp_path / "run", model()
     optimizer, states = adamw(plain), [generator_of(rank) for rank in range(4)]
     for number, hosts in enumerate(stages):
@@ -58,3 +62,35 @@ def test_a_training_resumes_under_more_and_fewer_ranks_and_hosts(stages: tuple[s
         for index, entry in state.state_dict()["state"].items():
             assert all(torch.equal(value, expected[index][key]) for key, value in entry.items())
     assert sorted(path.name for path in folder.glob("rank-*")) == ["rank-0001", "rank-0002", "rank-0003"]
+
+
+def small_stage(folder: Path, number: int, rank: int, count: int) -> dict[str, Any]:
+    """Goes on from the checkpoint of the stage before, for one step."""
+    plain = small(seed=rank + number)
+    optimizer = adamw(plain)
+    ours: Any = mtcompile.compile(plain, memory="100KB", optimizer=optimizer, update="backward")
+    if number:
+        assert checkpoint.load(folder, ours, optimizer).step == number
+    torch.set_rng_state(generator_of(rank))
+    ours(*batches_of(number, count)[rank]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    checkpoint.save(folder, ours, optimizer, step=number + 1)
+    return {"parts": len(ours._mt_model.door.shares.parts) if count > 1 else 0}
+
+
+def test_a_training_goes_on_under_fewer_and_more_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MT_RANKS_SHARD", "weights")
+    folder, plain = tmp_path / "run", small()
+    optimizer = adamw(plain)
+    for number, hosts in enumerate(FEWER_AND_MORE):
+        (at := tmp_path / str(number)).mkdir()
+        found = job.run(functools.partial(small_stage, folder, number), len(hosts), at, tuple(hosts))
+        assert found == [{"parts": 4 if "b" in hosts else 0}] * len(hosts)
+        trained(plain, [batches_of(number, len(hosts))], lambda of: optimizer, hosts=len({*hosts}))
+        loaded = small(seed=9)
+        state = adamw(loaded)
+        assert checkpoint.load(folder, loaded, state).step == number + 1
+        assert differing(loaded, plain) == []
+        for index, entry in optimizer.state_dict()["state"].items():
+            assert all(torch.equal(value, state.state_dict()["state"][index][key]) for key, value in entry.items())

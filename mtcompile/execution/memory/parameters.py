@@ -42,12 +42,13 @@ class ParameterPlace:
 @dataclass(slots=True)
 class Slab:
     """The memory of one block's parameters. ``tier``: where it should be; the next ``adopt`` moves it there. ``common``: other
-    processes have the parameters there too; ``together``: and see what this one writes."""
+    processes have the parameters there too; ``together``: and see what this one writes; ``parts``: other hosts have parts."""
 
     tier: str
     memory: torch.Tensor
     common: bool = False
     together: bool = False
+    parts: bool = False
 
 
 Fill = Callable[[torch.Tensor], None]
@@ -104,7 +105,7 @@ class ParameterStore:
         self, blocks: Mapping[str, str], parameters: Mapping[str, torch.nn.Parameter], device_nbytes: int | None, most: int
     ) -> None:
         """Starts to pin as much memory as every plan will have for blocks at home on the host, up to ``most`` bytes."""
-        sizes = [_offsets(names, parameters, "host")[1] for names in self._without_home(blocks, parameters).values()]
+        sizes = [offsets_in_slab(names, parameters, "host")[1] for names in self._without_home(blocks, parameters).values()]
         self.ahead.begin(surely_at_home(sizes, device_nbytes, most))
 
     def adopt(self, blocks: Mapping[str, str], tiers: Mapping[str, str], parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -112,7 +113,7 @@ class ParameterStore:
         for wanted, names in self._without_home(blocks, parameters).items():
             # A block that already has a slab gets another one, on the host: the first program did not plan for it.
             block, tier = (wanted, tiers[wanted]) if wanted not in self.slabs else (f"{wanted}+{len(self.slabs)}", "host")
-            offsets, nbytes = _offsets(names, parameters, tier)
+            offsets, nbytes = offsets_in_slab(names, parameters, tier)
             slab = None
             if tier == "host" and nbytes > 0:
                 fill = functools.partial(_write_all, offsets, parameters)
@@ -344,8 +345,10 @@ class ParameterStore:
         return memory
 
 
-def _offsets(names: Iterable[str], parameters: Mapping[str, torch.nn.Parameter], tier: str) -> tuple[dict[str, int], int]:
-    """Returns where the parameters of one block lie in its slab, and the slab's bytes. What shares memory stays out of it."""
+def offsets_in_slab(
+    names: Iterable[str], parameters: Mapping[str, torch.nn.Parameter], tier: str
+) -> tuple[dict[str, int], int]:
+    """Returns where the parameters of a block lie in its slab, and the slab's bytes. What shares memory stays out of it."""
     offsets, nbytes = dict[str, int](), 0
     for name in names:
         if not shares_storage(parameters[name]):
