@@ -27,7 +27,7 @@ class Buffer(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Call:
     """A region, copy or update. ``reads``, ``writes``: numbers of buffers; ``inputs``, ``updated``: numbers of operands at home
-    that it reads and writes. ``update``: of an update, the first parameter."""
+    that it reads and writes. ``update``: of an update, the first parameter. ``early``: what it copies home is freed at once."""
 
     queue: int
     us: float
@@ -39,6 +39,7 @@ class Call:
     workspace: int = 0
     copied: int = 0
     update: str = ""
+    early: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +122,8 @@ class Moves:
                         sizes = sum([o.nbytes for o in alike]), sum([o.slot for o in alike])
                         fetch.writes.append(self._buffer(kind, *sizes))
                 call.reads += fetch.writes
-                self._before[self._first(position, plan.lookahead)].append(fetch)
+                ahead = 0 if region.phase and plan.returns_late(home) else plan.lookahead
+                self._before[self._first(position, ahead)].append(fetch)
 
     # ---------------------------------------------------------------------------------------------- what regions make
 
@@ -188,9 +190,10 @@ class Moves:
         if here.operands:
             self._gradients[id(call)] = here
         copies = []
-        for entries in by_home.values():
+        for (home, _), entries in by_home.items():
             total, us = self._copied(entries, "d2h")
             copies.append(copy := Call(D2H, us, self.summary.regions[position].phase, copied=total))
+            copy.early = self.plan.frees_early(home)
             gradients = _Gradients([], [])
             for entry in entries:
                 assert entry.of is not None
