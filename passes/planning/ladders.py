@@ -79,7 +79,7 @@ def ladders(
         searched.append((replace(device, lookahead=0),))
         searched.append(_ladder(device, [*_by_density(variant_upgrades), *param_upgrades]))
     if param_nbytes:
-        searched.append(_waiting_less(ahead if host else device, param_nbytes))
+        searched.append(waiting_less(ahead if host else device, param_nbytes))
     leanest = [*floors[1:], replace(base, pooled=True)]
     searched += [(plan if host else plan.with_decision(stays),) for plan in leanest]
     for length in _chain_lengths(len(blocks)):
@@ -95,7 +95,7 @@ def waiting(kind: WaitKind, homes: Iterable[str], param_nbytes: Mapping[str, int
     return [Decision(kind, home, choice, param_nbytes[home], why) for home in homes]
 
 
-def _waiting_less(ahead: Plan, param_nbytes: Mapping[str, int]) -> Ladder:
+def waiting_less(ahead: Plan, param_nbytes: Mapping[str, int]) -> Ladder:
     """Returns plans that fetch ahead in the forward, at first not in the backward, where memory is scarce: fewer and fewer
     homes wait there, the small ones first, and of these the ones that are not beside larger ones. A large one, such as a head,
     may be all that has no room beside its neighbours."""
