@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 
 from torch import fx
@@ -81,7 +81,8 @@ def lower_without_deps(
     """
     buffers = _buffers(step)
     work = [_instruction(step, call, plan, machine, workspace) for call in calls(step)]
-    instructions = _with_lives(work, buffers, plan.lookahead)
+    early = {operand.name for call in calls(step) if call.meta.get("early") for operand in call.args}
+    instructions = _with_lives(work, buffers, plan.lookahead, early)
     buffers, arenas = assign_offsets(instructions, buffers)
     limit = {tier: n for tier, n in plan.budget_bytes.items() if n is not None}
     ahead = plan.updates is not None and plan.updates.run_ahead
@@ -197,12 +198,12 @@ def update_cost(updates: Updates, machine: Machine, queue: Queue, nbytes: int, o
     return aligned(int(nbytes * updates.workspace_copies)), machine.update_us(0, nbytes, copies, checked)
 
 
-def _with_lives(work: list[Instruction], buffers: Mapping[str, Buffer], lookahead: int) -> list[Instruction]:
+def _with_lives(work: list[Instruction], buffers: Mapping[str, Buffer], lookahead: int, early: Set[str]) -> list[Instruction]:
     """Lists allocs before the first write of their buffer, and frees after its last use.
 
     A pooled value that is copied home is freed on the compute queue, which then waits for the copy: after its last use when
     memory is what counts (no lookahead), otherwise no sooner than as many regions after the copy as prefetches are ahead, so
-    that the copy hides behind these.
+    that the copy hides behind these. What is ``early`` is freed as if there were no lookahead.
     """
     last = {name: position for position, user in enumerate(work) for name in (*user.reads, *user.writes)}
     ending: dict[int, list[str]] = {}
@@ -231,7 +232,7 @@ def _with_lives(work: list[Instruction], buffers: Mapping[str, Buffer], lookahea
                 life("alloc", name, user)
         instructions.append(user)
         if user.queue == "d2h":
-            copied |= dict.fromkeys(user.reads, ran)
+            copied |= {name: ran for name in user.reads if name not in early}
         if user.op == "run" and user.queue == "compute":
             ran += 1
             free_deferred()

@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args
 from mtcompile.runtime.schedule import gib
 
 FORMAT = "mtcompile-plan-2"
-Choice = Literal["device", "host", "disk", "save", "keep", "recompute", "again"]
-Kind = Literal["params", "variant", "activation", "fetch"]
+Choice = Literal["device", "host", "disk", "save", "keep", "recompute", "again", "early", "late"]
+Kind = Literal["params", "variant", "activation", "fetch", "return", "gradients"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,11 @@ class Decision:
     ``kind``: ``params`` (where a block's parameters, their gradients and optimizer state are at home: device, host or disk),
     ``variant`` (what of a block's saved values stays for its backward: ``save`` all, ``keep`` those in ``values``,
     ``recompute`` all), ``activation`` (where a value waits between its uses: device, host, disk, or nowhere, as its region
-    is run again: recompute; subject ``*`` is all values without a decision of their own) or ``fetch`` (what was fetched of a
-    block's parameters for the forward stays for the backward: keep; it is fetched again otherwise: again).
+    is run again: recompute; subject ``*`` is all values without a decision of their own), ``fetch`` (what was fetched of a
+    block's parameters for the forward stays for the backward: keep; it is fetched again otherwise: again), ``return`` (a
+    block's parameters are fetched for the backward no sooner than they are read: late; as far ahead as all others: early) or
+    ``gradients`` (those of a block that go home leave the device before the next region, which waits for that: early; as
+    much later as fetches are ahead: late).
     """
 
     kind: Kind
@@ -155,6 +158,16 @@ class Plan:
         """Says whether a block's parameters, fetched for the forward, stay on the device until the backward has read them."""
         decision = self.find("fetch", block)
         return decision is not None and decision.choice == "keep" and self.params(block) != "device"
+
+    def returns_late(self, block: str) -> bool:
+        """Says whether a block's parameters are fetched for the backward no sooner than they are read."""
+        decision = self.find("return", block)
+        return decision is not None and decision.choice == "late"
+
+    def frees_early(self, block: str) -> bool:
+        """Says whether the region behind one that makes a block's gradients waits until these are at home."""
+        decision = self.find("gradients", block)
+        return decision is not None and decision.choice == "early"
 
     def activation(self, value: str) -> Choice:
         """The tier where a value waits between uses, or ``recompute``."""

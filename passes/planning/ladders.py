@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import fx
 
@@ -21,6 +22,8 @@ from mtcompile.passes.step_graph import regions, results
 from mtcompile.runtime.schedule import gib
 
 Ladder = Sequence[Plan]
+_BESIDE = 2  # homes before and behind one that may be on the device with it
+WaitKind = Literal["return", "gradients"]
 _NEAR_FLOOR = (1, 2)  # a little more kept than the fewest bytes: a kernel that recomputes less may need less
 
 
@@ -75,6 +78,8 @@ def ladders(
     else:
         searched.append((replace(device, lookahead=0),))
         searched.append(_ladder(device, [*_by_density(variant_upgrades), *param_upgrades]))
+    if param_nbytes:
+        searched.append(waiting_less(ahead if host else device, param_nbytes))
     leanest = [*floors[1:], replace(base, pooled=True)]
     searched += [(plan if host else plan.with_decision(stays),) for plan in leanest]
     for length in _chain_lengths(len(blocks)):
@@ -82,6 +87,35 @@ def ladders(
     if not host:  # values that cannot go home: recompute recursively, in halves of halves
         searched += [(replace(_with(device, _chains(blocks, len(blocks))), span=span),) for span in (1, 2, 4)]
     return tuple(searched)
+
+
+def waiting(kind: WaitKind, homes: Iterable[str], param_nbytes: Mapping[str, int], waits: bool, why: str) -> list[Decision]:
+    """Returns decisions about homes that have waits, or none: for their fetches in the backward, or for their gradients."""
+    choice: Choice = "late" if waits == (kind == "return") else "early"
+    return [Decision(kind, home, choice, param_nbytes[home], why) for home in homes]
+
+
+def waiting_less(ahead: Plan, param_nbytes: Mapping[str, int]) -> Ladder:
+    """Returns plans that fetch ahead in the forward, at first not in the backward, where memory is scarce: fewer and fewer
+    homes wait there, the small ones first, and of these the ones that are not beside larger ones. A large one, such as a head,
+    may be all that has no room beside its neighbours."""
+    why = "there is no room for it beside other regions"
+    kinds: tuple[WaitKind, ...] = ("return", "gradients")
+    plans = [_with(ahead, [d for kind in kinds for d in waiting(kind, param_nbytes, param_nbytes, True, why)])]
+    for size in sorted(set(param_nbytes.values())):
+        homes = [home for home, nbytes in param_nbytes.items() if nbytes == size]
+        for alike, kind in itertools.product(_by_room(homes, param_nbytes), kinds):
+            plans.append(_with(plans[-1], waiting(kind, alike, param_nbytes, False, "hides behind other regions")))
+    return tuple(plans)
+
+
+def _by_room(homes: Sequence[str], param_nbytes: Mapping[str, int]) -> list[list[str]]:
+    """Returns homes in two parts: those that are beside no larger one in the order of the step, and the others."""
+    order = list(param_nbytes)
+    nbytes = [param_nbytes[home] for home in order]
+    largest = {home: max(nbytes[max(0, place - _BESIDE) : place + _BESIDE + 1]) for place, home in enumerate(order)}
+    beside = [[home for home in homes if (largest[home] > param_nbytes[home]) == is_beside] for is_beside in (False, True)]
+    return [each for each in beside if each]
 
 
 def everything(step: fx.GraphModule, base: Plan, param_nbytes: Mapping[str, int], fused: bool = False) -> Plan:

@@ -24,6 +24,7 @@ from mtcompile.passes.planning.problem import Planned, PlanningProblem
 from mtcompile.passes.planning.variants import Variant
 
 _FARTHER = 1.05  # from its bound than the plan at other sizes is from its own: then a search is worth its time
+_OF_HOMES = ("params", "fetch", "return", "gradients")  # kinds of decisions whose subject is a home
 _AS_BEFORE = "as at the sizes that were planned before"
 
 
@@ -75,7 +76,7 @@ def resized(plan: Plan, base: Plan, blocks: Sequence[Block], params: Mapping[str
             saved, positions = by_name[each.subject].saved, kept_positions(plan, by_name[each.subject])
             variant = Variant(positions, sum(saved[i].meta["nbytes"] for i in positions), 0.0)
             decisions.append(variant_decision(each.subject, saved, variant, _AS_BEFORE))
-        elif each.subject in (sizes := params if each.kind in ("params", "fetch") else nbytes):
+        elif each.subject in (sizes := params if each.kind in _OF_HOMES else nbytes):
             if base.find(each.kind, each.subject) is None:
                 decisions.append(replace(each, nbytes=sizes[each.subject], reason=_AS_BEFORE))
         else:

@@ -29,7 +29,8 @@ def signature(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, in
         saved = [block.saved[i] for i in kept_positions(plan, block)]
         values.append(tuple((v.name, plan.activation(v.name)) for v in (*saved, *block.crossing, *block.others)))
     staying = tuple(plan.stays(home) for home in param_nbytes)
-    return plan.lookahead, plan.span, plan.pooled, homes, staying, tuple(values)
+    waiting = tuple((plan.returns_late(home), plan.frees_early(home)) for home in param_nbytes)
+    return plan.lookahead, plan.span, plan.pooled, homes, staying, waiting, tuple(values)
 
 
 def unseen_neighbours(

@@ -59,15 +59,15 @@ def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
             end = ends.get(values[0])
             values.sort(key=lambda value: order_at_home.get(value.meta["name"], -1))  # neighbours cross together
             name, about = home.replace(".", "_") or "inputs", (region.meta["phase"], region.meta["block"])
-            at_home = values
+            at_home, lookahead = values, 0 if backward and plan.returns_late(home) else plan.lookahead
             if values[0].meta["tier"] == "disk":
-                with step.graph.inserting_before(_issue_point(order, position, plan.lookahead + plan.disk_lookahead)):
+                with step.graph.inserting_before(_issue_point(order, position, lookahead + plan.disk_lookahead)):
                     at_home = add_move(step.graph, read, values, about, f"read_{name}")
             elif values[0].meta["part"]:  # one region before the copy, so that one is gathered while another crosses
                 with step.graph.inserting_before(_issue_point(order, position, plan.lookahead + 1)):
                     at_home = _gathered(step.graph, values, about, f"gather_{name}")
             # Which slices have rows is known once the region has run that computes it.
-            ahead = plan.lookahead if end is None else min(plan.lookahead, position - order.index(end.args[0]) - 1)
+            ahead = lookahead if end is None else min(lookahead, position - order.index(end.args[0]) - 1)
             with step.graph.inserting_before(_issue_point(order, position, ahead)):
                 target = prefetch_slices if end is not None else prefetch_rows if by else prefetch
                 stays = not backward and end is None and bool(home) and plan.stays(home)
@@ -207,6 +207,8 @@ def offload_gradients(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
                 gradients = [values[position] for position in positions]
                 about, target = (region.meta["phase"], region.meta["block"]), offload_rows if by_rows else offload
                 moved = add_move(step.graph, target, gradients, about, name, indices.get(by_rows, ()))
+            if plan.frees_early(home):
+                moved[0].args[0].meta["early"] = True
             for position, at_home in zip(positions, moved, strict=True):
                 values[position] = at_home
     output.args = (tuple(values),)

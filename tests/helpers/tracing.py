@@ -136,6 +136,8 @@ def random_plan(step: fx.GraphModule, choose: Any) -> Plan:
     for block in dict.fromkeys(step.meta["homes"].values()):
         plan = plan.with_decision(Decision("params", block, choose(["device", "host"]), 0, "drawn"))
         plan = plan.with_decision(Decision("fetch", block, choose(["keep", "again"]), 0, "drawn"))
+        plan = plan.with_decision(Decision("return", block, choose(["early", "late"]), 0, "drawn"))
+        plan = plan.with_decision(Decision("gradients", block, choose(["early", "late"]), 0, "drawn"))
     for call in regions(step):
         for item in results(call):
             if item.meta["role"] == "activation":

@@ -174,6 +174,39 @@ def test_weights_that_stay_are_fetched_once() -> None:
         assert bool(schedule.arena_nbytes["device"]) != plan.pooled
 
 
+def test_weights_return_late_and_gradients_are_freed_early_where_the_plan_says_so() -> None:
+    """In the backward only: a home that returns late is fetched behind all earlier regions, and gradients that are freed early
+    are gone before the next region; both of other homes are as without."""
+    traced = traced_case("gpt2")
+    homes = list(dict.fromkeys(traced.step.meta["homes"].values()))
+    ahead = Plan(lookahead=1, pooled=True)
+    waits = [Decision(kind, homes[1], choice, 0, "") for kind, choice in (("return", "late"), ("gradients", "early"))]
+    places = []
+    for plan in (ahead, ahead.with_decisions(waits)):
+        step = rewrite(traced.step, plan)
+        names = {node.name for node in placeholders(step.graph) if step.meta["homes"].get(node.meta["name"]) == homes[1]}
+        schedule = lowered(step, plan)
+        regions_before, early, issued = 0, dict[str, bool](), dict[str, tuple[int, bool, str]]()
+        last_copied = dict[str, tuple[str, int]]()  # gradient -> its copy home, and the regions before that
+        for i in schedule.instructions:
+            if i.op == "run" and i.queue == "compute":
+                regions_before += 1
+            elif i.queue == "h2d" and i.op == "copy":
+                issued[i.label] = regions_before, not names.isdisjoint(i.reads), i.phase
+            elif i.queue == "d2h" and i.op == "copy":
+                last_copied |= dict.fromkeys(i.reads, (i.label, regions_before))
+            elif i.op == "free" and i.writes[0] in last_copied:
+                label, before = last_copied[i.writes[0]]
+                early[label] = regions_before == before
+        places.append((issued, early))
+    (issued, early), (issued_late, early_now) = places
+    moved = {label for label in issued if issued[label] != issued_late[label]}
+    assert [issued_late[label] for label in moved] == [(issued[label][0] + 1, True, "backward") for label in moved] != []
+    changed = {label for label in early if early[label] != early_now[label]}
+    assert changed and all(early_now[label] for label in changed)
+    assert len(changed) < sum(not at_once for at_once in early.values())  # those of other homes are freed later still
+
+
 def test_listings_read_well() -> None:
     traced = traced_case("tied")
     text = listing(rewrite(traced.step, Plan()))

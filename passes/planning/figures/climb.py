@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.figures.room import Room
 from mtcompile.passes.planning.frontier import Point
-from mtcompile.passes.planning.ladders import Block, activation_decision, kept_positions, variant_decision
+from mtcompile.passes.planning.ladders import Block, WaitKind, activation_decision, kept_positions, variant_decision, waiting
 
 _WHY = "found by climbing"
 _CLIMBS, _SHARES = 16, 25  # peaks up to which plans are improved, of how many
 _STARTS, _MOVES = (1.0, 0.9, 0.8), (60, 40, 40)  # of a limit: where climbs to it start; plans that they evaluate at first
 _MOST_AHEAD = 4
+_NEAR_FLOOR = 1.1  # of the lowest peak: where little room makes plans much faster
+_LARGEST = 2  # sizes of homes that may wait
 _SHARES_OF_MISSING = (1.0, 1.4)  # of the bytes above a limit, to make room for: what is freed may be live elsewhere only
 Move = Callable[[Plan], Iterator[Plan]]
 
@@ -38,7 +40,7 @@ def limits_between(low: int, high: int, device_nbytes: int) -> list[int]:
     shares = [round(device_nbytes * i / _SHARES) for i in range(1, _SHARES)]
     within = [limit for limit in shares if low <= limit <= high]
     if len(within) >= _CLIMBS // 2:
-        return within
+        return [*(near for near in (round(low * _NEAR_FLOOR),) if near < within[0]), *within]
     return [round(low * (high / max(1, low)) ** (i / _CLIMBS)) for i in range(1, _CLIMBS + 1)]
 
 
@@ -159,7 +161,7 @@ def moves(blocks: Sequence[Block], sizes: Mapping[str, int], host: bool) -> list
     for block in blocks:
         alike.setdefault(id(block.variants), []).append(block)
     homes = [_of_homes(each, sizes) for each in by_size.values()]
-    return [*homes, _ahead, *(_of_blocks(each, host) for each in alike.values())]
+    return [*homes, _ahead, *(_of_blocks(each, host) for each in alike.values()), _waits(by_size, sizes)]
 
 
 def _of_homes(homes: Sequence[str], sizes: Mapping[str, int]) -> Move:
@@ -195,6 +197,25 @@ def _ahead(plan: Plan) -> Iterator[Plan]:
         if 0 <= ahead <= _MOST_AHEAD:
             yield replace(plan, lookahead=ahead)
     yield replace(plan, pooled=not plan.pooled)
+
+
+def _waits(by_size: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> Move:
+    """Lets the homes of one size wait less in the backward, or, of the largest sizes, more: these may be all that others have
+    no room beside."""
+
+    def neighbours(plan: Plan) -> Iterator[Plan]:
+        kinds: tuple[tuple[WaitKind, Callable[[str], bool]], ...] = (
+            ("return", plan.returns_late),
+            ("gradients", plan.frees_early),
+        )
+        for rank, nbytes in enumerate(sorted(by_size, reverse=True)):
+            homes = [home for home in by_size[nbytes] if plan.params(home) == "host"]
+            for kind, waits in kinds if plan.lookahead and homes else ():
+                now = any(map(waits, homes))
+                if now or rank < _LARGEST:
+                    yield plan.with_decisions(waiting(kind, homes, sizes, not now, _WHY))
+
+    return neighbours
 
 
 def _of_blocks(blocks: Sequence[Block], host: bool) -> Move:

@@ -81,7 +81,7 @@ def _freed(calls: Sequence[Call], buffers: Sequence[Buffer], lookahead: int) -> 
     ran, count = 0, len(calls)
     for place, call in enumerate(calls):
         here: list[tuple[int, int]] = []
-        if call.queue == D2H:
+        if call.queue == D2H and not call.early:
             for name in call.reads:
                 copied[name] = ran
         elif call.queue == COMPUTE:

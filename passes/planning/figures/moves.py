@@ -29,7 +29,7 @@ class Buffer(NamedTuple):
 class Call:
     """A region, copy or update. ``reads``, ``writes``: numbers of buffers; ``inputs``, ``updated``: numbers of operands at home
     that it reads and writes. ``update``: of an update, the first parameter; ``drive``: bytes that it reads from
-    disk and writes there."""
+    disk and writes there. ``early``: what it copies home is freed at once."""
 
     queue: int
     us: float
@@ -42,6 +42,7 @@ class Call:
     copied: int = 0
     update: str = ""
     drive: tuple[int, int] = 0, 0
+    early: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -113,8 +114,9 @@ class Moves:
                 stays = not region.phase and bool(home) and stays_home.get(home, False)
                 kind = POOLED if plan.pooled or stays else ON_DEVICE
                 fetch = Call(H2D, us, region.phase, copied=total)
+                ahead = 0 if region.phase and plan.returns_late(home) else plan.lookahead
                 if home in self.on_disk:
-                    fetch.reads = self._read(position, operands)
+                    fetch.reads = self._read(position, operands, ahead)
                 else:
                     fetch.inputs = [operand.number for operand in operands]
                 if stays:
@@ -124,15 +126,16 @@ class Moves:
                 else:
                     fetch.writes = self._by_role(kind, operands)
                 call.reads += fetch.writes
-                self._before[self._first(position, plan.lookahead)].append(fetch)
+                self._before[self._first(position, ahead)].append(fetch)
 
-    def _read(self, position: int, operands: Sequence[Operand]) -> list[int]:
-        """A read from disk for a region. Returns the buffers on the host that it fills."""
+    def _read(self, position: int, operands: Sequence[Operand], ahead: int) -> list[int]:
+        """A read from disk for a region, which fetches as many regions ``ahead``. Returns the buffers on the host that it
+        fills."""
         nbytes, numbers = sum([operand.nbytes for operand in operands]), [operand.number for operand in operands]
         us = self.machine.copy_us(nbytes, "disk_read")
         read = Call(DISK_READ, us, self.summary.regions[position].phase, inputs=numbers, drive=(nbytes, 0))
         read.writes = self._by_role(ON_HOST, operands)
-        self._before[self._first(position, self.plan.lookahead + self.plan.disk_lookahead)].append(read)
+        self._before[self._first(position, ahead + self.plan.disk_lookahead)].append(read)
         return read.writes
 
     def _by_role(self, kind: int, operands: Sequence[Operand]) -> list[int]:
@@ -209,9 +212,10 @@ class Moves:
         if here.operands:
             self._gradients[id(call)] = here
         copies = []
-        for entries in by_home.values():
+        for (home, _), entries in by_home.items():
             total, us = self._copied(entries, "d2h")
             copies.append(copy := Call(D2H, us, self.summary.regions[position].phase, copied=total))
+            copy.early = self.plan.frees_early(home)
             gradients = _Gradients([], [])
             for entry in entries:
                 assert entry.of is not None

@@ -93,6 +93,8 @@ def varied(candidates: Candidates, rnd: random.Random) -> Plan:
     for home, nbytes in candidates.sizes.items():
         plan = plan.with_decision(Decision("params", home, rnd.choice(homes), nbytes, ""))
         plan = plan.with_decision(Decision("fetch", home, rnd.choice(["keep", "again"]), nbytes, ""))
+        plan = plan.with_decision(Decision("return", home, rnd.choice(["early", "late"]), nbytes, ""))
+        plan = plan.with_decision(Decision("gradients", home, rnd.choice(["early", "late"]), nbytes, ""))
     for block in candidates.blocks:
         some = tuple(i for i in range(len(block.saved)) if keeps == "all" or (keeps == "some" and rnd.random() < 0.5))
         positions = rnd.choice(block.variants).positions if keeps == "a variant" else some

@@ -17,6 +17,7 @@ from mtcompile.passes.planning import candidates as candidates_module
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.evaluate import Identities
 from mtcompile.passes.planning.frontier import points_from_json, points_to_json
+from mtcompile.passes.planning.ladders import waiting_less
 from mtcompile.passes.planning.linear.relaxation import relaxation
 from mtcompile.passes.planning.pace import impatient, paced
 from mtcompile.passes.planning.planner import make_plan
@@ -103,6 +104,20 @@ def test_the_bound_is_never_above_a_plan_with_homes_on_disk(case: str, way: str,
         plan = rnd.choice([paced(plan, candidates.evaluate), candidates.evaluate(impatient(plan) or plan)]).plan
         certificate = candidates.certificate(plan.peak_bytes["device"], plan.peak_bytes["host"])
         assert certificate is not None and certificate.bound_us <= plan.total_us * (1 + 1e-9), machine.name
+
+
+def test_near_the_floor_only_the_backward_waits() -> None:
+    """Between nothing fetched ahead and all of it are plans whose homes wait in the backward only: the leanest of these needs
+    hardly more than the floor, and is faster than what is there without."""
+    candidates = Candidates(PlanningProblem(crossing(), SLOW, Budgets(updates=Updates(run_ahead=True))))
+    ahead = replace(candidates.base, lookahead=1, pooled=True)
+    without, whole = (candidates.evaluate(replace(ahead, lookahead=n)).plan for n in (0, 1))
+    ladder = waiting_less(ahead, candidates.open_params)
+    plans = [candidates.evaluate(plan).plan for plan in ladder]
+    peaks = [plan.peak_bytes["device"] for plan in plans]
+    assert peaks == sorted(peaks) and peaks[0] < peaks[-1] == whole.peak_bytes["device"]
+    assert plans[0].total_us < without.total_us and plans[-1].total_us == whole.total_us
+    assert any(ladder[0].decisions == each[0].decisions for each in candidates.ladders)
 
 
 def test_one_program_serves_all_budgets() -> None:
