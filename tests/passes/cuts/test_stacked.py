@@ -15,7 +15,7 @@ from mtcompile.passes.cuts.fragments.cut import Cut, cut_weights
 from mtcompile.passes.cuts.fragments.stacked import stacks
 from mtcompile.passes.proof.same_computation import SameComputationError
 from mtcompile.passes.step_graph import copy_step, fragments_of
-from tests.passes.cuts.test_cut import values
+from tests.helpers.tracing import values
 
 EXPERTS, NBYTES = 8, 8 * 16 * 24 * 4
 

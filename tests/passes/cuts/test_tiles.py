@@ -197,7 +197,6 @@ BACKWARD: dict[str, Any] = {"update": "backward"}
                 {"max_grad_norm": 1e3, "run_ahead": True, **BACKWARD},
                 {"policy": "megatrain"},
                 {"elastic": True},
-                {"host": "875KB", "disk": "8MiB"},
                 {"host": "520KB", "disk": "8MiB", "run_ahead": True, **BACKWARD},
             )
         ),
