@@ -44,7 +44,8 @@ _ENUMERATIONS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": 
 _OPS = ("placeholder", "call_function", "call_module", "output")
 _NAMESPACES = ("aten", "prims", "mtcompile")
 _OPENS_FILES = "filename"  # a parameter of operators that open a file: aten.from_file
-_META = ("phase", "block", "role", "tier", "nbytes", "name", "key", "rng_state", "rng_device", "seq_nr", "module_path", "early")
+_META = ("phase", "block", "role", "tier", "nbytes", "name", "key", "rng_state", "rng_device", "early")
+_META += ("seq_nr", "module_path", "starts_block")  # what says which block a call is in
 
 
 def in_graphs(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ Precision = Literal["model", "fp32", "bf16-master32", "bf16"]
 Update = Literal["step", "backward"]
 Kernels = Literal["eager", "inductor"]
 TooLong = Literal["stop", "cut", "drop"]
+Fragments = Literal["exact", "split"]
 
 # Options that the groups below have in common, and --json, which commands take by themselves.
 Batch = Annotated[int, typer.Option(min=1, help="sequences per step")]
@@ -56,6 +57,10 @@ class StepOptions:
     ] = None
     run_ahead: RunAhead = False
     accumulate: Accumulate = 1
+    fragments: Annotated[
+        Fragments | None,
+        typer.Option(help="let linear weights be cut into fragments: those where no sum is split (exact), or any (split)"),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)

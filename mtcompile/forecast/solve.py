@@ -180,7 +180,8 @@ def _forecast(request: ForecastRequest, batch: int, seq: int) -> tuple[Forecast,
         if finer.joint.form.chunks != chunks:  # there is no head that can be cut
             break
         sized, forecast = finer, figures(request, finer)
-    while not forecast.feasible and forecast.minimum_device_bytes and (form := sized.joint.form).tiles < MOST_TILES:
+    most = MOST_TILES if request.fragments is None else 1  # a training step goes with tiles or fragments
+    while not forecast.feasible and forecast.minimum_device_bytes and (form := sized.joint.form).tiles < most:
         finer = in_form(request, sized, replace(form, tiles=4 * form.tiles))
         if finer.joint.form == form:  # there is nothing that can be cut
             break

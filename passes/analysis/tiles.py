@@ -24,11 +24,24 @@ HALF = (torch.float16, torch.bfloat16)
 @dataclass(frozen=True, slots=True)
 class Tiled:
     """A value that is cut into tiles along ``dim`` of ``shape``, which it is viewed in; or, with ``dim`` -1, is not cut: an
-    operand that every tile reads, a result that is a sum over tiles. ``whole``: its own shape."""
+    operand that every tile reads, a result that is a sum over tiles. ``whole``: its own shape. ``length``: how many rows there
+    are along ``dim``, if these are not all: those of one sequence, of which ``sequences`` is the dimension; with -1, each
+    sequence has the same. ``strides``: of a result that is not contiguous."""
 
     whole: tuple[int, ...]
     shape: tuple[int, ...] = ()
     dim: int = -1
+    sequences: int = -1
+    length: int = 0
+    strides: tuple[int, ...] = ()
+
+    def tile(self, value: torch.Tensor, start: int, size: int) -> torch.Tensor:
+        """The tile of a value, viewed in ``shape``, that begins at a row: a view; all of a value that is not cut."""
+        if self.dim < 0:
+            return value
+        if self.sequences >= 0:
+            value = value.narrow(self.sequences, start // self.length, 1)
+        return value.narrow(self.dim, start % self.length if self.length else start, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +78,8 @@ def program_of(text: str) -> Program:
     """Reads the text of a program. Raises GraphFormatError for operations that a graph may not have."""
     data = json.loads(text)
     takes, makes = (
-        tuple(Tiled(tuple(row["whole"]), tuple(row["shape"]), row["dim"]) for row in data[name]) for name in ("takes", "makes")
+        tuple(Tiled(**{key: tuple(v) if isinstance(v, list) else v for key, v in row.items()}) for row in data[name])
+        for name in ("takes", "makes")
     )
     last = None if data["last"] is None else graph_from_json(data["last"])
     return Program(data["rows"], data["size"], takes, makes, graph_from_json(data["tile"]), last)
@@ -80,15 +94,13 @@ def run_tiles(program: str, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]
     dtypes: list[torch.dtype] = []
     for start, end in described.bounds:
         body = described.tile if end - start == described.size or described.last is None else described.last
-        parts = list(
-            body(*(v.narrow(t.dim, start, end - start) if t.dim >= 0 else v for v, t in zip(cut, described.takes, strict=True)))
-        )
+        parts = list(body(*(take.tile(value, start, end - start) for value, take in zip(cut, described.takes, strict=True))))
         if not start:
             dtypes = [part.dtype for part in parts]
             results = [_begun(part, make) for part, make in zip(parts, described.makes, strict=True)]
         for place, make in enumerate(described.makes):
             if make.dim >= 0:
-                results[place].narrow(make.dim, start, end - start).copy_(parts[place])
+                make.tile(results[place], start, end - start).copy_(parts[place])
             elif start:
                 results[place].add_(parts[place])
         del parts
@@ -98,7 +110,7 @@ def run_tiles(program: str, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]
 def _begun(part: torch.Tensor, make: Tiled) -> torch.Tensor:
     """A result after the first tile: room for all rows, or a sum so far, in fp32 where the parts are in half precision."""
     if make.dim >= 0:
-        return part.new_empty(make.shape)
+        return part.new_empty_strided(make.shape, make.strides) if make.strides else part.new_empty(make.shape)
     return part.float() if part.dtype in HALF else part
 
 

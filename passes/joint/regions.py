@@ -31,7 +31,7 @@ def assign(graph: fx.Graph, starts: Collection[fx.Node] = ()) -> tuple[Mapping[f
     Backward regions run in the opposite order of their blocks. A getitem belongs to the call it reads.
     """
     forward = [n for n in graph.nodes if n.op == "call_function" and n.meta["phase"] == "forward"]
-    segments = [piece for label, nodes in _segments(forward) for piece in _cut_at(label, nodes, starts)]
+    segments = _joined_views([piece for label, nodes in _segments(forward) for piece in _cut_at(label, nodes, starts)])
     region: dict[fx.Node, tuple[str, int]] = {}
     by_seq: dict[int, int] = {}
     by_path: dict[str, int] = {}
@@ -90,7 +90,8 @@ def _segments(nodes: list[fx.Node]) -> list[tuple[str, list[fx.Node]]]:
     runs: list[tuple[str, list[fx.Node]]] = []
     for node in nodes:
         label = block_label(module_path(node))
-        if runs and (runs[-1][0] == label or is_view(node) or node.target is operator.getitem):
+        belongs = node.target is operator.getitem or (is_view(node) and STARTS_BLOCK not in node.meta)
+        if runs and (runs[-1][0] == label or belongs):
             runs[-1][1].append(node)
         else:
             runs.append((label, [node]))
@@ -150,6 +151,17 @@ def _cut_at(label: str, run: list[fx.Node], starts: Collection[fx.Node]) -> list
     """Cuts a run before each of ``starts``, and where a rewrite wants a block to start."""
     places = [at for at, node in enumerate(run) if at and (node in starts or STARTS_BLOCK in node.meta)]
     return [(label, run[first:last]) for first, last in itertools.pairwise((0, *places, len(run)))]
+
+
+def _joined_views(segments: list[tuple[str, list[fx.Node]]]) -> list[tuple[str, list[fx.Node]]]:
+    """Joins each segment that computes nothing to the one before."""
+    joined = segments[:1]
+    for label, nodes in segments[1:]:
+        if all(is_view(node) or node.target is operator.getitem for node in nodes):
+            joined[-1] = joined[-1][0], joined[-1][1] + nodes
+        else:
+            joined.append((label, nodes))
+    return joined
 
 
 def _crossing_nbytes(run: list[fx.Node]) -> list[int]:

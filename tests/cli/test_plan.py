@@ -100,3 +100,18 @@ def test_what_was_meant_is_said_before_anything_is_captured(
 def test_what_does_not_fit_is_shown_all_the_same_when_forced() -> None:
     code, text = run("gpt-11m", "--seq", "64", "--memory", "3MiB", "--force")
     assert code == 3 and "if there were room" in text and "Ways out" in text and "workspace" in text
+
+
+def test_the_command_plans_fragments_of_a_layer_that_is_larger_than_the_device(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import torch\n"
+        "class Wide(torch.nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.first = torch.nn.Linear(64, 4096)\n"
+        "    def forward(self, x):\n        return self.first(x).square().mean()\n"
+        "def make(batch, seq):\n    return Wide(), {'x': torch.zeros(batch, 64)}\n"
+    )
+    step = (f"{tmp_path}/own.py:make", "--batch", "4", "--seq", "64", "--memory", "600KiB")
+    assert run(*step)[0] == 3
+    code, text = run(*step, "--fragments", "exact", "--json")
+    assert code == 0 and json.loads(text)["peak_bytes"]["device"] <= 600 * 1024
+    assert run(*step, "--fragments", "rows")[0] == 2

@@ -20,7 +20,17 @@ from mtcompile.passes.analysis.state import NO_LIMITS, Budgets, persistent_nbyte
 from mtcompile.passes.lower import lower
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.proof.schedule import Given, check_schedule
-from mtcompile.passes.step_graph import calls, is_convert, placeholders, regions, results, step_outputs
+from mtcompile.passes.step_graph import (
+    calls,
+    fragments_of,
+    inputs_of,
+    is_convert,
+    outputs_of,
+    placeholders,
+    regions,
+    results,
+    step_outputs,
+)
 from mtcompile.runtime.devices.arena import arena, layout_of
 from mtcompile.runtime.devices.cpu import Arenas, CpuMemory
 from mtcompile.runtime.executor import Delays, PhaseOptions, execute, prepare
@@ -58,6 +68,21 @@ def interpret(step: fx.GraphModule, inputs: list[torch.Tensor], seed: int = 3) -
             values.append(step.meta["constants"][spec.name] if spec.role == "constant" else inputs[spec.index])
     with torch.no_grad():
         return [*fx.Interpreter(step).run(*values), torch.get_rng_state()]
+
+
+def values(joint: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+    """What a joint graph returns, by name; gradients of fragments put together."""
+    taken = []
+    for spec, node in inputs_of(joint):
+        part = spec.fragment
+        whole = torch.ones(node.meta["val"].shape) if spec.role == "tangent" else inputs[part.index if part else spec.index]
+        taken.append(whole if part is None else whole[part.start : part.end])
+    with torch.no_grad():
+        results = fx.Interpreter(joint).run(*taken)
+    parts, joined = fragments_of(joint), dict[str, list[torch.Tensor]]()
+    for (spec, _), value in zip(outputs_of(joint), results, strict=True):
+        joined.setdefault(parts[spec.name].parameter if spec.name in parts else spec.name, []).append(value)
+    return {name: several[0] if len(several) == 1 else torch.cat(several) for name, several in joined.items()}
 
 
 def lowered(step: fx.GraphModule, plan: Plan, workspace: Any = workspace_nbytes, budgets: Budgets = NO_LIMITS) -> Schedule:

@@ -170,6 +170,7 @@ def other_steps(rank: int, count: int) -> dict[str, list[str]]:
         "shared": differing(train(rank, ragged, update="backward"), trained(model(), ragged)),
         "masters": differing(masters, train(rank, steps, precision="bf16-master32")),
         "accumulated": elsewhere(train(rank, steps, update="backward", accumulate=2)),
+        "tiles": differing(train(rank, steps, update="backward", tiles=2), train(rank, steps, tiles=2)),
     }
 
 
@@ -186,8 +187,8 @@ def elsewhere(ours: nn.Module) -> list[str]:
 
 
 @pytest.mark.long
-def test_ragged_batches_masters_and_micro_batches(tmp_path: Path) -> None:
-    nothing: dict[str, list[str]] = {"ragged": [], "shared": [], "masters": [], "accumulated": []}
+def test_ragged_batches_masters_micro_batches_and_tiles(tmp_path: Path) -> None:
+    nothing: dict[str, list[str]] = {"ragged": [], "shared": [], "masters": [], "accumulated": [], "tiles": []}
     assert job.run(other_steps, 2, tmp_path) == [nothing, nothing]
 
 

@@ -8,6 +8,8 @@ these rules alone, and parts that follow each other from the first to the last a
     t(rows of W)              columns of t(W)           mm(rows of A, x)               rows of mm(A, x)
     cat(columns of v, ...)    v                         mm(columns of g, rows of W)    a part of the sum mm(g, W)
     t(t(v))                   v                         addmm(part, columns of g, rows of W)    more of that sum
+    bmm(rows of A, rows of B) rows of bmm(A, B)         transpose(rows of A, 1, 2)     rows of transpose(A, 1, 2)
+    view(v, its own shape)    v
 
 A sum in parts is the whole sum only where the cut may split sums. It shares no code with the cut.
 """
@@ -23,6 +25,7 @@ from mtcompile.passes.proof.same_computation import expect
 from mtcompile.passes.step_graph import inputs_of, is_random, outputs_of
 
 aten = torch.ops.aten
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
 Key = tuple[Any, ...]
 
 
@@ -104,6 +107,8 @@ class _Numbers:
         rows, columns = ("part", 0), ("part", 1)
         if node.kwargs:
             pass
+        elif target in _VIEWS and args[0].number in self.sizes and self.sizes[args[0].number] == tuple(node.meta["val"].shape):
+            return int(args[0].number)
         elif target is aten.t.default and kinds[0]:
             return self.part(1 - parts[0][1], self.of((aten.t.default, _Operand(parts[0][2])), None), *spans[0])
         elif target is aten.t.default and parts[0][:1] == (aten.t.default,):
@@ -112,6 +117,10 @@ class _Numbers:
             return self.part(args[1], args[0].number, args[2], args[3])
         elif target is aten.cat.default and len(args) == 2 and (joined := self._joined(args[0], args[1])) is not None:
             return joined
+        elif target is aten.transpose.int and kinds[0] == rows and 0 not in args[1:]:
+            return self.part(0, self.of((target, _Operand(parts[0][2]), *args[1:]), None), *spans[0])
+        elif target is aten.bmm.default and kinds == [rows, rows] and spans[0] == spans[1]:
+            return self.part(0, self.of((target, _Operand(parts[0][2]), _Operand(parts[1][2])), None), *spans[0])
         elif target is aten.mm.default and kinds == [(), columns]:
             return self.part(1, self.of((target, args[0], _Operand(parts[1][2])), None), *spans[1])
         elif target is aten.mm.default and kinds == [rows, ()]:

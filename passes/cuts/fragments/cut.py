@@ -9,6 +9,8 @@
 A block starts at each fragment, so that a region runs as soon as its fragment has landed. All of it is plain ATen in the joint
 graph, so everything after plans, proves and runs fragments like any other parameters.
 
+Stacked weights [experts, n, m] are cut between experts (``stacked``), which splits no sum.
+
 Every element of y and of dW is the same sum over the same operands as before. dx is a sum over rows of W, which a cut splits:
 ``Linear.splits_sum`` tells.
 """
@@ -23,8 +25,10 @@ import torch
 from torch import fx
 
 from mtcompile.passes.analysis.kernels import drop_dead
+from mtcompile.passes.analysis.memory import owner
 from mtcompile.passes.cuts.fragments.linear import Linear, linears
-from mtcompile.passes.joint.loss_head import adder
+from mtcompile.passes.cuts.fragments.stacked import Stacked, is_same, stacks
+from mtcompile.passes.joint.loss_head import Add, adder
 from mtcompile.passes.joint.regions import STARTS_BLOCK
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.step_graph import Fragment, InputSpec, OutputSpec, fragments_of, outputs_of
@@ -53,7 +57,7 @@ def possible_cuts(joint: fx.GraphModule, fragments: str | None) -> tuple[Cut, ..
     """Returns the cuts to choose among, the coarsest first: none, and fragments of half of the largest weight, a quarter, and
     so on. ``fragments``: "exact": only where no sum is split; "split": any; None: no cut."""
     splits = fragments == "split"
-    sizes = [linear.nbytes for linear in linears(joint) if splits or not linear.splits_sum] if fragments else []
+    sizes = [weight.nbytes for weight in _whole(joint, splits)] if fragments else []
     largest = max(sizes, default=0)
     finer = (Cut(-(-largest // parts), splits) for parts in _PARTS if largest)
     return UNCUT, *finer
@@ -62,11 +66,14 @@ def possible_cuts(joint: fx.GraphModule, fragments: str | None) -> tuple[Cut, ..
 def cut_weights(joint: fx.GraphModule, cut: Cut) -> list[str]:
     """Cuts weights of a normalized joint graph in place. Returns what its contract says of that, one line for weights whose
     sums are split."""
-    whole = [linear for linear in linears(joint) if cut.splits or not linear.splits_sum] if cut.nbytes else []
-    rows = {linear.spec.name: pieces for linear in whole if len(pieces := _rows(linear, cut.nbytes)) > 1}
-    in_fragments = [linear for linear in whole if linear.spec.name in rows]
-    for linear in in_fragments:
-        _cut(joint, linear, rows[linear.spec.name])
+    whole = _whole(joint, cut.splits) if cut.nbytes else []
+    rows = {weight.spec.name: pieces for weight in whole if len(pieces := _rows(weight, cut.nbytes)) > 1}
+    in_fragments = [weight for weight in whole if weight.spec.name in rows]
+    for weight in in_fragments:
+        if isinstance(weight, Stacked):
+            _cut_stacked(joint, weight, rows[weight.spec.name])
+        else:
+            _cut(joint, weight, rows[weight.spec.name])
     if in_fragments:
         joint.graph.lint()
         joint.recompile()
@@ -74,11 +81,17 @@ def cut_weights(joint: fx.GraphModule, cut: Cut) -> list[str]:
     return [f"input gradients summed over fragments ({listed(split, _MOST_NAMES)})"] if split else []
 
 
-def _rows(linear: Linear, most_nbytes: int) -> list[tuple[int, int]]:
+def _whole(joint: fx.GraphModule, splits: bool) -> list[Linear | Stacked]:
+    """The weights that can be cut: where no sum is split, or any."""
+    weights: list[Linear | Stacked] = [*linears(joint), *stacks(joint)]
+    return [weight for weight in weights if splits or not weight.splits_sum]
+
+
+def _rows(linear: Linear | Stacked, most_nbytes: int) -> list[tuple[int, int]]:
     """Returns where each fragment starts and ends. A fragment begins where a slot may, so that fragments lie side by side in
     the memory of the whole, and each has about as many bytes as the others."""
     val = linear.weight.meta["val"]
-    rows, row_nbytes = val.shape[0], val.shape[1] * val.element_size()
+    rows, row_nbytes = val.shape[0], math.prod(val.shape[1:]) * val.element_size()
     step = placed(1) // math.gcd(placed(1), row_nbytes)
     count = -(-linear.nbytes // most_nbytes)
     size = max(step, -(-rows // count // step) * step)
@@ -98,7 +111,47 @@ def _cut(joint: fx.GraphModule, linear: Linear, rows: list[tuple[int, int]]) -> 
     joint.graph.erase_node(linear.weight)
 
 
-def _specs(joint: fx.GraphModule, linear: Linear, rows: list[tuple[int, int]]) -> list[InputSpec]:
+def _cut_stacked(joint: fx.GraphModule, stacked: Stacked, rows: list[tuple[int, int]]) -> None:
+    specs = _specs(joint, stacked, rows)
+    weights = _take(joint, stacked, specs)
+    orders = [_FIRST_ORDER + spec.index for spec in specs]
+    gradients: list[fx.Node] = []
+    for product in (*stacked.products, *([] if stacked.gradient is None else [stacked.gradient])):
+        parts: dict[int, fx.Node] = {}
+        forward = product.meta["phase"] == "forward"
+        with joint.graph.inserting_before(product):
+            add = adder(joint.graph, product)
+            places = range(len(rows)) if forward else reversed(range(len(rows)))  # backward regions run in this order
+            for place in places:
+                operands = [_matrices(add, each, stacked.weight, weights[place], *rows[place]) for each in product.args]
+                parts[place] = add(product.target, *operands)
+                parts[place].meta["seq_nr"] = orders[place]
+                if forward:
+                    next(each for each in operands if each.op == "call_function").meta[STARTS_BLOCK] = True
+            in_order = [parts[place] for place in range(len(rows))]
+            if product is stacked.gradient:
+                gradients = in_order
+                continue
+            whole = add(aten.cat.default, in_order, 0)
+            if forward:
+                whole.meta[STARTS_BLOCK] = True
+        product.replace_all_uses_with(whole)
+    _return(joint, stacked, specs, gradients)
+    drop_dead(joint.graph)
+    joint.graph.erase_node(stacked.weight)
+
+
+def _matrices(add: Add, operand: fx.Node, weight: fx.Node, fragment: fx.Node, start: int, end: int) -> fx.Node:
+    """Returns some of the matrices of an operand: the same view of a fragment, for a view of the weight; else a slice."""
+    if operand is weight:
+        return fragment
+    if owner(operand) is weight:
+        viewed = _matrices(add, operand.args[0], weight, fragment, start, end)
+        return viewed if is_same(operand) else add(operand.target, viewed, *operand.args[1:])
+    return add(aten.slice.Tensor, operand, 0, start, end)
+
+
+def _specs(joint: fx.GraphModule, linear: Linear | Stacked, rows: list[tuple[int, int]]) -> list[InputSpec]:
     spec = linear.spec
     first = FIRST_INDEX + sum(each.fragment is not None for each in joint.meta["inputs"])
     return [
@@ -107,14 +160,14 @@ def _specs(joint: fx.GraphModule, linear: Linear, rows: list[tuple[int, int]]) -
     ]
 
 
-def _take(joint: fx.GraphModule, linear: Linear, specs: list[InputSpec]) -> list[fx.Node]:
+def _take(joint: fx.GraphModule, linear: Linear | Stacked, specs: list[InputSpec]) -> list[fx.Node]:
     """Takes the fragments as inputs in place of the weight."""
     val, weights = linear.weight.meta["val"], []
     for i, spec in enumerate(specs):
         assert spec.fragment is not None
         with joint.graph.inserting_before(linear.weight):
             weight = joint.graph.placeholder(f"{linear.weight.name}_rows{i}")
-        rows = val.new_empty((spec.fragment.end - spec.fragment.start, val.shape[1]))
+        rows = val.new_empty((spec.fragment.end - spec.fragment.start, *val.shape[1:]))
         weight.meta = {**linear.weight.meta, "val": rows}
         weights.append(weight)
     inputs = [[each] if each != linear.spec else specs for each in joint.meta["inputs"]]
@@ -168,7 +221,7 @@ def _input_gradient(
     product.replace_all_uses_with(total)
 
 
-def _return(joint: fx.GraphModule, linear: Linear, specs: list[InputSpec], gradients: list[fx.Node]) -> None:
+def _return(joint: fx.GraphModule, linear: Linear | Stacked, specs: list[InputSpec], gradients: list[fx.Node]) -> None:
     """Returns the gradients of the fragments in place of that of the weight."""
     outputs: list[tuple[OutputSpec, Any]] = []
     for spec, value in outputs_of(joint):

@@ -13,9 +13,9 @@ those of half-precision weights are added up in fp32.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -25,9 +25,11 @@ from torch.fx.node import map_arg
 from mtcompile.passes.analysis.kernels import drop_dead
 from mtcompile.passes.analysis.memory import owner
 from mtcompile.passes.analysis.tiles import Program, Tiled, run_tiles
-from mtcompile.passes.cuts.tiles.pieces import Piece, Pieces, pieces_of
-from mtcompile.passes.cuts.tiles.rules import SIZED, Layout, leading
+from mtcompile.passes.cuts.tiles.layouts import Layout, Tiling, cut
+from mtcompile.passes.cuts.tiles.pieces import Piece, Pieces, base_of, pieces_of, rows_of_tokens
+from mtcompile.passes.cuts.tiles.rules import args_in_tile
 from mtcompile.passes.joint.loss_head import Add, adder, viewed
+from mtcompile.passes.joint.regions import STARTS_BLOCK
 from mtcompile.passes.lazy_graph import LazyGraphModule
 from mtcompile.passes.step_graph import is_random, is_view
 
@@ -40,23 +42,39 @@ def tile_tokens(joint: fx.GraphModule, tiles: int) -> int:
     Returns how many tiles there are; 1 where nothing is cut."""
     if tiles < 2:
         return 1
-    pieces = pieces_of(joint.graph)
-    size = tile_rows(pieces.rows, tiles)
-    if size >= pieces.rows:
+    rows = rows_of_tokens(joint.graph)
+    tiling = Tiling(rows, tile_rows(rows, tiles))
+    if tiling.size >= rows:
         return 1
+    pieces = pieces_of(joint.graph, tiling)
     wholes: dict[fx.Node, fx.Node] = {}
     tiled: set[fx.Node] = set()
     for piece in (*pieces.forward, *pieces.backward):
-        if _rewrite(joint.graph, piece, pieces, size, wholes):
+        if _rewrite(joint.graph, piece, pieces, wholes):
             tiled.update(piece.nodes)
     if not tiled:
         return 1
     for node, whole in wholes.items():
         node.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in tiled)
     drop_dead(joint.graph)
+    _start_blocks(joint.graph)
     joint.graph.lint()
     joint.recompile()
-    return -(-pieces.rows // size)
+    return -(-rows // tiling.size)
+
+
+def _start_blocks(graph: fx.Graph) -> None:
+    """Lets a block start with each piece of the forward, and behind it: what only a piece reads is gone when others run."""
+    starts = True
+    for node in graph.nodes:
+        if node.op != "call_function" or node.meta["phase"] != "forward" or is_view(node) or node.target is operator.getitem:
+            continue
+        if starts or node.target is run_tiles:
+            first = node
+            while node.target is run_tiles and first.prev in node.all_input_nodes and is_view(first.prev):
+                first = first.prev
+            first.meta[STARTS_BLOCK] = True
+        starts = node.target is run_tiles
 
 
 def tiles_contract(tiles: int) -> str:
@@ -74,7 +92,7 @@ def tile_rows(rows: int, tiles: int) -> int:
     return -(-size // unit) * unit
 
 
-def _rewrite(graph: fx.Graph, piece: Piece, pieces: Pieces, size: int, wholes: dict[fx.Node, fx.Node]) -> bool:
+def _rewrite(graph: fx.Graph, piece: Piece, pieces: Pieces, wholes: dict[fx.Node, fx.Node]) -> bool:
     """Puts the call that runs a piece in tiles behind its last operation, and what stands for each leaving operation into
     ``wholes``. Returns False where the order of the graph does not allow that."""
     inside = set(piece.nodes)
@@ -83,8 +101,8 @@ def _rewrite(graph: fx.Graph, piece: Piece, pieces: Pieces, size: int, wholes: d
         return False
     needed = _needed(piece, pieces)
     builder = _Builder(pieces, needed)
-    bases = list(dict.fromkeys(builder.base(node) for node in piece.leaving))
-    operands, program = builder.program(bases, size)
+    bases = list(dict.fromkeys(base_of(node, piece, pieces.uses) for node in piece.leaving))
+    operands, program = builder.program(bases)
     with graph.inserting_before(nodes[-1].next):
         values = [wholes.get(operand, operand) for operand in operands]
         call = graph.call_function(run_tiles, (program.text(), *values))
@@ -114,7 +132,7 @@ def _place(first: fx.Node, needed: Sequence[fx.Node], pieces: Pieces) -> dict[st
 def _alone(val: torch.Tensor) -> torch.Tensor:
     """A value of that layout in memory of its own."""
     with getattr(val, "fake_mode", None) or nullcontext():
-        return torch.empty(val.shape, dtype=val.dtype, device=val.device)
+        return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
 
 
 def _viewed(add: Add, node: fx.Node, wholes: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -164,53 +182,45 @@ class _Builder:
     pieces: Pieces
     needed: Sequence[fx.Node]
 
-    def base(self, node: fx.Node) -> fx.Node:
-        """The operation whose result a leaving view is of."""
-        while is_view(node) and node.args[0] in self.needed and self.pieces.uses[node].makes == "rows":
-            node = node.args[0]
-        return node
-
-    def program(self, bases: Sequence[fx.Node], size: int) -> tuple[list[fx.Node], Program]:
+    def program(self, bases: Sequence[fx.Node]) -> tuple[list[fx.Node], Program]:
         """The operands of a program that makes ``bases``, and the program."""
-        inside, uses = set(self.needed), self.pieces.uses
-        taken = ((each, layout) for node in self.needed for each, layout in uses[node].takes.items() if each not in inside)
-        takes, rows = tuple(dict.fromkeys(taken)), self.pieces.rows
-        cuts = tuple(self._cut(operand, layout == "rows") for operand, layout in takes)
-        makes = tuple(self._cut(base, self.pieces.uses[base].makes == "rows") for base in bases)
+        inside, uses, (rows, size) = set(self.needed), self.pieces.uses, astuple(self.pieces.tiling)
+        taken = (
+            (each, layout, uses[node].length * (layout == "repeated"))
+            for node in self.needed
+            for each, layout in uses[node].takes.items()
+            if each not in inside
+        )
+        takes = {(each, layout): self._cut(each, layout, length) for each, layout, length in taken}
+        makes = tuple(self._put_together(base) for base in bases)
         tile = self._tile(takes, bases, size)
         last = self._tile(takes, bases, rows % size) if rows % size else None
-        return [operand for operand, _ in takes], Program(rows, size, cuts, makes, tile, last)
+        return [operand for operand, _ in takes], Program(rows, size, tuple(takes.values()), makes, tile, last)
 
-    def _cut(self, node: fx.Node, in_rows: bool) -> Tiled:
-        shape = tuple(node.meta["val"].shape)
-        if not in_rows:
-            return Tiled(shape)
-        return Tiled(shape, self._with_rows(shape, self.pieces.rows), leading(shape, self.pieces.rows) - 1)
+    def _cut(self, node: fx.Node, layout: Layout, length: int = 0) -> Tiled:
+        tiled = cut(node.meta["val"], layout, self.pieces.tiling, length)
+        assert tiled is not None, "the rules only know values that can be cut"
+        return tiled
 
-    def _with_rows(self, shape: Sequence[int], rows: int) -> tuple[int, ...]:
-        """A shape whose only leading dimension above one has so many rows."""
-        count = leading(shape, self.pieces.rows)
-        return (*[1] * (count - 1), rows, *shape[count:])
+    def _put_together(self, node: fx.Node) -> Tiled:
+        tiled, val = self._cut(node, self.pieces.uses[node].makes), node.meta["val"]
+        return tiled if tiled.dim < 0 or val.is_contiguous() else replace(tiled, strides=tuple(val.stride()))
 
-    def _tile(self, takes: Sequence[tuple[fx.Node, Layout]], bases: Sequence[fx.Node], size: int) -> fx.GraphModule:
+    def _tile(self, takes: Mapping[tuple[fx.Node, Layout], Tiled], bases: Sequence[fx.Node], size: int) -> fx.GraphModule:
         """The operations of a tile of so many rows."""
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
         given: dict[tuple[fx.Node, Layout], fx.Node] = {}
-        for place, (operand, layout) in enumerate(takes):
+        for place, ((operand, layout), tiled) in enumerate(takes.items()):
             given[operand, layout] = graph.placeholder(f"x{place}")
             known = operand.meta["val"]
             val = torch.empty_strided(known.shape, known.stride(), dtype=known.dtype, device="meta")
-            if layout == "rows":
-                cut = self._cut(operand, True)
-                val = val.view(cut.shape).narrow(cut.dim, 0, size)
-            given[operand, layout].meta["val"] = val
+            given[operand, layout].meta["val"] = tiled.tile(val.view(tiled.shape) if tiled.dim >= 0 else val, 0, size)
         for place, node in enumerate(self.needed):
             layouts = self.pieces.uses[node].takes
             operands = {each: env[each] if each in env else given[each, layout] for each, layout in layouts.items()}
             args, kwargs = map_arg((node.args, node.kwargs), operands.__getitem__)
-            if node.target in SIZED:
-                args = (args[0], list(self._with_rows(node.meta["val"].shape, size)), *args[2:])
+            args = args_in_tile(node, args, self.pieces.tiling, size)
             env[node] = graph.create_node("call_function", node.target, args, kwargs, name=f"n{place}")
             env[node].meta["val"] = _result(env[node])
         graph.output(tuple(env[base] for base in bases))
@@ -220,7 +230,8 @@ class _Builder:
 def _result(node: fx.Node) -> Any:
     """Returns what an operation makes of operands without content."""
     vals, keywords = map_arg((node.args, dict(node.kwargs)), lambda operand: operand.meta["val"])
-    keywords = {name: value for name, value in keywords.items() if name != "device"}
+    if "device" in keywords or not node.all_input_nodes:
+        keywords = {**keywords, "device": "meta"}
     target: Any = node.target
     with torch.no_grad():
         return target(*vals, **keywords)

@@ -16,6 +16,7 @@ from mtcompile.passes.graph_json import graph_from_json, graph_to_json
 from mtcompile.passes.joint.build import build
 from mtcompile.passes.proof.same_computation import SameComputationError
 from mtcompile.passes.step_graph import copy_step, fragments_of, inputs_of, outputs_of
+from tests.helpers.tracing import values
 
 
 class Two(nn.Module):
@@ -41,21 +42,6 @@ class Tied(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.embed(x)).square().mean()
-
-
-def values(joint: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
-    """What a joint graph returns, by name; gradients of fragments put together."""
-    taken = []
-    for spec, node in inputs_of(joint):
-        part = spec.fragment
-        whole = torch.ones(node.meta["val"].shape) if spec.role == "tangent" else inputs[part.index if part else spec.index]
-        taken.append(whole if part is None else whole[part.start : part.end])
-    with torch.no_grad():
-        results = fx.Interpreter(joint).run(*taken)
-    parts, joined = fragments_of(joint), dict[str, list[torch.Tensor]]()
-    for (spec, _), value in zip(outputs_of(joint), results, strict=True):
-        joined.setdefault(parts[spec.name].parameter if spec.name in parts else spec.name, []).append(value)
-    return {name: several[0] if len(several) == 1 else torch.cat(several) for name, several in joined.items()}
 
 
 @pytest.mark.parametrize("bias", [True, False])
