@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -28,6 +29,11 @@ _REDUCTIONS = {
     aten._log_softmax_backward_data.default,
     aten.sum.dim_IntList,
     aten.mean.dim,
+}
+# Attention on a CPU, by the formulas of a GPU's: torch has none.
+_SAME_FLOPS = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
 # Of a collective through the host's memory, reads and writes of what a rank has; of the network between hosts, crossings.
 _PASSES = {"all_reduce": 7, "reduce_scatter": 5, "all_gather": 4, "all_gather of parts": 4, "broadcast": 4}
@@ -210,13 +216,20 @@ def _cost_of_tiles(node: fx.Node) -> Cost:
 
 
 def node_flops(node: fx.Node) -> int:
-    """FLOPs of one operation by torch's formula; 0 where there is none."""
+    """FLOPs of one operation by torch's formula; 0 where there is none. Causal attention does half of what the formula says."""
     target, args = (node.args[2], node.args[3:]) if node.target is replay else (node.target, node.args)
-    formula = flop_registry.get(getattr(target, "overloadpacket", None))
+    operation = getattr(target, "overloadpacket", None)
+    formula = flop_registry.get(_SAME_FLOPS.get(operation, operation))
     if formula is None or "val" not in node.meta:
         return 0
     shapes, kwargs = fx.node.map_arg((args, node.kwargs), lambda operand: operand.meta["val"])
-    return int(formula(*shapes, **kwargs, out_val=node.meta["val"]))
+    return int(formula(*shapes, **kwargs, out_val=node.meta["val"])) // (2 if _is_causal(target, args, node.kwargs) else 1)
+
+
+def _is_causal(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Tells whether an operation is attention that looks at no later position."""
+    names = [argument.name for argument in target._schema.arguments] if hasattr(target, "_schema") else []
+    return dict(zip(names, args, strict=False), **kwargs).get("is_causal") is True
 
 
 def rows_us(machine: Machine, queue: str, rows: int, nbytes: int, whole_nbytes: int) -> float:

@@ -107,8 +107,7 @@ class Candidates:
 
     def go_by_schedules(self) -> bool:
         """Forgets all figures of summaries, and makes no more. Tells whether there were any."""
-        could, self._evaluator.able, self._varied_points = self._evaluator.able, False, None
-        self._improved = None
+        could, self._evaluator.able, self._varied_points, self._improved = self._evaluator.able, False, None, None
         self._figures, self._paces, self._points = {}, {}, []
         self.__dict__.pop("_everything", None)
         return could
@@ -152,9 +151,8 @@ class Candidates:
     @cached_property
     def _streamed(self) -> Schedule:
         """A schedule with every home on the host."""
-        return evaluate(
-            self.problem, self.draft, POLICIES["megatrain"](self.problem.step, self.base, self.open_params)
-        ).schedule
+        plan = POLICIES["megatrain"](self.problem.step, self.base, self.open_params)
+        return evaluate(self.problem, self.draft, plan).schedule
 
     @cached_property
     def _evaluator(self) -> Evaluator:
