@@ -31,7 +31,9 @@ def assign(graph: fx.Graph, starts: Collection[fx.Node] = ()) -> tuple[Mapping[f
     Backward regions run in the opposite order of their blocks. A getitem belongs to the call it reads.
     """
     forward = [n for n in graph.nodes if n.op == "call_function" and n.meta["phase"] == "forward"]
-    segments = _joined_views([piece for label, nodes in _segments(forward) for piece in _cut_at(label, nodes, starts)])
+    segments = [piece for label, nodes in _segments(forward) for piece in _cut_at(label, nodes, starts)]
+    if any(STARTS_BLOCK in node.meta for node in forward):
+        segments = _joined_views(segments)
     region: dict[fx.Node, tuple[str, int]] = {}
     by_seq: dict[int, int] = {}
     by_path: dict[str, int] = {}
@@ -154,7 +156,8 @@ def _cut_at(label: str, run: list[fx.Node], starts: Collection[fx.Node]) -> list
 
 
 def _joined_views(segments: list[tuple[str, list[fx.Node]]]) -> list[tuple[str, list[fx.Node]]]:
-    """Joins each segment that computes nothing to the one before."""
+    """Joins each segment that computes nothing to the one before: where pieces of blocks start blocks of their own, views lie
+    between them."""
     joined = segments[:1]
     for label, nodes in segments[1:]:
         if all(is_view(node) or node.target is operator.getitem for node in nodes):
