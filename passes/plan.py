@@ -187,7 +187,7 @@ class Plan:
     @property
     def all_resident(self) -> bool:
         """True where nothing moves and nothing is computed again."""
-        return all(d.choice in ("device", "save") for d in self.decisions)
+        return not self.fetched and all(d.choice in ("device", "save") for d in self.decisions)
 
     def with_decision(self, decision: Decision) -> Plan:
         """The same plan with this decision in place of the one about the same subject."""

@@ -10,7 +10,7 @@ from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.linear.program import Infeasible
-from mtcompile.passes.planning.linear.seeds import seed
+from mtcompile.passes.planning.linear.seeds import Rule, seed
 from mtcompile.passes.planning.pace import impatient
 from mtcompile.passes.planning.problem import Candidate
 
@@ -50,5 +50,5 @@ class QuickCandidates(Candidates):
                 limits = {"device": int(share * device), "host": None}
                 with contextlib.suppress(Infeasible):
                     optimum = self._relaxed(limits, decided, ahead, optimum)
-                plans.append(seed(self._relaxed, limits, base, self.blocks, self.sizes, decided, like=optimum))
+                plans.append(seed(self._relaxed, limits, base, self.blocks, self.sizes, Rule(decided), optimum))
         return [self._paced(plan) for plan in plans]

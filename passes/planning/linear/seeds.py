@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.ladders import Block, variant_decision
@@ -47,11 +47,18 @@ class Optima:
         return self._optima[_LAST - (_LAST - position) // _BETWEEN * _BETWEEN]
 
 
+class Rule(NamedTuple):
+    """A rule about where homes are. ``decided``: those that are on the device (True) or on the host, whatever the program says.
+    ``earliest``: of equal homes, those read first are on the device: they are updated last, and the next step would wait for
+    them; otherwise those that the program prefers."""
+
+    decided: Mapping[str, bool] = MappingProxyType({})
+    earliest: bool = False
+
+
 class Seeds(Sequence[Plan]):
     """Plans from the fewest device bytes to the most, each made when it is asked for. ``solve``: of the relaxed problem;
-    ``optima``: of the same. They fetch as many blocks ahead as ``base`` does. ``decided``: homes that are on the device (True)
-    or on the host in all of them. ``earliest``: of equal homes, those read first are on the device: they are updated last, and
-    the next step would wait for them; otherwise those that the program prefers."""
+    ``optima``: of the same. They fetch as many blocks ahead as ``base`` does."""
 
     def __init__(
         self,
@@ -60,11 +67,9 @@ class Seeds(Sequence[Plan]):
         base: Plan,
         blocks: Sequence[Block],
         sizes: Mapping[str, int],
-        decided: Mapping[str, bool] = MappingProxyType({}),
-        earliest: bool = False,
+        rule: Rule,
     ) -> None:
-        self.solve, self.base, self.blocks, self.sizes, self.decided = solve, base, blocks, sizes, decided
-        self.optima, self.earliest = optima, earliest
+        self.solve, self.optima, self.base, self.blocks, self.sizes, self.rule = solve, optima, base, blocks, sizes, rule
         self._plans: dict[int, Plan] = {}
 
     def __len__(self) -> int:
@@ -73,9 +78,7 @@ class Seeds(Sequence[Plan]):
     def __getitem__(self, position: Any) -> Any:
         if position not in self._plans:
             limits, like = self.optima.limits(position), self.optima.near(position)
-            self._plans[position] = seed(
-                self.solve, limits, self.base, self.blocks, self.sizes, self.decided, self.earliest, like
-            )
+            self._plans[position] = seed(self.solve, limits, self.base, self.blocks, self.sizes, self.rule, like)
         return self._plans[position]
 
 
@@ -85,17 +88,16 @@ def seed(
     base: Plan,
     blocks: Sequence[Block],
     sizes: Mapping[str, int],
-    decided: Mapping[str, bool] = MappingProxyType({}),
-    earliest: bool = False,
+    rule: Rule,
     like: Relaxed | None = None,
 ) -> Plan:
     """Returns the plan that decides as the optimum within ``limits`` does; ``base`` if there is none. ``like``: as for
     ``solve``; for the others see ``Seeds``."""
     try:
-        relaxed = _with_whole_homes(solve, limits, base.lookahead, sizes, decided, earliest, like)
+        relaxed = _with_whole_homes(solve, limits, base.lookahead, sizes, rule, like)
     except Infeasible:
         return base
-    return rounded(relaxed, base, blocks, sizes, earliest)
+    return rounded(relaxed, base, blocks, sizes, rule.earliest)
 
 
 def _with_whole_homes(
@@ -103,23 +105,22 @@ def _with_whole_homes(
     limits: Mapping[str, int | None],
     ahead: int,
     sizes: Mapping[str, int],
-    decided: Mapping[str, bool],
-    earliest: bool,
+    rule: Rule,
     like: Relaxed | None,
 ) -> Relaxed:
     """Solves again with every home wholly on one tier: homes are large, and what blocks keep must fit beside them. The number
     of homes on the device is the sum of their shares, rounded; if that does not fit, 1, 3, 7, ... fewer of them: those that
     are preferred least go first."""
-    relaxed = solve(limits, decided, ahead, like)
+    relaxed = solve(limits, rule.decided, ahead, like)
     places = {home: float(-place) for place, home in enumerate(relaxed.resident)}
-    preferred = places if earliest else relaxed.resident
+    preferred = places if rule.earliest else relaxed.resident
     chosen = sorted(_chosen(relaxed.resident, sizes, preferred), key=lambda home: -preferred[home])
     fewer = 0
     while True:
         on_device = set(chosen[: max(0, len(chosen) - fewer)])
         whole = {home: home in on_device for home in relaxed.resident}
         try:
-            return solve(limits, whole | dict(decided), ahead, relaxed)
+            return solve(limits, whole | dict(rule.decided), ahead, relaxed)
         except Infeasible:
             if not on_device:
                 raise
@@ -134,11 +135,10 @@ def seed_ladders(
     bases = [replace(least, lookahead=ahead, pooled=True) for ahead in _AHEAD]
     # The first and the last home are updated last and read first: what they would keep waiting says little of the others.
     ends = [{homes[0]: True}, {homes[0]: True, homes[-1]: True}] if len(homes) > 1 else []
-    rules = [{}, *ends, dict.fromkeys(homes, False)]
+    rules = [Rule(decided) for decided in ({}, *ends, dict.fromkeys(homes, False))]
+    rules += [Rule(earliest=True)] if len(homes) > 1 else []
     optima = {base.lookahead: Optima(solve, device, base.lookahead) for base in bases}
-    by_programs = [Seeds(solve, optima[base.lookahead], base, blocks, sizes, rule) for rule, base in product(rules, bases)]
-    earliest = [Seeds(solve, optima[base.lookahead], base, blocks, sizes, earliest=True) for base in bases]
-    return by_programs + (earliest if len(homes) > 1 else [])
+    return [Seeds(solve, optima[base.lookahead], base, blocks, sizes, rule) for rule, base in product(rules, bases)]
 
 
 def _chosen(resident: Mapping[str, float], sizes: Mapping[str, int], preferred: Mapping[str, float]) -> set[str]:
