@@ -59,7 +59,7 @@ class StepOptions:
     accumulate: Accumulate = 1
     fragments: Annotated[
         Fragments | None,
-        typer.Option(help="let linear weights be cut into fragments: those where no sum is split (exact), or any (split)"),
+        typer.Option(help="cut weights into fragments: only where no sum is split (exact), or any linear weight (split)"),
     ] = None
 
 

@@ -91,13 +91,15 @@ class RanksDoor(ModelDoor):
             warnings.warn(f"optimizer state is lost; load the last checkpoint to go on: {error}", stacklevel=4)
 
     def _make_weights_whole(self) -> None:
-        """Gives this rank all of the weights of which hosts have parts. All ranks call it."""
+        """Makes the weights whole on this rank, where each host has a part of them. All ranks call it."""
         parts = {} if self.shares is None else dict(self.shares.parts)
         try:
             for _, parameter in sorted(parts.items()):
                 parameter.data = self.shares.whole(parameter)  # type: ignore[union-attr]
         except RanksParted as error:
-            warnings.warn(f"weights of other hosts are lost, and NaN here; load the last checkpoint: {error}", stacklevel=5)
+            warnings.warn(
+                f"weights of other hosts are lost: NaN stands for them; load the last checkpoint: {error}", stacklevel=5
+            )
         if self.shares is not None:
             self.shares.parts.clear()
 
@@ -144,8 +146,8 @@ class RanksDoor(ModelDoor):
     def before_copy(self) -> None:
         if self.in_parts:
             raise StepError(
-                "the model was copied, and each host has a part of its weights; expected a state_dict() of all ranks, which "
-                "has all of them: load it into a new model. MT_RANKS_SHARD=state leaves whole weights on each host"
+                "the model was copied, and each host has a part of its weights, so a copy would lack the others; call "
+                "state_dict() on all ranks and load it into a new model, or set MT_RANKS_SHARD=state to keep whole weights"
             )
 
     def _is_common(self, block: Mapping[str, nn.Parameter]) -> tuple[bool, bool]:
@@ -339,7 +341,7 @@ class RanksDoor(ModelDoor):
         return self.ranks.phase() if torch.is_grad_enabled() or self.in_parts else contextlib.nullcontext()
 
     def evaluation(self, compiled: CompiledStep) -> AbstractContextManager[None]:
-        """All ranks gather weights for it, where each host has a part."""
+        """Surrounds an evaluation, in which all ranks gather weights if each host has a part of them."""
         return self.phase(compiled, "forward") if self.in_parts else contextlib.nullcontext()
 
     def before_backward(self, keeps: bool) -> None:

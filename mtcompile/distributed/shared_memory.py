@@ -49,8 +49,8 @@ def common_memory(
 
 
 def hide(memory: torch.Tensor, elsewhere: Sequence[tuple[int, int]]) -> None:
-    """Lets bytes of shared memory, from one place to another, be ones, which are NaN in every floating dtype: whoever reads
-    what is not here notices. Their whole pages take nothing, and what this process has written there is forgotten.
+    """Fills ranges of shared memory with one bits, which are NaN in every floating dtype: whoever reads what is not here
+    notices. Their whole pages take nothing, and what this process has written there is forgotten.
 
     Raises MtcompileError where the system has no more mappings for this process."""
     pages = [(-(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE) for start, end in elsewhere]
@@ -73,7 +73,7 @@ def hide(memory: torch.Tensor, elsewhere: Sequence[tuple[int, int]]) -> None:
             if system.mmap(ctypes.c_void_p(where), size, access, flags, descriptor, offset) != where:
                 raise MtcompileError(
                     f"expected to map weights of other hosts, found {os.strerror(ctypes.get_errno())}; raise "
-                    "vm.max_map_count, or MT_RANKS_SHARD=state leaves whole weights on each host"
+                    "vm.max_map_count, or set MT_RANKS_SHARD=state to keep whole weights on each host"
                 )
     if descriptor >= 0:
         os.close(descriptor)
