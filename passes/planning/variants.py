@@ -38,8 +38,9 @@ def trade_off(
     whose time is that of its FLOPs or of its traffic, whichever is more: so cuts are made for both, and for a mixture. The
     first point does not always recompute all: replaying a random operation may keep a generator's state that is larger than
     its result."""
-    saved = tuple(int(item.args[1]) for item in saved_values(region))
-    reader = next((call for call in regions(step) if any(call in item.users for item in saved_values(region))), None)
+    items = saved_values(region)
+    saved = tuple(int(item.args[1]) for item in items)
+    reader = next((call for call in regions(step) if any(call in item.users for item in items)), None)
     speeds = machine.flops, machine.memory_gbps, machine.issue_us, machine.fuses, machine.scale("compute")
     key = "trade-off", str(region.target), saved, always, reader and str(reader.target), speeds
     memo = step.meta["memo"]
@@ -84,8 +85,8 @@ def _trade_off(
         def cheapest(ns: int, nbytes: int, work: Mapping[_Makes, int] = work) -> tuple[Variant, int]:
             """The choice that costs least if keeping ``nbytes`` costs ``ns``, and the ns of what it recomputes."""
             chosen = _cheapest(work, together, open_sizes, states, ns, nbytes)
-            kept = variant(i for i, node in enumerate(saved) if node not in chosen)
-            return kept, sum(ns for makes, ns in work.items() if makes & chosen)
+            cut = variant(i for i, node in enumerate(saved) if node not in chosen)
+            return cut, sum(ns for makes, ns in work.items() if makes & chosen)
 
         todo = [(cheapest(sum(work.values()) + 1, 1), (everything, 0))]
         points.append(todo[0][0][0])

@@ -98,7 +98,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outline:
-    """What enters a step and what leaves it. ``leaving``: values -> their place among the outputs, home and input, and whether
+    """The inputs and outputs of a step. ``leaving``: values -> their place among the outputs, home and input, and whether
     they update it. ``returned``: values that the caller receives. ``tangents``: bytes of these."""
 
     homes: Mapping[str, str]
