@@ -1,7 +1,7 @@
-"""The one thing that pyproject.toml cannot say stably: a C library that is built where it can be, and left out elsewhere.
+"""The one thing that pyproject.toml cannot say stably: C libraries that are built where they can be, and left out elsewhere.
 
-It is loaded with ctypes (runtime/optim/host_kernels.py), needs no Python header, and installs inside the package. No
-flag is for the machine it is built on: update.c picks its vector width when it is loaded.
+They are loaded with ctypes (runtime/optim/host_kernels.py, passes/planning/figures/compiled.py), need no Python header, and
+install inside the package. No flag is for the machine they are built on: update.c picks its vector width when it is loaded.
 """
 
 from setuptools import Extension, setup
@@ -17,6 +17,13 @@ setup(
             extra_compile_args=["-std=gnu11", "-fopenmp", "-fvisibility=hidden", *BITS, *SPEED],
             extra_link_args=["-fopenmp"],
             optional=True,  # where there is no compiler, or one without OpenMP, torch's operations do the update
-        )
+        ),
+        Extension(
+            "mtcompile.passes.planning.figures._figures",
+            [f"passes/planning/figures/c/{name}.c" for name in ("moves", "lives", "clock")],
+            depends=["passes/planning/figures/c/figures.h"],
+            extra_compile_args=["-std=gnu11", "-fvisibility=hidden", *BITS, "-O3"],
+            optional=True,  # where there is no compiler, Python does the same, and plans take longer
+        ),
     ]
 )

@@ -11,11 +11,12 @@ from torch import fx
 
 from mtcompile.passes.analysis.state import Traffic, persistent_nbytes, trained_nbytes, update_figures
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.figures.lives import lives_of
-from mtcompile.passes.planning.figures.moves import ON_DEVICE, ON_HOST, Moves
+from mtcompile.passes.planning.figures.compiled import CompiledStep, library
+from mtcompile.passes.planning.figures.moves import ON_DEVICE, ON_HOST
 from mtcompile.passes.planning.figures.sketch import Sketches
 from mtcompile.passes.planning.figures.summary import Outline, Summary, Unsupported, outline_of, summary_of
-from mtcompile.passes.planning.figures.times import Clock, clock, due_first
+from mtcompile.passes.planning.figures.times import Measures, measures
+from mtcompile.passes.planning.pace import earliest_due
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import ranks_of
 
@@ -32,15 +33,17 @@ class Figures(NamedTuple):
 
 
 class Evaluator:
-    """Evaluates plans of one problem. ``draft``: of its step. ``casts``: whether the host may cast anything."""
+    """Evaluates plans of one problem. ``draft``: of its step. ``casts``: whether the host may cast anything. ``compiled``: by
+    the C library, where it was built."""
 
-    def __init__(self, problem: PlanningProblem, draft: fx.GraphModule, casts: bool) -> None:
+    def __init__(self, problem: PlanningProblem, draft: fx.GraphModule, casts: bool, compiled: bool = True) -> None:
         self.problem, self._sketches = problem, Sketches(draft)
         step, updates = problem.step, problem.budgets.updates
         self.able = not (casts or step.meta.get("sliced") or ranks_of(step) != 1)
         self.able = self.able and not (updates is not None and updates.held)
-        self._summaries: dict[object, Summary] = {}
-        self._last: tuple[Plan, tuple[Figures, Moves, Clock]] | None = None  # the plan evaluated last
+        self._library = library() if compiled else None
+        self._summaries: dict[object, tuple[Summary, CompiledStep | None]] = {}
+        self._last: tuple[Plan, tuple[Figures, Measures]] | None = None  # the plan evaluated last
 
     @cached_property
     def _outline(self) -> Outline:
@@ -54,8 +57,7 @@ class Evaluator:
         """Returns a plan's updates on the host in the order in which they are due (see ``pace``); None as ``figures``."""
         if not self._supports(plan):
             return None
-        _, moves, alone = self._evaluated(plan)
-        return due_first(moves.calls, alone)
+        return earliest_due(self._evaluated(plan)[1].arriving())
 
     def _supports(self, plan: Plan) -> bool:
         if not self.able or (plan.updates is not None and plan.updates.held):
@@ -69,39 +71,31 @@ class Evaluator:
             self.able = False
         return self.able
 
-    def _summary(self, plan: Plan) -> Summary:
+    def _summary(self, plan: Plan) -> tuple[Summary, CompiledStep | None]:
         key = _recomputed(plan)
         if key not in self._summaries:
             sketch = self._sketches.of(plan)
             outline = self._outline if sketch.graph is self._sketches.draft else outline_of(sketch.graph)
             if len(self._summaries) >= _MOST_SUMMARIES:
                 del self._summaries[next(iter(self._summaries))]
-            self._summaries[key] = summary_of(sketch, outline, self.problem.machine, self.problem.workspace)
+            summary = summary_of(sketch, outline, self.problem.machine, self.problem.workspace)
+            compiled = None if self._library is None else CompiledStep(self._library, summary, self.problem.machine)
+            self._summaries[key] = summary, compiled
         return self._summaries[key]
 
-    def _evaluated(self, plan: Plan) -> tuple[Figures, Moves, Clock]:
+    def _evaluated(self, plan: Plan) -> tuple[Figures, Measures]:
         if self._last is not None and _same(self._last[0], plan):
             return self._last[1]
-        problem, machine, updates = self.problem, self.problem.machine, plan.updates
-        summary = self._summary(plan)
-        moves = Moves(summary, plan, machine)
-        calls, buffers = moves.calls, moves.buffers
-        lives = lives_of(calls, buffers, plan.lookahead, summary.tangents)
+        problem = self.problem
+        summary, compiled = self._summary(plan)
+        needs = measures(summary, plan, problem.machine) if compiled is None else compiled.measures(plan)
         peaks = persistent_nbytes(problem.step, plan, problem.budgets)
-        peaks["device"] += lives.arenas[ON_DEVICE] + lives.most
-        peaks["host"] += lives.arenas[ON_HOST]
-        first = clock(calls, buffers, lives, None)
-        without = first if updates is None else clock(calls, buffers, lives, None, updates=False)
-        period = first.end
-        if updates is not None and updates.run_ahead:
-            period = clock(calls, buffers, lives, first.late).drained
-        copied = [sum([call.copied for call in calls if call.phase >= phase]) for phase in (0, 1)]
-        spans = without.end, without.end - without.backward, period
-        drives = [[call.drive for call in calls if moves.on_disk and call.phase >= phase] for phase in (0, 1)]
-        drive = [(sum([read for read, _ in each]), sum([written for _, written in each])) for each in drives]
+        peaks["device"] += needs.arenas[ON_DEVICE] + needs.most
+        peaks["host"] += needs.arenas[ON_HOST]
+        spans = needs.alone, needs.backward, needs.period
         trained = trained_nbytes(problem.step)
-        times = update_figures(spans, Traffic(copied, drive), machine, trained, plan, problem.budgets)
-        self._last = plan, (Figures(peaks, *times), moves, first)
+        times = update_figures(spans, Traffic(needs.copied, needs.drives), problem.machine, trained, plan, problem.budgets)
+        self._last = plan, (Figures(peaks, *times), needs)
         return self._last[1]
 
 

@@ -1,0 +1,148 @@
+/* Peaks and times of a plan, as ../moves.py, ../lives.py and ../times.py work them out: the same calls, slots and clock, and the
+ * same operations on doubles in the same order, so that both give the same bits. What a function is for is said there. */
+
+#ifndef MT_FIGURES_H
+#define MT_FIGURES_H
+
+#include <setjmp.h>
+#include <stdint.h>
+
+#ifdef __FAST_MATH__
+#error "relaxed arithmetic changes bits: build without -ffast-math"
+#endif
+
+enum queue { COMPUTE, H2D, D2H, HOST, DISK_READ, QUEUES };
+enum kind { POOLED, ON_DEVICE, ON_HOST, KINDS };
+enum home { AT_DEVICE = 1, AT_DISK = 2, STAYS = 4, LATE = 8, EARLY = 16 }; /* bits of what a plan decides about a home */
+
+/* ------------------------------------------------------------------- from ../compiled.py, which has the same structures */
+
+/* Values that are alike. group: of an activation, the first one of its region with the same readers, returned or not as it is;
+ * name: of an activation. Readers are in Step.readers. */
+typedef struct {
+    int64_t nbytes, slot, first_reader, readers, returned, group, name;
+} Value;
+
+/* row_count: -1 where whole values cross. */
+typedef struct {
+    int64_t nbytes, slot, home, role, on_device, weights, row_count, row_nbytes;
+} Operand;
+
+typedef struct {
+    int64_t nbytes, slot, first_reader, readers, home, operand, updates;
+} Leaving;
+
+/* A region's reads, values (activations first) and leaving end where those of the next one begin. */
+typedef struct {
+    int64_t phase, workspace, first_read, first_value, first_other, first_leaving;
+} Region;
+
+/* A step as it recomputes what a plan says. There is one more region than there are, which says where all ends. */
+typedef struct {
+    int64_t regions, operands, homes, first_backward, tangents;
+    const Region *region;
+    const double *us;
+    const int64_t *reads, *readers;
+    const Operand *operand;
+    const Value *value;
+    const Leaving *leaving;
+} Step;
+
+/* What copies and updates cost. gbps, scale: by queue; passes: over what an update moves, in sizes of its parameter. */
+typedef struct {
+    double gbps[QUEUES], scale[QUEUES], disk_write_gbps, disk_write_scale, host_gbps, row_us;
+    double passes, updating_gbps, memory_gbps, on_disk_copies, workspace_copies;
+    int64_t alignment;
+} Costs;
+
+/* What a plan decides. home: bits by home; at_host: by name of an activation, whether it waits there; rank: of patient updates,
+ * by the first of what leaves. */
+typedef struct {
+    int64_t lookahead, disk_lookahead, pooled, updates, patient, run_ahead;
+    const uint8_t *home, *at_host;
+    const int64_t *rank;
+} Choices;
+
+/* arenas: bytes by kind; period: from one step to the next. By phase, of that one and later ones: bytes that are copied, and
+ * that are read from disk and written there. Updates on the host, as many as arriving: where operands are there, the first call
+ * of the forward that reads what they update, their µs, and the first of what leaves. */
+typedef struct {
+    int64_t arenas[KINDS], most, copied[2], read[2], written[2], arriving;
+    double alone, backward, period;
+    double *there, *us;
+    int64_t *due, *name;
+} Result;
+
+/* --------------------------------------------------------------------------------------------------- between these files */
+
+typedef struct {
+    int32_t first, last; /* of its links; -1: none */
+} List;
+
+typedef struct {
+    int32_t value, other, next;
+} Link;
+
+typedef struct {
+    int32_t kind, returned;
+    int64_t nbytes;
+} Buffer;
+
+/* reads, writes: buffers; inputs, updated: operands; update: the first of what leaves that it updates, else -1; group: gradients
+ * that it makes or copies home, else -1; next: of the calls around one region. */
+typedef struct {
+    List reads, writes, inputs, updated;
+    int32_t queue, phase, early, update, group, next;
+    int64_t workspace, copied, read, written;
+    double us;
+} Call;
+
+typedef struct {
+    List operands, buffers;
+    int32_t name;
+} Gradients;
+
+/* Everything about one plan. calls are made in any order; order has them as they run. */
+typedef struct {
+    const Step *step;
+    const Costs *costs;
+    const Choices *choices;
+    Call *calls;
+    Buffer *buffers;
+    Gradients *gradients;
+    Link *links;
+    int32_t *order;
+    int64_t call_count, call_room, buffer_count, buffer_room, gradient_count, gradient_room, link_count, link_room, length;
+    void **owned; /* all memory, freed at the end */
+    int64_t owned_count, owned_room;
+    jmp_buf out_of_memory;
+} Work;
+
+/* Bytes with one owner after the other: by buffer, those that had its bytes before (after), and for slots of the forward, in the
+ * step before (across). freed: behind each call, buffers and the place of their last user. */
+typedef struct {
+    List *freed, *after, *across;
+    int64_t arenas[KINDS], most;
+} Lives;
+
+/* What a step leaves to the next one, in µs of that one. */
+typedef struct {
+    double host, *inputs, *slots;
+} Late;
+
+typedef struct {
+    double end, drained, backward, *arrived;
+    Late late;
+} Clock;
+
+void *mt_room(Work *work, int64_t count, int64_t size); /* zeroed; never returns without memory */
+void *mt_grown(Work *work, void *old, int64_t *room, int64_t count, int64_t size);
+void mt_push(Work *work, List *list, int32_t value, int32_t other);
+void mt_moves(Work *work);
+Lives mt_lives(Work *work);
+Clock mt_clock(Work *work, const Lives *lives, const Late *late, int updates);
+
+#define EACH(link, list, work) (int32_t link = (list).first; link >= 0; link = (work)->links[link].next)
+#define EMPTY ((List){-1, -1})
+
+#endif

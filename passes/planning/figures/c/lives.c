@@ -1,0 +1,223 @@
+/* The lifetimes of buffers and the peaks: see ../lives.py. */
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "figures.h"
+
+/* ------------------------------------------------------------------------------------------------- when buffers are freed */
+
+typedef struct {
+    int32_t due, name, user;
+} Deferred;
+
+static List *freed_of(Work *w) {
+    const int64_t count = w->length, buffers = w->buffer_count;
+    int32_t *last = mt_room(w, buffers, sizeof *last), *seen = mt_room(w, buffers, sizeof *seen);
+    int32_t *copied = mt_room(w, buffers, sizeof *copied); /* regions that had run when it was copied home; -1: it was not */
+    List *ending = mt_room(w, count, sizeof *ending), *freed = mt_room(w, count, sizeof *freed);
+    Deferred *deferred = mt_room(w, buffers, sizeof *deferred);
+    int64_t seen_count = 0, waiting = 0;
+    int32_t ran = 0;
+    for (int64_t i = 0; i < buffers; i++)
+        last[i] = copied[i] = -1;
+    for (int32_t place = 0; place < count; place++) {
+        ending[place] = freed[place] = EMPTY;
+        const List lists[] = {w->calls[w->order[place]].reads, w->calls[w->order[place]].writes};
+        for (int i = 0; i < 2; i++)
+            for EACH(link, lists[i], w) {
+                int32_t name = w->links[link].value;
+                if (last[name] < 0)
+                    seen[seen_count++] = name;
+                last[name] = place;
+            }
+    }
+    for (int64_t i = 0; i < seen_count; i++)
+        if (!w->buffers[seen[i]].returned)
+            mt_push(w, &ending[last[seen[i]]], seen[i], 0);
+    const int64_t lookahead = w->choices->lookahead;
+    for (int32_t place = 0; place < count; place++) {
+        const Call *call = &w->calls[w->order[place]];
+        if (call->queue == D2H && !call->early) {
+            for EACH(link, call->reads, w)
+                copied[w->links[link].value] = ran;
+        } else if (call->queue == COMPUTE) {
+            int64_t left = 0;
+            ran++;
+            for (int64_t i = 0; i < waiting; i++)
+                if (deferred[i].due <= ran)
+                    mt_push(w, &freed[place], deferred[i].name, deferred[i].user);
+                else
+                    deferred[left++] = deferred[i];
+            waiting = left;
+        }
+        for EACH(link, ending[place], w) {
+            int32_t name = w->links[link].value;
+            if (lookahead && copied[name] >= 0 && copied[name] + lookahead > ran && w->buffers[name].kind == POOLED)
+                deferred[waiting++] = (Deferred){(int32_t)(copied[name] + lookahead), name, place};
+            else
+                mt_push(w, &freed[place], name, place);
+        }
+        if (waiting && (place + 1 == count || w->calls[w->order[place + 1]].phase != call->phase)) {
+            for (int64_t i = 0; i < waiting; i++)
+                mt_push(w, &freed[place], deferred[i].name, deferred[i].user);
+            waiting = 0;
+        }
+    }
+    return freed;
+}
+
+/* ----------------------------------------------------------------------------------------------------------- where slots lie */
+
+typedef struct {
+    int64_t nbytes, low, high;
+    int32_t name, kind, begins, ends;
+} Slot;
+
+static int larger_first(const void *one, const void *other) {
+    const Slot *a = one, *b = other;
+    if (a->nbytes != b->nbytes)
+        return a->nbytes > b->nbytes ? -1 : 1;
+    return (a->begins > b->begins) - (a->begins < b->begins);
+}
+
+static int lies_behind(const Slot *one, const Slot *other) {
+    if (one->low != other->low)
+        return one->low > other->low;
+    if (one->high != other->high)
+        return one->high > other->high;
+    if (one->begins != other->begins)
+        return one->begins > other->begins;
+    return one->ends > other->ends;
+}
+
+/* Gives each slot bytes of its arena: largest first, at the lowest place that is free while it lives. */
+static void place_slots(Work *w, Slot *slots, int64_t count, int64_t *arenas) {
+    Slot *located[KINDS] = {0, mt_room(w, count, sizeof(Slot)), mt_room(w, count, sizeof(Slot))};
+    int64_t counts[KINDS] = {0};
+    qsort(slots, (size_t)count, sizeof *slots, larger_first);
+    for (int64_t i = 0; i < count; i++) {
+        Slot *slot = &slots[i], *others = located[slot->kind];
+        int64_t offset = 0, at = counts[slot->kind];
+        for (int64_t j = 0; j < counts[slot->kind]; j++)
+            if (others[j].begins < slot->ends && slot->begins < others[j].ends) {
+                if (offset + slot->nbytes <= others[j].low)
+                    break;
+                if (others[j].high > offset)
+                    offset = others[j].high;
+            }
+        slot->low = offset;
+        slot->high = offset + slot->nbytes;
+        for (int64_t low = 0; low < at;) {
+            int64_t middle = (low + at) / 2;
+            if (lies_behind(&others[middle], slot))
+                at = middle;
+            else
+                low = middle + 1;
+        }
+        memmove(&others[at + 1], &others[at], (size_t)(counts[slot->kind]++ - at) * sizeof *others);
+        others[at] = *slot;
+        if (slot->high > arenas[slot->kind])
+            arenas[slot->kind] = slot->high;
+    }
+}
+
+/* ------------------------------------------------------------------------------------------------- who had the bytes before */
+
+typedef struct {
+    int64_t low, high;
+    int32_t name;
+} Range;
+
+typedef struct {
+    Range *ranges; /* in order, none in another */
+    int64_t count, room;
+} Touched;
+
+/* Gives bytes to a buffer; list gets the buffers that had any of them. */
+static void take(Work *w, Touched *touched, int64_t low, int64_t high, int32_t name, List *list) {
+    if (low == high)
+        return;
+    Range *ranges = touched->ranges, new[3];
+    int64_t first = 0, last = touched->count, added = 0;
+    for (int64_t end = touched->count; first < end;) { /* the first that ends behind low */
+        int64_t middle = (first + end) / 2;
+        if (ranges[middle].high > low)
+            end = middle;
+        else
+            first = middle + 1;
+    }
+    for (int64_t begin = first; begin < last;) { /* the first that begins at high or behind it */
+        int64_t middle = (begin + last) / 2;
+        if (ranges[middle].low >= high)
+            last = middle;
+        else
+            begin = middle + 1;
+    }
+    for (int64_t i = first; i < last; i++)
+        mt_push(w, list, ranges[i].name, 0);
+    if (first < last && ranges[first].low < low)
+        new[added++] = (Range){ranges[first].low, low, ranges[first].name};
+    new[added++] = (Range){low, high, name};
+    if (first < last && high < ranges[last - 1].high)
+        new[added++] = (Range){high, ranges[last - 1].high, ranges[last - 1].name};
+    while (touched->count + added > touched->room)
+        ranges = touched->ranges = mt_grown(w, ranges, &touched->room, touched->count, sizeof *ranges);
+    memmove(&ranges[first + added], &ranges[last], (size_t)(touched->count - last) * sizeof *ranges);
+    memcpy(&ranges[first], new, (size_t)added * sizeof *ranges);
+    touched->count += added - (last - first);
+}
+
+Lives mt_lives(Work *w) {
+    const int64_t buffers = w->buffer_count;
+    Lives lives = {.freed = freed_of(w), .after = mt_room(w, buffers, sizeof(List)), .across = mt_room(w, buffers, sizeof(List))};
+    Slot *slots = mt_room(w, buffers, sizeof *slots);
+    int32_t *index = mt_room(w, buffers, sizeof *index), *starting = mt_room(w, buffers, sizeof *starting);
+    int64_t live = 0, count = 0, in_forward = -1;
+    int32_t moment = 0;
+    for (int64_t i = 0; i < buffers; i++)
+        lives.after[i] = lives.across[i] = EMPTY;
+    for (int64_t place = 0; place < w->length; place++) {
+        const Call *call = &w->calls[w->order[place]];
+        if (call->phase && in_forward < 0) {
+            live += w->step->tangents;
+            in_forward = count;
+        }
+        for EACH(link, call->writes, w) {
+            const int32_t name = w->links[link].value;
+            const Buffer *buffer = &w->buffers[name];
+            if (buffer->kind == POOLED) {
+                live += buffer->nbytes;
+            } else {
+                index[name] = (int32_t)count;
+                slots[count++] = (Slot){.nbytes = buffer->nbytes, .name = name, .kind = buffer->kind, .begins = moment++};
+            }
+        }
+        if (live + call->workspace > lives.most)
+            lives.most = live + call->workspace;
+        for EACH(link, lives.freed[place], w) {
+            const int32_t name = w->links[link].value;
+            if (w->buffers[name].kind == POOLED)
+                live -= w->buffers[name].nbytes;
+            else
+                slots[index[name]].ends = moment++;
+        }
+    }
+    if (in_forward < 0)
+        in_forward = count;
+    for (int64_t i = 0; i < count; i++)
+        starting[i] = slots[i].name;
+    place_slots(w, slots, count, lives.arenas);
+    for (int64_t i = 0; i < count; i++)
+        index[slots[i].name] = (int32_t)i;
+    Touched touched[KINDS] = {{0}};
+    for (int64_t i = 0; i < count; i++) {
+        const Slot *slot = &slots[index[starting[i]]];
+        take(w, &touched[slot->kind], slot->low, slot->high, slot->name, &lives.after[slot->name]);
+    }
+    for (int64_t i = 0; i < in_forward; i++) {
+        const Slot *slot = &slots[index[starting[i]]];
+        take(w, &touched[slot->kind], slot->low, slot->high, -1 - slot->name, &lives.across[slot->name]);
+    }
+    return lives;
+}

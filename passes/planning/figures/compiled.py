@@ -1,0 +1,211 @@
+"""Works out the measures of plans by the C files in c/, where they were built at install: the same as ``times.measures``.
+
+The structures are those of c/figures.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from array import array
+from collections.abc import Iterable, Sequence
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.analysis.rows import ROW_COPY_US
+from mtcompile.passes.plan import Plan, Updates
+from mtcompile.passes.planning.figures.summary import Leaving, Operand, Summary, Value
+from mtcompile.passes.planning.figures.times import Measures
+from mtcompile.passes.planning.pace import Arriving
+from mtcompile.runtime.schedule import ALIGNMENT
+
+_VERSION = 1  # of the interface of c/
+_QUEUES = "compute", "h2d", "d2h", "host", "disk_read"
+_BITS = {  # of what is decided about a home
+    **{("params", "device"): 1, ("params", "disk"): 2, ("fetch", "keep"): 4},
+    **{("return", "late"): 8, ("gradients", "early"): 16},
+}
+_MASKS = {"params": 1 | 2, "fetch": 4, "return": 8, "gradients": 16}
+_OF_WEIGHTS = _MASKS["params"] | _MASKS["fetch"]
+_NO_UPDATES = Updates()
+
+
+def _fields(kind: type[ctypes._SimpleCData], names: str) -> list[tuple[str, type[ctypes._SimpleCData]]]:
+    return [(name, kind) for name in names.split()]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        *_fields(ctypes.c_int64, "regions operands homes first_backward tangents"),
+        *_fields(ctypes.c_void_p, "region us reads readers operand value leaving"),
+    )
+
+
+class _Costs(ctypes.Structure):
+    _fields_ = (
+        *(("gbps", ctypes.c_double * len(_QUEUES)), ("scale", ctypes.c_double * len(_QUEUES))),
+        *_fields(ctypes.c_double, "disk_write_gbps disk_write_scale host_gbps row_us"),
+        *_fields(ctypes.c_double, "passes updating_gbps memory_gbps on_disk_copies workspace_copies"),
+        ("alignment", ctypes.c_int64),
+    )
+
+
+class _Choices(ctypes.Structure):
+    _fields_ = (
+        *_fields(ctypes.c_int64, "lookahead disk_lookahead pooled updates patient run_ahead"),
+        *_fields(ctypes.c_void_p, "home at_host rank"),
+    )
+
+
+class _Result(ctypes.Structure):
+    _fields_ = (
+        *(("arenas", ctypes.c_int64 * 3), ("most", ctypes.c_int64), ("copied", ctypes.c_int64 * 2)),
+        *(("read", ctypes.c_int64 * 2), ("written", ctypes.c_int64 * 2), ("arriving", ctypes.c_int64)),
+        *_fields(ctypes.c_double, "alone backward period"),
+        *_fields(ctypes.c_void_p, "there us due name"),
+    )
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Loads the library; None where it was not built here, or from another version of it."""
+    paths = (Path(__file__).with_name("_figures" + suffix) for suffix in EXTENSION_SUFFIXES)
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        return None
+    try:
+        c_library = ctypes.CDLL(str(path))
+    except OSError:  # built for another system
+        return None
+    if c_library.mt_figures_version() != _VERSION:
+        return None
+    kinds = _Step, _Costs, _Choices, _Result
+    c_library.mt_figures.argtypes = [ctypes.POINTER(kind) for kind in kinds]
+    return c_library
+
+
+class CompiledStep:
+    """A summary as C reads it."""
+
+    def __init__(self, c_library: ctypes.CDLL, summary: Summary, machine: Machine) -> None:
+        self._library, self._machine = c_library, machine
+        self._numbers: dict[str, int] = {}  # of activations
+        self._homes: dict[str, int] = {}
+        self._arrays: list[array[int] | array[float]] = []  # that the step points into
+        self._costs: dict[tuple[float, float, bool], _Costs] = {}
+        self._step = self._laid_out(summary)
+        self._of_weights = frozenset(operand.home for operand in summary.operands if operand.weights)
+        self._leaving = [entry.name for region in summary.regions for entry in region.leaving]
+
+    def measures(self, plan: Plan) -> Measures:
+        """Works out the measures of a plan. Raises MemoryError."""
+        updates, names = plan.updates, self._leaving
+        homes, at_host = self._decided(plan)
+        ranks = {} if updates is None else {name: rank for rank, name in enumerate(updates.order)}
+        rank = array("q", [ranks.get(name, len(ranks)) for name in names] if ranks else bytes(8 * len(names)))
+        there, us = array("d", bytes(8 * len(names))), array("d", bytes(8 * len(names)))
+        due, first = array("q", bytes(8 * len(names))), array("q", bytes(8 * len(names)))
+        when = (False, False, False) if updates is None else (True, updates.patient, updates.run_ahead)
+        decided = (array("B", homes), array("B", at_host), rank)
+        choices = _Choices(plan.lookahead, plan.disk_lookahead, plan.pooled, *when, *map(_address, decided))
+        result = _Result(**{name: _address(of) for name, of in (("there", there), ("us", us), ("due", due), ("name", first))})
+        if self._library.mt_figures(self._step, self._costs_of(updates or _NO_UPDATES), choices, result):
+            raise MemoryError("expected memory for the figures of a plan, found none; close other programs")
+        count = result.arriving
+
+        def arriving() -> Arriving:
+            rows = zip(there[:count], due[:count], us[:count], first[:count], strict=True)
+            return [(moment, before, takes, names[number] or "-") for moment, before, takes, number in rows]
+
+        drives = (result.read[0], result.written[0]), (result.read[1], result.written[1])
+        spans = result.alone, result.backward, result.period
+        return Measures(result.arenas, result.most, *spans, tuple(result.copied), drives, arriving)
+
+    def _decided(self, plan: Plan) -> tuple[bytearray, bytearray]:
+        """Returns what a plan decides about each home, and by name of an activation, whether it waits on the host."""
+        homes, decided = bytearray(len(self._homes)), dict[str, bool]()
+        for decision in reversed(plan.decisions):  # the first one counts
+            kind, subject = decision.kind, decision.subject
+            if kind == "activation":
+                decided[subject] = decision.choice == "host"
+            elif (number := self._homes.get(subject)) is not None and kind in _MASKS:
+                mask = _MASKS[kind]
+                if not mask & _OF_WEIGHTS or subject in self._of_weights:
+                    homes[number] = homes[number] & ~mask | _BITS.get((kind, decision.choice), 0)
+        at_host = bytearray(b"\1" if decided.pop("*", True) else b"\0") * len(self._numbers)
+        for name, waits in decided.items():
+            if (number := self._numbers.get(name)) is not None:
+                at_host[number] = waits
+        return homes, at_host
+
+    def _costs_of(self, updates: Updates) -> _Costs:
+        key = updates.state_copies, updates.workspace_copies, updates.checked
+        if key not in self._costs:
+            machine, count = self._machine, len(_QUEUES)
+            gbps = machine.h2d_gbps, machine.h2d_gbps, machine.d2h_gbps, machine.h2d_gbps, machine.disk_read_gbps
+            passes = 3 + updates.checked + 2 * updates.state_copies
+            self._costs[key] = _Costs(
+                *((ctypes.c_double * count)(*gbps), (ctypes.c_double * count)(*map(machine.scale, _QUEUES))),
+                *(machine.disk_write_gbps, machine.scale("disk_write"), machine.host_gbps, ROW_COPY_US),
+                *(passes, machine.host_gbps * machine.updating_ranks, machine.memory_gbps),
+                *(1 + updates.state_copies, updates.workspace_copies, ALIGNMENT),
+            )
+        return self._costs[key]
+
+    # ------------------------------------------------------------------------------------------------------- laying out
+
+    def _laid_out(self, summary: Summary) -> _Step:
+        regions, us, reads, readers = list[int](), list[float](), list[int](), list[int]()
+        values, leaving, operands = list[int](), list[int](), list[int]()
+        for region in summary.regions:
+            first_value = len(values) // 7
+            place = first_value + len(region.activations)
+            regions += region.phase, region.workspace, len(reads), first_value, place, len(leaving) // 7
+            us.append(region.us)
+            reads += [operand.number for operand in region.reads]
+            groups: dict[object, int] = {}
+            for number, value in enumerate(region.activations):
+                group = groups.setdefault((value.readers, value.returned), first_value + number)
+                values += self._value(value, readers, group, self._numbers.setdefault(value.name, len(self._numbers)))
+            for value in region.others:
+                values += self._value(value, readers, -1, -1)
+            for entry in region.leaving:
+                leaving += self._entry(entry, readers)
+        regions += 0, 0, len(reads), len(values) // 7, len(values) // 7, len(leaving) // 7
+        roles: dict[str, int] = {}
+        for operand in summary.operands:
+            operands += self._operand(operand, roles)
+        tables = self._table(regions), self._table(us, "d"), *map(self._table, (reads, readers, operands, values, leaving))
+        counts = len(summary.regions), len(summary.operands), len(self._homes), summary.first_backward, summary.tangents
+        return _Step(*counts, *tables)
+
+    def _value(self, value: Value, readers: list[int], group: int, name: int) -> Sequence[int]:
+        first = len(readers)
+        readers += value.readers
+        return value.nbytes, value.slot, first, len(value.readers), value.returned, group, name
+
+    def _entry(self, entry: Leaving, readers: list[int]) -> Sequence[int]:
+        assert entry.of is not None
+        first = len(readers)
+        readers += entry.readers
+        about = self._home(entry.home), entry.of.number, entry.updates
+        return entry.nbytes, entry.slot, first, len(entry.readers), *about
+
+    def _operand(self, operand: Operand, roles: dict[str, int]) -> Sequence[int]:
+        rows = (-1, 0) if operand.rows is None else (operand.rows.count, operand.rows.nbytes)
+        role = roles.setdefault(operand.role, len(roles))
+        about = self._home(operand.home), role, operand.tier == "device", operand.weights
+        return operand.nbytes, operand.slot, *about, *rows
+
+    def _home(self, name: str) -> int:
+        return self._homes.setdefault(name, len(self._homes))
+
+    def _table(self, numbers: Iterable[float], kind: str = "q") -> int:
+        table: array[int] | array[float] = array(kind, numbers)  # type: ignore[arg-type]
+        self._arrays.append(table)
+        return _address(table)
+
+
+def _address(numbers: array[int] | array[float]) -> int:
+    return numbers.buffer_info()[0]
