@@ -61,7 +61,7 @@ gpu:
 env: $(READY)
 
 # What hashes.txt has comes first. Then torch, from constraints.txt: without build isolation nothing else can fetch another one.
-$(READY): pyproject.toml constraints.txt hashes.txt setup.py runtime/optim/update.c
+$(READY): pyproject.toml constraints.txt hashes.txt setup.py runtime/optim/update.c $(wildcard passes/planning/figures/c/*)
 	@echo "setting up $(VENV) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@if $(BIN)/python -c "import sys; sys.exit(sys.version_info < (3, 11))"; then \

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.rows import ROW_COPY_US
@@ -31,7 +32,7 @@ _OF_WEIGHTS = _MASKS["params"] | _MASKS["fetch"]
 _NO_UPDATES = Updates()
 
 
-def _fields(kind: type[ctypes._SimpleCData], names: str) -> list[tuple[str, type[ctypes._SimpleCData]]]:
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
 
@@ -202,7 +203,7 @@ class CompiledStep:
         return self._homes.setdefault(name, len(self._homes))
 
     def _table(self, numbers: Iterable[float], kind: str = "q") -> int:
-        table: array[int] | array[float] = array(kind, numbers)  # type: ignore[arg-type]
+        table: array[int] | array[float] = array(kind, numbers)
         self._arrays.append(table)
         return _address(table)
 

@@ -12,13 +12,16 @@ from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning import candidates as candidates_module
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.evaluate import Inexact, completed, evaluate
+from mtcompile.passes.planning.figures.compiled import library
 from mtcompile.passes.planning.figures.evaluator import Evaluator, Figures
+from mtcompile.passes.planning.figures.times import measures
 from mtcompile.passes.planning.pace import impatient, with_pace
 from mtcompile.passes.planning.problem import PlanningProblem
 from tests.helpers.tracing import traced_case
 from tests.passes.planning.drawn_plans import BOUNDED, MACHINES, SLOW, WAYS, crossing, varied, with_homes_on_disk
 
 CASES = {"chain", "tied", "cnn", "crossing"}
+BUILT = pytest.mark.skipif(library() is None, reason="the C library was not built here")
 
 
 def step_of(case: str) -> Any:
@@ -33,13 +36,15 @@ def test_figures_are_those_of_the_schedule(case: str, plans: int) -> None:
         machine, way = MACHINES[number % len(MACHINES)], WAYS[ways[number % len(ways)]]
         candidates = Candidates(PlanningProblem(step_of(case), machine, Budgets(updates=way)))
         plan = varied(candidates, rnd)
+        in_python = Evaluator(candidates.problem, candidates.draft, candidates._casts, compiled=False)
         due = candidates._evaluator.due_first(plan)
-        assert due is not None
+        assert due is not None and in_python.due_first(plan) == due
         for one in (plan, impatient(plan), _with_order(plan, due)):
             if one is not None:
                 expected = evaluate(candidates.problem, candidates.draft, one).plan
-                figures = candidates._evaluator.figures(one)
-                assert figures == Figures(expected.peak_bytes, expected.step_time_us, expected.update_us)
+                figures = Figures(expected.peak_bytes, expected.step_time_us, expected.update_us)
+                for evaluator in (candidates._evaluator, in_python):
+                    assert evaluator.figures(one) == figures
 
 
 @pytest.mark.parametrize("plans", [4, pytest.param(120, marks=pytest.mark.long)])
@@ -53,13 +58,38 @@ def test_figures_of_plans_with_homes_on_disk_are_those_of_the_schedule(case: str
         )
         candidates = Candidates(PlanningProblem(step_of(case), machine, budgets))
         plan = with_homes_on_disk(varied(candidates, rnd), rnd)
+        in_python = Evaluator(candidates.problem, candidates.draft, candidates._casts, compiled=False)
         due = candidates._evaluator.due_first(plan)
-        assert due is not None
+        assert due is not None and in_python.due_first(plan) == due
         for one in (plan, impatient(plan), _with_order(plan, due)):
             if one is not None:
                 expected = evaluate(candidates.problem, candidates.draft, one).plan
-                figures = candidates._evaluator.figures(one)
-                assert figures == Figures(expected.peak_bytes, expected.step_time_us, expected.update_us)
+                figures = Figures(expected.peak_bytes, expected.step_time_us, expected.update_us)
+                for evaluator in (candidates._evaluator, in_python):
+                    assert evaluator.figures(one) == figures
+
+
+@BUILT
+def test_c_measures_plans_where_it_was_built() -> None:
+    candidates = Candidates(PlanningProblem(step_of("chain"), SLOW, Budgets(updates=WAYS["behind the forward"])))
+    _, compiled = candidates._evaluator._summary(candidates.base)
+    assert compiled is not None
+
+
+@BUILT
+@pytest.mark.parametrize("plans", [4, pytest.param(200, marks=pytest.mark.long)])
+def test_c_measures_a_model_of_many_blocks_as_python_does(plans: int) -> None:
+    rnd, budgets = random.Random(0), Budgets(updates=WAYS["behind the forward"])
+    candidates = Candidates(PlanningProblem(traced_case("gpt2").step, SLOW, budgets))
+    evaluator = candidates._evaluator
+    for _ in range(plans):
+        plan = varied(candidates, rnd)
+        summary, compiled = evaluator._summary(plan)
+        assert compiled is not None
+        ours, python = compiled.measures(plan), measures(summary, plan, candidates.problem.machine)
+        assert [*ours.arenas] == [*python.arenas] and ours.arriving() == python.arriving()
+        names = ("most", "alone", "backward", "period", "copied", "drives")
+        assert [getattr(ours, name) for name in names] == [getattr(python, name) for name in names]
 
 
 def _with_order(plan: Plan, order: tuple[str, ...]) -> Plan | None:
