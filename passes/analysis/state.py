@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -216,13 +216,23 @@ def resident_nbytes(held: Mapping[str, int], plan: Plan, on_disk: Mapping[str, i
 def persistent_nbytes(step: fx.GraphModule, plan: Plan, budgets: Budgets) -> dict[str, int]:
     """All that is held per tier at all times: ``state_by_tier``, the reserve, the step counters of optimizers, and what
     requests to a disk go through."""
-    totals = state_by_tier(step, plan, budgets)
-    totals["device"] += budgets.reserve
+    return persistent_of(step, budgets)(plan)
+
+
+def persistent_of(step: fx.GraphModule, budgets: Budgets) -> Callable[[Plan], dict[str, int]]:
+    """Returns ``persistent_nbytes`` for many plans: what is the same for all of them is worked out once."""
+    held, on_disk = held_nbytes(step, budgets), None if budgets.disk is None else on_disk_nbytes(step, budgets)
     counters = sum(is_trained(spec) and spec.name in step.meta["homes"] for spec, _ in inputs_of(step))
-    totals["host"] += counters * SCALAR_STATE_NBYTES + budgets.exchange
-    if budgets.disk is not None and uses_disk(plan):
-        totals["host"] += budgets.disk_staging + update_staging_nbytes(step, plan, budgets)
-    return totals
+
+    def persistent(plan: Plan) -> dict[str, int]:
+        totals = resident_nbytes(held, plan, on_disk)
+        totals["device"] += budgets.reserve
+        totals["host"] += counters * SCALAR_STATE_NBYTES + budgets.exchange
+        if budgets.disk is not None and uses_disk(plan):
+            totals["host"] += budgets.disk_staging + update_staging_nbytes(step, plan, budgets)
+        return totals
+
+    return persistent
 
 
 def state_by_tier(step: fx.GraphModule, plan: Plan, budgets: Budgets) -> dict[str, int]:

@@ -91,6 +91,8 @@ class CompiledStep:
 
     def __init__(self, c_library: ctypes.CDLL, summary: Summary, machine: Machine) -> None:
         self._library, self._machine = c_library, machine
+        self._decisions: object = None  # those of which ``_choices`` are: many plans in a row share them
+        self._choices: tuple[array[int], array[int]]
         self._numbers: dict[str, int] = {}  # of activations
         self._homes: dict[str, int] = {}
         self._arrays: list[array[int] | array[float]] = []  # that the step points into
@@ -102,13 +104,15 @@ class CompiledStep:
     def measures(self, plan: Plan) -> Measures:
         """Works out the measures of a plan. Raises MemoryError."""
         updates, names = plan.updates, self._leaving
-        homes, at_host = self._decided(plan)
+        if self._decisions is not plan.decisions:
+            self._decisions, self._choices = plan.decisions, self._decided(plan)
+        homes, at_host = self._choices
         ranks = {} if updates is None else {name: rank for rank, name in enumerate(updates.order)}
         rank = array("q", [ranks.get(name, len(ranks)) for name in names] if ranks else bytes(8 * len(names)))
         there, us = array("d", bytes(8 * len(names))), array("d", bytes(8 * len(names)))
         due, first = array("q", bytes(8 * len(names))), array("q", bytes(8 * len(names)))
         when = (False, False, False) if updates is None else (True, updates.patient, updates.run_ahead)
-        decided = (array("B", homes), array("B", at_host), rank)
+        decided = homes, at_host, rank
         choices = _Choices(plan.lookahead, plan.disk_lookahead, plan.pooled, *when, *map(_address, decided))
         result = _Result(**{name: _address(of) for name, of in (("there", there), ("us", us), ("due", due), ("name", first))})
         if self._library.mt_figures(self._step, self._costs_of(updates or _NO_UPDATES), choices, result):
@@ -123,7 +127,7 @@ class CompiledStep:
         spans = result.alone, result.backward, result.period
         return Measures(result.arenas, result.most, *spans, tuple(result.copied), drives, arriving)
 
-    def _decided(self, plan: Plan) -> tuple[bytearray, bytearray]:
+    def _decided(self, plan: Plan) -> tuple[array[int], array[int]]:
         """Returns what a plan decides about each home, and by name of an activation, whether it waits on the host."""
         homes, decided = bytearray(len(self._homes)), dict[str, bool]()
         for decision in reversed(plan.decisions):  # the first one counts
@@ -138,7 +142,7 @@ class CompiledStep:
         for name, waits in decided.items():
             if (number := self._numbers.get(name)) is not None:
                 at_host[number] = waits
-        return homes, at_host
+        return array("B", homes), array("B", at_host)
 
     def _costs_of(self, updates: Updates) -> _Costs:
         key = updates.state_copies, updates.workspace_copies, updates.checked

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import fx
 
-from mtcompile.passes.analysis.state import Traffic, persistent_nbytes, trained_nbytes, update_figures
+from mtcompile.passes.analysis.state import Traffic, persistent_of, trained_nbytes, update_figures
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.figures.compiled import CompiledStep, library
 from mtcompile.passes.planning.figures.moves import ON_DEVICE, ON_HOST
@@ -43,7 +43,12 @@ class Evaluator:
         self.able = self.able and not (updates is not None and updates.held)
         self._library = library() if compiled else None
         self._summaries: dict[object, tuple[Summary, CompiledStep | None]] = {}
+        self._key: tuple[object, object] = None, None  # decisions, and what they recompute: many plans in a row share them
         self._last: tuple[Plan, tuple[Figures, Measures]] | None = None  # the plan evaluated last
+
+    @cached_property
+    def _persistent(self) -> Callable[[Plan], dict[str, int]]:
+        return persistent_of(self.problem.step, self.problem.budgets)
 
     @cached_property
     def _outline(self) -> Outline:
@@ -72,7 +77,11 @@ class Evaluator:
         return self.able
 
     def _summary(self, plan: Plan) -> tuple[Summary, CompiledStep | None]:
-        key = _recomputed(plan)
+        decisions, recomputed = self._key
+        if decisions is not plan.decisions:
+            recomputed = _recomputed(plan)
+            self._key = plan.decisions, recomputed
+        key = recomputed, plan.span
         if key not in self._summaries:
             sketch = self._sketches.of(plan)
             outline = self._outline if sketch.graph is self._sketches.draft else outline_of(sketch.graph)
@@ -89,7 +98,7 @@ class Evaluator:
         problem = self.problem
         summary, compiled = self._summary(plan)
         needs = measures(summary, plan, problem.machine) if compiled is None else compiled.measures(plan)
-        peaks = persistent_nbytes(problem.step, plan, problem.budgets)
+        peaks = self._persistent(plan)
         peaks["device"] += needs.arenas[ON_DEVICE] + needs.most
         peaks["host"] += needs.arenas[ON_HOST]
         spans = needs.alone, needs.backward, needs.period
@@ -105,11 +114,11 @@ def _same(one: Plan, other: Plan) -> bool:
 
 
 def _recomputed(plan: Plan) -> object:
-    """Returns a key that is equal for plans that recompute the same."""
+    """Returns a key that is equal for plans of one span that recompute the same."""
     variants, again = dict[str, object](), set[str]()
     for decision in reversed(plan.decisions):
         if decision.kind == "variant":
             variants[decision.subject] = decision.choice == "save", decision.values
         elif decision.kind == "activation":
             (again.add if decision.choice == "recompute" else again.discard)(decision.subject)
-    return frozenset(variants.items()), frozenset(again), plan.span
+    return frozenset(variants.items()), frozenset(again)
