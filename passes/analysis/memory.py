@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from torch import fx
 
@@ -34,11 +36,16 @@ def body_peak(body: fx.Graph) -> int:
     return max(body_lives(body), default=0)
 
 
-def body_lives(body: fx.Graph) -> list[int]:
+def body_lives(body: fx.Graph, given: Mapping[fx.Node, int] = MappingProxyType({})) -> list[int]:
     """Live bytes made inside a body run in order, at each node, each storage freed after the last use of any view of it.
+    ``given``: bytes of inputs that count as if the body had made them.
 
     Operation-internal buffers are not in it: a kernel's workspace is measured where it can be run.
     """
+
+    def size(node: fx.Node) -> int:
+        return given.get(node, 0) or made_nbytes(node)
+
     nodes = list(body.nodes)
     last: dict[fx.Node, int] = {}
     for position, node in enumerate(nodes):
@@ -54,11 +61,11 @@ def body_lives(body: fx.Graph) -> list[int]:
     for position, node in enumerate(nodes):
         if node.op == "output":
             break
-        live += made_nbytes(node)
+        live += size(node)
         lives.append(live + _nbytes_of_tiles(node))
         if node not in last:
-            live -= made_nbytes(node)
-        live -= sum(made_nbytes(root) for root in expiring.get(position, ()))
+            live -= size(node)
+        live -= sum(size(root) for root in expiring.get(position, ()))
     return lives
 
 

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from mtcompile.passes.analysis.memory import body_lives, workspace_nbytes
 from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.planning.ladders import Block
 from mtcompile.passes.planning.linear.blocks import Choices
 from mtcompile.passes.planning.linear.program import added
 from mtcompile.passes.planning.linear.terms import Terms
 from mtcompile.passes.planning.problem import PlanningProblem
-from mtcompile.passes.step_graph import kernel_of, regions, results
+from mtcompile.passes.step_graph import kernel_of, placeholders, regions, results
 
 
 def live_at(blocks: Sequence[Block], terms: Terms, choices: Choices) -> list[dict[int, float]]:
@@ -56,16 +57,20 @@ def hold_memory(
         stored[index] = added(stored[index], terms.by_share(needs.stored))
         fewer = ({home: -nbytes for home, nbytes in each.items()} for each in (needs.grads, needs.cast_nbytes))
         needed[index] = added(*map(terms.by_share, (needs.read, needs.stored, *fewer)))
+    insides: dict[tuple[str, tuple[int, ...]], int] = {}
     always = problem.budgets.reserve + sum(held_nbytes(problem.step, problem.budgets).values())
     for place, (block, live) in enumerate(zip(blocks, lives, strict=True)):
         index, back = block.index, choices.back
         before, after = blocks[max(0, place - ahead) : place], blocks[place + 1 : place + 1 + ahead]
         beside, whole = _beside(problem, block)
-        near = [needed[index], back[index]] if whole else []
-        near += [nbytes[other.index] for other in before for nbytes in (again, back)]
+        near = [nbytes[other.index] for other in before for nbytes in (again, back)]
         near += [stored[other.index] for other in after]
         beyond = choices.leaving[index] if ahead else {}  # a plan may let it go later than it must
-        terms.program.holds(ahead, "device", added(live, beyond, *near), always + beside)
+        own = [needed[index], back[index]] if whole else []
+        terms.program.holds(ahead, "device", added(live, beyond, *own, *near), always + beside)
+        if whole and (inside := _inside(problem, block, insides)):
+            others = {variable: -nbytes for variable, nbytes in choices.saved[index].items()}
+            terms.program.holds(ahead, "device", added(live, others, beyond, needed[index], *near), always + inside)
         if ahead:
             near = [weights[index], back[index], *(back[other.index] for other in before)]
             near += [weights[other.index] for other in after]
@@ -77,15 +82,40 @@ def hold_memory(
 def _beside(problem: PlanningProblem, block: Block) -> tuple[int, bool]:
     """The bytes that a block's backward needs beside weights and saved values, whatever the plan: workspace, what other
     backwards made for it, what it makes. And whether it is one region, so that all it needs is in memory at once."""
-    step = problem.step
-    backward = [r for r in regions(step) if r.meta["phase"] == "backward" and r.meta["block"] == block.index]
+    step, backward = problem.step, _backward(problem.step, block)
     workspace = max((problem.workspace(kernel_of(step, region)) for region in backward), default=0)
     if len(backward) != 1:
         return workspace, False
     used = [value for value in results(backward[0]) if value.users]
     outputs = [value for value in used if problem.budgets.updates is not None or value.meta["role"] != "grad"]
-    inputs = [v for v in backward[0].all_input_nodes if v.meta.get("role") == "activation" and _phase(v) == "backward"]
-    return workspace + sum(value.meta["nbytes"] for value in (*outputs, *inputs)), True
+    return workspace + _arriving(backward[0]) + sum(value.meta["nbytes"] for value in outputs), True
+
+
+def _inside(problem: PlanningProblem, block: Block, insides: dict[tuple[str, tuple[int, ...]], int]) -> int:
+    """The fewest bytes that a block's backward, one region, needs at once for what other backwards made for it, what it makes
+    inside, and the values that its forward saved, whatever a plan keeps of these: it makes all others again before anything
+    else, and lets each go once it has read it. 0 where kernels were measured. ``insides``: what is known of kernels."""
+    if problem.workspace is not workspace_nbytes:
+        return 0
+    (region,) = _backward(problem.step, block)
+    kernel, operands = kernel_of(problem.step, region), list(region.args)
+    positions = tuple(operands.index(value) for value in block.saved if value in operands)
+    if (key := (str(region.target), positions)) not in insides:
+        inputs = placeholders(kernel.graph)
+        given = {inputs[place]: value.meta["nbytes"] for place, value in enumerate(operands) if place in positions}
+        insides[key] = max(body_lives(kernel.graph, given), default=0)
+    return insides[key] + _arriving(region)
+
+
+def _backward(step: fx.GraphModule, block: Block) -> list[fx.Node]:
+    """The regions of a block's backward."""
+    return [r for r in regions(step) if r.meta["phase"] == "backward" and r.meta["block"] == block.index]
+
+
+def _arriving(region: fx.Node) -> int:
+    """The bytes of what other backwards made for a region."""
+    inputs = [v for v in region.all_input_nodes if v.meta.get("role") == "activation" and _phase(v) == "backward"]
+    return sum(value.meta["nbytes"] for value in inputs)
 
 
 def _phase(value: fx.Node) -> str:
