@@ -42,6 +42,7 @@ class Door(RunnablePlacement, Protocol):
     options: Options
     alone: bool = True  # no other rank takes part in its steps
     ranks_here: int = 1  # processes of this host that train the model together; ``host=`` is for all of them
+    host_beside: int = 0  # host bytes beside the step that was planned last: of parameters that it does not read
 
     def limit_host(self, plan: Plan) -> bool:
         state = sum(nbytes for name, nbytes in self.state_nbytes().items() if name != "gradients")  # which may be yet to come

@@ -225,7 +225,7 @@ class CompiledModel:
             **self._reserved_report(),
             "budget_host_bytes": self.door.options.host,
             "peak_host_bytes": session.peak_host_bytes * here,
-            "planned_peak_host_bytes": planned.get("host", 0) * here,
+            "planned_peak_host_bytes": (planned.get("host", 0) + self.door.host_beside) * here if session.last else 0,
             **self._disk_report(planned),
             **({} if session.replanner is None else {"plan_changes": list(session.replanner.changes)}),
             "state_bytes": sum(state.values()),

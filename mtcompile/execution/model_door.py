@@ -20,7 +20,7 @@ from mtcompile.execution.door import Door
 from mtcompile.execution.memory import fragments
 from mtcompile.execution.memory.disk_room import movable, room_nbytes
 from mtcompile.execution.memory.host_room import check_plan, checked_before_first_step
-from mtcompile.execution.memory.parameters import ParameterStore
+from mtcompile.execution.memory.parameters import ParameterStore, unread_nbytes
 from mtcompile.execution.placement import budget_error, conversions, disk_error, host_error, random_reserve_nbytes
 from mtcompile.optim.backward.update import UpdatesInBackward
 from mtcompile.optim.disk_state import PIECE, DiskState, OnDisk
@@ -136,7 +136,8 @@ class ModelDoor(Door):
         if self.updates is not None and _trains(step):
             updates = self.updates.plan_updates(copies)
         reserve, available = random_reserve_nbytes(step) + self.sent_nbytes, self._available_nbytes(step, state)
-        host = None if self.options.host is None else self.options.host - self.frames.host_nbytes()
+        self.host_beside = unread_nbytes(parameters, fragments.parameter_homes(step), self.parameters, self.optimizer)
+        host = None if self.options.host is None else self.options.host - self.frames.host_nbytes() - self.host_beside
         state, fixed = fragments.state_with_fragments(state, step), self._fixed_homes(step)
         budgets = Budgets(available, host, copies, reserve=reserve, updates=updates, state=state)
         return budgets if self.options.disk is None else self._with_disk(budgets, step, fixed), fixed
@@ -233,7 +234,7 @@ class ModelDoor(Door):
                 return refused
             way = "delete your tensors that share memory with parameters, such as a state_dict(): they keep these on the device"
             return BudgetError(f"{refused}\n  or {way}", refused.minimum_bytes)
-        parameters, waiting = self._parameters(), self.frames.host_nbytes()
+        parameters, waiting = self._parameters(), self.frames.host_nbytes() + self.host_beside
         trained = sum(p.nbytes for p in parameters.values() if p.requires_grad) if self.updates is None else 0
         state = sum(self._optimizer_state(parameters).values())
         return host_error(error, self.options, waiting, trained, state)
@@ -332,7 +333,9 @@ class ModelDoor(Door):
 
     def state_nbytes(self) -> dict[str, int]:
         """Returns the current bytes of weights, masters, gradients and optimizer state."""
-        nbytes = training_nbytes(self._parameters().values(), self.optimizer, self.updates is None)
+        parameters, places = self._parameters(), self.parameters.places
+        waiting = [p for name, p in parameters.items() if name in places or p.grad is not None] if self.updates is None else ()
+        nbytes = training_nbytes(parameters.values(), self.optimizer, waiting)
         return {"weights": nbytes.pop("weights"), "masters": 0 if self.masters is None else self.masters.nbytes(), **nbytes}
 
     def on_disk_nbytes(self) -> int:

@@ -27,13 +27,14 @@ def state_moved(optimizer: torch.optim.Optimizer | None, parameter: torch.Tensor
 
 
 def training_nbytes(
-    parameters: Collection[torch.Tensor], optimizer: torch.optim.Optimizer | None, gradients: bool
+    parameters: Collection[torch.Tensor], optimizer: torch.optim.Optimizer | None, gradients: Collection[torch.Tensor]
 ) -> dict[str, int]:
-    """Returns the current bytes of weights and optimizer state, and those of ``gradients``, if they are held."""
-    widths = ((p, p if p.grad is None else p.grad) for p in parameters if p.requires_grad)  # accumulated ones are wider
+    """Returns the current bytes of weights and optimizer state, and those of the gradients of some of the parameters,
+    ``gradients``."""
+    widths = ((p, p if p.grad is None else p.grad) for p in gradients if p.requires_grad)  # accumulated ones are wider
     entries = [] if optimizer is None else optimizer.state.values()
     return {
         "weights": sum(p.nbytes for p in parameters),
-        "gradients": sum(p.numel() * like.element_size() for p, like in widths) if gradients else 0,
+        "gradients": sum(p.numel() * like.element_size() for p, like in widths),
         "optimizer": sum(v.nbytes for entry in entries for v in entry.values() if isinstance(v, torch.Tensor)),
     }

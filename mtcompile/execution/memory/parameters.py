@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -366,3 +366,21 @@ def _write_all(offsets: Mapping[str, int], parameters: Mapping[str, torch.nn.Par
 
 def _is_at(parameter: torch.Tensor, home: torch.Tensor | None) -> bool:
     return home is not None and parameter.data_ptr() == home.data_ptr()
+
+
+def unread_nbytes(
+    parameters: Mapping[str, nn.Parameter],
+    homes: Collection[str],
+    placed_there: ParameterStore,
+    optimizer: torch.optim.Optimizer | None,
+) -> int:
+    """Returns the host bytes of the parameters that a step does not read, with their gradients and state. ``homes``: the names
+    of those that it reads; ``placed_there``: where parameters are."""
+    total = 0
+    for name, parameter in parameters.items():
+        place = placed_there.places.get(name)
+        if name not in homes and (place is None or placed_there.slabs[place.block].tier == "host"):
+            entry = {} if optimizer is None else optimizer.state.get(parameter, {})
+            held = (parameter, parameter.grad, *entry.values())
+            total += sum(each.nbytes for each in held if isinstance(each, torch.Tensor) and each.device.type == "cpu")
+    return total
