@@ -223,9 +223,7 @@ def _shape_of(region: Drawn, outline: Outline) -> _Shape:
     return shape
 
 
-def _staying(
-    region: Drawn, shape: _Shape, readers: Mapping[Any, tuple[int, ...]]
-) -> tuple[list[Value], list[Value]]:
+def _staying(region: Drawn, shape: _Shape, readers: Mapping[Any, tuple[int, ...]]) -> tuple[list[Value], list[Value]]:
     """Returns the activations that a region makes, and the other values."""
     key = "staying", *[readers.get(made.value, ()) for made in shape.stays]
     if key not in region.memo:

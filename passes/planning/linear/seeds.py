@@ -6,7 +6,6 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -125,17 +124,17 @@ def _with_whole_homes(
 
 
 def seed_ladders(
-    solve: Solve, least: Plan, blocks: Sequence[Block], sizes: Mapping[str, int], device: tuple[int, int], homes: Sequence[str]
+    solve: Solve, least: Plan, rounding: Rounding, device: tuple[int, int], homes: Sequence[str], few: bool
 ) -> list[Seeds]:
     """Returns seeds by a few rules about where homes are. ``least``: decides what the program does not; ``homes``: those whose
-    tier is open; for the others see ``Seeds``."""
+    tier is open; ``few``: leaves out seeds that are seldom the best of a large step; for the others see ``Seeds``."""
     bases = [replace(least, lookahead=ahead, pooled=True) for ahead in _AHEAD]
-    rules = list(product([Rule(), Rule(earliest=True)] if len(homes) > 1 else [Rule()], bases))
     # The first and the last home are updated last and read first: what they would keep waiting says little of the others.
-    ends = [{homes[0]: True}, {homes[0]: True, homes[-1]: True}] if len(homes) > 1 else []
-    rules += [(Rule(decided), bases[0]) for decided in ends]  # those that fetch farther ahead were never better
+    ends = [Rule({homes[0]: True}), Rule({homes[0]: True, homes[-1]: True})] if len(homes) > 1 else []
+    rules = [(rule, base) for rule in (Rule(), *ends) for base in (bases[:1] if few and rule.decided else bases)]
+    rules += [] if few else [(Rule(dict.fromkeys(homes, False)), base) for base in bases]
+    rules += [(Rule(earliest=True), base) for base in bases] if len(homes) > 1 else []
     optima = {base.lookahead: Optima(solve, device, base.lookahead) for base in bases}
-    rounding = Rounding(blocks, sizes)
     return [Seeds(optima[base.lookahead], base, rounding, rule) for rule, base in rules]
 
 
