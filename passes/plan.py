@@ -196,7 +196,8 @@ class Plan:
     def with_decisions(self, decisions: Iterable[Decision]) -> Plan:
         """The same plan with these decisions in place of those about the same subjects; of several about one, the last."""
         new = {(d.kind, d.subject): d for d in decisions}
-        others = tuple(d for d in self.decisions if (d.kind, d.subject) not in new)
+        subjects = {subject for _, subject in new}
+        others = [d for d in self.decisions if d.subject not in subjects or (d.kind, d.subject) not in new]
         return replace(self, decisions=(*others, *new.values()))
 
     def to_json(self, indent: int | None = None) -> str:

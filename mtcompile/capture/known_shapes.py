@@ -210,8 +210,8 @@ def cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> T
         reduction = "none" if given.get("reduce") is False else "sum" if given.get("size_average") is False else "mean"
     how = _REDUCTIONS[reduction], ignore_index, label_smoothing
     if weight is None or not 0.0 < label_smoothing <= 1.0 or reduction != "mean" or target.is_floating_point():
-        composed: Tensor = torch.ops.aten.cross_entropy_loss(input, target, weight, *how)
-        return composed
+        cross_entropy_loss: Tensor = torch.ops.aten.cross_entropy_loss(input, target, weight, *how)
+        return cross_entropy_loss
     if torch.is_autocast_enabled("cpu") and input.device.type == "cpu":
         input, weight = (x if x.dtype == torch.float64 else x.float() for x in (input, weight))
     class_dim = 0 if input.dim() == 1 else 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.linear.program import Infeasible
-from mtcompile.passes.planning.linear.seeds import Rule, seed
+from mtcompile.passes.planning.linear.seeds import Rounding, Rule, seed
 from mtcompile.passes.planning.pace import impatient
 from mtcompile.passes.planning.problem import Candidate
 
@@ -43,12 +42,15 @@ class QuickCandidates(Candidates):
             return [self._everything]
         least, first = self._by_density[0][0], next(iter(self.open_params), None)
         decided = {} if first is None else {first: True}  # it is updated last and read first: compute would wait for it
-        plans = []
+        plans, rounding = [], Rounding(self.blocks, self.sizes)
         for ahead in _AHEAD:
             base, optimum = replace(least, lookahead=ahead, pooled=True), None
             for share in _SHARES:
                 limits = {"device": int(share * device), "host": None}
-                with contextlib.suppress(Infeasible):
+                try:
                     optimum = self._relaxed(limits, decided, ahead, optimum)
-                plans.append(seed(self._relaxed, limits, base, self.blocks, self.sizes, Rule(decided), optimum))
+                except Infeasible:  # and so is every lower share
+                    plans.append(base)
+                    break
+                plans.append(seed(self._relaxed, limits, base, rounding, Rule(decided), optimum))
         return [self._paced(plan) for plan in plans]

@@ -187,12 +187,17 @@ def _captured(request: ForecastRequest, batch: int, seq: int) -> tuple[fx.GraphM
 
 
 def _traced(
-    module: nn.Module, data: Mapping[str, Any], precision: Precision, repeated: tuple[str, int] | None = None
+    module: nn.Module,
+    data: Mapping[str, Any],
+    precision: Precision,
+    repeated: tuple[str, int] | None = None,
+    own: bool = False,
 ) -> fx.GraphModule:
     if precision.weights is not None:
         _cast(module, precision.weights)
-    torch.compiler.reset()
-    return trace_joint(module.train(), data, repeated=repeated)[0]
+    if not own:
+        torch.compiler.reset()
+    return trace_joint(module.train(), data, repeated=repeated, own=own)[0]
 
 
 def _captured_shape(
@@ -210,7 +215,7 @@ def _captured_shape(
         if lora:
             add_lora(module, lora)
         built(module)
-        joint = _traced(module, data, precision, ("blocks", shape.layers) if stamped else None)
+        joint = _traced(module, data, precision, ("blocks", shape.layers) if stamped else None, own=not lora)
         cache.write_joint(key, joint)
     return joint, data
 

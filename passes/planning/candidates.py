@@ -37,7 +37,7 @@ from mtcompile.passes.planning.ladders import Block, Ladder, blocks_of, decided,
 from mtcompile.passes.planning.linear.homes import HomeCost, home_costs
 from mtcompile.passes.planning.linear.program import Infeasible
 from mtcompile.passes.planning.linear.relaxation import Relaxed, Solve, relaxation
-from mtcompile.passes.planning.linear.seeds import seed_ladders
+from mtcompile.passes.planning.linear.seeds import Rounding, seed_ladders
 from mtcompile.passes.planning.pace import impatient, paced
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Progress, Store, no_progress
@@ -122,7 +122,8 @@ class Candidates:
     def ladders(self) -> tuple[Ladder, ...]:
         """Lists of candidates from the floor up: by density, and by linear programs."""
         least, device = self._by_density[0][0], (self.floor, self._everything.plan.peak_bytes["device"])
-        return (*self._by_density, *seed_ladders(self._relaxed, least, self.blocks, self.sizes, device, list(self.open_params)))
+        about = Rounding(self.blocks, self.sizes), device, list(self.open_params), self._most_varied < _FEW_SEARCHED
+        return (*self._by_density, *seed_ladders(self._relaxed, least, *about))
 
     @cached_property
     def _by_density(self) -> tuple[Ladder, ...]:
@@ -193,11 +194,10 @@ class Candidates:
                 minimum = min(self.floor, resident.plan.peak_bytes["device"])
                 return completed(problem, resident, minimum, self.certificate(device, host))
             self._points, self._varied_points = self._stored_points() or self._search(resident.plan), None
-        try:
+        with contextlib.suppress(_Stale):
             return self._chosen(problem)
-        except _Stale:
-            self._points, self._varied_points = self._search(self._everything.plan), None
-            return self._chosen(problem)
+        self._points, self._varied_points = self._search(self._everything.plan), None
+        return self._chosen(problem)
 
     def least(self) -> Planned:
         """Returns the plan that needs least device memory, whatever the budgets."""

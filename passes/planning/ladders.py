@@ -224,7 +224,10 @@ def _variant_upgrades(block: Block) -> list[_Upgrade]:
 
 def kept_positions(plan: Plan, block: Block) -> tuple[int, ...]:
     """Returns the positions among a block's ``saved`` values of those that a plan keeps."""
-    return tuple(i for i, value in enumerate(block.saved) if plan.keeps(block.name, value.name))
+    decision = plan.find("variant", block.name)
+    if decision is None or decision.choice == "save":
+        return () if decision is None else tuple(range(len(block.saved)))
+    return tuple([i for i, value in enumerate(block.saved) if value.name in decision.values])
 
 
 def activation_decision(value: fx.Node, choice: Choice, reason: str) -> Decision:

@@ -95,6 +95,7 @@ class CompiledStep:
         self._choices: tuple[array[int], array[int]]
         self._numbers: dict[str, int] = {}  # of activations
         self._homes: dict[str, int] = {}
+        self._places = {operand: place for place, operand in enumerate(summary.operands)}
         self._arrays: list[array[int] | array[float]] = []  # that the step points into
         self._costs: dict[tuple[float, float, bool], _Costs] = {}
         self._step = self._laid_out(summary)
@@ -168,7 +169,7 @@ class CompiledStep:
             place = first_value + len(region.activations)
             regions += region.phase, region.workspace, len(reads), first_value, place, len(leaving) // 7
             us.append(region.us)
-            reads += [operand.number for operand in region.reads]
+            reads += [self._places[operand] for operand in region.reads]
             groups: dict[object, int] = {}
             for number, value in enumerate(region.activations):
                 group = groups.setdefault((value.readers, value.returned), first_value + number)
@@ -194,7 +195,7 @@ class CompiledStep:
         assert entry.of is not None
         first = len(readers)
         readers += entry.readers
-        about = self._home(entry.home), entry.of.number, entry.updates
+        about = self._home(entry.home), self._places[entry.of], entry.updates
         return entry.nbytes, entry.slot, first, len(entry.readers), *about
 
     def _operand(self, operand: Operand, roles: dict[str, int]) -> Sequence[int]:

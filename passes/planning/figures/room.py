@@ -13,11 +13,14 @@ _WHY = "makes room for what was found by climbing"
 # the device than the first, or more, by decisions that both share; None if it cannot.
 Room = Callable[[Plan, Plan, int], Plan | None]
 _Freed = Iterator[tuple[int, Sequence[Decision]]]  # bytes that decisions free, the cheapest first
+# To a lighter variant: µs for each byte that it keeps less than the one before, the steps to it, these bytes, and the decision.
+_Step = tuple[float, int, int, Decision]
 
 
 def rooms(blocks: Sequence[Block], sizes: Mapping[str, int], held: Mapping[str, int], host: bool) -> list[Room]:
     """Returns the ways to make room. ``sizes``: bytes of the homes whose tier is open; ``held``: with their optimizer state;
     ``host``: whether activations may go home."""
+    lighter: dict[tuple[int, tuple[int, ...]], list[_Step]] = {}  # by block and what it keeps
 
     def again(plan: Plan, before: Plan) -> _Freed:
         """Fetches homes again for the backward, those first that would stay longest."""
@@ -33,9 +36,13 @@ def rooms(blocks: Sequence[Block], sizes: Mapping[str, int], held: Mapping[str, 
 
     def recomputed(plan: Plan, before: Plan) -> _Freed:
         """Recomputes more, where a byte takes least time."""
-        steps = [
-            step for b in blocks if plan.find("variant", b.name) is before.find("variant", b.name) for step in _lighter(plan, b)
-        ]
+        steps: list[_Step] = []
+        for block in blocks:
+            if plan.find("variant", block.name) is before.find("variant", block.name):
+                key = block.index, kept_positions(plan, block)
+                if key not in lighter:
+                    lighter[key] = list(_lighter(block, key[1]))
+                steps += lighter[key]
         for _, _, nbytes, decision in sorted(steps, key=lambda step: step[:2]):
             yield nbytes, [decision]
 
@@ -64,10 +71,8 @@ def _until_enough(way: Callable[[Plan, Plan], _Freed]) -> Room:
     return room
 
 
-def _lighter(plan: Plan, block: Block) -> Iterator[tuple[float, int, int, Decision]]:
-    """Yields, for each variant of a block with fewer bytes than what it keeps: the µs for each byte that it keeps less than the
-    one before, the steps to it, these bytes, and the decision."""
-    positions = kept_positions(plan, block)
+def _lighter(block: Block, positions: tuple[int, ...]) -> Iterator[_Step]:
+    """Yields the steps to each variant of a block with fewer bytes than what it keeps at some ``positions``."""
     nbytes = sum(block.saved[i].meta["nbytes"] for i in positions)
     us = next((v.time_us for v in block.variants if v.positions == positions), 0.0)
     before, price, lighter = Variant(positions, nbytes, us), 0.0, [v for v in block.variants if v.nbytes < nbytes]

@@ -7,6 +7,7 @@ to keep. Most plans of a search differ from others in a few blocks, so nearly al
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -27,15 +28,37 @@ class Again:
         self.meta = value.meta
 
 
-class Drawn(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Drawn:
     """A region: its kernel, what it reads, and the values that it makes. ``renamed``: these have other names than in the step,
-    so that no decision is about them."""
+    so that no decision is about them. Sketches share regions that are alike. ``memo``: what is known of it."""
 
     phase: str
     kernel: fx.GraphModule
     reads: Sequence[Any]
     makes: Sequence[Any]
     renamed: bool = False
+    memo: dict[Any, Any] = field(default_factory=dict)
+
+    def reading(self, reads: Sequence[Any]) -> Drawn:
+        """Returns the region with other operands."""
+        key = "reading", *map(id, reads)
+        if key not in self.memo:
+            self.memo[key] = Drawn(self.phase, self.kernel, reads, self.makes, self.renamed), reads  # these keep their ids
+        drawn: Drawn = self.memo[key][0]
+        return drawn
+
+    def trimmed(self, draft: fx.GraphModule, positions: tuple[int, ...]) -> Drawn | None:
+        """Returns what is left of the region if it makes no more than the values at ``positions``; None if nothing is left."""
+        key = "trimmed", positions
+        if key not in self.memo:
+            self.memo[key] = drawn = None
+            if (less := trimmed(draft, self.kernel, positions)) is not None:
+                makes = [self.makes[position] for position in positions]
+                drawn = Drawn(self.phase, less[0], [self.reads[position] for position in less[1]], makes, self.renamed)
+            self.memo[key] = drawn
+        left: Drawn | None = self.memo[key]
+        return left
 
 
 class Sketch(NamedTuple):
@@ -57,7 +80,7 @@ class Sketches:
         self._outputs = {value for _, value in outputs_of(draft)}
         self._complete = all(int(v.args[1]) == i for region in self._whole for i, v in enumerate(region.makes))
         self._kept: dict[tuple[fx.Node, object], tuple[frozenset[fx.Node], fx.Node | None]] = {}
-        self._fusions: dict[tuple[fx.Node, tuple[object, ...]], tuple[Fusion, dict[fx.Node, Again]]] = {}
+        self._fusions: dict[tuple[fx.Node, tuple[object, ...]], tuple[Drawn, Fusion, dict[fx.Node, Again]]] = {}
 
     def of(self, plan: Plan) -> Sketch:
         """Returns the sketch of the step as a plan recomputes it."""
@@ -89,36 +112,36 @@ class Sketches:
         for backward, (forwards, choices) in inlined.items():
             key = backward, tuple(choices)
             if key not in self._fusions:
-                fused = fusion(self.draft, backward, forwards, self.order)
-                self._fusions[key] = fused, {item: Again(item) for item in fused.later}
-            (kernel, operands, later), again = self._fusions[key]
-            place = self.order[backward]
-            drawn[place] = Drawn("backward", kernel, operands, (*self._whole[place].makes, *again.values()), True)
-            for item, users in later.items():
+                kernel, operands, later = fused = fusion(self.draft, backward, forwards, self.order)
+                again = {item: Again(item) for item in later}
+                makes = (*self._whole[self.order[backward]].makes, *again.values())
+                self._fusions[key] = Drawn("backward", kernel, operands, makes, True), fused, again
+            region, fused, again = self._fusions[key]
+            drawn[self.order[backward]] = region
+            for item, users in fused.later.items():
                 for user in users:
                     if user in inlined:
                         return None
                     reads = drawn[self.order[user]].reads
                     new = [again[item] if value is item else value for value in reads]
-                    drawn[self.order[user]] = drawn[self.order[user]]._replace(reads=new)
+                    drawn[self.order[user]] = drawn[self.order[user]].reading(new)
         return drawn
 
     def _trimmed(self, drawn: Sequence[Drawn]) -> list[Drawn]:
         """Returns the regions without what nothing reads."""
         readers: dict[Any, int] = dict.fromkeys(self._outputs, 1)
         for region in drawn:
-            for value in dict.fromkeys(region.reads):
+            for value in {*region.reads}:
                 readers[value] = readers.get(value, 0) + 1
         left: list[Drawn] = []
         for region in reversed(drawn):
-            used = [(position, value) for position, value in enumerate(region.makes) if readers.get(value)]
-            less = trimmed(self.draft, region.kernel, tuple([position for position, _ in used]))
-            reads: Sequence[Any] = () if less is None else [region.reads[position] for position in less[1]]
-            if len(reads) != len(region.reads):
-                for value in {*region.reads}.difference(reads):
+            used = [position for position, value in enumerate(region.makes) if readers.get(value)]
+            less = region.trimmed(self.draft, tuple(used))
+            if less is None or len(less.reads) != len(region.reads):
+                for value in {*region.reads}.difference(() if less is None else less.reads):
                     readers[value] -= 1
             if less is not None:
-                left.append(region._replace(kernel=less[0], reads=reads, makes=[value for _, value in used]))
+                left.append(less)
         return left[::-1]
 
 

@@ -7,15 +7,15 @@ than the step graph has values.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from torch import fx
 
 from mtcompile.passes.analysis.cost import Machine, kernel_us
 from mtcompile.passes.analysis.rows import Rows
 from mtcompile.passes.lower import Workspace
-from mtcompile.passes.planning.figures.sketch import Sketch
+from mtcompile.passes.planning.figures.sketch import Drawn, Sketch
 from mtcompile.passes.step_graph import InputSpec, inputs_of, is_region, outputs_of
 from mtcompile.runtime.schedule import PHASES, placed
 
@@ -39,7 +39,8 @@ class Size:
 @dataclass(slots=True, eq=False)
 class Operand(Size):
     """Inputs of the step that are alike: of one home, role and tier, read by the same regions, with gradients of the same
-    region. ``number``: their position in the summary. ``rows``: of a parameter of which only rows cross, these."""
+    region. ``number``: of no other operand of any summary of the step. ``rows``: of a parameter of which only rows cross,
+    these."""
 
     number: int = 0
     home: str = ""
@@ -98,15 +99,48 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outline:
-    """The inputs and outputs of a step. ``leaving``: values -> their place among the outputs, home and input, and whether
-    they update it. ``returned``: values that the caller receives. ``tangents``: bytes of these."""
+    """The inputs and outputs of a step. ``inputs``: with what operands of one summary share. ``leaving``: values -> their place
+    among the outputs, home and input, and whether they update it. ``returned``: values that the caller receives. ``tangents``:
+    bytes of these. ``operands``: of all summaries, by what is alike and the inputs."""
 
-    homes: Mapping[str, str]
-    inputs: Sequence[tuple[InputSpec, fx.Node]]
-    rows: Mapping[str, Rows]
+    inputs: Mapping[fx.Node, _About]
     leaving: Mapping[fx.Node, tuple[int, str, fx.Node, bool]]
     returned: frozenset[fx.Node]
     tangents: int
+    operands: dict[tuple[object, ...], Operand] = field(default_factory=dict)
+
+
+class _About(NamedTuple):
+    """An input: where it belongs, what it is, whether it is a parameter whose tier the plan decides, and the rows of it that
+    cross. ``apart``: the input itself if none other can be like it."""
+
+    home: str
+    role: str
+    tier: str
+    weights: bool
+    named: str | None
+    apart: fx.Node | None
+    rows: Rows | None
+
+
+class _Made(NamedTuple):
+    """A value that a region makes. ``leaving``: as in an outline."""
+
+    value: Any
+    role: str
+    nbytes: int
+    slot: int
+    returned: bool
+    leaving: tuple[int, str, fx.Node, bool] | None
+
+
+class _Shape(NamedTuple):
+    """What a region reads and makes: the inputs and the other values, each once, what stays in the step and what leaves it."""
+
+    inputs: Sequence[fx.Node]
+    others: Sequence[Any]
+    stays: Sequence[_Made]
+    leaves: Sequence[_Made]
 
 
 def outline_of(draft: fx.GraphModule) -> Outline:
@@ -129,69 +163,122 @@ def outline_of(draft: fx.GraphModule) -> Outline:
     if returned & leaving.keys():
         raise Unsupported("a result that is a gradient too")
     tangents = [n.meta["nbytes"] for _, n in inputs if n.meta["role"] == "tangent" and n.meta["tier"] == "device"]
-    return Outline(homes, inputs, draft.meta.get("rows") or {}, leaving, frozenset(returned), sum(tangents))
+    return Outline(_inputs(draft, inputs), leaving, frozenset(returned), sum(tangents))
+
+
+def _inputs(draft: fx.GraphModule, inputs: Sequence[tuple[InputSpec, fx.Node]]) -> dict[fx.Node, _About]:
+    homes: Mapping[str, str] = draft.meta["homes"]
+    by_name: Mapping[str, Rows] = draft.meta.get("rows") or {}
+    about: dict[fx.Node, _About] = {}
+    for given, node in inputs:
+        meta, named = node.meta, homes.get(given.name)
+        rows = by_name.get(given.name) if given.role == "param" else None
+        weights = given.role == "param" and named is not None
+        place = homes.get(meta["name"], ""), str(meta["role"]), str(meta["tier"])
+        about[node] = _About(*place, weights, named, None if rows is None else node, rows)
+    return about
 
 
 def summary_of(sketch: Sketch, outline: Outline, machine: Machine, workspace: Workspace) -> Summary:
     """Summarises a step that recomputes what a plan says, before anything moves. ``outline``: of the sketch's graph."""
-    readers_of: dict[Any, list[int]] = {}
-    makers: dict[fx.Node, list[int]] = {}  # parameters -> the regions that make gradients of them
-    for position, region in enumerate(sketch.regions):
-        for value in dict.fromkeys(region.reads):
-            readers_of.setdefault(value, []).append(position)
-        for value in region.makes:
-            if value in outline.leaving and outline.leaving[value][3]:
-                makers.setdefault(outline.leaving[value][2], []).append(position)
-    operands = _operands(outline, readers_of, makers)
+    shapes = [_shape_of(region, outline) for region in sketch.regions]
+    reading: dict[Any, list[int]] = {}
+    making: dict[fx.Node, list[int]] = {}  # parameters -> the regions that make gradients of them
+    for position, shape in enumerate(shapes):
+        for values in (shape.inputs, shape.others):
+            for value in values:
+                reading.setdefault(value, []).append(position)
+        for made in shape.leaves:
+            if made.leaving is not None and made.leaving[3]:
+                making.setdefault(made.leaving[2], []).append(position)
+    readers = {value: tuple(positions) for value, positions in reading.items()}
+    operands = _operands(outline, readers, making)
 
     summarised = []
-    for region in sketch.regions:
-        reads = dict.fromkeys([operands[node] for node in region.reads if node in operands])
-        activations: list[Value] = []
-        others: dict[tuple[object, ...], Value] = {}
-        going: dict[tuple[object, ...], Leaving] = {}
-        places: dict[Leaving, int] = {}
-        for item in region.makes:
-            readers = tuple(readers_of.get(item, ()))
-            nbytes, role = item.meta["nbytes"], item.meta["role"]
-            if item in outline.leaving:
-                place, home, node, updates = outline.leaving[item]
-                key = (home, operands[node].number, updates, readers)
-                entry = going.setdefault(key, Leaving(0, 0, readers, home, operands[node], updates))
-                entry.add(nbytes)
-                if place < places.get(entry, place + 1):
-                    places[entry], entry.name = place, node.name
-            elif role == "activation":
-                name = "" if region.renamed else item.name
-                activations.append(activation := Value(0, 0, readers, name, item in outline.returned))
-                activation.add(nbytes)
-            else:
-                key = (role, readers, item in outline.returned)
-                others.setdefault(key, Value(0, 0, readers, "", item in outline.returned)).add(nbytes)
+    for region, shape in zip(sketch.regions, shapes, strict=True):
+        reads = list(dict.fromkeys([operands[node] for node in shape.inputs]))
+        activations, others = _staying(region, shape, readers)
+        leaving = _leaving(region, shape, readers, operands) if shape.leaves else []
         about = PHASES.index(region.phase), kernel_us(region.kernel, machine), workspace(region.kernel)
-        summarised.append(
-            Region(*about, list(reads), activations, list(others.values()), sorted(places, key=places.__getitem__))
-        )
+        summarised.append(Region(*about, reads, activations, others, leaving))
     first = next((position for position, region in enumerate(summarised) if region.phase), len(summarised))
     return Summary(summarised, list(dict.fromkeys(operands.values())), outline.tangents, first)
 
 
+def _shape_of(region: Drawn, outline: Outline) -> _Shape:
+    if "shape" not in region.memo:
+        reads = dict.fromkeys(region.reads)
+        made = []
+        for value in region.makes:
+            nbytes = value.meta["nbytes"]
+            about = value, value.meta["role"], nbytes, placed(nbytes), value in outline.returned
+            made.append(_Made(*about, outline.leaving.get(value)))
+        region.memo["shape"] = _Shape(
+            [value for value in reads if value in outline.inputs],
+            [value for value in reads if value not in outline.inputs],
+            [each for each in made if each.leaving is None],
+            [each for each in made if each.leaving is not None],
+        )
+    shape: _Shape = region.memo["shape"]
+    return shape
+
+
+def _staying(region: Drawn, shape: _Shape, readers: Mapping[Any, tuple[int, ...]]) -> tuple[list[Value], list[Value]]:
+    """Returns the activations that a region makes, and the other values."""
+    key = "staying", *[readers.get(made.value, ()) for made in shape.stays]
+    if key not in region.memo:
+        activations: list[Value] = []
+        others: dict[tuple[object, ...], Value] = {}
+        for made, used in zip(shape.stays, key[1:], strict=True):
+            assert isinstance(used, tuple)
+            if made.role == "activation":
+                name = "" if region.renamed else made.value.name
+                activations.append(Value(made.nbytes, made.slot, used, name, made.returned))
+            else:
+                alike = made.role, used, made.returned
+                others.setdefault(alike, Value(0, 0, used, "", made.returned)).add(made.nbytes)
+        region.memo[key] = activations, list(others.values())
+    values: tuple[list[Value], list[Value]] = region.memo[key]
+    return values
+
+
+def _leaving(
+    region: Drawn, shape: _Shape, readers: Mapping[Any, tuple[int, ...]], operands: Mapping[fx.Node, Operand]
+) -> list[Leaving]:
+    """Returns the gradients and new buffers that a region makes, in the order of the outputs."""
+    about = [made.leaving for made in shape.leaves if made.leaving is not None]
+    of = [operands[node] for _, _, node, _ in about]
+    key = "leaving", *[readers.get(made.value, ()) for made in shape.leaves], *of
+    if key not in region.memo:
+        going: dict[tuple[object, ...], Leaving] = {}
+        places: dict[Leaving, int] = {}
+        for made, operand, (place, home, node, updates) in zip(shape.leaves, of, about, strict=True):
+            used = readers.get(made.value, ())
+            entry = going.setdefault((home, operand, updates, used), Leaving(0, 0, used, home, operand, updates))
+            entry.add(made.nbytes)
+            if place < places.get(entry, place + 1):
+                places[entry], entry.name = place, node.name
+        region.memo[key] = sorted(places, key=places.__getitem__)
+    leaving: list[Leaving] = region.memo[key]
+    return leaving
+
+
 def _operands(
-    outline: Outline, readers_of: Mapping[Any, Sequence[int]], makers: Mapping[fx.Node, Sequence[int]]
+    outline: Outline, readers: Mapping[Any, tuple[int, ...]], making: Mapping[fx.Node, Sequence[int]]
 ) -> dict[fx.Node, Operand]:
     """Returns the operand that each input of a step is part of."""
+    alike: dict[tuple[object, ...], list[fx.Node]] = {}
+    for node, about in outline.inputs.items():
+        key = (*about[:6], readers.get(node, ()), *making.get(node, ()))
+        alike.setdefault(key, []).append(node)
     operands: dict[fx.Node, Operand] = {}
-    alike: dict[tuple[object, ...], Operand] = {}
-    for given, node in outline.inputs:
-        meta = node.meta
-        home = outline.homes.get(given.name)
-        weights = given.role == "param" and home is not None
-        by_rows = outline.rows.get(given.name) if given.role == "param" else None
-        about_home = outline.homes.get(meta["name"], "")
-        users = tuple(readers_of.get(node, ())), tuple(makers.get(node, ()))
-        key = (about_home, meta["role"], meta["tier"], weights, home, users, by_rows and node)
-        if key not in alike:
-            alike[key] = Operand(0, 0, len(alike), about_home, str(meta["role"]), str(meta["tier"]), weights, by_rows)
-        operands[node] = alike[key]
-        alike[key].add(meta["nbytes"])
+    known = outline.operands
+    for key, nodes in alike.items():
+        if (shared := (key, *nodes)) not in known:
+            about = outline.inputs[nodes[0]]
+            operand = Operand(0, 0, len(known), about.home, about.role, about.tier, about.weights, about.rows)
+            for node in nodes:
+                operand.add(node.meta["nbytes"])
+            known[shared] = operand
+        operands |= dict.fromkeys(nodes, known[shared])
     return operands

@@ -22,9 +22,9 @@ from mtcompile.passes.step_graph import body_outputs, kernel_of, placeholders, r
 _FEWEST_BYTES = 0.01  # of a home: parameters with fewer are fetched again for nothing
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Option:
-    """A choice for a block: the saved values of a variant kept on the device or on the host."""
+    """A choice for a block: the saved values of a variant kept on the device or on the host. Equal blocks share theirs."""
 
     variant: Variant
     tier: str
@@ -61,8 +61,9 @@ def place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms
     choices = Choices()
     operands = {block.index: _operands(problem.step, block) for block in blocks}
     hulls: dict[tuple[object, ...], tuple[Variant, ...]] = {}
+    shared: dict[tuple[Variant, str], Option] = {}
     for block in blocks:
-        _place_saved(problem, block, terms, choices, operands[block.index], hulls)
+        _place_saved(problem, block, terms, choices, operands[block.index], hulls, shared)
         _fetch_again(problem, block, terms, operands[block.index])
         _cast_again(problem, block, terms, operands[block.index])
     again_us: dict[tuple[object, ...], float] = {}
@@ -80,9 +81,10 @@ def _place_saved(
     choices: Choices,
     operands: _Operands,
     hulls: dict[tuple[object, ...], tuple[Variant, ...]],
+    shared: dict[tuple[Variant, str], Option],
 ) -> None:
     """Adds the options: the best choices of what to keep, and the best of those that spare an operand that another block made.
-    ``hulls``: those that were worked out before."""
+    ``hulls``: those that were worked out before; ``shared``: the options of other blocks."""
     program, index, whole = terms.program, block.index, save_all(block.region)
     read_in = _read_in(block.saved, index)
     shares = choices.options[index] = list[tuple[Option, int]]()
@@ -97,7 +99,7 @@ def _place_saved(
     for variant, spares in variants:
         for tier in ("device", "host") if problem.budgets.host_activations and variant.positions else ("device",):
             variable = program.variable()
-            shares.append((Option(variant, tier), variable))
+            shares.append((shared.setdefault((variant, tier), Option(variant, tier)), variable))
             operands.sparing.extend([variable] if spares else ())
             terms.loads["compute", "backward"].append(Load(*read_in, {variable: variant.time_us}))
             (choices.saved if tier == "device" else choices.back)[index][variable] = float(variant.nbytes)

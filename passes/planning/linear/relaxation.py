@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 from mtcompile.passes.analysis.state import held_nbytes, on_disk_nbytes, trained_nbytes
 from mtcompile.passes.planning.ladders import Block
-from mtcompile.passes.planning.linear.blocks import Option, place_blocks
+from mtcompile.passes.planning.linear.blocks import Choices, place_blocks
 from mtcompile.passes.planning.linear.homes import HomeCost
 from mtcompile.passes.planning.linear.memory import hold_memory, live_at
 from mtcompile.passes.planning.linear.program import gains_us
@@ -29,17 +29,21 @@ from mtcompile.runtime.schedule import PHASES
 @dataclass(frozen=True, slots=True)
 class Relaxed:
     """The optimum. ``bound_us``: no plan is faster. ``resident``: home -> share on the device; ``staying``: share that is on
-    the host and stays on the device from its forward to its backward. ``options``: block -> share of
-    each option. ``crossing``: block -> shares on the device and on the host of what leaves it. ``gains_us``: finds
-    those of a Certificate. ``solution``: of the program."""
+    the host and stays on the device from its forward to its backward. ``choices``: the variables of blocks, and ``values``:
+    their shares. ``gains_us``: finds those of a Certificate. ``solution``: of the program."""
 
     bound_us: float
     resident: Mapping[str, float]
     staying: Mapping[str, float]
-    options: Mapping[int, tuple[tuple[Option, float], ...]]
-    crossing: Mapping[int, tuple[float, float]]
+    choices: Choices
+    values: Sequence[float]
     gains_us: Callable[[], dict[str, float]]
     solution: Solution
+
+    def away(self, block: int) -> float:
+        """Returns the share on the host of all bytes that leave a block."""
+        places = self.choices.crossing[block]
+        return sum(nbytes * self.values[away] for nbytes, _, away in places) / max(1, sum(nbytes for nbytes, _, _ in places))
 
 
 class Solve(Protocol):
@@ -75,13 +79,13 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
             hold_memory(problem, blocks, terms, choices, lives, ahead)
         fixed = {terms.away[home]: 0.0 if resident else 1.0 for home, resident in decided.items()}
         solution, rows = terms.program.solve(limits, fixed, ahead, None if like is None else like.solution)
-        values = solution.values
+        values: list[float] = solution.values.tolist()
         return Relaxed(
             solution.optimum,
-            {home: 1.0 - float(values[variable]) for home, variable in terms.away.items()},
-            {home: float(values[variable]) for home, variable in terms.staying.items()},
-            {index: tuple((option, float(values[v])) for option, v in shares) for index, shares in choices.options.items()},
-            {index: _places(places, values) for index, places in choices.crossing.items()},
+            {home: 1.0 - values[variable] for home, variable in terms.away.items()},
+            {home: values[variable] for home, variable in terms.staying.items()},
+            choices,
+            values,
             partial(gains_us, rows, values, solution.prices[len(solution.prices) - len(rows) :]),
             solution,
         )
@@ -132,10 +136,3 @@ def _place_on_disk(problem: PlanningProblem, home: str, cost: HomeCost, terms: T
     terms.loads["drive", "backward"].append(Load(low, high, {variable: cost.drive_us}))
     terms.held["host"][variable] -= held_nbytes(step, budgets)[home]
     terms.held["disk"][variable] += on_disk_nbytes(step, budgets)[home]
-
-
-def _places(places: Sequence[tuple[int, int, int]], values: Any) -> tuple[float, float]:
-    """Returns the shares on the device and on the host of all bytes that leave a block."""
-    total = max(1, sum(nbytes for nbytes, _, _ in places))
-    stay, away = (sum(nbytes * float(values[pair[tier]]) for nbytes, *pair in places) / total for tier in (0, 1))
-    return stay, away

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,6 +30,7 @@ class Optima:
     def __init__(self, solve: Solve, device: tuple[int, int], ahead: int) -> None:
         self.solve, (self.low, self.high), self.ahead = solve, device, ahead
         self._optima: dict[int, Relaxed | None] = {}
+        self._exact: dict[int, Relaxed] = {}
 
     def limits(self, position: int) -> dict[str, int | None]:
         """Returns the budgets at a position."""
@@ -46,6 +47,13 @@ class Optima:
                     self._optima[place] = above
         return self._optima[_LAST - (_LAST - position) // _BETWEEN * _BETWEEN]
 
+    def at(self, position: int) -> Relaxed:
+        """Returns the optimum at a position. Raises Infeasible."""
+        if position not in self._exact:
+            near = self.near(position)
+            self._exact[position] = self.solve(self.limits(position), ahead=self.ahead, like=near)
+        return self._exact[position]
+
 
 class Rule(NamedTuple):
     """A rule about where homes are. ``decided``: those that are on the device (True) or on the host, whatever the program says.
@@ -57,19 +65,11 @@ class Rule(NamedTuple):
 
 
 class Seeds(Sequence[Plan]):
-    """Plans from the fewest device bytes to the most, each made when it is asked for. ``solve``: of the relaxed problem;
-    ``optima``: of the same. They fetch as many blocks ahead as ``base`` does."""
+    """Plans from the fewest device bytes to the most, each made when it is asked for. ``optima``: of the relaxed problem. They
+    fetch as many blocks ahead as ``base`` does."""
 
-    def __init__(
-        self,
-        solve: Solve,
-        optima: Optima,
-        base: Plan,
-        blocks: Sequence[Block],
-        sizes: Mapping[str, int],
-        rule: Rule,
-    ) -> None:
-        self.solve, self.optima, self.base, self.blocks, self.sizes, self.rule = solve, optima, base, blocks, sizes, rule
+    def __init__(self, optima: Optima, base: Plan, rounding: Rounding, rule: Rule) -> None:
+        self.optima, self.base, self.rounding, self.rule = optima, base, rounding, rule
         self._plans: dict[int, Plan] = {}
 
     def __len__(self) -> int:
@@ -77,41 +77,37 @@ class Seeds(Sequence[Plan]):
 
     def __getitem__(self, position: Any) -> Any:
         if position not in self._plans:
-            limits, like = self.optima.limits(position), self.optima.near(position)
-            self._plans[position] = seed(self.solve, limits, self.base, self.blocks, self.sizes, self.rule, like)
+            limits, optimum = self.optima.limits(position), self._optimum(position)
+            self._plans[position] = seed(self.optima.solve, limits, self.base, self.rounding, self.rule, optimum)
         return self._plans[position]
+
+    def _optimum(self, position: int) -> Relaxed | None:
+        with contextlib.suppress(Infeasible):
+            if not self.rule.decided:
+                return self.optima.at(position)
+            near, limits = self.optima.near(position), self.optima.limits(position)
+            return self.optima.solve(limits, self.rule.decided, self.base.lookahead, near)
+        return None
 
 
 def seed(
-    solve: Solve,
-    limits: Mapping[str, int | None],
-    base: Plan,
-    blocks: Sequence[Block],
-    sizes: Mapping[str, int],
-    rule: Rule,
-    like: Relaxed | None = None,
+    solve: Solve, limits: Mapping[str, int | None], base: Plan, rounding: Rounding, rule: Rule, optimum: Relaxed | None
 ) -> Plan:
-    """Returns the plan that decides as the optimum within ``limits`` does; ``base`` if there is none. ``like``: as for
-    ``solve``; for the others see ``Seeds``."""
+    """Returns the plan that decides as the ``optimum`` within ``limits`` does; ``base`` if there is none. For the others see
+    ``Seeds``."""
     try:
-        relaxed = _with_whole_homes(solve, limits, base.lookahead, sizes, rule, like)
+        relaxed = None if optimum is None else _with_whole_homes(solve, limits, base.lookahead, rounding.sizes, rule, optimum)
     except Infeasible:
-        return base
-    return rounded(relaxed, base, blocks, sizes, rule.earliest)
+        relaxed = None
+    return base if relaxed is None else rounding(relaxed, base, rule.earliest)
 
 
 def _with_whole_homes(
-    solve: Solve,
-    limits: Mapping[str, int | None],
-    ahead: int,
-    sizes: Mapping[str, int],
-    rule: Rule,
-    like: Relaxed | None,
+    solve: Solve, limits: Mapping[str, int | None], ahead: int, sizes: Mapping[str, int], rule: Rule, relaxed: Relaxed
 ) -> Relaxed:
     """Solves again with every home wholly on one tier: homes are large, and what blocks keep must fit beside them. The number
     of homes on the device is the sum of their shares, rounded; if that does not fit, 1, 3, 7, ... fewer of them: those that
-    are preferred least go first."""
-    relaxed = solve(limits, rule.decided, ahead, like)
+    are preferred least go first. ``relaxed``: the optimum before."""
     places = {home: float(-place) for place, home in enumerate(relaxed.resident)}
     preferred = places if rule.earliest else relaxed.resident
     chosen = sorted(_chosen(relaxed.resident, sizes, preferred), key=lambda home: -preferred[home])
@@ -128,17 +124,18 @@ def _with_whole_homes(
 
 
 def seed_ladders(
-    solve: Solve, least: Plan, blocks: Sequence[Block], sizes: Mapping[str, int], device: tuple[int, int], homes: Sequence[str]
+    solve: Solve, least: Plan, rounding: Rounding, device: tuple[int, int], homes: Sequence[str], few: bool
 ) -> list[Seeds]:
     """Returns seeds by a few rules about where homes are. ``least``: decides what the program does not; ``homes``: those whose
-    tier is open; for the others see ``Seeds``."""
+    tier is open; ``few``: leaves out seeds that are seldom the best of a large step; for the others see ``Seeds``."""
     bases = [replace(least, lookahead=ahead, pooled=True) for ahead in _AHEAD]
     # The first and the last home are updated last and read first: what they would keep waiting says little of the others.
-    ends = [{homes[0]: True}, {homes[0]: True, homes[-1]: True}] if len(homes) > 1 else []
-    rules = [Rule(decided) for decided in ({}, *ends, dict.fromkeys(homes, False))]
-    rules += [Rule(earliest=True)] if len(homes) > 1 else []
+    ends = [Rule({homes[0]: True}), Rule({homes[0]: True, homes[-1]: True})] if len(homes) > 1 else []
+    rules = [(rule, base) for rule in (Rule(), *ends) for base in (bases[:1] if few and rule.decided else bases)]
+    rules += [] if few else [(Rule(dict.fromkeys(homes, False)), base) for base in bases]
+    rules += [(Rule(earliest=True), base) for base in bases] if len(homes) > 1 else []
     optima = {base.lookahead: Optima(solve, device, base.lookahead) for base in bases}
-    return [Seeds(solve, optima[base.lookahead], base, blocks, sizes, rule) for rule, base in product(rules, bases)]
+    return [Seeds(optima[base.lookahead], base, rounding, rule) for rule, base in rules]
 
 
 def _chosen(resident: Mapping[str, float], sizes: Mapping[str, int], preferred: Mapping[str, float]) -> set[str]:
@@ -150,37 +147,51 @@ def _chosen(resident: Mapping[str, float], sizes: Mapping[str, int], preferred: 
     return chosen
 
 
-def rounded(relaxed: Relaxed, base: Plan, blocks: Sequence[Block], sizes: Mapping[str, int], latest_stay: bool = False) -> Plan:
-    """Returns the plan that decides as a solution does, in which homes are whole. Of equal blocks as many take each option as
-    its shares add up to; those that send values home are spread evenly, so that copies never pile up, and the later ones, whose
-    values live shortest, keep most. ``latest_stay``: of equal homes that stay from the forward to the backward, those read last
-    do, for the same reason; otherwise those that the program prefers."""
-    decisions = []
-    for home, share in relaxed.resident.items():
-        if base.params(home) == "disk":
-            continue
-        decisions.append(Decision("params", home, "device" if share > 0.5 else "host", sizes[home], _WHY))
-    on_host = {home: share for home, share in relaxed.staying.items() if relaxed.resident[home] <= 0.5}
-    places = {home: float(place) for place, home in enumerate(on_host)}
-    staying = _chosen(on_host, sizes, places if latest_stay else on_host)
-    decisions += [Decision("fetch", home, "keep", sizes[home], _WHY) for home in on_host if home in staying]
-    alike: dict[int, list[Block]] = defaultdict(list)
-    for block in blocks:
-        alike[id(block.variants)].append(block)
-    for members in alike.values():
-        totals: dict[Option, float] = defaultdict(float)
-        away = round(sum(relaxed.crossing[block.index][1] for block in members))
-        for block in members:
-            for option, fraction in relaxed.options[block.index]:
-                totals[option] += fraction
-        options = _spread(_apportioned(totals, len(members)), lambda option: option.variant.nbytes * (option.tier == "host"))
-        tiers: list[Choice] = ["device", "host"]
-        places = _spread([tiers[n < away] for n in reversed(range(len(members)))], lambda place: place == "host")
-        for block, option, place in zip(members, options, places, strict=True):
-            decisions += _block_decisions(block, option, place)
-    named = {(d.kind, d.subject) for d in decisions}
-    others = [d for d in base.decisions if (d.kind, d.subject) not in named]
-    return replace(base, decisions=(*others, *decisions))
+class Rounding:
+    """Makes plans of solutions in which homes are whole. ``blocks``: of the step; ``sizes``: bytes of its homes."""
+
+    def __init__(self, blocks: Sequence[Block], sizes: Mapping[str, int]) -> None:
+        self.sizes = sizes
+        self._alike: dict[int, list[Block]] = defaultdict(list)
+        for block in blocks:
+            self._alike[id(block.variants)].append(block)
+        self._decisions: dict[tuple[int, Option, Choice], list[Decision]] = {}  # about a block: most plans share them
+
+    def __call__(self, relaxed: Relaxed, base: Plan, latest_stay: bool = False) -> Plan:
+        """Returns the plan that decides as a solution does. Of equal blocks as many take each option as its shares add up to;
+        those that send values home are spread evenly, so that copies never pile up, and the later ones, whose values live
+        shortest, keep most. ``latest_stay``: of equal homes that stay from the forward to the backward, those read last do, for
+        the same reason; otherwise those that the program prefers."""
+        decisions, sizes, values = [], self.sizes, relaxed.values
+        for home, share in relaxed.resident.items():
+            if base.params(home) == "disk":
+                continue
+            decisions.append(Decision("params", home, "device" if share > 0.5 else "host", sizes[home], _WHY))
+        on_host = {home: share for home, share in relaxed.staying.items() if relaxed.resident[home] <= 0.5}
+        order = {home: float(place) for place, home in enumerate(on_host)}
+        staying = _chosen(on_host, sizes, order if latest_stay else on_host)
+        decisions += [Decision("fetch", home, "keep", sizes[home], _WHY) for home in on_host if home in staying]
+        for members in self._alike.values():
+            totals: dict[Option, float] = defaultdict(float)
+            away = round(sum(relaxed.away(block.index) for block in members))
+            for block in members:
+                for option, variable in relaxed.choices.options[block.index]:
+                    totals[option] += values[variable]
+            chosen = _apportioned(totals, len(members))
+            options = _spread(chosen, lambda option: option.variant.nbytes * (option.tier == "host"))
+            tiers: list[Choice] = ["device", "host"]
+            places = _spread([tiers[n < away] for n in reversed(range(len(members)))], lambda place: place == "host")
+            for block, option, place in zip(members, options, places, strict=True):
+                decisions += self._about(block, option, place)
+        named = {(d.kind, d.subject) for d in decisions}
+        others = [d for d in base.decisions if (d.kind, d.subject) not in named]
+        return replace(base, decisions=(*others, *decisions))
+
+    def _about(self, block: Block, option: Option, place: Choice) -> list[Decision]:
+        key = block.index, option, place
+        if key not in self._decisions:
+            self._decisions[key] = _block_decisions(block, option, place)
+        return self._decisions[key]
 
 
 def _alike(resident: Mapping[str, float], sizes: Mapping[str, int]) -> list[list[str]]:
