@@ -369,7 +369,7 @@ def _is_at(parameter: torch.Tensor, home: torch.Tensor | None) -> bool:
 
 
 def unread_nbytes(
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, torch.nn.Parameter],
     homes: Collection[str],
     placed_there: ParameterStore,
     optimizer: torch.optim.Optimizer | None,

@@ -112,7 +112,7 @@ class CompiledStep:
         rank = array("q", [ranks.get(name, len(ranks)) for name in names] if ranks else bytes(8 * len(names)))
         there, us = array("d", bytes(8 * len(names))), array("d", bytes(8 * len(names)))
         due, first = array("q", bytes(8 * len(names))), array("q", bytes(8 * len(names)))
-        when = (False, False, False) if updates is None else (True, updates.patient, updates.run_ahead)
+        when = (False, False, False) if updates is None else (True, updates.patient, bool(updates.run_ahead))
         decided = homes, at_host, rank
         choices = _Choices(plan.lookahead, plan.disk_lookahead, plan.pooled, *when, *map(_address, decided))
         result = _Result(**{name: _address(of) for name, of in (("there", there), ("us", us), ("due", due), ("name", first))})
