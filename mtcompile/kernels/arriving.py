@@ -33,8 +33,8 @@ _BLOCK_N, _BLOCK_K = 64, 64  # rows and columns of a weight's tile
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """A weight [out, in] on the device whose fragments arrive one by one, each of ``rows`` rows; the last one takes what is left,
-    more or less. ``flags``: int32 [fragments] on the device; fragment i is there once ``flags[i] >= step``."""
+    """A weight [out, in] on the device whose fragments arrive one by one, each of ``rows`` rows; the last one takes what is
+    left, more or less. ``flags``: int32 [fragments] on the device; fragment i is there once ``flags[i] >= step``."""
 
     weight: Tensor
     rows: int
@@ -104,7 +104,7 @@ def linear(x: Tensor, arriving: Arriving, bias: Tensor | None = None, tries: int
     _expect(fits, f"a contiguous bias [{rows}] of {x.dtype} on {where}", bias is None or _told(bias), "bias.to(weight)")
     flat = x.detach().reshape(-1, columns).contiguous()
     y = torch.empty(len(flat), rows, dtype=x.dtype, device=where)
-    missing = torch.zeros_like(arriving.flags)
+    missing = torch.zeros_like(arriving.flags) if tries else arriving.flags  # which is then not written
     block_m = min(64, max(16, triton.next_power_of_2(max(1, len(flat)))))
     if y.numel():
         with torch.cuda.device_of(weight):  # Triton launches on the current device
