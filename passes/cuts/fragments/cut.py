@@ -80,20 +80,24 @@ def possible_cuts(joint: fx.GraphModule, fragments: str | None) -> tuple[Cut, ..
 def cut_weights(joint: fx.GraphModule, cut: Cut) -> list[str]:
     """Cuts weights of a normalized joint graph in place. Returns what its contract says of that, one line for weights whose
     sums are split."""
-    whole = _whole(joint, cut) if cut.nbytes else []
-    rows = {weight.spec.name: pieces for weight in whole if len(pieces := _rows(weight, cut)) > 1}
-    in_fragments = [weight for weight in whole if weight.spec.name in rows]
-    for weight in in_fragments:
+    in_fragments = in_rows_of(joint, cut)
+    for weight, rows in in_fragments:
         if isinstance(weight, Stacked):
-            _cut_stacked(joint, weight, rows[weight.spec.name])
+            _cut_stacked(joint, weight, rows)
         else:
-            _cut(joint, weight, rows[weight.spec.name], cut.splits)
+            _cut(joint, weight, rows, cut.splits)
     if in_fragments:
         joint.graph.lint()
         joint.recompile()
-    sums = [each.spec.name for each in in_fragments if cut.splits and each.has_input_gradient]
-    split = [f"{name} in {len(rows[name])}" for name in sums]
+    sums = [(weight.spec.name, rows) for weight, rows in in_fragments if cut.splits and weight.has_input_gradient]
+    split = [f"{name} in {len(rows)}" for name, rows in sums]
     return [f"input gradients summed over fragments ({listed(split, _MOST_NAMES)})"] if split else []
+
+
+def in_rows_of(joint: fx.GraphModule, cut: Cut) -> list[tuple[Linear | Stacked, list[tuple[int, int]]]]:
+    """Returns the weights that a cut cuts, each with the first row and the end of its fragments."""
+    whole = _whole(joint, cut) if cut.nbytes else []
+    return [(weight, rows) for weight in whole if len(rows := _rows(weight, cut)) > 1]
 
 
 def _whole(joint: fx.GraphModule, cut: Cut) -> list[Linear | Stacked]:
