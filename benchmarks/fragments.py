@@ -8,7 +8,8 @@ steps after ``WARMUPS``: forward, backward and updates. The first layer's wait i
 the trace of the last step; the peak is that of the ledger. ``equal``: loss and weights have the bits of the whole layers'.
 
 ``one layer``: a linear layer, whose loss is the mean square of its output. ``layer larger than the device``: the same with a
-budget below the weight, where whole layers are refused. ``head``: a small layer and a vocabulary, with ``fragments="split"``.
+budget below the weight, where whole layers are refused. ``head``: a small layer and a vocabulary, with ``fragments="split"``,
+and with ``"exact"``.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ CASES: dict[str, tuple[type[nn.Module], str, float]] = {
     "one layer": (Layer, "exact", 2.5),
     "layer larger than the device": (Layer, "exact", 0.5),
     "head": (Head, "split", 3.0),
+    "head, exact": (Head, "exact", 3.0),
 }
 
 

@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, for the day there is one: tests, step graphs kept as fixtures, and the benchmark.
+"""Everything that needs a GPU, for the day there is one: tests, step graphs kept as fixtures, and the benchmarks.
 
     python -m benchmarks.gpu                          # all of it; the same command goes on where it stopped
     python -m benchmarks.gpu tests --minutes 9        # one part, starting nothing more after so long
@@ -20,7 +20,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 FIXTURES = Path(__file__).parent.parent / "tests" / "fixtures"
-PARTS = ("tests", "fixtures", "benchmark")
+PARTS = ("tests", "fixtures", "benchmark", "arriving")
 # One block is enough for a plan's decisions to repeat; two show what crosses from one to the next.
 LAYERS = {"qwen2.5-7b": (16, 4096), "llama-8b": (1, 32 * 1024)}
 
@@ -80,6 +80,12 @@ def benchmark(minutes: float) -> bool:
     return subprocess.run([*command, "--json", str(RESULTS / "gpu.json")], check=False).returncode == 0
 
 
+def arriving() -> bool:
+    """Where a kernel that reads fragments of a weight as they arrive is faster."""
+    command = [sys.executable, "-m", "benchmarks.arriving", "--json", str(RESULTS / "gpu-arriving.json")]
+    return subprocess.run(command, check=False).returncode == 0
+
+
 def _write(path: Path, data: dict[str, Any]) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(data, indent=1) + "\n")
@@ -98,7 +104,12 @@ def main() -> int:
     if not torch.cuda.is_available():
         print(f"torch {torch.__version__} sees no GPU: nothing was run")
         return 0
-    run = {"tests": lambda: tests(args.minutes), "fixtures": fixtures, "benchmark": lambda: benchmark(args.minutes)}
+    run = {
+        "tests": lambda: tests(args.minutes),
+        "fixtures": fixtures,
+        "benchmark": lambda: benchmark(args.minutes),
+        "arriving": arriving,
+    }
     return 0 if all([run[part]() for part in args.part or PARTS]) else 1
 
 

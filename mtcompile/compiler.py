@@ -26,6 +26,7 @@ from mtcompile.errors import BudgetError, CaptureError
 from mtcompile.execution.calibration import known_machine
 from mtcompile.execution.compiled import CompiledStep, compiled_step
 from mtcompile.execution.placement import Placement, RunnablePlacement
+from mtcompile.kernels.fragment_bits import differing
 from mtcompile.kernels.measure import strides_on
 from mtcompile.kernels.toolchain import BuiltStep, Toolchain
 from mtcompile.optim.precision import Precision
@@ -233,9 +234,10 @@ def fastest_form(joint: fx.GraphModule, captured: CapturedStep, target: Target, 
             resident = planned.planned.plan.all_resident
             if resident and (options.fragments is None or not streaming(planned.planned.schedule).staging_nbytes):
                 break
-    if not candidates:
+    candidates.sort(key=lambda candidate: candidate.planned.plan.total_us)
+    best = next((each for each in candidates if not _has_other_bits(each, joint, target)), None)
+    if best is None:
         raise min(refusals, key=lambda error: error.minimum_bytes)
-    best = min(candidates, key=lambda candidate: candidate.planned.plan.total_us)
     if not fragments_of(best.joint.graph):
         return best
 
@@ -247,6 +249,14 @@ def fastest_form(joint: fx.GraphModule, captured: CapturedStep, target: Target, 
     told = told_fragments(best.planned, streamed() if whole is None else whole, fits=whole is not None)
     notes = (*best.planned.plan.notes, told)
     return best._replace(planned=replace(best.planned, plan=replace(best.planned.plan, notes=notes)))
+
+
+def _has_other_bits(candidate: PlannedStep, joint: fx.GraphModule, target: Target) -> bool:
+    """Tells whether a plan takes weights in fragments that must be exact, and are not on this device."""
+    where, limit, cut = target.device.where, candidate.problem.budgets.device, candidate.joint.form.cut
+    if target.options.fragments != "exact" or target.options.fuses or not fragments_of(candidate.joint.graph):
+        return False
+    return bool(differing(joint, cut, where, limit))
 
 
 def _check_cuts(options: Options, form: Form) -> None:

@@ -35,6 +35,7 @@ PUBLIC_DOORS = {  # the functions of more parameters: options as users write the
     "mtcompile/forecast/": {"plan"},
     "mtcompile/parity/": {"verify"},
     "mtcompile/cli/": {"bench", "explain", "graph", "plan", "trace", "train", "verify", "viz"},
+    "mtcompile/kernels/arriving_triton.py": {"linear"},
     "runtime/optim/triton_kernels.py": {"adamw", "sgd"},
 }
 PAGE_PARTS = {".html", ".css", ".js"}  # of the timeline

@@ -4,15 +4,17 @@
          | prefetch                             | prefetch | prefetch
     y = x @ W.t()               becomes       y_0 = x @ W[0:n].t(), y_1 = ..., y = cat(y_0, y_1, ...)
     dW = dy.t() @ x                           dW[0:n] = dy[:, 0:n].t() @ x, ...
-    dx = dy @ W                               dx = dy[:, 0:n] @ W[0:n] + ..., the last rows first
+    dx = dy @ W                               dx = dy @ cat(W[0:n], W[n:2n], ...)
+                                  or, split,  dx = dy[:, 0:n] @ W[0:n] + ..., the last rows first
 
 A block starts at each fragment, so that a region runs as soon as its fragment has landed. All of it is plain ATen in the joint
 graph, so everything after plans, proves and runs fragments like any other parameters.
 
 Stacked weights [experts, n, m] are cut between experts (``stacked``), which splits no sum.
 
-Every element of y and of dW is the same sum over the same operands as before. dx is a sum over rows of W, which a cut splits:
-``Linear.splits_sum`` tells.
+Every element of y and of dW is the same sum over the same operands as before. Libraries sum in the same order too if all
+fragments but the last are multiples of ``_TILE`` rows, and the last has as many at least. dx is a sum over rows of W: either
+the whole W is made again from its fragments, which takes its bytes twice for the time of that product, or the cut splits it.
 """
 
 from __future__ import annotations
@@ -37,6 +39,9 @@ from mtcompile.runtime.schedule import listed, placed
 aten = torch.ops.aten
 _PARTS = (2, 4, 8, 16)  # of the largest weight, to try
 _MOST_NAMES = 4  # in a contract
+# Libraries compute products in tiles of 6 to 48 rows of the weight, and rows at the end, or a few rows alone, by other kernels
+# that sum in another order. A multiple of this many rows moves no row from one to the other.
+_TILE = 48
 FIRST_INDEX = 1 << 20  # of a fragment: above those of a program's inputs, which micro-batches add to
 _FIRST_ORDER = 1 << 40  # by which the backward finds the block of a fragment: above the numbers of the trace
 
@@ -44,10 +49,12 @@ _FIRST_ORDER = 1 << 40  # by which the backward finds the block of a fragment: a
 @dataclass(frozen=True, slots=True)
 class Cut:
     """Says which linear weights are cut: those of more than ``nbytes``, into fragments of about as many at most; 0: none.
-    ``splits``: also those whose input receives a gradient."""
+    Of weights whose input receives a gradient, ``gathers`` cuts those too and makes the whole again for that gradient;
+    ``splits`` cuts them and sums it over fragments."""
 
     nbytes: int = 0
     splits: bool = False
+    gathers: bool = False
 
 
 UNCUT = Cut()
@@ -55,57 +62,78 @@ UNCUT = Cut()
 
 def possible_cuts(joint: fx.GraphModule, fragments: str | None) -> tuple[Cut, ...]:
     """Returns the cuts to choose among, the coarsest first: none, and fragments of half of the largest weight, a quarter, and
-    so on. ``fragments``: "exact": only where no sum is split; "split": any; None: no cut."""
-    splits = fragments == "split"
-    sizes = [weight.nbytes for weight in _whole(joint, splits)] if fragments else []
-    largest = max(sizes, default=0)
-    finer = (Cut(-(-largest // parts), splits) for parts in _PARTS if largest)
-    return UNCUT, *finer
+    so on. ``fragments``: "exact": where no sum is split, first without weights that are made whole again; "split": any; None:
+    no cut."""
+    if fragments is None:
+        return (UNCUT,)
+    kinds = (Cut(splits=True),) if fragments == "split" else (Cut(), Cut(gathers=True))
+    cuts, before = [UNCUT], list[str]()
+    for kind in kinds:
+        weights = _whole(joint, kind)
+        if (names := [weight.spec.name for weight in weights]) != before:
+            largest = max(weight.nbytes for weight in weights)
+            cuts += [replace(kind, nbytes=-(-largest // parts)) for parts in _PARTS]
+        before = names
+    return tuple(cuts)
 
 
 def cut_weights(joint: fx.GraphModule, cut: Cut) -> list[str]:
     """Cuts weights of a normalized joint graph in place. Returns what its contract says of that, one line for weights whose
     sums are split."""
-    whole = _whole(joint, cut.splits) if cut.nbytes else []
-    rows = {weight.spec.name: pieces for weight in whole if len(pieces := _rows(weight, cut.nbytes)) > 1}
-    in_fragments = [weight for weight in whole if weight.spec.name in rows]
-    for weight in in_fragments:
+    in_fragments = in_rows_of(joint, cut)
+    for weight, rows in in_fragments:
         if isinstance(weight, Stacked):
-            _cut_stacked(joint, weight, rows[weight.spec.name])
+            _cut_stacked(joint, weight, rows)
         else:
-            _cut(joint, weight, rows[weight.spec.name])
+            _cut(joint, weight, rows, cut.splits)
     if in_fragments:
         joint.graph.lint()
         joint.recompile()
-    split = [f"{name} in {len(rows[name])}" for name in (each.spec.name for each in in_fragments if each.splits_sum)]
+    sums = [(weight.spec.name, rows) for weight, rows in in_fragments if cut.splits and weight.has_input_gradient]
+    split = [f"{name} in {len(rows)}" for name, rows in sums]
     return [f"input gradients summed over fragments ({listed(split, _MOST_NAMES)})"] if split else []
 
 
-def _whole(joint: fx.GraphModule, splits: bool) -> list[Linear | Stacked]:
-    """The weights that can be cut: where no sum is split, or any."""
+def in_rows_of(joint: fx.GraphModule, cut: Cut) -> list[tuple[Linear | Stacked, list[tuple[int, int]]]]:
+    """Returns the weights that a cut cuts, each with the first row and the end of its fragments."""
+    whole = _whole(joint, cut) if cut.nbytes else []
+    return [(weight, rows) for weight in whole if len(rows := _rows(weight, cut)) > 1]
+
+
+def _whole(joint: fx.GraphModule, cut: Cut) -> list[Linear | Stacked]:
+    """The weights that a cut may cut, of any size."""
     weights: list[Linear | Stacked] = [*linears(joint), *stacks(joint)]
-    return [weight for weight in weights if splits or not weight.splits_sum]
+    return [weight for weight in weights if cut.splits or cut.gathers or not weight.has_input_gradient]
 
 
-def _rows(linear: Linear | Stacked, most_nbytes: int) -> list[tuple[int, int]]:
+def _rows(weight: Linear | Stacked, cut: Cut) -> list[tuple[int, int]]:
     """Returns where each fragment starts and ends. A fragment begins where a slot may, so that fragments lie side by side in
-    the memory of the whole, and each has about as many bytes as the others."""
-    val = linear.weight.meta["val"]
+    the memory of the whole, and each has about as many bytes as the others. Those of a linear weight begin at a multiple of
+    ``_TILE`` rows, and fewer rows than that at the end belong to the fragment before; but where a sum is split anyway, a weight
+    of few rows is cut finer."""
+    val = weight.weight.meta["val"]
     rows, row_nbytes = val.shape[0], math.prod(val.shape[1:]) * val.element_size()
-    step = placed(1) // math.gcd(placed(1), row_nbytes)
-    count = -(-linear.nbytes // most_nbytes)
-    size = max(step, -(-rows // count // step) * step)
-    return [(start, min(start + size, rows)) for start in range(0, rows, size)]
+    count = -(-weight.nbytes // cut.nbytes)
+    finer = cut.splits and weight.has_input_gradient and rows < count * _TILE
+    fewest = _TILE if isinstance(weight, Linear) and not finer else 1
+    step = math.lcm(placed(1) // math.gcd(placed(1), row_nbytes), fewest)
+    share = rows // count if fewest > 1 else -(-rows // count) + step - 1
+    size = max(step, share // step * step)
+    starts = [start for start in range(0, rows, size) if start == 0 or rows - start >= fewest]
+    return list(zip(starts, [*starts[1:], rows], strict=True))
 
 
-def _cut(joint: fx.GraphModule, linear: Linear, rows: list[tuple[int, int]]) -> None:
+def _cut(joint: fx.GraphModule, linear: Linear, rows: list[tuple[int, int]], splits: bool) -> None:
     specs = _specs(joint, linear, rows)
     weights = _take(joint, linear, specs)
     orders = [_FIRST_ORDER + spec.index for spec in specs]
     _forward(joint.graph, linear, rows, weights, orders)
     gradients = _weight_gradients(joint.graph, linear, rows, orders)
     for product in linear.for_input:
-        _input_gradient(joint.graph, product, rows, weights, orders)
+        if splits:
+            _split_input_gradient(joint.graph, product, rows, weights, orders)
+        else:
+            _input_gradient(joint.graph, product, weights, orders[0])
     _return(joint, linear, specs, gradients)
     drop_dead(joint.graph)
     joint.graph.erase_node(linear.weight)
@@ -206,7 +234,18 @@ def _weight_gradients(graph: fx.Graph, linear: Linear, rows: list[tuple[int, int
     return gradients[::-1]
 
 
-def _input_gradient(
+def _input_gradient(graph: fx.Graph, product: fx.Node, weights: list[fx.Node], order: int) -> None:
+    """Makes the whole weight again for the input gradient. It is the last of its regions of the backward, so that fragments
+    arrive behind the weight gradients."""
+    with graph.inserting_before(product):
+        add = adder(graph, product)
+        again = add(aten.mm.default, product.args[0], add(aten.cat.default, weights, 0))
+    for node in (again, again.args[1]):
+        node.meta["seq_nr"] = order
+    product.replace_all_uses_with(again)
+
+
+def _split_input_gradient(
     graph: fx.Graph, product: fx.Node, rows: list[tuple[int, int]], weights: list[fx.Node], orders: list[int]
 ) -> None:
     """Sums the input gradient over fragments, the last one first: backward regions run in this order."""

@@ -35,8 +35,8 @@ class Linear:
         return span_nbytes(self.weight.meta["val"])
 
     @property
-    def splits_sum(self) -> bool:
-        """True where a cut splits a sum: that of the input gradient, over the output dimension."""
+    def has_input_gradient(self) -> bool:
+        """True where the backward sums over the output dimension, which a cut splits."""
         return bool(self.for_input)
 
 

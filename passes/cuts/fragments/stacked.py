@@ -36,8 +36,8 @@ class Stacked:
         return span_nbytes(self.weight.meta["val"])
 
     @property
-    def splits_sum(self) -> bool:
-        """False: a cut splits no sum."""
+    def has_input_gradient(self) -> bool:
+        """False: no product sums over the dimension that is cut."""
         return False
 
 

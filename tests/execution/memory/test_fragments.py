@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mtcompile
+from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.cuts.fragments.figures import streaming
 from tests.helpers.training import adamw, same, train
 
@@ -33,6 +34,14 @@ class First(Wide):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.first(x).square().mean()
+
+
+class Head(Wide):
+    """A small first layer, and a large one whose input gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 2048)
 
 
 def trained(kind: type[Wide], memory: int, **options: Any) -> tuple[Any, list[Any], list[Any]]:
@@ -59,6 +68,16 @@ def test_a_layer_larger_than_the_device_trains_with_the_same_bits() -> None:
     with torch.no_grad():  # a plan of its own
         assert torch.equal(compiled(x), F.linear(x, compiled.first.weight, compiled.first.bias).square().mean())
     assert compiled.memory_report()["peak_device_bytes"] <= WEIGHT // 2
+
+
+def test_a_weight_whose_input_gets_a_gradient_is_made_whole_again() -> None:
+    slow = Machine("slow link", flops=1e10, memory_gbps=2.0, h2d_gbps=0.025, d2h_gbps=0.025, host_gbps=0.2, issue_us=20.0)
+    compiled, fragments, plain = trained(Head, 3 * WEIGHT, fragments="exact", throttle=slow)
+    assert same(fragments, plain)
+    assert any("second.weight in " in note for note in compiled.plan.notes)
+    assert "summed over fragments" not in compiled.plan.numerics
+    report = compiled.memory_report()
+    assert report["peak_device_bytes"] <= report["planned_peak_device_bytes"] <= 3 * WEIGHT
 
 
 @pytest.mark.long
