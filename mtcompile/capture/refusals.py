@@ -28,6 +28,11 @@ _TIPS = (  # for the first expression that occurs in the first line of torch's r
         "expected dense tensors; if nn.TransformerEncoder packs padded batches into nested tensors in evaluation, pass "
         "enable_nested_tensor=False to it, and to a plain model that you compare with; this changes nothing in training",
     ),
+    (
+        r"Observed exception",
+        "the forward raises this by itself, as it would without mtcompile; code that catches it has to catch "
+        "mtcompile.CaptureError too. Check what you pass to the model",
+    ),
     ("backwards hooks", "remove the module's backward hooks; those on parameters and outputs (tensor.register_hook) work"),
     (
         r"[Rr]andom|\brandn?\b|Generator\b|seed\b|_rng\b",

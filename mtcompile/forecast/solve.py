@@ -125,6 +125,8 @@ def plan(
         check_shape(model)
     if solve in ("batch", "seq") and not (isinstance(model, str) or takes_sizes(model)):
         raise ValueError(f"solve={solve!r} expects a built-in shape or a factory of (batch, seq), found {type(model).__name__}")
+    if data is not None and not isinstance(data, Mapping):
+        raise TypeError(f'expected data as keyword arguments of the module, such as {{"x": tensor}}, found {type(data).__name__}')
     kind, described = precision_named(precision), named(machine)
     device = parse_bytes(memory, "memory")
     if device is None and described.device_nbytes:
