@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ from mtcompile.options import FASTEST, Options
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.cuts.form import WHOLE, Form, cut_joint, possible_forms
+from mtcompile.passes.cuts.form import WHOLE, Form, cut_joint, in_rows, possible_forms
 from mtcompile.passes.cuts.fragments.cut import UNCUT, has_resident_fragments
 from mtcompile.passes.cuts.fragments.figures import streamed_whole, streaming, told_fragments
 from mtcompile.passes.joint.accumulate import Micro, repeat, weights_of
@@ -45,6 +45,7 @@ from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.planner import may_be_resident, plan_among, plan_like, resident_plan, structure
+from mtcompile.passes.planning.policies import KEEP_STATE
 from mtcompile.passes.planning.problem import BIT_EQUAL, FUSED, DoesNotFit, Planned, PlanningProblem
 from mtcompile.passes.proof.same_computation import same_computation
 from mtcompile.passes.proof.schedule import Given, check_schedule
@@ -197,6 +198,30 @@ def planning_problem(
     return PlanningProblem(step, machine, budgets, workspace, fixed_homes, joint.numerics)
 
 
+def with_or_without_rows(
+    joint: JointStep, placement: Placement, machine: Machine, workspace: Workspace, options: Options
+) -> Iterator[JointStep]:
+    """Yields the joint graphs to plan, with all rows of embeddings and with those alone that a batch names. The first is left
+    out where it cannot be the better one: if the device has no room for all of the training state, or if the embeddings'
+    homes are elsewhere already."""
+    streams, homes = options.policy not in KEEP_STATE, placement.input_homes(joint.graph)
+    rows = in_rows(joint.graph, options.embeddings) if streams and not homes.all_on_device else None
+    if rows is None:
+        yield joint
+        return
+    whole = planning_problem(joint, placement, machine, workspace)
+    known = homes_of_rows(whole, rows)
+    if "device" in known or (None in known and options.policy == FASTEST and may_be_resident(whole)):
+        yield joint
+    if "device" not in known:
+        yield joint._replace(graph=rows)
+
+
+def homes_of_rows(whole: PlanningProblem, rows: fx.GraphModule) -> set[str | None]:
+    """Returns the home tiers of the embeddings of which a joint graph takes rows; None where a plan decides."""
+    return {whole.fixed_homes.get(whole.step.meta["homes"].get(name, "")) for name in rows.meta["rows"]}
+
+
 def prove(joint: fx.GraphModule, built: BuiltStep, budgets: Budgets, input_homes: InputHomes) -> None:
     """Proves that the schedule is safe and computes what was captured, in the bytes that its kernels were measured to need and
     within what was asked for. Raises an error that names the violated invariant."""
@@ -223,16 +248,20 @@ def fastest_form(joint: fx.GraphModule, captured: CapturedStep, target: Target, 
         if rewritten.form in tried:  # there is nothing more to cut
             break
         tried.add(rewritten.form)
-        try:
-            planned = PlannedStep(rewritten, *plan_for(rewritten, target, placement))
-            if not has_resident_fragments(planned.problem.step, planned.planned.plan):
-                candidates.append(planned)
-        except BudgetError as error:
-            refusals.append(error)
-        else:
-            resident = planned.planned.plan.all_resident
-            if resident and (options.fragments is None or not streaming(planned.planned.schedule).staging_nbytes):
-                break
+        resident = False
+        for variant in with_or_without_rows(rewritten, placement, target.machine, target.toolchain.eager.workspace, options):
+            try:
+                planned = PlannedStep(variant, *plan_for(variant, target, placement))
+                if not has_resident_fragments(planned.problem.step, planned.planned.plan):
+                    candidates.append(planned)
+            except BudgetError as error:
+                refusals.append(error)
+            else:
+                resident = planned.planned.plan.all_resident
+                if resident:
+                    break
+        if resident and (options.fragments is None or not streaming(planned.planned.schedule).staging_nbytes):
+            break
     if not candidates:
         raise min(refusals, key=lambda error: error.minimum_bytes)
     best = min(candidates, key=lambda candidate: candidate.planned.plan.total_us)

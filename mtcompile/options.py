@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mtcompile.errors import did_you_mean
 from mtcompile.optim.precision import PRECISIONS, Precision
@@ -14,8 +13,7 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.planning.policies import POLICIES
 
 KERNELS = ("eager", "inductor")
-_FETCHES = ("experts", "embeddings")  # options that say which of them, or of their rows, are fetched:
-FETCHED = ("auto", "used", "all")
+FETCHED = ("auto", "used", "all")  # which experts, and which rows of embeddings
 FRAGMENTS = ("exact", "split")  # which weights may be cut: where no sum is split, or any
 FASTEST = "fastest"  # the policy that searches
 _UNITS = {
@@ -75,7 +73,7 @@ class Options:
         if self.kernels not in KERNELS:
             close = did_you_mean(self.kernels, KERNELS)
             raise ValueError(f"expected kernels to be one of {', '.join(KERNELS)}, found {self.kernels!r}{close}")
-        for option, choice in self.fetched.items():
+        for option, choice in (("experts", self.experts), ("embeddings", self.embeddings)):
             if choice not in FETCHED:
                 close = did_you_mean(choice, FETCHED)
                 raise ValueError(f"expected {option} to be one of {', '.join(FETCHED)}, found {choice!r}{close}")
@@ -100,11 +98,6 @@ class Options:
             raise ValueError('disk= takes what host= has no room for; expected host= too, such as host="64GiB", found none')
         if self.viz is not None and not isinstance(self.viz, (str, Path)):
             raise TypeError(f"expected viz to be the path of an HTML file, found {self.viz!r}")
-
-    @property
-    def fetched(self) -> dict[str, Any]:
-        """Which experts, and which rows of embeddings, are fetched, by option."""
-        return {name: getattr(self, name) for name in _FETCHES}
 
     @property
     def fuses(self) -> bool:

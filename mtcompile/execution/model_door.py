@@ -127,7 +127,7 @@ class ModelDoor(Door):
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
         names = None if self.updates is None or not _trains(joint) else self.updates.updated_names()
         updated, apart = fragments.with_fragments(names, joint), self.options.disk is not None
-        return InputHomes(self.parameters.blocks(), updated=updated, frozen_apart=apart, **self.options.fetched)
+        return InputHomes(self.parameters.blocks(), updated=updated, frozen_apart=apart, experts=self.options.experts)
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
         parameters, updates = self._parameters(), None
@@ -188,7 +188,7 @@ class ModelDoor(Door):
         if self.masters is not None and not self.masters.may_be_on(self.device.where, self.optimizer):
             return dict.fromkeys(blocks.values(), "host")
         # Memory that other tensors share stays where they see it.
-        parameters, fixed = self._parameters(), fragments.fragment_homes(step)
+        parameters, fixed = self._parameters(), fragments.homes_off_device(step)
         return fixed | {blocks[name]: "host" for name in blocks if name in parameters and shares_storage(parameters[name])}
 
     def _available_nbytes(self, step: fx.GraphModule, state: Mapping[str, int]) -> int | None:

@@ -20,6 +20,7 @@ from mtcompile.forecast.request import (
     ForecastRequest,
     SizedStep,
     in_form,
+    sized_in_rows,
     sized_step,
     takes_sizes,
     with_disk,
@@ -36,6 +37,7 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts.fragments.cut import possible_cuts
 from mtcompile.passes.plan import NORM_COPIES, Updates
+from mtcompile.passes.planning.planner import may_be_resident
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Progress, no_progress
 from mtcompile.passes.planning.symbolic import MONOMIALS, evaluated, peak_expressions
@@ -172,28 +174,42 @@ def _with_disk(budgets: Budgets, disk: str | int | None, precision: Precision, f
 def _forecast(request: ForecastRequest, batch: int, seq: int) -> tuple[Forecast, SizedStep]:
     """Forecasts one size. Cuts the loss head into more chunks, and what works token by token into tiles, if the first choice
     leaves too little device memory; then tries the cuts of weights that ``fragments`` allows."""
-    sized = sized_step(request, batch, seq)
-    forecast = figures(request, sized)
+    forecast, sized = _with_or_without_rows(request, sized_step(request, batch, seq))
     while not forecast.feasible and forecast.minimum_device_bytes and (form := sized.joint.form).chunks < MOST_CHUNKS:
         chunks = min(MOST_CHUNKS, 4 * form.chunks)
         finer = in_form(request, sized, replace(form, chunks=chunks))
         if finer.joint.form.chunks != chunks:  # there is no head that can be cut
             break
-        sized, forecast = finer, figures(request, finer)
+        forecast, sized = _with_or_without_rows(request, finer)
     most = MOST_TILES if request.fragments is None else 1  # a training step goes with tiles or fragments
     while not forecast.feasible and forecast.minimum_device_bytes and (form := sized.joint.form).tiles < most:
         finer = in_form(request, sized, replace(form, tiles=4 * form.tiles))
         if finer.joint.form == form:  # there is nothing that can be cut
             break
-        other = figures(request, finer)
+        other, finer = _with_or_without_rows(request, finer)
         if other.minimum_device_bytes >= forecast.minimum_device_bytes:
             break
         sized, forecast = finer, other
     for cut in possible_cuts(sized.captured, request.fragments)[1:]:
-        finer = in_form(request, sized, replace(sized.joint.form, cut=cut))
-        if _merit(other := figures(request, finer)) > _merit(forecast):
+        other, finer = _with_or_without_rows(request, in_form(request, sized, replace(sized.joint.form, cut=cut)))
+        if _merit(other) > _merit(forecast):
             sized, forecast = finer, other
     return forecast, sized
+
+
+def _with_or_without_rows(request: ForecastRequest, sized: SizedStep) -> tuple[Forecast, SizedStep]:
+    """Forecasts a step with all rows of embeddings or with those alone that a batch names, whichever is the better."""
+    rows = sized_in_rows(request, sized)
+    if rows is None:
+        return figures(request, sized), sized
+    variants = list[tuple[Forecast, SizedStep]]()
+    if may_be_resident(sized.candidates.problem):
+        variants.append((figures(request, sized), sized))
+        planned = variants[0][0].planned
+        if planned is not None and planned.plan.all_resident:
+            return variants[0]
+    variants.append((figures(request, rows), rows))
+    return max(variants, key=lambda variant: _merit(variant[0]))
 
 
 def _merit(forecast: Forecast) -> tuple[bool, float]:
@@ -203,10 +219,12 @@ def _merit(forecast: Forecast) -> tuple[bool, float]:
 
 def _least_memory(request: ForecastRequest, sized: SizedStep) -> Forecast:
     """Plans the step in the least device memory that works, however many chunks its loss head is cut into."""
+    sized = sized_in_rows(request, sized) or sized
     least, leanest = sized.candidates.least().schedule.peak_nbytes["device"], sized
     while (form := sized.joint.form).chunks < MOST_CHUNKS:
         chunks = min(MOST_CHUNKS, 4 * form.chunks)
         sized = in_form(request, sized, replace(form, chunks=chunks))
+        sized = sized_in_rows(request, sized) or sized
         if sized.joint.form.chunks != chunks or (peak := sized.candidates.least().schedule.peak_nbytes["device"]) >= least:
             break
         least, leanest = peak, sized
