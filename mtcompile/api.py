@@ -293,7 +293,7 @@ def compile(
                skips the whole update (and keeps all gradients until their norm is known), ``"continue"`` warns
     experts    of a mixture that ``grouped_mm`` computes, those that are copied to the device. ``"used"``: those that tokens
                chose, once the router has run; ``"all"``, ahead of the router; ``"auto"``: the used ones if that spares much
-    embeddings  which rows of embeddings are copied, and of their gradients: ``"used"``: those that a batch names; or as above
+    embeddings  which rows of embeddings are on the device: ``"used"``: those that a batch names; or as above
     elastic    True: plans again in the background when the last steps show other speeds, and goes on by the new plan, with
                the same bits, where it is 3 % faster. ``memory_report()["plan_changes"]`` says why
     fragments  cuts linear weights into fragments of rows, each copied, used and updated by itself, where one does not fit or

@@ -20,7 +20,7 @@ Nodes
 
 ``node.meta`` of every value (placeholder or getitem): ``val`` (a fake tensor), ``nbytes``, ``role``, ``tier``; ``origin``, its
 name before any rewrite, which its copies, casts and what is made again have too; ``module_path`` where a module made it; of
-parameters of which each host has a part, ``part``.
+parameters of which each host has a part, ``part``; of those of which only rows are there, ``held``, a fake tensor of these.
 Of every call: ``phase`` and ``block`` (the index of the forward block it belongs to); of updates and what they are scaled by,
 ``tier`` too, where they run; conversions run on the host. ``recomputes``: of a region of the backward, the forward blocks that
 it computes again.

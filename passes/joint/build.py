@@ -100,6 +100,7 @@ def build(
         tier = "device" if input_homes.all_on_device or spec.role == "tangent" else spec.tier
         val = node.meta["val"]
         if spec.role == "param" and spec.name in rows:  # at home it is whole
+            env[node].meta["held"] = val
             val = val.new_empty((rows[spec.name].rows, *val.shape[1:]))
         env[node].meta.update(val=val, nbytes=aligned(span_nbytes(val)), role=spec.role, tier=tier, name=spec.name)
         env[node].meta["origin"] = node.name

@@ -75,9 +75,8 @@ def values(joint: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> dict[str,
     """What a joint graph returns, by name; gradients of fragments put together."""
     taken = []
     for spec, node in inputs_of(joint):
-        part = spec.fragment
-        whole = torch.ones(node.meta["val"].shape) if spec.role == "tangent" else inputs[part.index if part else spec.index]
-        taken.append(whole if part is None else whole[part.start : part.end])
+        val = node.meta["val"]
+        taken.append(torch.ones(val.shape, dtype=val.dtype) if spec.role == "tangent" else tensor_of(spec, inputs))
     with torch.no_grad():
         results = fx.Interpreter(joint).run(*taken)
     parts, joined = fragments_of(joint), dict[str, list[torch.Tensor]]()
