@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mtcompile.errors import did_you_mean
 from mtcompile.optim.precision import PRECISIONS, Precision
 from mtcompile.optim.update_options import UpdateOptions
 from mtcompile.passes.analysis.cost import Machine
-from mtcompile.passes.planning.policies import POLICIES
+from mtcompile.passes.planning.policies import KEEP_STATE, POLICIES
 
 KERNELS = ("eager", "inductor")
 FETCHED = ("auto", "used", "all")  # which experts, and which rows of embeddings
-FRAGMENTS = ("exact", "split")  # which weights may be cut: where no sum is split, or any
+FRAGMENTS = ("auto", "exact", "split")  # which weights may be cut: where no sum is split, if nothing fits else or always; any
 FASTEST = "fastest"  # the policy that searches
 _UNITS = {
     "": 1, "b": 1,
@@ -44,7 +44,7 @@ class Options:
     ``memory``, ``host``: budgets in bytes; None: what is free, less a reserve. ``disk``: None for no disk; it takes what
     ``host`` has no room for. ``updates``: None for ``update="step"``. ``throttle``: the speeds of the emulated device; None:
     its own. ``offload``: whether activations may wait in host memory. ``elastic``: whether plans follow the measured speeds.
-    ``fragments``: which linear weights may be cut into fragments; None: none.
+    ``fragments``: which weights may be cut into fragments; None: none.
     Raises ValueError or TypeError for values that it cannot honour.
     """
 
@@ -63,7 +63,7 @@ class Options:
     experts: str = "auto"
     embeddings: str = "auto"
     elastic: bool = False
-    fragments: str | None = None
+    fragments: str | None = "auto"
     tiles: int | str = 1
 
     def __post_init__(self) -> None:
@@ -92,12 +92,27 @@ class Options:
                 f"bits no plan changes, found policy={self.policy!r} and kernels={self.kernels!r}"
             )
         check_fragments(self.fragments, self.updates, self.disk is not None)
-        if self.fragments is not None and self.tiles != 1:
+        if self.cuts is not None and self.tiles != 1:
             raise ValueError(f"expected tiles or fragments, found both: tiles={self.tiles!r}, fragments={self.fragments!r}")
         if self.disk is not None and self.host is None:
             raise ValueError('disk= takes what host= has no room for; expected host= too, such as host="64GiB", found none')
         if self.viz is not None and not isinstance(self.viz, (str, Path)):
             raise TypeError(f"expected viz to be the path of an HTML file, found {self.viz!r}")
+
+    @property
+    def cuts(self) -> str | None:
+        """Which weights may be cut although plans fit that cut none."""
+        return None if self.fragments == "auto" else self.fragments
+
+    def last_resort(self, may_cut: bool) -> Options:
+        """Returns the options to try where nothing fits the device: what "auto" may do then. ``may_cut``: whether weights may
+        be cut."""
+        if self.policy in KEEP_STATE:
+            return self
+        clipped = self.updates is not None and self.updates.needs_all_gradients
+        may_cut &= self.fragments == "auto" and self.disk is None and self.tiles == 1 and not clipped
+        embeddings = "used" if self.embeddings == "auto" else self.embeddings
+        return replace(self, embeddings=embeddings, fragments="exact" if may_cut else self.fragments)
 
     @property
     def fuses(self) -> bool:
@@ -107,7 +122,7 @@ class Options:
 
 def check_fragments(fragments: str | None, updates: UpdateOptions | None, on_disk: bool) -> None:
     """Raises ValueError for ``fragments=`` that is not known, or that the other options do not allow."""
-    if fragments is None:
+    if fragments is None or fragments == "auto":
         return
     if fragments not in FRAGMENTS:
         close = did_you_mean(str(fragments), FRAGMENTS)

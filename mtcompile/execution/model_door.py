@@ -206,15 +206,15 @@ class ModelDoor(Door):
     def needs_loss_head(self, joint: fx.GraphModule) -> bool:
         return True
 
+    def may_cut_weights(self) -> bool:
+        return self.alone and (self.updates is None or is_elementwise(self.optimizer))
+
     def give_up_residents(self, error: DoesNotFit) -> bool:
-        if error.tier != "device" or not self.parameters.has_residents:
+        waits = self.frames.waiting() and (self.device.where.type != "cpu" or self.frames.hold)
+        if error.tier != "device" or not self.parameters.has_residents or waits:
             return False
-        if self.frames.waiting() and (self.device.where.type != "cpu" or self.frames.hold):
-            return False
-        if self.device.where.type != "cpu" and self.frames.in_backward:  # autograd expects gradients where parameters were
-            return False
-        if self.device.where.type != "cpu" and self.parameters.held_elsewhere("device"):  # the holder would not see them move
-            return False
+        if self.device.where.type != "cpu" and (self.frames.in_backward or self.parameters.held_elsewhere("device")):
+            return False  # autograd expects gradients where parameters were, and a holder would not see them move
         self.parameters.send_home()
         return True
 

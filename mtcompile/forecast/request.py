@@ -16,7 +16,7 @@ from mtcompile import cache, knobs
 from mtcompile.capture.joint import trace_settings
 from mtcompile.capture.stamping.blocks import TRACED
 from mtcompile.capture.tracing import trace_joint
-from mtcompile.compiler import JointStep, homes_of_rows, planning_problem, recalled, rewrite_joint, search_store
+from mtcompile.compiler import JointStep, planning_problem, recalled, rewrite_joint, search_store
 from mtcompile.distributed.layout import ALONE, RankLayout
 from mtcompile.execution.memory.fragments import homes_off_device
 from mtcompile.models.decoders import SHAPES, fake
@@ -32,6 +32,7 @@ from mtcompile.passes.joint.accumulate import Micro
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.spill import within_disk
+from mtcompile.passes.planning.planner import homes_of_rows
 from mtcompile.passes.planning.problem import Planned, PlanningProblem, Progress
 from mtcompile.passes.step_graph import inputs_of, storage_nbytes
 from mtcompile.runtime.disk.store import staging_nbytes
@@ -58,7 +59,13 @@ class ForecastRequest:
     lora: int = 0
     make_optimizer: MakeOptimizer | None = None
     ranks: RankLayout = ALONE
-    fragments: str | None = None
+    fragments: str | None = "auto"
+
+    @property
+    def cuts_last(self) -> bool:
+        """True if weights may be cut into fragments where nothing fits otherwise."""
+        plain = self.budgets.disk is None and self.ranks.count == 1
+        return self.fragments == "auto" and plain and (self.budgets.updates is None or not self.budgets.updates.held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +129,10 @@ def in_form(request: ForecastRequest, sized: SizedStep, form: Form) -> SizedStep
     return _in_form(request, sized.captured, (sized.tokens, sized.size), form)
 
 
-def sized_in_rows(request: ForecastRequest, sized: SizedStep) -> SizedStep | None:
-    """Returns a step that takes only those rows of embeddings that a batch names, as ``compile`` would; None where all rows are
-    as well."""
-    rows, whole = in_rows(sized.joint.graph, "auto"), sized.candidates.problem
+def sized_in_rows(request: ForecastRequest, sized: SizedStep, embeddings: str = "auto") -> SizedStep | None:
+    """Returns a step that takes only those rows of embeddings that a batch names, as ``compile`` would with ``embeddings``;
+    None where all rows are as well."""
+    rows, whole = in_rows(sized.joint.graph, embeddings), sized.candidates.problem
     if rows is None or "device" in homes_of_rows(whole, rows):
         return None
     return _candidates(request, sized.captured, (sized.tokens, sized.size), sized.joint._replace(graph=rows))
