@@ -296,9 +296,8 @@ def compile(
     embeddings  which rows of embeddings are on the device: ``"used"``: those that a batch names; or as above
     elastic    True: plans again in the background when the last steps show other speeds, and goes on by the new plan, with
                the same bits, where it is 3 % faster. ``memory_report()["plan_changes"]`` says why
-    fragments  cuts weights into fragments of rows, each copied, used and updated by itself. ``"exact"``: where that is faster,
-               weights whose input needs no gradient, and stacked ones; ``"auto"``: these, if nothing fits whole; ``"split"``:
-               any linear weight, input gradients' sums too; None: none
+    fragments  cuts weights into fragments of rows, each copied, used and updated by itself. ``"exact"``: if that is faster,
+               where it splits no sum; ``"auto"``: as that, if nothing fits whole; ``"split"``: any linear weight; None: none
     viz        writes the timelines of training programs to this HTML file (of the second, to ``<name>-2.html``, ...)
     process_group  the ranks that train the model together; default: all, once ``torch.distributed`` is initialised. Weights
                start as those of rank 0; each gradient is the mean over the ranks

@@ -159,7 +159,7 @@ class ModelDoor(Door):
             update_piece=2 * PIECE if self.options.precision.split else 0,
             disk_slowdown=knobs.disk_slowdown(),
             disk_days=knobs.disk_days(),
-            disk_takes=movable(fixed, self.parameters, self.frames),
+            disk_takes=movable(step, fixed, self._parameters(), self.parameters, self.frames),
         )
 
     def _parameters(self) -> dict[str, nn.Parameter]:

@@ -96,7 +96,8 @@ class AssumedPlacement:
         budgets = self.budgets
         if budgets.disk is not None:
             parameters_nbytes = sum(node.meta["nbytes"] for spec, node in inputs_of(step) if spec.role == "param")
-            budgets = replace(budgets, disk_staging=staging_nbytes(parameters_nbytes))
+            rows = tuple(homes_off_device(step))  # there are no fragments beside a disk
+            budgets = replace(budgets, disk_staging=staging_nbytes(parameters_nbytes), disk_takes=rows)
         fixed = dict.fromkeys(step.meta["homes"].values(), "host") if self.ranks.count > 1 else homes_off_device(step)
         if budgets.sharing * budgets.hosts > 1:
             sharded = tuple(sorted(fixed)) if budgets.hosts == self.ranks.hosts else ()
