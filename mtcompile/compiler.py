@@ -26,6 +26,7 @@ from mtcompile.execution.calibration import known_machine, warn_not_pinned
 from mtcompile.execution.compiled import CompiledStep, compiled_step
 from mtcompile.execution.placement import Placement, RunnablePlacement
 from mtcompile.kernels.measure import strides_on
+from mtcompile.kernels.same_bits import has_same_bits
 from mtcompile.kernels.toolchain import BuiltStep, Toolchain
 from mtcompile.optim.precision import Precision
 from mtcompile.options import FASTEST, Options
@@ -275,6 +276,8 @@ def _plans(
     options, candidates, refusals = target.options, list[PlannedStep](), list[BudgetError]()
     forms = set[Form]()
     for form in possible_forms(joint, options.loss_chunks, options.tiles, options.cuts):
+        if not has_same_bits(joint, form.cut, target.device.where):
+            continue
         rewritten = rewrite_joint(joint, options.precision, options.fuses, form, captured.micro)
         if captured.tangents and placement.needs_loss_head(joint):
             _check_cuts(options, rewritten.form)

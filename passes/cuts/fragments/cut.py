@@ -37,6 +37,7 @@ from mtcompile.runtime.schedule import listed, placed
 aten = torch.ops.aten
 _PARTS = (2, 4, 8, 16)  # of the largest weight, to try
 _MOST_NAMES = 4  # in a contract
+_TOGETHER = 16  # rows of a linear weight that kernels compute together: other fragments often have other bits
 FIRST_INDEX = 1 << 20  # of a fragment: above those of a program's inputs, which micro-batches add to
 _FIRST_ORDER = 1 << 40  # by which the backward finds the block of a fragment: above the numbers of the trace
 
@@ -69,9 +70,8 @@ def possible_cuts(joint: fx.GraphModule, fragments: str | None) -> tuple[Cut, ..
 def cut_weights(joint: fx.GraphModule, cut: Cut) -> list[str]:
     """Cuts weights of a normalized joint graph in place. Returns what its contract says of that, one line for weights whose
     sums are split."""
-    whole = _whole(joint, cut.splits) if cut.nbytes else []
-    rows = {weight.spec.name: pieces for weight in whole if len(pieces := _rows(weight, cut.nbytes)) > 1}
-    in_fragments = [weight for weight in whole if weight.spec.name in rows]
+    rows = {weight.spec.name: pieces for weight, pieces in cuts_of(joint, cut)}
+    in_fragments = [weight for weight, _ in cuts_of(joint, cut)]
     for weight in in_fragments:
         if isinstance(weight, Grouped):
             _cut_grouped(joint, weight, rows[weight.spec.name])
@@ -86,21 +86,32 @@ def cut_weights(joint: fx.GraphModule, cut: Cut) -> list[str]:
     return [f"input gradients summed over fragments ({listed(split, _MOST_NAMES)})"] if split else []
 
 
+def cuts_of(joint: fx.GraphModule, cut: Cut) -> list[tuple[Weight, list[tuple[int, int]]]]:
+    """Returns the weights of a normalized joint graph that are cut, each with where its fragments start and end."""
+    whole = _whole(joint, cut.splits) if cut.nbytes else []
+    return [(weight, rows) for weight in whole if len(rows := _rows(weight, cut)) > 1]
+
+
 def _whole(joint: fx.GraphModule, splits: bool) -> list[Weight]:
     """The weights that can be cut: where no sum is split, or any."""
     weights: list[Weight] = [*linears(joint), *stacks(joint), *groups(joint)]
     return [weight for weight in weights if splits or not weight.splits_sum]
 
 
-def _rows(linear: Weight, most_nbytes: int) -> list[tuple[int, int]]:
+def _rows(weight: Weight, cut: Cut) -> list[tuple[int, int]]:
     """Returns where each fragment starts and ends. A fragment begins where a slot may, so that fragments lie side by side in
     the memory of the whole, and each has about as many bytes as the others."""
-    val = linear.weight.meta["val"]
+    val = weight.weight.meta["val"]
     rows, row_nbytes = val.shape[0], math.prod(val.shape[1:]) * val.element_size()
     step = placed(1) // math.gcd(placed(1), row_nbytes)
-    count = -(-linear.nbytes // most_nbytes)
+    count = -(-weight.nbytes // cut.nbytes)
     size = max(step, -(-rows // count // step) * step)
-    return [(start, min(start + size, rows)) for start in range(0, rows, size)]
+    if isinstance(weight, Linear) and not cut.splits:
+        step = math.lcm(step, _TOGETHER)
+        size = max(step, size // step * step)
+        rows -= rest if (rest := rows % size) < _TOGETHER and rows > size else 0
+    starts = range(0, rows, size)
+    return [(start, min(start + size, rows) if start != starts[-1] else len(val)) for start in starts]
 
 
 def _cut(joint: fx.GraphModule, linear: Linear, rows: list[tuple[int, int]]) -> None:
