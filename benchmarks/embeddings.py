@@ -67,16 +67,19 @@ def compared(tokens: int) -> dict[str, Any]:
             row[f"{embeddings}_{queue}_bytes"] = moved_nbytes(model.schedule, model.last_trace, queue)
             row[f"{embeddings}_planned_{queue}_bytes"] = sum(i.nbytes for i in model.schedule.instructions if i.queue == queue)
         row[f"{embeddings}_planned_ms"] = model.plan.step_time_us / 1e3
+        row[f"{embeddings}_peak_device_bytes"] = model.memory_report()["peak_device_bytes"]
     return row
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| tokens | to the device | back | ms, all rows | ms, used ones | ratio | planned |", "|---" * 7 + "|"]
+    titles = ("tokens", "to the device", "back", "peak, all rows", "used ones", "ms, all rows", "used ones", "ratio", "planned")
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for row in rows:
         shares = (f"{row[f'used_{queue}_bytes'] / row[f'all_{queue}_bytes']:.2%}" for queue in ("h2d", "d2h"))
         ratio, planned = row["used_ms"] / row["all_ms"], row["used_planned_ms"] / row["all_planned_ms"]
         figures = f"{row['all_ms']:.1f} | {row['used_ms']:.1f} | {ratio:.2f} | {planned:.2f}"
-        lines.append(f"| {row['tokens']} | {' | '.join(shares)} | {figures} |")
+        peaks = (f"{row[f'{embeddings}_peak_device_bytes'] / 2**20:.1f} MiB" for embeddings in ("all", "used"))
+        lines.append(f"| {row['tokens']} | {' | '.join(shares)} | {' | '.join(peaks)} | {figures} |")
     return "\n".join(lines)
 
 

@@ -247,7 +247,7 @@ def compile(
     experts: str = "auto",
     embeddings: str = "auto",
     elastic: bool = False,
-    fragments: str | None = None,
+    fragments: str | None = "auto",
     tiles: int | str = 1,
     viz: str | Path | None = None,
     process_group: Any = None,
@@ -293,11 +293,11 @@ def compile(
                skips the whole update (and keeps all gradients until their norm is known), ``"continue"`` warns
     experts    of a mixture that ``grouped_mm`` computes, those that are copied to the device. ``"used"``: those that tokens
                chose, once the router has run; ``"all"``, ahead of the router; ``"auto"``: the used ones if that spares much
-    embeddings  which rows of embeddings are copied, and of their gradients: ``"used"``: those that a batch names; or as above
+    embeddings  which rows of embeddings are on the device: ``"used"``: those that a batch names; or as above
     elastic    True: plans again in the background when the last steps show other speeds, and goes on by the new plan, with
                the same bits, where it is 3 % faster. ``memory_report()["plan_changes"]`` says why
-    fragments  cuts linear weights into fragments of rows, each copied, used and updated by itself, where one does not fit or
-               that is faster. ``"exact"``: weights whose input needs no gradient; ``"split"``: any, input gradients' sums too
+    fragments  cuts weights into fragments of rows, each copied, used and updated by itself. ``"exact"``: if that is faster,
+               where it splits no sum; ``"auto"``: as that, if nothing fits whole; ``"split"``: any linear weight; None: none
     viz        writes the timelines of training programs to this HTML file (of the second, to ``<name>-2.html``, ...)
     process_group  the ranks that train the model together; default: all, once ``torch.distributed`` is initialised. Weights
                start as those of rank 0; each gradient is the mean over the ranks

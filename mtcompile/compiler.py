@@ -12,8 +12,7 @@ parameters of earlier programs home, and ``compile_step`` plans again with slowe
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -23,18 +22,18 @@ from mtcompile import cache, knobs, progress, torch_private
 from mtcompile.capture.description import Description
 from mtcompile.capture.joint import Tangents, joint_graph, joint_key
 from mtcompile.errors import BudgetError, CaptureError
-from mtcompile.execution.calibration import known_machine
+from mtcompile.execution.calibration import known_machine, warn_not_pinned
 from mtcompile.execution.compiled import CompiledStep, compiled_step
 from mtcompile.execution.placement import Placement, RunnablePlacement
-from mtcompile.kernels.fragment_bits import differing
 from mtcompile.kernels.measure import strides_on
+from mtcompile.kernels.same_bits import has_same_bits
 from mtcompile.kernels.toolchain import BuiltStep, Toolchain
 from mtcompile.optim.precision import Precision
 from mtcompile.options import FASTEST, Options
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.cuts.form import WHOLE, Form, cut_joint, possible_forms
+from mtcompile.passes.cuts.form import WHOLE, Form, cut_joint, in_rows, possible_forms
 from mtcompile.passes.cuts.fragments.cut import UNCUT, has_resident_fragments
 from mtcompile.passes.cuts.fragments.figures import streamed_whole, streaming, told_fragments
 from mtcompile.passes.joint.accumulate import Micro, repeat, weights_of
@@ -45,15 +44,23 @@ from mtcompile.passes.lower import Workspace
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.spill import within_disk
-from mtcompile.passes.planning.planner import may_be_resident, plan_among, plan_like, resident_plan, structure
-from mtcompile.passes.planning.problem import BIT_EQUAL, FUSED, DoesNotFit, Planned, PlanningProblem
+from mtcompile.passes.planning.planner import homes_of_rows, may_be_resident, plan_among, plan_like, resident_plan, structure
+from mtcompile.passes.planning.policies import KEEP_STATE
+from mtcompile.passes.planning.problem import (
+    BIT_EQUAL,
+    FUSED,
+    DoesNotFit,
+    Planned,
+    PlanningProblem,
+    leaves_room,
+    shortages,
+)
 from mtcompile.passes.proof.same_computation import same_computation
 from mtcompile.passes.proof.schedule import Given, check_schedule
 from mtcompile.passes.rewrites.collectives import check_reads
 from mtcompile.passes.step_graph import fragments_of
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import Schedule
-from mtcompile.runtime.usage import held_between_phases
 from mtcompile.runtime.verify import verify
 
 _PARTS = 8  # budgets to try between the smallest that works and all, where several forwards share one
@@ -130,7 +137,7 @@ def compile_step(captured: CapturedStep, target: Target, placement: RunnablePlac
         if pinned == target.pinned:
             return compiled
         target = replace(target, machine=known_machine(target.device, target.options))
-        _warn_not_pinned(target.machine)
+        warn_not_pinned(target.machine)
 
 
 def built_step(best: PlannedStep, tangents: Tangents, target: Target, placement: RunnablePlacement) -> CompiledStep:
@@ -198,6 +205,25 @@ def planning_problem(
     return PlanningProblem(step, machine, budgets, workspace, fixed_homes, joint.numerics)
 
 
+def with_or_without_rows(
+    joint: JointStep, placement: Placement, machine: Machine, workspace: Workspace, options: Options
+) -> Iterator[JointStep]:
+    """Yields the joint graphs to plan, with all rows of embeddings and with those alone that a batch names. The first is left
+    out where it cannot be the better one: if the device has no room for all of the training state, or if the embeddings'
+    homes are elsewhere already."""
+    streams, homes = options.policy not in KEEP_STATE, placement.input_homes(joint.graph)
+    rows = in_rows(joint.graph, options.embeddings) if streams and not homes.all_on_device else None
+    if rows is None:
+        yield joint
+        return
+    whole = planning_problem(joint, placement, machine, workspace)
+    known = homes_of_rows(whole, rows)
+    if "device" in known or (None in known and options.policy == FASTEST and may_be_resident(whole)):
+        yield joint
+    if "device" not in known:
+        yield joint._replace(graph=rows)
+
+
 def prove(joint: fx.GraphModule, built: BuiltStep, budgets: Budgets, input_homes: InputHomes) -> None:
     """Proves that the schedule is safe and computes what was captured, in the bytes that its kernels were measured to need and
     within what was asked for. Raises an error that names the violated invariant."""
@@ -214,30 +240,17 @@ def prove(joint: fx.GraphModule, built: BuiltStep, budgets: Budgets, input_homes
 
 
 def fastest_form(joint: fx.GraphModule, captured: CapturedStep, target: Target, placement: RunnablePlacement) -> PlannedStep:
-    """Returns the plan of the form that was asked for; of those that "auto" and ``fragments`` allow, the fastest that fits."""
-    options, candidates, refusals = target.options, list[PlannedStep](), list[BudgetError]()
-    tried = set[Form]()
-    for form in possible_forms(joint, options.loss_chunks, options.tiles, options.fragments):
-        rewritten = rewrite_joint(joint, options.precision, options.fuses, form, captured.micro)
-        if captured.tangents and placement.needs_loss_head(joint):
-            _check_cuts(options, rewritten.form)
-        if rewritten.form in tried:  # there is nothing more to cut
-            break
-        tried.add(rewritten.form)
-        try:
-            planned = PlannedStep(rewritten, *plan_for(rewritten, target, placement))
-            if not has_resident_fragments(planned.problem.step, planned.planned.plan):
-                candidates.append(planned)
-        except BudgetError as error:
-            refusals.append(error)
-        else:
-            resident = planned.planned.plan.all_resident
-            if resident and (options.fragments is None or not streaming(planned.planned.schedule).staging_nbytes):
-                break
-    candidates.sort(key=lambda candidate: candidate.planned.plan.total_us)
-    best = next((each for each in candidates if not _has_other_bits(each, joint, target)), None)
-    if best is None:
-        raise min(refusals, key=lambda error: error.minimum_bytes)
+    """Returns the plan of the form that was asked for; of those that "auto" and ``fragments`` allow, the fastest that fits.
+    Where none fits, tries what "auto" keeps for that: few rows of embeddings, and fragments that split no sum."""
+    options, tried = target.options, set[tuple[Form, Collection[str]]]()
+    candidates, refusals = _plans(joint, captured, target, placement, tried)
+    last = options.last_resort(placement.may_cut_weights())
+    if not candidates and last != options and all(error.tier == "device" for error in refusals):
+        candidates, more = _plans(joint, captured, replace(target, options=last), placement, tried)
+        refusals = more or refusals
+    if not candidates:  # what fits the device has the smallest way to go
+        raise min(refusals, key=lambda error: (error.tier == "device", error.minimum_bytes))
+    best = min(candidates, key=lambda candidate: candidate.planned.plan.total_us)
     if not fragments_of(best.joint.graph):
         return best
 
@@ -251,12 +264,45 @@ def fastest_form(joint: fx.GraphModule, captured: CapturedStep, target: Target, 
     return best._replace(planned=replace(best.planned, plan=replace(best.planned.plan, notes=notes)))
 
 
-def _has_other_bits(candidate: PlannedStep, joint: fx.GraphModule, target: Target) -> bool:
-    """Tells whether a plan takes weights in fragments that must be exact, and are not on this device."""
-    where, limit, cut = target.device.where, candidate.problem.budgets.device, candidate.joint.form.cut
-    if target.options.fragments != "exact" or target.options.fuses or not fragments_of(candidate.joint.graph):
-        return False
-    return bool(differing(joint, cut, where, limit))
+def _plans(
+    joint: fx.GraphModule,
+    captured: CapturedStep,
+    target: Target,
+    placement: RunnablePlacement,
+    tried: set[tuple[Form, Collection[str]]],
+) -> tuple[list[PlannedStep], list[BudgetError]]:
+    """Plans the forms that options allow, each with all rows of embeddings or with few, but for those ``tried`` before, to
+    which it adds its own. Returns the plans that fit, and why others do not."""
+    options, candidates, refusals = target.options, list[PlannedStep](), list[BudgetError]()
+    forms = set[Form]()
+    for form in possible_forms(joint, options.loss_chunks, options.tiles, options.cuts):
+        trusted, where = options.fragments == "exact", target.device.where
+        if not (options.fuses or has_same_bits(joint, form.cut, where, options.memory, trusted)):
+            continue
+        rewritten = rewrite_joint(joint, options.precision, options.fuses, form, captured.micro)
+        if captured.tangents and placement.needs_loss_head(joint):
+            _check_cuts(options, rewritten.form)
+        if rewritten.form in forms:  # there is nothing more to cut
+            break
+        forms.add(rewritten.form)
+        resident = False
+        for variant in with_or_without_rows(rewritten, placement, target.machine, target.toolchain.eager.workspace, options):
+            if (key := (rewritten.form, frozenset(variant.graph.meta.get("rows", ())))) in tried:
+                continue
+            tried.add(key)
+            try:
+                planned = PlannedStep(variant, *plan_for(variant, target, placement))
+                if not has_resident_fragments(planned.problem.step, planned.planned.plan):
+                    candidates.append(planned)
+            except BudgetError as error:
+                refusals.append(error)
+            else:
+                resident = planned.planned.plan.all_resident
+                if resident:
+                    break
+        if resident and (options.cuts is None or not streaming(planned.planned.schedule).staging_nbytes):
+            break
+    return candidates, refusals
 
 
 def _check_cuts(options: Options, form: Form) -> None:
@@ -338,20 +384,6 @@ def _tell(activity: str, done: int, total: int) -> None:
     progress.tell(f"{activity}, {done} of {total} candidates")
 
 
-def leaves_room(budgets: Budgets, schedule: Schedule, beside: int) -> bool:
-    """Tells whether the budgets hold a schedule, and what ``beside`` more forwards of it keep for their backward."""
-    return not shortages(budgets, schedule, beside)
-
-
-def shortages(budgets: Budgets, schedule: Schedule, beside: int) -> list[tuple[str, int]]:
-    """Returns the tiers whose budget is too small for that, with the bytes that they would need."""
-    needed = {tier: schedule.peak_nbytes.get(tier, 0) for tier in budgets.nbytes}
-    if beside:  # else spare the walk: each backward beside a waiting forward asks
-        held = held_between_phases(schedule)
-        needed = {tier: nbytes + beside * held[tier] for tier, nbytes in needed.items()}
-    return [(t, nbytes) for t, nbytes in needed.items() if (budget := budgets.nbytes[t]) is not None and nbytes > budget]
-
-
 def recalled(problem: PlanningProblem, policy: str, find: Callable[[Plan | None], Planned]) -> Planned:
     """Returns the plan for a problem, cached between runs. ``find``: makes it, given the plan found before, if any."""
     return cache.through_cache(cache.plan_key(problem.step, problem.budgets, policy, *_constraints(problem)), find)
@@ -366,12 +398,3 @@ def search_store(problem: PlanningProblem) -> cache.SearchedPlans:
 def _constraints(problem: PlanningProblem) -> tuple[object, ...]:
     workspace = "by shapes" if problem.workspace is workspace_nbytes else "measured"
     return problem.machine, problem.fixed_homes, problem.numerics, workspace
-
-
-def _warn_not_pinned(machine: Machine) -> None:
-    warnings.warn(
-        "host memory could not be pinned (expected room under the limit on locked memory, ulimit -l; under WSL about "
-        "1 GiB is all there is): copies go through a small pinned ring, and the plan counts on "
-        f"{machine.h2d_gbps:.0f} GB/s. Raise the limit for full speed; results are the same",
-        stacklevel=2,
-    )

@@ -36,11 +36,12 @@ class CaptureError(MtcompileError):
 
 
 class BudgetError(MtcompileError):
-    """Raised if no plan fits a budget. ``minimum_bytes``: the smallest value of that budget that works."""
+    """Raised if no plan fits a budget. ``minimum_bytes``: the smallest value of that budget that works. ``tier``: whose budget
+    that is: "device", "host" or "disk"."""
 
-    def __init__(self, message: str, minimum_bytes: int) -> None:
+    def __init__(self, message: str, minimum_bytes: int, tier: str = "device") -> None:
         super().__init__(message)
-        self.minimum_bytes = minimum_bytes
+        self.minimum_bytes, self.tier = minimum_bytes, tier
 
 
 class StepError(MtcompileError):

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from mtcompile.errors import did_you_mean
 from mtcompile.optim.precision import PRECISIONS, Precision
 from mtcompile.optim.update_options import UpdateOptions
 from mtcompile.passes.analysis.cost import Machine
-from mtcompile.passes.planning.policies import POLICIES
+from mtcompile.passes.planning.policies import KEEP_STATE, POLICIES
 
 KERNELS = ("eager", "inductor")
-_FETCHES = ("experts", "embeddings")  # options that say which of them, or of their rows, are fetched:
-FETCHED = ("auto", "used", "all")
-FRAGMENTS = ("exact", "split")  # which weights may be cut: where no sum is split, or any
+FETCHED = ("auto", "used", "all")  # which experts, and which rows of embeddings
+FRAGMENTS = ("auto", "exact", "split")  # which weights may be cut: where no sum is split, if nothing fits else or always; any
 FASTEST = "fastest"  # the policy that searches
 _UNITS = {
     "": 1, "b": 1,
@@ -46,7 +44,7 @@ class Options:
     ``memory``, ``host``: budgets in bytes; None: what is free, less a reserve. ``disk``: None for no disk; it takes what
     ``host`` has no room for. ``updates``: None for ``update="step"``. ``throttle``: the speeds of the emulated device; None:
     its own. ``offload``: whether activations may wait in host memory. ``elastic``: whether plans follow the measured speeds.
-    ``fragments``: which linear weights may be cut into fragments; None: none.
+    ``fragments``: which weights may be cut into fragments; None: none.
     Raises ValueError or TypeError for values that it cannot honour.
     """
 
@@ -65,7 +63,7 @@ class Options:
     experts: str = "auto"
     embeddings: str = "auto"
     elastic: bool = False
-    fragments: str | None = None
+    fragments: str | None = "auto"
     tiles: int | str = 1
 
     def __post_init__(self) -> None:
@@ -75,7 +73,7 @@ class Options:
         if self.kernels not in KERNELS:
             close = did_you_mean(self.kernels, KERNELS)
             raise ValueError(f"expected kernels to be one of {', '.join(KERNELS)}, found {self.kernels!r}{close}")
-        for option, choice in self.fetched.items():
+        for option, choice in (("experts", self.experts), ("embeddings", self.embeddings)):
             if choice not in FETCHED:
                 close = did_you_mean(choice, FETCHED)
                 raise ValueError(f"expected {option} to be one of {', '.join(FETCHED)}, found {choice!r}{close}")
@@ -94,7 +92,7 @@ class Options:
                 f"bits no plan changes, found policy={self.policy!r} and kernels={self.kernels!r}"
             )
         check_fragments(self.fragments, self.updates, self.disk is not None)
-        if self.fragments is not None and self.tiles != 1:
+        if self.cuts is not None and self.tiles != 1:
             raise ValueError(f"expected tiles or fragments, found both: tiles={self.tiles!r}, fragments={self.fragments!r}")
         if self.disk is not None and self.host is None:
             raise ValueError('disk= takes what host= has no room for; expected host= too, such as host="64GiB", found none')
@@ -102,9 +100,19 @@ class Options:
             raise TypeError(f"expected viz to be the path of an HTML file, found {self.viz!r}")
 
     @property
-    def fetched(self) -> dict[str, Any]:
-        """Which experts, and which rows of embeddings, are fetched, by option."""
-        return {name: getattr(self, name) for name in _FETCHES}
+    def cuts(self) -> str | None:
+        """Which weights may be cut although plans fit that cut none."""
+        return None if self.fragments == "auto" else self.fragments
+
+    def last_resort(self, may_cut: bool) -> Options:
+        """Returns the options to try where nothing fits the device: what "auto" may do then. ``may_cut``: whether weights may
+        be cut."""
+        if self.policy in KEEP_STATE:
+            return self
+        clipped = self.updates is not None and self.updates.needs_all_gradients
+        may_cut &= self.fragments == "auto" and self.disk is None and self.tiles == 1 and not clipped
+        embeddings = "used" if self.embeddings == "auto" else self.embeddings
+        return replace(self, embeddings=embeddings, fragments="exact" if may_cut else self.fragments)
 
     @property
     def fuses(self) -> bool:
@@ -114,7 +122,7 @@ class Options:
 
 def check_fragments(fragments: str | None, updates: UpdateOptions | None, on_disk: bool) -> None:
     """Raises ValueError for ``fragments=`` that is not known, or that the other options do not allow."""
-    if fragments is None:
+    if fragments is None or fragments == "auto":
         return
     if fragments not in FRAGMENTS:
         close = did_you_mean(str(fragments), FRAGMENTS)

@@ -31,6 +31,7 @@ from mtcompile.passes.step_graph import (
     Fragment,
     InputSpec,
     OutputSpec,
+    Places,
     ranks_of,
     restride,
 )
@@ -189,7 +190,7 @@ def _module(data: Mapping[str, Any]) -> fx.GraphModule:
             told=tuple(data["step"].get("told", ())),
             homes=data["step"]["homes"],
             sliced=tuple(data["step"].get("sliced", ())),
-            rows={name: Rows(tuple(r["indices"]), r["count"], r["nbytes"]) for name, r in data["step"].get("rows", {}).items()},
+            rows={name: _rows(row) for name, row in data["step"].get("rows", {}).items()},
             ranks=data["step"].get("ranks", 1),
             hosts=data["step"].get("hosts", 1),
             constants={},
@@ -201,9 +202,15 @@ def _module(data: Mapping[str, Any]) -> fx.GraphModule:
     return module
 
 
+def _rows(row: Mapping[str, Any]) -> Rows:
+    return Rows(**{**row, "indices": tuple(row["indices"])})
+
+
 def _input_spec(row: Mapping[str, Any]) -> InputSpec:
-    fragment = row.get("fragment")
-    return InputSpec(**{**row, "fragment": None if fragment is None else Fragment(**fragment)})
+    fragment, places = row.get("fragment"), row.get("places")
+    part = None if fragment is None else Fragment(**fragment)
+    those = None if places is None else Places(**{**places, "among": tuple(places["among"])})
+    return InputSpec(**{**row, "fragment": part, "places": those})
 
 
 def _identifier(name: str) -> str:

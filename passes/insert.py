@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile.passes.step_graph import TIER_OF_MOVE, restride
-from mtcompile.runtime.schedule import Phase
+from mtcompile.passes.step_graph import TIER_OF_MOVE, offload_rows, prefetch_rows, restride, span_nbytes
+from mtcompile.runtime.schedule import Phase, aligned
 
 
 def add_call(graph: fx.Graph, call: fx.Node, outputs: list[tuple[str, dict[str, Any]]]) -> list[fx.Node]:
@@ -33,12 +33,37 @@ def add_move(
     pooled: bool = False,
 ) -> list[fx.Node]:
     """Appends one move of ``values`` (a prefetch, say) and returns the moved values. ``about``: phase and block. ``by``: of a
-    move of slices or rows, what says which. ``pooled``: what arrives comes from the allocator instead of having a slot."""
+    move of slices, what says which. ``pooled``: what arrives comes from the allocator instead of having a slot."""
     tier = TIER_OF_MOVE[target]
     call = graph.create_node("call_function", target, (*values, *by), name=name)
     call.meta.update(phase=about[0], block=about[1])
     outputs = [(f"{value.name}_{tier}", dict(value.meta, tier=tier, pooled=pooled)) for value in values]
     return add_call(graph, call, outputs)
+
+
+def add_prefetch_of_rows(
+    graph: fx.Graph, value: fx.Node, indices: Sequence[fx.Node], held: int, about: tuple[Phase, int], name: str, pooled: bool
+) -> list[fx.Node]:
+    """Appends a prefetch of the rows of ``value`` that ``indices`` name, and returns the ``held`` rows that arrive."""
+    call = graph.create_node("call_function", prefetch_rows, (value, *indices), {"held": held}, name=name)
+    call.meta.update(phase=about[0], block=about[1])
+    meta = {**value.meta, **_in_rows(value.meta["val"], held), "tier": "device", "pooled": pooled}
+    return add_call(graph, call, [(f"{value.name}_device", meta)])
+
+
+def add_offload_of_rows(
+    graph: fx.Graph, value: fx.Node, indices: Sequence[fx.Node], rows: int, about: tuple[Phase, int], name: str
+) -> list[fx.Node]:
+    """Appends an offload of a gradient in the rows that ``indices`` name, and returns all its ``rows``."""
+    call = graph.create_node("call_function", offload_rows, (value, *indices), {"rows": rows}, name=name)
+    call.meta.update(phase=about[0], block=about[1])
+    meta = {**value.meta, **_in_rows(value.meta["val"], rows), "tier": "host", "pooled": False}
+    return add_call(graph, call, [(f"{value.name}_host", meta)])
+
+
+def _in_rows(val: torch.Tensor, rows: int) -> dict[str, Any]:
+    shaped = torch.empty((rows, *val.shape[1:]), dtype=val.dtype, device="meta")
+    return {"val": shaped, "nbytes": aligned(span_nbytes(shaped))}
 
 
 def add_restride(graph: fx.Graph, value: fx.Node, like: torch.Tensor) -> fx.Node:

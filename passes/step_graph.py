@@ -6,9 +6,9 @@ Nodes
   getitem                one value of a call
   prefetch(*xs)          host -> device, the identity on bits
   prefetch_slices(*xs, e)  host -> device, the slices of each that have rows, which end at e (``analysis/slices``)
-  prefetch_rows(x, *is)  host -> device, the rows of x that the indices is name (``analysis/rows``)
+  prefetch_rows(x, *is)  host -> device, the rows of x that the indices is name, one behind the other (``cuts/rows``)
   offload(*xs)           device -> host, the identity on bits
-  offload_rows(x, *is)   device -> host, a gradient that is zero but in the rows that the indices is name
+  offload_rows(x, *is, rows=n)  device -> host, such rows of a gradient of n rows, which is zero in all others
   read, write(*xs)       disk -> host, and back, the identity on bits
   convert(*xs, casts=c)  on the host, each value cast by its _to_copy keywords
   update(*xs, count=n)   n parameters, their n gradients, and a scale or nothing -> the parameters' next versions
@@ -20,13 +20,13 @@ Nodes
 
 ``node.meta`` of every value (placeholder or getitem): ``val`` (a fake tensor), ``nbytes``, ``role``, ``tier``; ``origin``, its
 name before any rewrite, which its copies, casts and what is made again have too; ``module_path`` where a module made it; of
-parameters of which each host has a part, ``part``.
+parameters of which each host has a part, ``part``; of those of which only rows are there, ``held``, a fake tensor of these.
 Of every call: ``phase`` and ``block`` (the index of the forward block it belongs to); of updates and what they are scaled by,
 ``tier`` too, where they run; conversions run on the host. ``recomputes``: of a region of the backward, the forward blocks that
 it computes again.
 ``step.meta``: ``inputs`` (InputSpec per placeholder), ``outputs`` (OutputSpec per output), ``constants`` (tensors),
 ``blocks`` (their names), ``device`` (where its kernels run, as torch names it), ``homes`` (parameter -> home block) and
-``sliced`` (the parameters that are fetched by slices), ``rows`` (those that are fetched by rows), ``ranks`` (how many train
+``sliced`` (the parameters that are fetched by slices), ``rows`` (those of which only rows are there), ``ranks`` (how many train
 together, on ``hosts``) and ``updated`` (the parameters that a backward updates, if not all); ``build`` alone writes them.
 ``kernels`` and ``memo`` (kernels by body, and by what rewrites made them for) are shared with all rewritten copies.
 ``fx.Interpreter(step).run(*inputs)`` is the reference execution, in which an update returns the gradients it is given.
@@ -36,49 +36,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx
 
+from mtcompile.passes.inputs import Fragment as Fragment
+from mtcompile.passes.inputs import InputSpec as InputSpec
+from mtcompile.passes.inputs import OutputSpec as OutputSpec
+from mtcompile.passes.inputs import Places as Places
 from mtcompile.passes.lazy_graph import LazyGraphModule
 from mtcompile.runtime.devices.arena import span_nbytes as span_nbytes
-from mtcompile.runtime.schedule import Role, Tier, gib
-
-
-@dataclass(frozen=True, slots=True)
-class Fragment:
-    """The rows ``start`` to ``end`` of a parameter [rows, columns], which is input ``index`` of the program."""
-
-    parameter: str
-    index: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class InputSpec:
-    """The source of a placeholder's tensor. ``index``: position among the program's inputs; for a tangent, the
-    position of its output; -1 for a constant. ``name``: the user's name (a parameter's path), unique in the graph.
-    ``tier``: where an input arrives. ``fragment``: what it is a part of; its own index is then none of the program's."""
-
-    role: Role
-    name: str
-    index: int
-    differentiable: bool = False
-    tier: Tier = "host"
-    fragment: Fragment | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class OutputSpec:
-    """The meaning of one result: the ``index``-th output, the gradient of input ``index``, or the new version of input
-    ``index`` (a mutated buffer or input; for an update, a parameter)."""
-
-    kind: Literal["output", "grad", "mutation", "update"]
-    index: int
-    name: str
+from mtcompile.runtime.devices.rows import named_rows
+from mtcompile.runtime.schedule import Tier, gib
 
 
 def prefetch(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -94,22 +64,20 @@ def prefetch_slices(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(torch.where(used.view(-1, *[1] * (value.dim() - 1)), value, torch.nan) for value in sliced)
 
 
-def prefetch_rows(value: torch.Tensor, *indices: torch.Tensor) -> tuple[torch.Tensor]:
-    """Copies from host to device the rows that ``indices`` name. What the other rows hold is undefined; here, NaN."""
-    return (torch.where(_named(value, indices), value, torch.nan),)
+def prefetch_rows(value: torch.Tensor, *indices: torch.Tensor, held: int) -> tuple[torch.Tensor]:
+    """Copies from host to device the rows that ``indices`` name, in order, to the first of ``held`` rows. What the others hold
+    is undefined; here, NaN."""
+    named, rows = named_rows(indices, len(value)), value.new_full((held, *value.shape[1:]), torch.nan)
+    rows[: len(named)] = value[named]
+    return (rows,)
 
 
-def offload_rows(value: torch.Tensor, *indices: torch.Tensor) -> tuple[torch.Tensor]:
-    """Copies from device to host the rows that ``indices`` name. The other rows become zeros."""
-    return (torch.where(_named(value, indices), value, torch.zeros_like(value)),)
-
-
-def _named(value: torch.Tensor, indices: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Returns which rows of a value are named: bool [rows, 1]."""
-    named = torch.zeros(len(value), 1, dtype=torch.bool)
-    for index in indices:
-        named[index.flatten()] = True
-    return named
+def offload_rows(value: torch.Tensor, *indices: torch.Tensor, rows: int) -> tuple[torch.Tensor]:
+    """Copies from device to host the first rows of a gradient, to those of its ``rows`` that ``indices`` name. The others
+    become zeros."""
+    named, whole = named_rows(indices, rows), value.new_zeros((rows, *value.shape[1:]))
+    whole[named] = value[: len(named)]
+    return (whole,)
 
 
 def offload(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:

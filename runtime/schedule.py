@@ -134,8 +134,8 @@ class Instruction:
     first dimension of each pair is copied if ``ends[i]`` differs from ``ends[i - 1]`` (the first one, if it is not 0); the
     others are left as they are. ``nbytes`` and ``time_us`` are those of all slices.
     ``rows``: of a copy of rows, the reads behind the first, which are not copied: integers on the host or the device. The rows
-    of the first pair that these name are copied; on the way to the host, the other ones become zeros. ``nbytes`` and
-    ``time_us`` are of as many rows as they can name.
+    of the first pair that these name are copied. On the device they are one behind the other, on the host at their places; on
+    the way there, the other ones become zeros. ``nbytes`` and ``time_us`` are of as many rows as they can name.
     """
 
     op: Op

@@ -188,7 +188,11 @@ def _copy_operands(facts: Facts, index: int) -> None:
             value += f"[rows {' '.join(facts.schedule.buffers[name].value for name in instruction.rows)}]"
         if value != target.value:
             raise facts.error("I1", index, f"expected equal values, found {value} -> {target.value} ({pair})")
-        if source.nbytes != target.nbytes:
+        if instruction.rows:  # one of the two has room for fewer rows, but for all that cross
+            need = min(source.nbytes, target.nbytes)
+            if instruction.nbytes > need:
+                raise facts.error("I1", index, f"expected room for {instruction.nbytes} B of rows, found {need} B ({pair})")
+        elif source.nbytes != target.nbytes:
             raise facts.error("I1", index, f"expected equal sizes, found {source.nbytes} -> {target.nbytes} B ({pair})")
 
 

@@ -15,7 +15,7 @@ Precision = Literal["model", "fp32", "bf16-master32", "bf16"]
 Update = Literal["step", "backward"]
 Kernels = Literal["eager", "inductor"]
 TooLong = Literal["stop", "cut", "drop"]
-Fragments = Literal["exact", "split"]
+Fragments = Literal["auto", "exact", "split"]
 
 # Options that the groups below have in common, and --json, which commands take by themselves.
 Batch = Annotated[int, typer.Option(min=1, help="sequences per step")]
@@ -58,9 +58,11 @@ class StepOptions:
     run_ahead: RunAhead = False
     accumulate: Accumulate = 1
     fragments: Annotated[
-        Fragments | None,
-        typer.Option(help="cut weights into fragments: only where no sum is split (exact), or any linear weight (split)"),
-    ] = None
+        Fragments,
+        typer.Option(
+            help="cut weights into fragments: where no sum is split (exact), if nothing fits whole (auto); any (split)"
+        ),
+    ] = "auto"
 
 
 @dataclass(frozen=True, slots=True)

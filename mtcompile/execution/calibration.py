@@ -7,6 +7,7 @@ GPU only steps under MT_TRACE=1 count, since other records say when work was iss
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -173,3 +174,13 @@ def _measured_us(timed: Iterable[TimedPhase], compiled: CompiledStep) -> float:
         if other is compiled:
             spans.setdefault(phase, []).append(span_us(Trace(tuple(records), "measured")))
     return sum(statistics.median(us) for us in spans.values())
+
+
+def warn_not_pinned(machine: Machine) -> None:
+    """Warns that copies are slow, as ``machine`` has them, because host memory could not be pinned."""
+    warnings.warn(
+        "host memory could not be pinned (expected room under the limit on locked memory, ulimit -l; under WSL about "
+        "1 GiB is all there is): copies go through a small pinned ring, and the plan counts on "
+        f"{machine.h2d_gbps:.0f} GB/s. Raise the limit for full speed; results are the same",
+        stacklevel=3,
+    )

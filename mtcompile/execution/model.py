@@ -57,7 +57,7 @@ class CompiledModel:
             raise ValueError(
                 f"expected memory of at most the {total} bytes ({gib(total)}) of {device.where}, found {options.memory}"
             )
-        if options.fragments is not None and ranks is not None:
+        if options.cuts is not None and ranks is not None:
             raise ValueError("fragments= is for a model that one rank trains; expected none of it where several ranks train")
         self.options = options if options.memory is not None else replace(options, memory=free_nbytes(device))
         self.device = device

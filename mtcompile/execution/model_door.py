@@ -127,7 +127,7 @@ class ModelDoor(Door):
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
         names = None if self.updates is None or not _trains(joint) else self.updates.updated_names()
         updated, apart = fragments.with_fragments(names, joint), self.options.disk is not None
-        return InputHomes(self.parameters.blocks(), updated=updated, frozen_apart=apart, **self.options.fetched)
+        return InputHomes(self.parameters.blocks(), updated=updated, frozen_apart=apart, experts=self.options.experts)
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
         parameters, updates = self._parameters(), None
@@ -160,7 +160,7 @@ class ModelDoor(Door):
             update_piece=2 * PIECE if self.options.precision.split else 0,
             disk_slowdown=knobs.disk_slowdown(),
             disk_days=knobs.disk_days(),
-            disk_takes=movable(fixed, self.parameters, self.frames),
+            disk_takes=movable(step, fixed, self._parameters(), self.parameters, self.frames),
         )
 
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -189,7 +189,7 @@ class ModelDoor(Door):
         if self.masters is not None and not self.masters.may_be_on(self.device.where, self.optimizer):
             return dict.fromkeys(blocks.values(), "host")
         # Memory that other tensors share stays where they see it.
-        parameters, fixed = self._parameters(), fragments.fragment_homes(step)
+        parameters, fixed = self._parameters(), fragments.homes_off_device(step)
         return fixed | {blocks[name]: "host" for name in blocks if name in parameters and shares_storage(parameters[name])}
 
     def _available_nbytes(self, step: fx.GraphModule, state: Mapping[str, int]) -> int | None:
@@ -207,15 +207,15 @@ class ModelDoor(Door):
     def needs_loss_head(self, joint: fx.GraphModule) -> bool:
         return True
 
+    def may_cut_weights(self) -> bool:
+        return self.alone and (self.updates is None or is_elementwise(self.optimizer))
+
     def give_up_residents(self, error: DoesNotFit) -> bool:
-        if error.tier != "device" or not self.parameters.has_residents:
+        waits = self.frames.waiting() and (self.device.where.type != "cpu" or self.frames.hold)
+        if error.tier != "device" or not self.parameters.has_residents or waits:
             return False
-        if self.frames.waiting() and (self.device.where.type != "cpu" or self.frames.hold):
-            return False
-        if self.device.where.type != "cpu" and self.frames.in_backward:  # autograd expects gradients where parameters were
-            return False
-        if self.device.where.type != "cpu" and self.parameters.held_elsewhere("device"):  # the holder would not see them move
-            return False
+        if self.device.where.type != "cpu" and (self.frames.in_backward or self.parameters.held_elsewhere("device")):
+            return False  # autograd expects gradients where parameters were, and a holder would not see them move
         self.parameters.send_home()
         return True
 

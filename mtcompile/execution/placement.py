@@ -37,6 +37,10 @@ class RunnablePlacement(Placement, Protocol):
     def needs_loss_head(self, joint: fx.GraphModule) -> bool:
         """Tells whether ``loss_chunks`` is an error for a training graph without a loss head."""
 
+    def may_cut_weights(self) -> bool:
+        """Tells whether weights may be cut into fragments where nothing fits otherwise."""
+        return False
+
     def give_up_residents(self, error: DoesNotFit) -> bool:
         """Sends resident parameters home if that may make planning succeed. Tells whether it sent any."""
         return False
@@ -81,13 +85,14 @@ def disk_error(error: DoesNotFit, folder: Path, nbytes: int, free: int) -> Budge
     these, how many there are."""
     if isinstance(error, NotWorthwhile):
         ways = "\n  try " + "\n  or ".join(error.ways)
-        return BudgetError(f"disk={folder} makes no sense for this step: {error.why}{ways}", error.minimum)
+        return BudgetError(f"disk={folder} makes no sense for this step: {error.why}{ways}", error.minimum, error.tier)
     if error.minimum <= nbytes:
         return BudgetError(
             f"disk={folder}: expected room for {error.minimum} bytes ({gib(error.minimum)}), found {free} bytes free "
             f"({gib(free)}), of the {nbytes} asked for; free space there, name another folder, or give mtcompile more host "
             "memory",
             error.minimum,
+            "disk",
         )
     return budget_error(error, "disk", nbytes, 0)
 
@@ -106,7 +111,7 @@ def host_error(error: DoesNotFit, options: Options, waiting: int, gradients: int
     if options.disk is None:
         ways.append('pass disk="/path:SIZE": frozen weights and activations go there, and with update="backward" what trains')
     text = str(plain).rpartition("\n")[0] + "\n  " + "\n  or ".join(ways)
-    return BudgetError(f"{text}\n  mtcompile.plan(model, data, host=...) predicts what each gives", plain.minimum_bytes)
+    return BudgetError(f"{text}\n  mtcompile.plan(model, data, host=...) predicts what each gives", plain.minimum_bytes, "host")
 
 
 def budget_error(error: DoesNotFit, name: str, budget: int, reserved_nbytes: int) -> BudgetError:
@@ -120,4 +125,5 @@ def budget_error(error: DoesNotFit, name: str, budget: int, reserved_nbytes: int
         f"({gib(minimum)}); the largest parts of it are\n{largest}\n"
         f"  pass {name}={minimum} or more, or a smaller batch or sequence{meant}",
         minimum,
+        error.tier,
     )

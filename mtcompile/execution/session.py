@@ -18,7 +18,7 @@ from mtcompile import knobs, progress, torch_private
 from mtcompile.capture.description import Description, enabled_autocast
 from mtcompile.capture.refusals import not_compiled, place_of, refuse
 from mtcompile.capture.tracing import collecting_later
-from mtcompile.compiler import CapturedStep, Searched, Target, compile_step, leaves_room
+from mtcompile.compiler import CapturedStep, Searched, Target, compile_step
 from mtcompile.errors import BudgetError, MtcompileError, StepError
 from mtcompile.execution.calibration import Calibrator, known_machine, speeds
 from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames, PlainGraph
@@ -33,6 +33,7 @@ from mtcompile.execution.runner import PhaseRun, Runner, version_of, without_aut
 from mtcompile.kernels.toolchain import toolchain_for
 from mtcompile.options import Options
 from mtcompile.passes.generators import rng_preserved, set_generator_state
+from mtcompile.passes.planning.problem import leaves_room
 from mtcompile.references import weakly
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.disk.errors import DiskError

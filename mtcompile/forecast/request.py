@@ -18,7 +18,7 @@ from mtcompile.capture.stamping.blocks import TRACED
 from mtcompile.capture.tracing import trace_joint
 from mtcompile.compiler import JointStep, planning_problem, recalled, rewrite_joint, search_store
 from mtcompile.distributed.layout import ALONE, RankLayout
-from mtcompile.execution.memory.fragments import fragment_homes
+from mtcompile.execution.memory.fragments import homes_off_device
 from mtcompile.models.decoders import SHAPES, fake
 from mtcompile.models.lora import add_lora
 from mtcompile.optim.disk_state import PIECE
@@ -27,11 +27,12 @@ from mtcompile.optim.state_sizes import average_copies, is_elementwise, state_nb
 from mtcompile.options import FASTEST
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets, is_trained, with_parts
-from mtcompile.passes.cuts.form import Form
+from mtcompile.passes.cuts.form import Form, in_rows
 from mtcompile.passes.joint.accumulate import Micro
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.spill import within_disk
+from mtcompile.passes.planning.planner import homes_of_rows
 from mtcompile.passes.planning.problem import Planned, PlanningProblem, Progress
 from mtcompile.passes.step_graph import inputs_of, storage_nbytes
 from mtcompile.runtime.disk.store import staging_nbytes
@@ -58,7 +59,13 @@ class ForecastRequest:
     lora: int = 0
     make_optimizer: MakeOptimizer | None = None
     ranks: RankLayout = ALONE
-    fragments: str | None = None
+    fragments: str | None = "auto"
+
+    @property
+    def cuts_last(self) -> bool:
+        """True if weights may be cut into fragments where nothing fits otherwise."""
+        plain = self.budgets.disk is None and self.ranks.count == 1
+        return self.fragments == "auto" and plain and (self.budgets.updates is None or not self.budgets.updates.held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +96,9 @@ class AssumedPlacement:
         budgets = self.budgets
         if budgets.disk is not None:
             parameters_nbytes = sum(node.meta["nbytes"] for spec, node in inputs_of(step) if spec.role == "param")
-            budgets = replace(budgets, disk_staging=staging_nbytes(parameters_nbytes))
-        fixed = dict.fromkeys(step.meta["homes"].values(), "host") if self.ranks.count > 1 else fragment_homes(step)
+            rows = tuple(homes_off_device(step))  # there are no fragments beside a disk
+            budgets = replace(budgets, disk_staging=staging_nbytes(parameters_nbytes), disk_takes=rows)
+        fixed = dict.fromkeys(step.meta["homes"].values(), "host") if self.ranks.count > 1 else homes_off_device(step)
         if budgets.sharing * budgets.hosts > 1:
             sharded = tuple(sorted(fixed)) if budgets.hosts == self.ranks.hosts else ()
             updates = None if budgets.updates is None else replace(budgets.updates, sharded=sharded)
@@ -122,6 +130,15 @@ def in_form(request: ForecastRequest, sized: SizedStep, form: Form) -> SizedStep
     return _in_form(request, sized.captured, (sized.tokens, sized.size), form)
 
 
+def sized_in_rows(request: ForecastRequest, sized: SizedStep, embeddings: str = "auto") -> SizedStep | None:
+    """Returns a step that takes only those rows of embeddings that a batch names, as ``compile`` would with ``embeddings``;
+    None where all rows are as well."""
+    rows, whole = in_rows(sized.joint.graph, embeddings), sized.candidates.problem
+    if rows is None or "device" in homes_of_rows(whole, rows):
+        return None
+    return _candidates(request, sized.captured, (sized.tokens, sized.size), sized.joint._replace(graph=rows))
+
+
 def in_micro_batches(request: ForecastRequest, sized: SizedStep, times: int) -> SizedStep:
     """Returns the step of a batch that is ``times`` as large, in as many more micro-batches of the size that was captured."""
     (batch, seq), accumulate = sized.size, times * request.accumulate
@@ -138,6 +155,16 @@ def _in_form(
 ) -> SizedStep:
     micro = _micro(captured, request) if request.accumulate > 1 else None
     joint = rewrite_joint(captured, request.precision, fuses=False, form=form, micro=micro)
+    return _candidates(request, captured, tokens_and_size, joint, like)
+
+
+def _candidates(
+    request: ForecastRequest,
+    captured: fx.GraphModule,
+    tokens_and_size: tuple[int, tuple[int, int]],
+    joint: JointStep,
+    like: SizedStep | None = None,
+) -> SizedStep:
     placement = AssumedPlacement(request.budgets, request.make_optimizer, request.ranks)
     problem = planning_problem(joint, placement, request.machine, like=like.joint.graph if like else None)
     return SizedStep(Candidates(problem, request.progress, search_store(problem)), captured, joint, *tokens_and_size)

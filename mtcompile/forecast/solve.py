@@ -20,6 +20,7 @@ from mtcompile.forecast.request import (
     ForecastRequest,
     SizedStep,
     in_form,
+    sized_in_rows,
     sized_step,
     takes_sizes,
     with_disk,
@@ -36,6 +37,7 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts.fragments.cut import possible_cuts
 from mtcompile.passes.plan import NORM_COPIES, Updates
+from mtcompile.passes.planning.planner import may_be_resident
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Progress, no_progress
 from mtcompile.passes.planning.symbolic import MONOMIALS, evaluated, peak_expressions
@@ -62,7 +64,7 @@ def plan(
     max_grad_norm: float | None = None,
     run_ahead: bool = False,
     accumulate: int = 1,
-    fragments: str | None = None,
+    fragments: str | None = "auto",
     gpus: int = 1,
     hosts: int = 1,
     network: float | None = None,
@@ -89,7 +91,7 @@ def plan(
     update     ``step``: updates in optimizer.step(), after the backward; ``backward``: as gradients arrive, so that none are
                kept; with ``max_grad_norm``: once all gradients are there; with ``run_ahead``: also during the next forward
     accumulate  micro-batches per batch, run region by region
-    fragments  as for ``compile``; one rank, and no ``solve``
+    fragments  as for ``compile``; ``"exact"`` and ``"split"``: one rank, and no ``solve``
     gpus       GPUs of a host that train together, each with ``batch`` sequences, and a link, of its own; they share the host's
                memory and its speed
     hosts      such hosts
@@ -110,7 +112,7 @@ def plan(
         raise ValueError(f"expected lora to be a rank of 1 or more, or 0 for none, found {lora}")
     options = update_options(update, max_grad_norm, run_ahead, "stop")
     check_fragments(fragments, options, disk is not None)
-    if fragments is not None and (solve is not None or gpus * hosts > 1):
+    if fragments not in (None, "auto") and (solve is not None or gpus * hosts > 1):
         raise ValueError("expected fragments= without solve= and with one rank: plan single sizes with it")
     if accumulate < 1 or (isinstance(model, str) and batch % accumulate):
         raise ValueError(f"expected accumulate to divide the batch of {batch}, found {accumulate}")
@@ -126,7 +128,7 @@ def plan(
     if solve in ("batch", "seq") and not (isinstance(model, str) or takes_sizes(model)):
         raise ValueError(f"solve={solve!r} expects a built-in shape or a factory of (batch, seq), found {type(model).__name__}")
     if data is not None and not isinstance(data, Mapping):
-        raise TypeError(f'expected data as keyword arguments of the module, such as {{"x": tensor}}, found {type(data).__name__}')
+        raise TypeError(f'expected data as a dictionary of keyword arguments, {{"x": tensor}}, found {type(data).__name__}')
     kind, described = precision_named(precision), named(machine)
     device = parse_bytes(memory, "memory")
     if device is None and described.device_nbytes:
@@ -174,28 +176,44 @@ def _with_disk(budgets: Budgets, disk: str | int | None, precision: Precision, f
 def _forecast(request: ForecastRequest, batch: int, seq: int) -> tuple[Forecast, SizedStep]:
     """Forecasts one size. Cuts the loss head into more chunks, and what works token by token into tiles, if the first choice
     leaves too little device memory; then tries the cuts of weights that ``fragments`` allows."""
-    sized = sized_step(request, batch, seq)
-    forecast = figures(request, sized)
+    forecast, sized = _with_or_without_rows(request, sized_step(request, batch, seq))
     while not forecast.feasible and forecast.minimum_device_bytes and (form := sized.joint.form).chunks < MOST_CHUNKS:
         chunks = min(MOST_CHUNKS, 4 * form.chunks)
         finer = in_form(request, sized, replace(form, chunks=chunks))
         if finer.joint.form.chunks != chunks:  # there is no head that can be cut
             break
-        sized, forecast = finer, figures(request, finer)
-    most = MOST_TILES if request.fragments is None else 1  # a training step goes with tiles or fragments
+        forecast, sized = _with_or_without_rows(request, finer)
+    most = MOST_TILES if request.fragments in (None, "auto") else 1  # a training step goes with tiles or fragments
     while not forecast.feasible and forecast.minimum_device_bytes and (form := sized.joint.form).tiles < most:
         finer = in_form(request, sized, replace(form, tiles=4 * form.tiles))
         if finer.joint.form == form:  # there is nothing that can be cut
             break
-        other = figures(request, finer)
+        other, finer = _with_or_without_rows(request, finer)
         if other.minimum_device_bytes >= forecast.minimum_device_bytes:
             break
         sized, forecast = finer, other
-    for cut in possible_cuts(sized.captured, request.fragments)[1:]:
-        finer = in_form(request, sized, replace(sized.joint.form, cut=cut))
-        if _merit(other := figures(request, finer)) > _merit(forecast):
+    cuts_last = request.cuts_last and not forecast.feasible and forecast.minimum_device_bytes
+    for cut in possible_cuts(sized.captured, "exact" if cuts_last else None if most > 1 else request.fragments)[1:]:
+        form = replace(sized.joint.form, cut=cut, tiles=1)
+        other, finer = _with_or_without_rows(request, in_form(request, sized, form))
+        if _merit(other) > _merit(forecast):
             sized, forecast = finer, other
     return forecast, sized
+
+
+def _with_or_without_rows(request: ForecastRequest, sized: SizedStep) -> tuple[Forecast, SizedStep]:
+    """Forecasts a step with all rows of embeddings or with those alone that a batch names, whichever is the better."""
+    rows = sized_in_rows(request, sized)
+    variants = list[tuple[Forecast, SizedStep]]()
+    if rows is None or may_be_resident(sized.candidates.problem):
+        variants.append((forecast := figures(request, sized), sized))
+        if forecast.planned is not None and forecast.planned.plan.all_resident:
+            return variants[0]
+    if rows is None and not forecast.feasible and forecast.minimum_device_bytes:
+        rows = sized_in_rows(request, sized, "used")
+    if rows is not None:
+        variants.append((figures(request, rows), rows))
+    return max(variants, key=lambda variant: _merit(variant[0]))
 
 
 def _merit(forecast: Forecast) -> tuple[bool, float]:
@@ -205,10 +223,12 @@ def _merit(forecast: Forecast) -> tuple[bool, float]:
 
 def _least_memory(request: ForecastRequest, sized: SizedStep) -> Forecast:
     """Plans the step in the least device memory that works, however many chunks its loss head is cut into."""
+    sized = sized_in_rows(request, sized, "used") or sized
     least, leanest = sized.candidates.least().schedule.peak_nbytes["device"], sized
     while (form := sized.joint.form).chunks < MOST_CHUNKS:
         chunks = min(MOST_CHUNKS, 4 * form.chunks)
         sized = in_form(request, sized, replace(form, chunks=chunks))
+        sized = sized_in_rows(request, sized, "used") or sized
         if sized.joint.form.chunks != chunks or (peak := sized.candidates.least().schedule.peak_nbytes["device"]) >= least:
             break
         least, leanest = peak, sized

@@ -33,7 +33,7 @@ def update_options(update: str, max_grad_norm: float | None, run_ahead: bool, no
     if update == "backward":
         return options
     if options != UpdateOptions():
-        given = {"max_grad_norm": max_grad_norm is not None, "run_ahead": run_ahead, "nonfinite": nonfinite != "allow"}
+        given = {"max_grad_norm": max_grad_norm is not None, "run_ahead": run_ahead, "nonfinite": nonfinite != "stop"}
         names = " and ".join(name for name, is_given in given.items() if is_given) or "no options of updates"
         step = 'pass update="backward" too' + ("; or clip before optimizer.step()" if max_grad_norm is not None else "")
         raise ValueError(f'expected update="backward" with {names}, found update="step": {step}')

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from mtcompile.passes.analysis.rows import ROW_COPY_US, rows_that_cross
 from mtcompile.passes.analysis.tiles import program_of, run_tiles
 from mtcompile.passes.generators import replay
-from mtcompile.passes.step_graph import is_view, iter_tensors, span_nbytes
+from mtcompile.passes.step_graph import is_view, iter_tensors, results, span_nbytes
 
 aten = torch.ops.aten
 # Beside pointwise operations, these are compiled together with their neighbours.
@@ -243,4 +243,4 @@ def crossing(call: fx.Node, machine: Machine, queue: str) -> tuple[int, float]:
     """Returns the bytes that a copy of rows moves at most, and the microseconds that it takes then."""
     value, *indices = call.args
     count, nbytes = rows_that_cross(value.meta["val"], [each.meta["val"] for each in indices])
-    return nbytes, rows_us(machine, queue, count, nbytes, value.meta["nbytes"])
+    return nbytes, rows_us(machine, queue, count, nbytes, results(call)[0].meta["nbytes"])

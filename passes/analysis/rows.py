@@ -2,7 +2,7 @@
 
 ``embedding(w, index)`` reads the rows of ``w`` [rows, n] that ``index`` names, and its gradient is zero in all other rows. The
 numbers in ``index`` are among those of an input if they were only picked from it and laid out anew. So these rows are known
-before the step runs: the others are neither sent, nor do their gradients come back. They are zeros, which the host writes.
+before the step runs: the others need not be on the device, nor need their gradients, which are zeros (``cuts/rows``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile.passes.step_graph import inputs_of, outputs_of, restride, span_nbytes
+from mtcompile.passes.step_graph import InputSpec, inputs_of, outputs_of, restride, span_nbytes
 
 aten: Any = torch.ops.aten
 _PICKS = (  # each number of a result is one of the first operand
@@ -31,11 +31,18 @@ _FAST_LINK = 50_000  # bytes per µs
 @dataclass(frozen=True, slots=True)
 class Rows:
     """The rows of a parameter that cross: those that the inputs ``indices`` name. There are at most ``count`` of them, of
-    ``nbytes`` together."""
+    ``nbytes`` together, out of ``rows``. ``held``: how many the device has room for."""
 
     indices: tuple[str, ...]
     count: int
     nbytes: int
+    rows: int
+    held: int
+
+    @property
+    def held_nbytes(self) -> int:
+        """The bytes of the parameter that the device has room for."""
+        return self.nbytes // self.count * self.held
 
 
 def picked_from(node: fx.Node) -> fx.Node | None:
@@ -54,11 +61,6 @@ def lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return (weight, index) if right and isinstance(weight, fx.Node) and isinstance(index, fx.Node) else None
 
 
-def index_of_gradient(node: fx.Node) -> fx.Node | None:
-    """Returns the index that names all rows in which an embedding's gradient may not be zero; None for other operations."""
-    return node.args[1] if node.target is aten.embedding_dense_backward.default else None
-
-
 def keeps_zeros(node: fx.Node) -> tuple[fx.Node, ...]:
     """Returns the operands of an operation whose result is zero wherever all of them are; none for any other operation."""
     floats = isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].is_floating_point()
@@ -67,23 +69,32 @@ def keeps_zeros(node: fx.Node) -> tuple[fx.Node, ...]:
     return operands if all(isinstance(operand, fx.Node) for operand in operands) else ()
 
 
-def _input_of(index: fx.Node) -> fx.Node:
+def input_of(index: fx.Node) -> fx.Node:
+    """Returns the value that the numbers of an index are picked from."""
     while (operand := picked_from(index)) is not None:
         index = operand
     return index
 
 
-def _inputs_of_gradient(node: fx.Node) -> set[fx.Node] | None:
-    """Returns what the rows in which a gradient is not zero are picked from; None if it may be anything anywhere."""
-    if (index := index_of_gradient(node)) is not None:
-        return {_input_of(index)}
-    parts = [_inputs_of_gradient(operand) for operand in keeps_zeros(node)]
-    return set().union(*(part for part in parts if part)) if parts and all(part is not None for part in parts) else None
+def made_by_rows(gradient: fx.Node) -> list[fx.Node] | None:
+    """Returns the operations that make the gradient of a parameter [rows, n] from nothing but embeddings' gradients, these
+    included, if nothing else reads what they make; else None."""
+    parts = [gradient]
+    for node in parts:
+        if node.target is not aten.embedding_dense_backward.default:
+            operands = keeps_zeros(node)
+            if not operands:
+                return None
+            parts += [operand for operand in operands if operand not in parts]
+    readers = {user for node in parts for user in node.users if user not in parts}
+    once = [*gradient.graph.output_node().args[0]].count(gradient) == 1
+    alike = all(node.meta["val"].shape == gradient.meta["val"].shape and node.meta["val"].is_contiguous() for node in parts)
+    return parts if once and alike and readers == {gradient.graph.output_node()} else None
 
 
 def read_by_rows(joint: fx.GraphModule) -> dict[str, Rows]:
-    """Returns the parameters of which a joint graph reads rows alone, by name, if its inputs say which. Of those that have
-    gradients, these are zero in all other rows."""
+    """Returns the parameters of which a joint graph reads rows alone, fewer than all, by name, if its inputs say which. Their
+    gradients are zero in all other rows."""
     inputs = {node: spec for spec, node in inputs_of(joint)}
     grads = {spec.index: value for spec, value in outputs_of(joint) if spec.kind == "grad"}
     by_name = {}
@@ -91,18 +102,25 @@ def read_by_rows(joint: fx.GraphModule) -> dict[str, Rows]:
         val = node.meta["val"]
         if spec.role != "param" or val.dim() != 2 or not val.numel() or not val.is_contiguous():
             continue
-        named: set[fx.Node] = set()
         lookups = [lookup(user) for user in node.users]
-        for each in lookups:
-            named |= {_input_of(each[1])} if each is not None and each[0] is node else {node}
+        indices = [each[1] if each is not None and each[0] is node else node for each in lookups]
+        gradients = list[Any]()
         if spec.index in grads:
-            grad = grads[spec.index]
-            named |= (_inputs_of_gradient(grad) if grad.meta["val"].is_contiguous() else None) or {node}
-        if named and all(each in inputs and inputs[each].role == "input" for each in named):
-            indices = [each for each in inputs if each in named]
-            count, nbytes = rows_that_cross(val, [each.meta["val"] for each in indices])
-            by_name[spec.name] = Rows(tuple(inputs[each].name for each in indices), count, nbytes)
+            parts = made_by_rows(grads[spec.index])
+            gradients = [part for part in parts or () if part.target is aten.embedding_dense_backward.default]
+            indices += [part.args[1] for part in gradients] or [node]
+        named = {input_of(index) for index in indices}
+        if named and all(each in inputs and _names_rows(inputs[each], each) for each in named):
+            ordered = [each for each in inputs if each in named]
+            count, nbytes = rows_that_cross(val, [each.meta["val"] for each in ordered])
+            held = count + any(part.args[3] >= 0 for part in gradients)  # a spare one for what is padding
+            if count and held < val.shape[0]:
+                by_name[spec.name] = Rows(tuple(inputs[each].name for each in ordered), count, nbytes, len(val), held)
     return by_name
+
+
+def _names_rows(spec: InputSpec, node: fx.Node) -> bool:
+    return spec.role == "input" and spec.places is None and node.meta["val"].is_contiguous()
 
 
 def fetched_by_rows(joint: fx.GraphModule, embeddings: str) -> dict[str, Rows]:
@@ -125,10 +143,6 @@ def rows_that_cross(val: torch.Tensor, indices: Sequence[torch.Tensor]) -> tuple
 
 
 def rows_of(step: fx.GraphModule) -> dict[fx.Node, Rows]:
-    """Returns the parameters of a step of which only rows cross, and their gradients, each with these rows."""
+    """Returns the parameters of a step of which only rows cross, each with these rows."""
     rows: dict[str, Rows] = step.meta.get("rows") or {}
-    if not rows:
-        return {}
-    grads = [(spec.name, value) for spec, value in outputs_of(step) if spec.kind == "grad"]
-    params = [(spec.name, node) for spec, node in inputs_of(step) if spec.role == "param"]
-    return {value: rows[name] for name, value in (*params, *grads) if name in rows}
+    return {node: rows[spec.name] for spec, node in inputs_of(step) if spec.role == "param" and spec.name in rows}

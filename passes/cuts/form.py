@@ -6,8 +6,11 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from mtcompile.passes.analysis.rows import fetched_by_rows
 from mtcompile.passes.cuts.fragments.check import check_cut
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, cut_weights, possible_cuts
+from mtcompile.passes.cuts.rows.check import check_rows
+from mtcompile.passes.cuts.rows.take import take_rows
 from mtcompile.passes.cuts.tiles.rewrite import tile_tokens, tiles_contract
 from mtcompile.passes.joint.loss_head import chunk_loss
 from mtcompile.passes.step_graph import copy_step
@@ -56,3 +59,15 @@ def cut_joint(joint: fx.GraphModule, form: Form) -> tuple[fx.GraphModule, Form, 
         contract += cut_weights(rewritten, form.cut)
         check_cut(whole, rewritten, form.cut.splits)
     return rewritten, form, contract
+
+
+def in_rows(joint: fx.GraphModule, embeddings: str) -> fx.GraphModule | None:
+    """Returns a joint graph that takes only those rows of embeddings that a batch names. ``embeddings``: "all", "used" or
+    "auto", as for ``compile``. None where it takes all rows."""
+    wanted = fetched_by_rows(joint, embeddings)
+    if not wanted:
+        return None
+    taken = copy_step(joint)
+    take_rows(taken, wanted)
+    check_rows(joint, taken)
+    return taken

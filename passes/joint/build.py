@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 
 from mtcompile.passes.analysis.kernels import Kernels, copy_meta, install
 from mtcompile.passes.analysis.memory import owner
-from mtcompile.passes.analysis.rows import fetched_by_rows
+from mtcompile.passes.analysis.rows import Rows
 from mtcompile.passes.analysis.slices import grouped_operands, read_by_slices, rows_of, slice_nbytes
 from mtcompile.passes.generators import generator_nbytes, save_rng
 from mtcompile.passes.insert import add_call
@@ -43,15 +43,13 @@ class InputHomes:
     the backward updates; None: all that have gradients. ``frozen_apart``: frozen parameters have homes of their own, which have
     no gradients and no optimizer state. ``experts``: which experts are fetched: "all"; "used", those that tokens of the batch
     chose; or "auto", as "used" where that surely spares enough to be worth the wait.
-    ``embeddings``: which rows of embeddings are fetched: "all"; "used", those that the batch names; or "auto", as "used" where
-    that surely spares enough to be worth a copy for each row. ``ranks``: how many train together, on ``hosts``."""
+    ``ranks``: how many train together, on ``hosts``."""
 
     known: Mapping[str, str] = field(default_factory=dict)
     all_on_device: bool = False
     updated: Collection[str] | None = None
     frozen_apart: bool = False
     experts: str = "auto"
-    embeddings: str = "auto"
     ranks: int = 1
     hosts: int = 1
 
@@ -92,6 +90,7 @@ def build(
     exported = {node for nodes in needed.values() for node in nodes if node.op != "placeholder"} | set(outputs)
     roles = {node: ROLE_OF_RESULT[spec.kind] for spec, node in outputs_of(joint)}
 
+    rows: Mapping[str, Rows] = joint.meta.get("rows", {})
     root = torch.nn.Module()
     kernels: Kernels = {}
     graph = fx.Graph()
@@ -100,6 +99,9 @@ def build(
         env[node] = graph.placeholder(node.name)
         tier = "device" if input_homes.all_on_device or spec.role == "tangent" else spec.tier
         val = node.meta["val"]
+        if spec.role == "param" and spec.name in rows:  # at home it is whole
+            env[node].meta["held"] = val
+            val = val.new_empty((rows[spec.name].rows, *val.shape[1:]))
         env[node].meta.update(val=val, nbytes=aligned(span_nbytes(val)), role=spec.role, tier=tier, name=spec.name)
         env[node].meta["origin"] = node.name
     for rid, nodes in ordered:
@@ -126,7 +128,7 @@ def build(
     )
     step.meta.update(kernels=kernels, device=device, homes=homes, memo={})
     step.meta["sliced"] = tuple(sliced)
-    step.meta["rows"] = {} if input_homes.all_on_device else fetched_by_rows(joint, input_homes.embeddings)
+    step.meta["rows"] = dict(rows)
     step.meta.update(ranks=input_homes.ranks, hosts=input_homes.hosts)
     if input_homes.updated is not None:
         step.meta["updated"] = input_homes.updated
@@ -181,6 +183,8 @@ def _homes(
                 whole = wholes.get(name, name)
                 alone = span_nbytes(operand.meta["val"]) >= _LARGE and name not in blocks
                 block = whole if alone else blocks[rid[1]] + (FROZEN if name in frozen else "")
+                if name in joint.meta.get("rows", {}):  # on the host, whatever becomes of the block
+                    block = name if name not in blocks else f"{name}.rows"
                 if name in wholes:
                     block = whole if whole not in blocks else f"{whole}.fragments"
                 homes.setdefault(name, input_homes.known.get(whole, block))

@@ -97,7 +97,7 @@ def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, cert
     busy: dict[str, float] = {queue: us for queue, us in busy_us(simulate(schedule)).items()}
     busy["update"] = candidate.plan.update_us
     busy["disk"] = problem.machine.drive_us(*drive_nbytes(schedule, candidate.plan))
-    limits = problem.budgets.nbytes
+    limits, rows = problem.budgets.nbytes, problem.step.meta["rows"]
     plan = replace(
         _with_traffic(candidate.plan, schedule, problem.machine),
         budget_bytes=limits,
@@ -106,6 +106,8 @@ def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, cert
         certificate=certificate,
         limiting_resource=max(busy, key=lambda resource: busy[resource]),
     )
+    told = [f"{name}: the device holds the rows that a batch names, at most {r.count} of {r.rows}" for name, r in rows.items()]
+    plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *told))))
     plan = replace(plan, **dict(zip(("fetched", "copies"), fetches(step, schedule), strict=True)))
     stated = {tier: nbytes for tier, nbytes in limits.items() if nbytes is not None}
     return Planned(plan, step, replace(schedule, budget_nbytes=stated))

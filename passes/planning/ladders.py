@@ -134,8 +134,10 @@ def everything(step: fx.GraphModule, base: Plan, param_nbytes: Mapping[str, int]
 
 def decided(problem: PlanningProblem, sizes: Mapping[str, int]) -> Plan:
     """Returns the plan with only the decisions made before any search: the fixed homes."""
+    homes = problem.step.meta["homes"]
+    why = {homes[name]: "the device needs few of its rows" for name in problem.step.meta["rows"] if name in homes}
     fixed = tuple(
-        Decision("params", block, problem.fixed_homes[block], sizes.get(block, 0), "decided before this plan")
+        Decision("params", block, problem.fixed_homes[block], sizes.get(block, 0), why.get(block, "decided before this plan"))
         for block in dict.fromkeys(problem.step.meta["homes"].values())
         if block in problem.fixed_homes
     )

@@ -112,6 +112,11 @@ def may_be_resident(problem: PlanningProblem) -> bool:
     return budgets.device is None or sum(held_nbytes(problem.step, budgets).values()) <= budgets.device
 
 
+def homes_of_rows(whole: PlanningProblem, rows: fx.GraphModule) -> set[str | None]:
+    """Returns the home tiers of the embeddings of which a joint graph takes rows; None where a plan decides."""
+    return {whole.fixed_homes.get(whole.step.meta["homes"].get(name, "")) for name in rows.meta["rows"]}
+
+
 def relowered(planned: Planned, machine: Machine, workspace: Workspace, held: int = 0) -> Planned:
     """Lowers the same plan for other kernels. ``workspace``: bytes that these need beside their operands. ``held``: device
     bytes that they keep from call to call."""

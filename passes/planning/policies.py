@@ -50,6 +50,7 @@ POLICIES: Mapping[str, Policy] = {
     "zero3-offload": _zero3_offload,
     "offload-all": _offload_all,
 }
+KEEP_STATE = ("resident", "checkpoint-all")  # on the device
 
 
 def _entering(tier: Choice) -> Decision:

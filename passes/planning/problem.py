@@ -14,6 +14,7 @@ from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.lower import Workspace
 from mtcompile.passes.plan import Plan
 from mtcompile.runtime.schedule import Schedule
+from mtcompile.runtime.usage import held_between_phases
 
 BIT_EQUAL = "every value and gradient bit-equal to plain PyTorch (eager kernels)"
 FUSED = "kernels by Inductor: within rounding of plain PyTorch, and the same bits whatever moves (for the same variants)"
@@ -62,6 +63,20 @@ class DoesNotFit(Exception):
     def __init__(self, tier: str, minimum: int, causes: tuple[tuple[str, int], ...]) -> None:
         super().__init__(f"{tier}: needs {minimum}")
         self.tier, self.minimum, self.causes = tier, minimum, causes
+
+
+def leaves_room(budgets: Budgets, schedule: Schedule, beside: int) -> bool:
+    """Tells whether the budgets hold a schedule, and what ``beside`` more forwards of it keep for their backward."""
+    return not shortages(budgets, schedule, beside)
+
+
+def shortages(budgets: Budgets, schedule: Schedule, beside: int) -> list[tuple[str, int]]:
+    """Returns the tiers whose budget is too small for that, with the bytes that they would need."""
+    needed = {tier: schedule.peak_nbytes.get(tier, 0) for tier in budgets.nbytes}
+    if beside:  # else spare the walk: each backward beside a waiting forward asks
+        held = held_between_phases(schedule)
+        needed = {tier: nbytes + beside * held[tier] for tier, nbytes in needed.items()}
+    return [(t, nbytes) for t, nbytes in needed.items() if (budget := budgets.nbytes[t]) is not None and nbytes > budget]
 
 
 Progress = Callable[[str, int, int], None]  # called with (text, done, total); total is 0 where it is unknown

@@ -7,7 +7,7 @@ generator's stream. Copies, views made again and recomputed operations then fall
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from mtcompile.passes.analysis.kernels import Operand
-from mtcompile.passes.analysis.rows import index_of_gradient, keeps_zeros, lookup, picked_from
+from mtcompile.passes.analysis.rows import Rows
 from mtcompile.passes.analysis.slices import grouped_operands, is_sliceable, slice_view
 from mtcompile.passes.generators import replay, save_rng
 from mtcompile.passes.step_graph import (
@@ -23,6 +23,7 @@ from mtcompile.passes.step_graph import (
     body_outputs,
     gradient_norms,
     gradient_scale,
+    inputs_of,
     is_collective,
     is_convert,
     is_move,
@@ -43,8 +44,7 @@ class Numbering:
     """Value numbers that several graphs share. ``stream``: how many random operations the current graph has run.
     ``drawn_in``: the phase of each of them, by its place in the stream. ``device``: whose generator is drawn from.
     ``slices``: of values of which only the slices with rows are there, the whole value and where the rows end.
-    ``rows``: of values of which only rows are there, the whole value and what names these. ``picked``: of numbers that are
-    picked from others, the latter. ``sparse``: of values that are zero in all other rows, what the rows are picked from."""
+    ``named``: of parameters of which the captured graph takes rows, at home, what names these."""
 
     def __init__(self, device: str) -> None:
         self.numbers: dict[Any, int] = {}
@@ -52,9 +52,7 @@ class Numbering:
         self.stream = 0
         self.drawn_in: list[str] = []
         self.slices: dict[Number, tuple[Number, Number]] = {}
-        self.rows: dict[Number, tuple[Number, frozenset[Number]]] = {}
-        self.picked: dict[Number, Number] = {}
-        self.sparse: dict[Number, frozenset[Number]] = {}
+        self.named: dict[Number, tuple[Rows, tuple[Number, ...]]] = {}
 
     def of(self, key: Any) -> Number:
         return (self.numbers.setdefault(key, len(self.numbers)),)
@@ -73,11 +71,17 @@ class Numbering:
                 numbers[node] = self._operation(node, numbers, phase_of(node))
         return numbers
 
-    def step(self, step: fx.GraphModule) -> dict[fx.Node, Number]:
-        """Returns the numbers of a step graph's values."""
-        numbers = {
-            node: ("part", *number) if node.meta.get("part") else number for node, number in self._inputs(step.graph).items()
-        }
+    def step(self, step: fx.GraphModule, rows: Mapping[str, Rows]) -> dict[fx.Node, Number]:
+        """Returns the numbers of a step graph's values. ``rows``: the parameters of which the captured graph takes rows; at
+        home they are whole."""
+        numbers = self._inputs(step.graph)
+        by_name = {spec.name: numbers[node] for spec, node in inputs_of(step) if spec.role == "input"}
+        for spec, node in inputs_of(step):
+            if spec.role == "param" and spec.name in rows:
+                numbers[node] = ("all rows", *numbers[node])
+                self.named[numbers[node]] = rows[spec.name], tuple(by_name[name] for name in rows[spec.name].indices)
+            if node.meta.get("part"):
+                numbers[node] = ("part", *numbers[node])
         several: dict[fx.Node, tuple[Number, ...]] = {}  # of a call's results
         for node in step.graph.nodes:
             if is_region(node):
@@ -95,12 +99,12 @@ class Numbering:
                 several[node] = tuple(self._slices(*each, ends) for each in zip(values, sliceable, strict=True))
             elif node.target is prefetch_rows:
                 value, *indices = [numbers[a] for a in node.args]
-                several[node] = (self.of(("rows", value, *indices)),)
-                self.rows[several[node][0]] = value, frozenset(indices)
+                taken, expected = self.named.get(value, (None, ()))
+                right = taken is not None and (node.kwargs["held"], *indices) == (taken.held, *expected)
+                several[node] = (value[1:] if right else self.of(("rows", value, *indices)),)
             elif node.target is offload_rows:
                 value, *indices = [numbers[a] for a in node.args]
-                whole = value in self.sparse and self.sparse[value] <= {*indices}
-                several[node] = (value if whole else self.of(("rows alone", value, *indices)),)
+                several[node] = (self.all_rows(value, node.kwargs["rows"], indices),)
             elif is_move(node):
                 several[node] = tuple(numbers[a] for a in node.args)
             elif node.op == "call_function" and node.target is operator.getitem:
@@ -108,6 +112,10 @@ class Numbering:
             elif node.op not in ("placeholder", "output"):
                 raise ValueError(f"expected calls of the step graph's vocabulary, found {node.format_node()}")
         return numbers
+
+    def all_rows(self, gradient: Number, rows: Any, indices: Iterable[Number]) -> Number:
+        """Numbers a gradient of so many rows that is zero but in those that indices name, which are there."""
+        return self.of(("gradient", gradient, rows, *indices))
 
     def _inputs(self, graph: fx.Graph) -> dict[fx.Node, Number]:
         return {node: self.of(("input", position)) for position, node in enumerate(placeholders(graph))}
@@ -142,28 +150,7 @@ class Numbering:
         whole, ends = self.slices.get(numbers[weight], (None, None))
         return None if whole is None or numbers[end] != ends else self._operation(node, {**numbers, weight: whole}, phase)
 
-    def _on_rows(self, node: fx.Node, numbers: dict[fx.Node, Number], phase: str) -> Number | None:
-        """Numbers a lookup in rows as that in the whole value where these are all that it reads; None for anything else."""
-        weight, index = lookup(node) or (None, None)
-        if weight is None or index is None or numbers[weight] not in self.rows:
-            return None
-        whole, indices = self.rows[numbers[weight]]
-        named = self.picked.get(numbers[index], numbers[index])
-        return self._operation(node, {**numbers, weight: whole}, phase) if named in indices else None
-
     def _operation(self, node: fx.Node, numbers: dict[fx.Node, Number], phase: str) -> Number:
-        number = self._number(node, numbers, phase)
-        if (operand := picked_from(node)) is not None and numbers[operand] != number:
-            self.picked[number] = self.picked.get(numbers[operand], numbers[operand])
-        if (index := index_of_gradient(node)) is not None:
-            self.sparse[number] = frozenset([self.picked.get(numbers[index], numbers[index])])
-        elif self.sparse and (operands := keeps_zeros(node)) and all(numbers[each] in self.sparse for each in operands):
-            self.sparse[number] = frozenset().union(*(self.sparse[numbers[each]] for each in operands))
-        return number
-
-    def _number(self, node: fx.Node, numbers: dict[fx.Node, Number], phase: str) -> Number:
-        if self.rows and (number := self._on_rows(node, numbers, phase)) is not None:
-            return number
         if self.slices and (number := self._on_slices(node, numbers, phase)) is not None:
             return number
         if node.target is save_rng:

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from mtcompile.passes.analysis.rows import Rows
 from mtcompile.passes.generators import generator_nbytes, save_rng
 from mtcompile.passes.proof.numbering import Number, Numbering, over_ranks, phase_of
 from mtcompile.passes.step_graph import (
+    MOVES_OF_ROWS,
     TIER_OF_MOVE,
     InputSpec,
     OutputSpec,
@@ -37,6 +39,7 @@ from mtcompile.passes.step_graph import (
     kernel_of,
     outputs_of,
     placeholders,
+    prefetch_rows,
     ranks_of,
     reduce_scatter,
     results,
@@ -63,11 +66,12 @@ def same_computation(joint: fx.GraphModule, step: fx.GraphModule) -> None:
     """Raises SameComputationError unless ``step`` computes the outputs of ``joint`` by the same operations, under the same
     names, from the same inputs, and describes each of its values as it is."""
     _same_names(joint, step)
+    rows: Mapping[str, Rows] = joint.meta.get("rows", {})
     numbering = Numbering(joint.meta["device"])
     captured = numbering.joint(joint.graph)
     drawn = numbering.restart()
     try:
-        rewritten = numbering.step(step)
+        rewritten = numbering.step(step, rows)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise SameComputationError(f"I5: expected a step graph whose calls match their kernels, found {error!r}") from error
     drawn_again = numbering.restart()
@@ -76,10 +80,21 @@ def same_computation(joint: fx.GraphModule, step: fx.GraphModule) -> None:
         lambda: f"{len(drawn)} operations to advance the generator, found {len(drawn_again)}",
     )
     expect(drawn == drawn_again, lambda: "random numbers to be drawn in the phase in which the captured graph draws them")
-    _same_results(joint, step, captured, rewritten)
-    _same_updates(joint, step, captured, rewritten)
-    _same_collectives(joint, step, captured, rewritten)
+    results = captured | _whole_gradients(joint, rows, numbering, captured)
+    _same_results(joint, step, results, rewritten)
+    _same_updates(joint, step, results, rewritten)
+    _same_collectives(joint, step, results, rewritten)
     _same_values(joint, step, captured, rewritten)
+
+
+def _whole_gradients(
+    joint: fx.GraphModule, rows: Mapping[str, Rows], numbering: Numbering, captured: Mapping[fx.Node, Number]
+) -> dict[fx.Node, Number]:
+    """Returns the numbers at home of the gradients that the captured graph makes in rows."""
+    by_name = {spec.name: captured[node] for spec, node in inputs_of(joint) if spec.role == "input"}
+    grads = {spec.name: value for spec, value in outputs_of(joint) if spec.kind == "grad" and spec.name in rows}
+    named = {name: [by_name[index] for index in each.indices] for name, each in rows.items()}
+    return {value: numbering.all_rows(captured[value], rows[name].rows, named[name]) for name, value in grads.items()}
 
 
 def _same_names(joint: fx.GraphModule, step: fx.GraphModule) -> None:
@@ -230,8 +245,9 @@ def _same_values(
     for node, number in captured.items():
         if isinstance(node.meta.get("val"), torch.Tensor):
             layouts.setdefault(number, set()).add(_layout(node.meta["val"]))
+    rows: Mapping[str, Rows] = joint.meta.get("rows", {})
     for spec, one, other in zip(step.meta["inputs"], placeholders(joint.graph), placeholders(step.graph), strict=True):
-        _same_input(spec, one, other)
+        _same_input(spec, one, other, rows.get(spec.name) if spec.role == "param" else None)
     roles = _roles(joint, step, captured, rewritten)
     for call in calls(step):
         operands: tuple[Any, ...] = call.args
@@ -253,8 +269,11 @@ def _same_values(
             expect(role in roles(item), lambda i=item, r=role: f"{i.name} as one of {roles(i)}, found {r}")
 
 
-def _same_input(spec: InputSpec, one: fx.Node, other: fx.Node) -> None:
+def _same_input(spec: InputSpec, one: fx.Node, other: fx.Node, rows: Rows | None) -> None:
     val, meta = one.meta["val"], other.meta
+    if rows is not None:  # at home it is whole
+        val = _of_rows(val, rows.rows)
+        expect(meta["tier"] != "device", lambda: f"input {spec.name}, of which rows are taken, at home elsewhere than there")
     expect(_alike(val, meta["val"]), lambda: f"input {spec.name} to be {_layout(val)[:3]}, found {_layout(meta['val'])[:3]}")
     expected = (aligned(span_nbytes(val)), spec.role, spec.name)
     described = (meta["nbytes"], meta["role"], meta["name"])
@@ -262,6 +281,11 @@ def _same_input(spec: InputSpec, one: fx.Node, other: fx.Node) -> None:
     tiers = ("device",) if spec.role == "tangent" else (spec.tier, "device")
     tiers += ("disk",) if spec.role == "param" else ()
     expect(meta["tier"] in tiers, lambda: f"input {spec.name} in one of {tiers}, found {meta['tier']}")
+
+
+def _of_rows(val: torch.Tensor, rows: int) -> torch.Tensor:
+    """Returns a tensor without content as ``val`` is, with so many rows."""
+    return torch.empty((rows, *val.shape[1:]), dtype=val.dtype, device="meta")
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -279,6 +303,10 @@ def _expected(step: fx.GraphModule, call: fx.Node, item: fx.Node, captured: set[
         known = layout in captured or layout == _of_body(step, output)
         expect(known, lambda: f"{call.target} to return {item.name} as one of {captured}, found {layout}")
         return layout, aligned(layout.nbytes), "device"
+    if call.target in MOVES_OF_ROWS:
+        rows: Any = call.kwargs["held" if call.target is prefetch_rows else "rows"]
+        val = _of_rows(operands[0].meta["val"], rows)
+        return _layout(val), aligned(span_nbytes(val)), MOVES_OF_ROWS[call.target]
     if is_move(call):
         operand = operands[position]
         return _layout(operand.meta["val"]), operand.meta["nbytes"], TIER_OF_MOVE[call.target]

@@ -138,7 +138,7 @@ def _fused_body(
     body = fx.Graph()
     taken = {value: body.placeholder(value.name) for value in values}
     for value, node in taken.items():
-        node.meta = {"val": value.meta["val"]}
+        node.meta = {"val": value.meta.get("held", value.meta["val"])}
     env = dict(taken)
     for forward, resident in forwards:
         kernel = kernel_of(step, forward)
@@ -289,7 +289,7 @@ def _repeated_body(
     body = fx.Graph()
     taken = {value: body.placeholder(value.name) for value in values}
     for value, node in taken.items():
-        node.meta = {"val": value.meta["val"]}
+        node.meta = {"val": value.meta.get("held", value.meta["val"])}
     replayed = {name: taken[state] for name, state in states.items()}
     outputs = _inline(body, kernel_of(step, region), [taken[a] for a in region.args], replayed)
     body.output(tuple(outputs[position] for position in positions))

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 from torch import fx
 
+from mtcompile.passes.analysis.rows import rows_of
 from mtcompile.passes.analysis.slices import read_by_slices
-from mtcompile.passes.insert import add_call, add_move
+from mtcompile.passes.insert import add_call, add_move, add_offload_of_rows, add_prefetch_of_rows
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.step_graph import (
     all_gather,
@@ -16,10 +17,8 @@ from mtcompile.passes.step_graph import (
     is_region,
     kernel_of,
     offload,
-    offload_rows,
     placeholders,
     prefetch,
-    prefetch_rows,
     prefetch_slices,
     read,
     regions,
@@ -43,7 +42,7 @@ def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         if spec.role == "param" and home is not None and (tier := plan.params(home)) in ("device", "disk"):
             node.meta["tier"] = tier
         node.meta["part"] = spec.role == "param" and home in plan.parts
-    order, indices = regions(step), _indices_of_rows(step)
+    order, rows = regions(step), _rows(step)
     staying: dict[fx.Node, fx.Node] = {}  # parameters, and what the forward fetched of them
     for position, region in enumerate(order):
         groups: dict[tuple[str, tuple[fx.Node, ...]], list[fx.Node]] = {}  # by home, and by what says which parts are fetched
@@ -53,10 +52,10 @@ def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
                 region.replace_input_with(operand, staying[operand])
             elif operand.op == "placeholder" and operand.meta["tier"] != "device":
                 home = homes.get(operand.meta["name"], "")
-                by = (ends[operand],) if operand in ends else indices.get(operand.meta["name"], ())
+                by = (ends[operand],) if operand in ends else (operand,) if operand in rows else ()
                 groups.setdefault((home, by), []).append(operand)
         for (home, by), values in groups.items():
-            end = ends.get(values[0])
+            end, taken = ends.get(values[0]), rows.get(values[0])
             values.sort(key=lambda value: order_at_home.get(value.meta["name"], -1))  # neighbours cross together
             name, about = home.replace(".", "_") or "inputs", (region.meta["phase"], region.meta["block"])
             at_home, lookahead = values, 0 if backward and plan.returns_late(home) else plan.lookahead
@@ -69,9 +68,13 @@ def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
             # Which slices have rows is known once the region has run that computes it.
             ahead = lookahead if end is None else min(lookahead, position - order.index(end.args[0]) - 1)
             with step.graph.inserting_before(_issue_point(order, position, ahead)):
-                target = prefetch_slices if end is not None else prefetch_rows if by else prefetch
                 stays = not backward and end is None and bool(home) and plan.stays(home)
-                moved = add_move(step.graph, target, at_home, about, f"fetch_{name}", by, plan.pooled or stays)
+                pooled = plan.pooled or stays
+                if taken is not None:
+                    moved = add_prefetch_of_rows(step.graph, at_home[0], *taken[:2], about, f"fetch_{name}", pooled)
+                else:
+                    target = prefetch if end is None else prefetch_slices
+                    moved = add_move(step.graph, target, at_home, about, f"fetch_{name}", by, pooled)
             for value, arrived in zip(values, moved, strict=True):
                 region.replace_input_with(value, arrived)
                 if stays:
@@ -104,11 +107,12 @@ def _ends_of_slices(step: fx.GraphModule, region: fx.Node) -> dict[fx.Node, fx.N
     }
 
 
-def _indices_of_rows(step: fx.GraphModule) -> dict[str, tuple[fx.Node, ...]]:
-    """Returns the parameters of which only rows cross, by name, each with the inputs that name its rows."""
-    rows = step.meta.get("rows") or {}
-    inputs = {spec.name: node for spec, node in inputs_of(step) if spec.role == "input"} if rows else {}
-    return {name: tuple(inputs[index] for index in each.indices) for name, each in rows.items()}
+def _rows(step: fx.GraphModule) -> dict[fx.Node, tuple[tuple[fx.Node, ...], int, int]]:
+    """Returns the parameters of which only rows cross, each with the inputs that name them, how many rows the device holds, and
+    how many there are."""
+    taken = rows_of(step)
+    inputs = {spec.name: node for spec, node in inputs_of(step) if spec.role == "input"} if taken else {}
+    return {node: (tuple(inputs[name] for name in each.indices), each.held, each.rows) for node, each in taken.items()}
 
 
 def offload_activations(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
@@ -191,13 +195,13 @@ def offload_gradients(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True)
         if spec.index >= 0 and spec.role != "tangent"
     }
-    indices = _indices_of_rows(step)
+    rows = {node.meta["name"]: taken for node, taken in _rows(step).items()}
     # region -> home, and what is apart -> positions of its results among the outputs
     leaving: dict[fx.Node, dict[tuple[str, str], list[int]]] = {}
     for position, (spec, value) in enumerate(zip(specs, values, strict=True)):
         home = inputs[spec.index].meta["tier"] if spec.kind != "output" else "device"
         if spec.kind != "output" and home != "device":
-            by_rows = spec.name if spec.name in indices else ""
+            by_rows = spec.name if spec.name in rows else ""
             leaving.setdefault(value.args[0], {}).setdefault((homes.get(spec.name, ""), by_rows), []).append(position)
     for region, by_home in leaving.items():
         behind = results(region)[-1].next
@@ -205,8 +209,12 @@ def offload_gradients(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
             name = f"store_{region.name}" + (f"_{(by_rows or home).replace('.', '_')}" if len(by_home) > 1 else "")
             with step.graph.inserting_before(behind):
                 gradients = [values[position] for position in positions]
-                about, target = (region.meta["phase"], region.meta["block"]), offload_rows if by_rows else offload
-                moved = add_move(step.graph, target, gradients, about, name, indices.get(by_rows, ()))
+                about = region.meta["phase"], region.meta["block"]
+                if by_rows:
+                    indices, _, count = rows[by_rows]
+                    moved = add_offload_of_rows(step.graph, gradients[0], indices, count, about, name)
+                else:
+                    moved = add_move(step.graph, offload, gradients, about, name)
             if plan.frees_early(home):
                 moved[0].args[0].meta["early"] = True
             for position, at_home in zip(positions, moved, strict=True):

@@ -158,18 +158,24 @@ class CpuMemory:
         return [i for i, (start, end) in enumerate(itertools.pairwise((0, *places))) if start != end]
 
     def copy_rows(self, reads: Sequence[str], writes: Sequence[str], rows: Sequence[str]) -> float:
-        """Copy the rows that are named, and return their share of as many as could be. On their way home, the other rows become
-        zeros; on their way to the device they are left as they are, and overwritten under ``check``."""
+        """Copy the rows that are named, and return their share of as many as could be. On the device they are one behind the
+        other, and what is behind them is overwritten under ``check``; at home, all other rows become zeros."""
         ((target, source),) = self._pairs(reads, writes)
         indices, to_device = [self._index(name) for name in rows], self.schedule.buffers[writes[0]].tier == "device"
-        named = stretches_of(indices, len(source))
+        count = len(source if to_device else target)
+        named, at = stretches_of(indices, count), 0
         if not to_device:
             self._fill_with_zeros(target)
         elif self.check:
             self._poison(target, "device", whole=False)
-        self._copy_stretches(target, source, named, to_device)
-        most = min(len(source), sum(index.numel() for index in indices))
-        return sum(end - start for start, end in named) / most if most else 1.0
+        parts = list[tuple[torch.Tensor, torch.Tensor]]()
+        for start, end in named:
+            here, there = slice(at, at + end - start), slice(start, end)
+            parts.append((target[here], source[there]) if to_device else (target[there], source[here]))
+            at = here.stop
+        self._copy_parts(parts, to_device)
+        most = min(count, sum(index.numel() for index in indices))
+        return at / most if most else 1.0
 
     def _index(self, name: str) -> torch.Tensor:
         """Return a tensor of the step in memory that the host reads."""
@@ -178,13 +184,8 @@ class CpuMemory:
     def _fill_with_zeros(self, target: torch.Tensor) -> None:
         ctypes.memset(target.data_ptr(), 0, span_nbytes(target))
 
-    def _copy_stretches(
-        self, target: torch.Tensor, source: torch.Tensor, stretches: Sequence[tuple[int, int]], to_device: bool
-    ) -> None:
-        """Copy stretches of rows, each from its first row to its end."""
-        to, of, nbytes = target.data_ptr(), source.data_ptr(), source[0].numel() * source.element_size()
-        for start, end in stretches:
-            ctypes.memmove(to + start * nbytes, of + start * nbytes, (end - start) * nbytes)
+    def _copy_parts(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], to_device: bool) -> None:
+        self._copy_pairs(pairs)
 
     def _copy_pairs(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for target, source in pairs:

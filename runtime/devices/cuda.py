@@ -131,10 +131,8 @@ class CudaMemory(CpuMemory):
     def _copy_pairs(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._copy_all(pairs, to_device=True)
 
-    def _copy_stretches(
-        self, target: torch.Tensor, source: torch.Tensor, stretches: Sequence[tuple[int, int]], to_device: bool
-    ) -> None:
-        self._copy_all([(target[start:end], source[start:end]) for start, end in stretches], to_device)
+    def _copy_parts(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], to_device: bool) -> None:
+        self._copy_all(pairs, to_device)
 
     def _index(self, name: str) -> torch.Tensor:
         """Return a tensor in memory that the host reads. The thread that issues copies waits for one of the device."""

@@ -111,7 +111,6 @@ def test_the_command_plans_fragments_of_a_layer_that_is_larger_than_the_device(t
         "def make(batch, seq):\n    return Wide(), {'x': torch.zeros(batch, 64)}\n"
     )
     step = (f"{tmp_path}/own.py:make", "--batch", "4", "--seq", "64", "--memory", "600KiB")
-    assert run(*step)[0] == 3
-    code, text = run(*step, "--fragments", "exact", "--json")
+    code, text = run(*step, "--json")  # by default, since it does not fit whole
     assert code == 0 and json.loads(text)["peak_bytes"]["device"] <= 600 * 1024
     assert run(*step, "--fragments", "rows")[0] == 2

@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from mtcompile.capture import tracing
 from mtcompile.capture.tracing import Traced
+from mtcompile.execution.memory.fragments import homes_off_device, tensor_of
 from mtcompile.kernels.measure import strides_on
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.memory import workspace_nbytes
@@ -65,7 +66,7 @@ def interpret(step: fx.GraphModule, inputs: list[torch.Tensor], seed: int = 3) -
         if spec.role == "tangent":
             values.append(torch.ones(tuple(node.meta["val"].shape)))
         else:
-            values.append(step.meta["constants"][spec.name] if spec.role == "constant" else inputs[spec.index])
+            values.append(step.meta["constants"][spec.name] if spec.role == "constant" else tensor_of(spec, inputs))
     with torch.no_grad():
         return [*fx.Interpreter(step).run(*values), torch.get_rng_state()]
 
@@ -74,9 +75,8 @@ def values(joint: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> dict[str,
     """What a joint graph returns, by name; gradients of fragments put together."""
     taken = []
     for spec, node in inputs_of(joint):
-        part = spec.fragment
-        whole = torch.ones(node.meta["val"].shape) if spec.role == "tangent" else inputs[part.index if part else spec.index]
-        taken.append(whole if part is None else whole[part.start : part.end])
+        val = node.meta["val"]
+        taken.append(torch.ones(val.shape, dtype=val.dtype) if spec.role == "tangent" else tensor_of(spec, inputs))
     with torch.no_grad():
         results = fx.Interpreter(joint).run(*taken)
     parts, joined = fragments_of(joint), dict[str, list[torch.Tensor]]()
@@ -105,7 +105,7 @@ def bind(memory: CpuMemory, step: Any, inputs: list[torch.Tensor]) -> dict[str, 
         tangent = torch.ones(tuple(node.meta["val"].shape))
         memory.bind(
             node.name,
-            tangent if spec.role == "tangent" else constants[spec.name] if spec.role == "constant" else inputs[spec.index],
+            tangent if spec.role == "tangent" else constants[spec.name] if spec.role == "constant" else tensor_of(spec, inputs),
         )
     for node in step_outputs(step):
         if memory.schedule.buffers[node.name].kind == "home":
@@ -159,7 +159,8 @@ def random_plan(step: fx.GraphModule, choose: Any) -> Plan:
         kept = tuple(v.name for v in saved_values(region) if choice == "keep" and choose([True, False]))
         plan = plan.with_decision(Decision("variant", names[region.meta["block"]], choice, 0, "drawn", kept))
     for block in dict.fromkeys(step.meta["homes"].values()):
-        plan = plan.with_decision(Decision("params", block, choose(["device", "host"]), 0, "drawn"))
+        tiers = ["host"] if block in homes_off_device(step) else ["device", "host"]
+        plan = plan.with_decision(Decision("params", block, choose(tiers), 0, "drawn"))
         plan = plan.with_decision(Decision("fetch", block, choose(["keep", "again"]), 0, "drawn"))
         plan = plan.with_decision(Decision("return", block, choose(["early", "late"]), 0, "drawn"))
         plan = plan.with_decision(Decision("gradients", block, choose(["early", "late"]), 0, "drawn"))

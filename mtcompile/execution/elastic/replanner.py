@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import fx
 
-from mtcompile.compiler import JointStep, PlannedStep, Target, built_step, leaves_room
+from mtcompile.compiler import JointStep, PlannedStep, Target, built_step
 from mtcompile.execution.calibration import speeds
 from mtcompile.execution.compiled import CompiledStep
 from mtcompile.execution.elastic.speeds import Recent, Speeds, drift_of
@@ -34,7 +34,7 @@ from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.evaluate import completed, evaluate
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.planner import make_plan
-from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
+from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem, leaves_room
 from mtcompile.runtime.schedule import Schedule, gib
 from mtcompile.runtime.trace import Trace, time_of
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torch import fx, nn
+
 from mtcompile.execution.compiled import LiveFrames
 from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.options import DiskBudget
 from mtcompile.runtime.disk.file import free_nbytes
+from mtcompile.torch_private import shares_storage
 
 
 def room_nbytes(disk: DiskBudget, parameters: ParameterStore, frames: LiveFrames) -> int:
@@ -16,8 +19,18 @@ def room_nbytes(disk: DiskBudget, parameters: ParameterStore, frames: LiveFrames
     return min(disk.nbytes, taken + free_nbytes(disk.folder)) - frames.disk_nbytes()
 
 
-def movable(fixed: Mapping[str, str], parameters: ParameterStore, frames: LiveFrames) -> tuple[str, ...]:
-    """Returns the homes on the host that may go to disk now."""
+def movable(
+    step: fx.GraphModule,
+    fixed: Mapping[str, str],
+    named: Mapping[str, nn.Parameter],
+    parameters: ParameterStore,
+    frames: LiveFrames,
+) -> tuple[str, ...]:
+    """Returns the homes on the host that may go to disk now: also those that a step takes rows of and that have no place yet.
+    ``named``: the model's parameters."""
+    homes, rows = step.meta["homes"], step.meta["rows"]
+    new = {homes[n] for n in rows if n in homes and n not in parameters.places and not shares_storage(named[n])}
     evicted = frames.waiting() if frames.leaving else ()
     passing = [tensor for frame in evicted for tensor in frame.memory.tensors.values()]
-    return tuple(h for h in sorted(fixed) if fixed[h] == "host" and parameters.may_go_to_disk(h, passing))
+    at_home = (home for home in sorted(fixed) if fixed[home] == "host")
+    return tuple(home for home in at_home if home in new or parameters.may_go_to_disk(home, passing))

@@ -11,17 +11,23 @@ import torch
 from torch import fx
 
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, fragments_of
+from mtcompile.runtime.devices.rows import named_rows, places_of
 from mtcompile.runtime.schedule import aligned
 
 
 def tensor_of(spec: InputSpec, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the tensor of an input of a step among those of its program: all of it, or the rows of a fragment."""
+    """Returns the tensor of an input of a step among those of its program: all of it, the rows of a fragment, or places."""
+    if (places := spec.places) is not None:
+        named = named_rows([inputs[index] for index in places.among], places.rows)
+        return places_of(inputs[places.index], named, places.without, places.spare)
     part = spec.fragment
     return inputs[spec.index].detach() if part is None else inputs[part.index].detach()[part.start : part.end]
 
 
 def index_of(spec: InputSpec) -> int:
     """Returns the position among a program's inputs of what an input is, or is a fragment of."""
+    if spec.places is not None:
+        return spec.places.index
     return spec.index if spec.fragment is None else spec.fragment.index
 
 
@@ -31,10 +37,11 @@ def parameter_homes(step: fx.GraphModule) -> dict[str, str]:
     return {fragments[name].parameter if name in fragments else name: home for name, home in step.meta["homes"].items()}
 
 
-def fragment_homes(step: fx.GraphModule) -> dict[str, str]:
-    """Returns the tier, the host, of the homes of parameters in fragments: on the device they would be there whole."""
+def homes_off_device(step: fx.GraphModule) -> dict[str, str]:
+    """Returns the tier, the host, of the homes of parameters that a step takes in fragments, or of which it takes rows: on the
+    device they would be there whole."""
     homes = step.meta["homes"]
-    return {homes[name]: "host" for name in fragments_of(step) if name in homes}
+    return {homes[name]: "host" for name in (*fragments_of(step), *step.meta["rows"]) if name in homes}
 
 
 def with_fragments(names: Collection[str] | None, joint: fx.GraphModule) -> frozenset[str] | None:

@@ -115,7 +115,7 @@ class GradientFreeCalls:
         needed = self.session.resting_nbytes() + homes.held_nbytes
         if self.session.frames.waiting():
             needed += self._budget // 2 if others is None else others + self._least_lent(homes)
-        elif self.session.options.fragments is not None:  # a plan needs no weight whole
+        else:  # a plan may need no weight whole: only rows of embeddings, or fragments
             needed += self._least_lent(homes)
         return needed <= self._budget
 

@@ -9,7 +9,9 @@ these rules alone, and parts that follow each other from the first to the last a
     cat(columns of v, ...)    v                         mm(columns of g, rows of W)    a part of the sum mm(g, W)
     t(t(v))                   v                         addmm(part, columns of g, rows of W)    more of that sum
     bmm(rows of A, rows of B) rows of bmm(A, B)         transpose(rows of A, 1, 2)     rows of transpose(A, 1, 2)
-    view(v, its own shape)    v
+    view(v, its own shape)    v                         alias(v)                       v
+
+Products of groups of rows, with rows that are brought to the front by the end of the group before, are numbered by ``grouped``.
 
 A sum in parts is the whole sum only where the cut may split sums. It shares no code with the cut.
 """
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mtcompile.passes.cuts.fragments import check_grouped as grouped
 from mtcompile.passes.proof.same_computation import expect
 from mtcompile.passes.step_graph import inputs_of, is_random, outputs_of
 
@@ -32,7 +35,7 @@ Key = tuple[Any, ...]
 def check_cut(whole: fx.GraphModule, cut: fx.GraphModule, splits: bool) -> None:
     """Raises SameComputationError unless ``cut`` computes the results of ``whole``, each once or in rows that fill it.
     ``splits``: sums may be computed in parts."""
-    numbers = _Numbers(splits)
+    numbers = Numbers(splits)
     expected = {(spec.kind, spec.index): value for spec, value in zip(*_results(numbers, whole), strict=True)}
     parts = {spec.index: spec.fragment for spec in cut.meta["inputs"] if spec.fragment is not None}
     rows: dict[tuple[str, int], int] = {}  # of what comes back in rows: how many are there
@@ -51,7 +54,7 @@ def check_cut(whole: fx.GraphModule, cut: fx.GraphModule, splits: bool) -> None:
     expect(not expected, lambda: f"all results, found none for {sorted(expected)}")
 
 
-def _results(numbers: _Numbers, graph: fx.GraphModule) -> tuple[list[Any], list[int]]:
+def _results(numbers: Numbers, graph: fx.GraphModule) -> tuple[list[Any], list[int]]:
     """Numbers a graph; returns the meaning and the number of each result."""
     env: dict[fx.Node, int] = {}
     for spec, node in inputs_of(graph):
@@ -69,7 +72,7 @@ def _results(numbers: _Numbers, graph: fx.GraphModule) -> tuple[list[Any], list[
     return [spec for spec, _ in outputs], [env[value] for _, value in outputs]
 
 
-class _Numbers:
+class Numbers:
     """Numbers of values, one for each way to compute one. ``keys``: what each is; ``sizes``: of the tensors."""
 
     def __init__(self, splits: bool) -> None:
@@ -99,38 +102,44 @@ class _Numbers:
         return self.of(key, val) if span == (0, length) and self.splits else self.of(("sum", key, *span), None)
 
     def call(self, node: fx.Node, env: dict[fx.Node, int]) -> int:
-        args: tuple[Any, ...] = fx.node.map_arg(node.args, lambda operand: _Operand(env[operand]))
+        args: tuple[Any, ...] = fx.node.map_arg(node.args, lambda operand: Operand(env[operand]))
         val, target = node.meta.get("val"), node.target
-        parts = [self.keys[arg.number] if isinstance(arg, _Operand) else () for arg in args]
+        parts = [self.keys[arg.number] if isinstance(arg, Operand) else () for arg in args]
         kinds = [key[:2] if key[:1] == ("part",) else () for key in parts]
         spans = [key[3:] if kind else () for key, kind in zip(parts, kinds, strict=True)]
         rows, columns = ("part", 0), ("part", 1)
+        if (number := grouped.number(self, node, args)) is not None:
+            return number
         if node.kwargs:
             pass
+        elif target is aten.alias.default:
+            return int(args[0].number)
         elif target in _VIEWS and args[0].number in self.sizes and self.sizes[args[0].number] == tuple(node.meta["val"].shape):
             return int(args[0].number)
         elif target is aten.t.default and kinds[0]:
-            return self.part(1 - parts[0][1], self.of((aten.t.default, _Operand(parts[0][2])), None), *spans[0])
+            return self.part(1 - parts[0][1], self.of((aten.t.default, Operand(parts[0][2])), None), *spans[0])
         elif target is aten.t.default and parts[0][:1] == (aten.t.default,):
             return int(parts[0][1].number)
         elif target is aten.slice.Tensor and len(args) == 4 and self._has_part(args[0].number, *args[1:]):
             return self.part(args[1], args[0].number, args[2], args[3])
         elif target is aten.cat.default and len(args) == 2 and (joined := self._joined(args[0], args[1])) is not None:
             return joined
-        elif target is aten.transpose.int and kinds[0] == rows and 0 not in args[1:]:
-            return self.part(0, self.of((target, _Operand(parts[0][2]), *args[1:]), None), *spans[0])
+        elif target is aten.transpose.int and kinds[0] == rows and _turns_matrices(node):
+            turned = grouped.turned_back(self.keys[parts[0][2]], args[1:], 3)
+            turned = self.of((target, Operand(parts[0][2]), *args[1:]), None) if turned is None else turned
+            return self.part(0, turned, *spans[0])
         elif target is aten.bmm.default and kinds == [rows, rows] and spans[0] == spans[1]:
-            return self.part(0, self.of((target, _Operand(parts[0][2]), _Operand(parts[1][2])), None), *spans[0])
+            return self.part(0, self.of((target, Operand(parts[0][2]), Operand(parts[1][2])), None), *spans[0])
         elif target is aten.mm.default and kinds == [(), columns]:
-            return self.part(1, self.of((target, args[0], _Operand(parts[1][2])), None), *spans[1])
+            return self.part(1, self.of((target, args[0], Operand(parts[1][2])), None), *spans[1])
         elif target is aten.mm.default and kinds == [rows, ()]:
-            return self.part(0, self.of((target, _Operand(parts[0][2]), args[1]), None), *spans[0])
+            return self.part(0, self.of((target, Operand(parts[0][2]), args[1]), None), *spans[0])
         elif target is aten.mm.default and kinds == [columns, rows] and spans[0] == spans[1]:
-            return self.sum((target, _Operand(parts[0][2]), _Operand(parts[1][2])), spans[0], self._rows(parts[1][2]), val)
+            return self.sum((target, Operand(parts[0][2]), Operand(parts[1][2])), spans[0], self._rows(parts[1][2]), val)
         elif target is aten.addmm.default and kinds == [rows, (), columns] and spans[0] == spans[2]:
-            return self.part(1, self.of((target, _Operand(parts[0][2]), args[1], _Operand(parts[2][2])), None), *spans[2])
+            return self.part(1, self.of((target, Operand(parts[0][2]), args[1], Operand(parts[2][2])), None), *spans[2])
         elif target is aten.addmm.default and parts[0][:1] == ("sum",) and kinds[1:] == [columns, rows]:
-            key = aten.mm.default, _Operand(parts[1][2]), _Operand(parts[2][2])
+            key = aten.mm.default, Operand(parts[1][2]), Operand(parts[2][2])
             if parts[0][1] == key and spans[1] == spans[2] and spans[1][1] == parts[0][2]:
                 return self.sum(key, (spans[1][0], parts[0][3]), self._rows(parts[2][2]), val)
         more = (_frozen(tuple(sorted(node.kwargs.items()))),) if node.kwargs else ()
@@ -156,10 +165,16 @@ class _Numbers:
         return whole if dim < len(sizes) and sizes[dim] == at else None
 
 
-class _Operand(tuple):  # type: ignore[type-arg]
+def _turns_matrices(transpose: fx.Node) -> bool:
+    """Tells whether a transpose is that of each matrix of a stack."""
+    dims: Any = transpose.args[1:]
+    return transpose.meta["val"].dim() == 3 and {dim % 3 for dim in dims} == {1, 2}
+
+
+class Operand(tuple):  # type: ignore[type-arg]
     """The number of an operand, unlike any argument that is a number."""
 
-    def __new__(cls, number: int) -> _Operand:
+    def __new__(cls, number: int) -> Operand:
         return tuple.__new__(cls, ("operand", number))
 
     @property
@@ -168,7 +183,7 @@ class _Operand(tuple):  # type: ignore[type-arg]
 
 
 def _frozen(value: Any) -> Any:
-    if isinstance(value, _Operand):
+    if isinstance(value, Operand):
         return value
     if isinstance(value, (list, tuple)):
         return tuple(map(_frozen, value))

@@ -10,7 +10,7 @@
 A block starts at each fragment, so that a region runs as soon as its fragment has landed. All of it is plain ATen in the joint
 graph, so everything after plans, proves and runs fragments like any other parameters.
 
-Stacked weights [experts, n, m] are cut between experts (``stacked``), which splits no sum.
+Stacked weights [experts, n, m] are cut between experts (``stacked``, ``grouped``), which splits no sum.
 
 Every element of y and of dW is the same sum over the same operands as before. Libraries sum in the same order too if all
 fragments but the last are multiples of ``_TILE`` rows, and the last has as many at least. dx is a sum over rows of W: either
@@ -27,10 +27,10 @@ import torch
 from torch import fx
 
 from mtcompile.passes.analysis.kernels import drop_dead
-from mtcompile.passes.analysis.memory import owner
+from mtcompile.passes.cuts.fragments.grouped import Grouped, GroupedCut, groups
 from mtcompile.passes.cuts.fragments.linear import Linear, linears
-from mtcompile.passes.cuts.fragments.stacked import Stacked, is_same, stacks
-from mtcompile.passes.joint.loss_head import Add, adder
+from mtcompile.passes.cuts.fragments.stacked import Stacked, matrices_of, stacks
+from mtcompile.passes.joint.loss_head import adder
 from mtcompile.passes.joint.regions import STARTS_BLOCK
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.step_graph import Fragment, InputSpec, OutputSpec, fragments_of, outputs_of
@@ -44,6 +44,9 @@ _MOST_NAMES = 4  # in a contract
 _TILE = 48
 FIRST_INDEX = 1 << 20  # of a fragment: above those of a program's inputs, which micro-batches add to
 _FIRST_ORDER = 1 << 40  # by which the backward finds the block of a fragment: above the numbers of the trace
+
+
+Weight = Linear | Stacked | Grouped
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +83,11 @@ def possible_cuts(joint: fx.GraphModule, fragments: str | None) -> tuple[Cut, ..
 def cut_weights(joint: fx.GraphModule, cut: Cut) -> list[str]:
     """Cuts weights of a normalized joint graph in place. Returns what its contract says of that, one line for weights whose
     sums are split."""
-    in_fragments = in_rows_of(joint, cut)
+    in_fragments = cuts_of(joint, cut)
     for weight, rows in in_fragments:
-        if isinstance(weight, Stacked):
+        if isinstance(weight, Grouped):
+            _cut_grouped(joint, weight, rows)
+        elif isinstance(weight, Stacked):
             _cut_stacked(joint, weight, rows)
         else:
             _cut(joint, weight, rows, cut.splits)
@@ -94,19 +99,19 @@ def cut_weights(joint: fx.GraphModule, cut: Cut) -> list[str]:
     return [f"input gradients summed over fragments ({listed(split, _MOST_NAMES)})"] if split else []
 
 
-def in_rows_of(joint: fx.GraphModule, cut: Cut) -> list[tuple[Linear | Stacked, list[tuple[int, int]]]]:
+def cuts_of(joint: fx.GraphModule, cut: Cut) -> list[tuple[Weight, list[tuple[int, int]]]]:
     """Returns the weights that a cut cuts, each with the first row and the end of its fragments."""
     whole = _whole(joint, cut) if cut.nbytes else []
     return [(weight, rows) for weight in whole if len(rows := _rows(weight, cut)) > 1]
 
 
-def _whole(joint: fx.GraphModule, cut: Cut) -> list[Linear | Stacked]:
+def _whole(joint: fx.GraphModule, cut: Cut) -> list[Weight]:
     """The weights that a cut may cut, of any size."""
-    weights: list[Linear | Stacked] = [*linears(joint), *stacks(joint)]
+    weights: list[Weight] = [*linears(joint), *stacks(joint), *groups(joint)]
     return [weight for weight in weights if cut.splits or cut.gathers or not weight.has_input_gradient]
 
 
-def _rows(weight: Linear | Stacked, cut: Cut) -> list[tuple[int, int]]:
+def _rows(weight: Weight, cut: Cut) -> list[tuple[int, int]]:
     """Returns where each fragment starts and ends. A fragment begins where a slot may, so that fragments lie side by side in
     the memory of the whole, and each has about as many bytes as the others. Those of a linear weight begin at a multiple of
     ``_TILE`` rows, and fewer rows than that at the end belong to the fragment before; but where a sum is split anyway, a weight
@@ -151,7 +156,7 @@ def _cut_stacked(joint: fx.GraphModule, stacked: Stacked, rows: list[tuple[int, 
             add = adder(joint.graph, product)
             places = range(len(rows)) if forward else reversed(range(len(rows)))  # backward regions run in this order
             for place in places:
-                operands = [_matrices(add, each, stacked.weight, weights[place], *rows[place]) for each in product.args]
+                operands = [matrices_of(add, each, stacked.weight, weights[place], *rows[place]) for each in product.args]
                 parts[place] = add(product.target, *operands)
                 parts[place].meta["seq_nr"] = orders[place]
                 if forward:
@@ -169,17 +174,28 @@ def _cut_stacked(joint: fx.GraphModule, stacked: Stacked, rows: list[tuple[int, 
     joint.graph.erase_node(stacked.weight)
 
 
-def _matrices(add: Add, operand: fx.Node, weight: fx.Node, fragment: fx.Node, start: int, end: int) -> fx.Node:
-    """Returns some of the matrices of an operand: the same view of a fragment, for a view of the weight; else a slice."""
-    if operand is weight:
-        return fragment
-    if owner(operand) is weight:
-        viewed = _matrices(add, operand.args[0], weight, fragment, start, end)
-        return viewed if is_same(operand) else add(operand.target, viewed, *operand.args[1:])
-    return add(aten.slice.Tensor, operand, 0, start, end)
+def _cut_grouped(joint: fx.GraphModule, grouped: Grouped, rows: list[tuple[int, int]]) -> None:
+    specs = _specs(joint, grouped, rows)
+    weights = _take(joint, grouped, specs)
+    orders, graph = [_FIRST_ORDER + spec.index for spec in specs], joint.graph
+    cut = GroupedCut(grouped, rows, weights, orders, lambda like: adder(graph, like), torch.device(joint.meta["device"]))
+    for product in grouped.products:
+        with graph.inserting_before(product):
+            whole = cut.product(product)
+            if product.meta["phase"] == "forward":
+                whole = adder(graph, product)(aten.alias.default, whole)
+                whole.meta[STARTS_BLOCK] = True
+        product.replace_all_uses_with(whole)
+    gradients: list[fx.Node] = []
+    if grouped.gradient is not None:
+        with graph.inserting_before(grouped.gradient):
+            gradients = cut.gradients(grouped.gradient)
+    _return(joint, grouped, specs, gradients)
+    drop_dead(graph)
+    graph.erase_node(grouped.weight)
 
 
-def _specs(joint: fx.GraphModule, linear: Linear | Stacked, rows: list[tuple[int, int]]) -> list[InputSpec]:
+def _specs(joint: fx.GraphModule, linear: Weight, rows: list[tuple[int, int]]) -> list[InputSpec]:
     spec = linear.spec
     first = FIRST_INDEX + sum(each.fragment is not None for each in joint.meta["inputs"])
     return [
@@ -188,7 +204,7 @@ def _specs(joint: fx.GraphModule, linear: Linear | Stacked, rows: list[tuple[int
     ]
 
 
-def _take(joint: fx.GraphModule, linear: Linear | Stacked, specs: list[InputSpec]) -> list[fx.Node]:
+def _take(joint: fx.GraphModule, linear: Weight, specs: list[InputSpec]) -> list[fx.Node]:
     """Takes the fragments as inputs in place of the weight."""
     val, weights = linear.weight.meta["val"], []
     for i, spec in enumerate(specs):
@@ -260,7 +276,7 @@ def _split_input_gradient(
     product.replace_all_uses_with(total)
 
 
-def _return(joint: fx.GraphModule, linear: Linear | Stacked, specs: list[InputSpec], gradients: list[fx.Node]) -> None:
+def _return(joint: fx.GraphModule, linear: Weight, specs: list[InputSpec], gradients: list[fx.Node]) -> None:
     """Returns the gradients of the fragments in place of that of the weight."""
     outputs: list[tuple[OutputSpec, Any]] = []
     for spec, value in outputs_of(joint):

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from mtcompile.passes.analysis.memory import owner
 from mtcompile.passes.analysis.slices import slice_view
+from mtcompile.passes.joint.loss_head import Add
 from mtcompile.passes.step_graph import InputSpec, inputs_of, outputs_of, span_nbytes
 
 aten = torch.ops.aten
@@ -80,3 +82,13 @@ def is_same(node: fx.Node) -> bool:
 
 def _is_product(node: fx.Node) -> bool:
     return node.target is aten.bmm.default and not node.kwargs
+
+
+def matrices_of(add: Add, operand: fx.Node, weight: fx.Node, fragment: fx.Node, start: int, end: int) -> fx.Node:
+    """Returns some of the matrices of an operand: the same view of a fragment, for a view of the weight; else a slice."""
+    if operand is weight:
+        return fragment
+    if owner(operand) is weight:
+        viewed = matrices_of(add, operand.args[0], weight, fragment, start, end)
+        return viewed if is_same(operand) else add(operand.target, viewed, *operand.args[1:])
+    return add(aten.slice.Tensor, operand, 0, start, end)

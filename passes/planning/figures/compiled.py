@@ -21,7 +21,7 @@ from mtcompile.passes.planning.figures.times import Measures
 from mtcompile.passes.planning.pace import Arriving
 from mtcompile.runtime.schedule import ALIGNMENT
 
-_VERSION = 1  # of the interface of c/
+_VERSION = 2  # of the interface of c/
 _QUEUES = "compute", "h2d", "d2h", "host", "disk_read"
 _BITS = {  # of what is decided about a home
     **{("params", "device"): 1, ("params", "disk"): 2, ("fetch", "keep"): 4},
@@ -30,6 +30,7 @@ _BITS = {  # of what is decided about a home
 _MASKS = {"params": 1 | 2, "fetch": 4, "return": 8, "gradients": 16}
 _OF_WEIGHTS = _MASKS["params"] | _MASKS["fetch"]
 _NO_UPDATES = Updates()
+_PER_VALUE, _PER_LEAVING = 7, 11  # numbers
 
 
 def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
@@ -165,9 +166,9 @@ class CompiledStep:
         regions, us, reads, readers = list[int](), list[float](), list[int](), list[int]()
         values, leaving, operands = list[int](), list[int](), list[int]()
         for region in summary.regions:
-            first_value = len(values) // 7
+            first_value = len(values) // _PER_VALUE
             place = first_value + len(region.activations)
-            regions += region.phase, region.workspace, len(reads), first_value, place, len(leaving) // 7
+            regions += region.phase, region.workspace, len(reads), first_value, place, len(leaving) // _PER_LEAVING
             us.append(region.us)
             reads += [self._places[operand] for operand in region.reads]
             groups: dict[object, int] = {}
@@ -178,7 +179,7 @@ class CompiledStep:
                 values += self._value(value, readers, -1, -1)
             for entry in region.leaving:
                 leaving += self._entry(entry, readers)
-        regions += 0, 0, len(reads), len(values) // 7, len(values) // 7, len(leaving) // 7
+        regions += 0, 0, len(reads), len(values) // _PER_VALUE, len(values) // _PER_VALUE, len(leaving) // _PER_LEAVING
         roles: dict[str, int] = {}
         for operand in summary.operands:
             operands += self._operand(operand, roles)
@@ -196,13 +197,13 @@ class CompiledStep:
         first = len(readers)
         readers += entry.readers
         about = self._home(entry.home), self._places[entry.of], entry.updates
-        return entry.nbytes, entry.slot, first, len(entry.readers), *about
+        return entry.nbytes, entry.slot, *entry.at_home(), first, len(entry.readers), *about, entry.crossing, entry.whole
 
     def _operand(self, operand: Operand, roles: dict[str, int]) -> Sequence[int]:
         rows = (-1, 0) if operand.rows is None else (operand.rows.count, operand.rows.nbytes)
         role = roles.setdefault(operand.role, len(roles))
         about = self._home(operand.home), role, operand.tier == "device", operand.weights
-        return operand.nbytes, operand.slot, *about, *rows
+        return operand.nbytes, operand.slot, *operand.there(), *about, *rows
 
     def _home(self, name: str) -> int:
         return self._homes.setdefault(name, len(self._homes))

@@ -89,8 +89,9 @@ class Moves:
         """The bytes that cross of what is copied together, and the µs."""
         first = together[0] if isinstance(together[0], Operand) else together[0].of
         nbytes = sum([each.nbytes for each in together])
-        if first is not None and first.rows is not None:
-            return first.rows.nbytes, rows_us(self.machine, queue, first.rows.count, first.rows.nbytes, nbytes)
+        if first is not None and (rows := first.rows) is not None:
+            whole, crossing = (nbytes, rows.nbytes) if together[0] is first else (together[0].whole, together[0].crossing)
+            return crossing, rows_us(self.machine, queue, rows.count, crossing, whole)
         return nbytes, self.machine.copy_us(nbytes, queue)
 
     # --------------------------------------------------------------------------------------------------------- fetches
@@ -121,7 +122,7 @@ class Moves:
                     fetch.inputs = [operand.number for operand in operands]
                 if stays:
                     for operand in operands:
-                        staying[operand.number] = arrived = self._buffer(kind, operand.nbytes, operand.slot)
+                        staying[operand.number] = arrived = self._buffer(kind, *operand.there())
                         fetch.writes.append(arrived)
                 else:
                     fetch.writes = self._by_role(kind, operands)
@@ -143,8 +144,9 @@ class Moves:
         by_role: dict[str, list[int]] = {}
         for operand in operands:
             sizes = by_role.setdefault(operand.role, [0, 0])
-            sizes[0] += operand.nbytes
-            sizes[1] += operand.slot
+            nbytes, slot = (operand.nbytes, operand.slot) if kind == ON_HOST else operand.there()
+            sizes[0] += nbytes
+            sizes[1] += slot
         return [self._buffer(kind, *sizes) for sizes in by_role.values()]
 
     # ---------------------------------------------------------------------------------------------- what regions make
@@ -224,8 +226,8 @@ class Moves:
                     gradients.name = gradients.name or entry.name
                     gradients.operands.append(entry.of)
             if gradients.operands:
-                updated_entries = [entry for entry in entries if entry.updates]
-                sizes = sum([e.nbytes for e in updated_entries]), sum([e.slot for e in updated_entries])
+                at_home = [entry.at_home() for entry in entries if entry.updates]
+                sizes = sum([nbytes for nbytes, _ in at_home]), sum([slot for _, slot in at_home])
                 gradients.buffers.append(self._buffer(ON_HOST, *sizes))
                 copy.writes += gradients.buffers
                 self._gradients[id(copy)] = gradients

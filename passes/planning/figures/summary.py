@@ -17,7 +17,7 @@ from mtcompile.passes.analysis.rows import Rows
 from mtcompile.passes.lower import Workspace
 from mtcompile.passes.planning.figures.sketch import Drawn, Sketch
 from mtcompile.passes.step_graph import InputSpec, inputs_of, is_region, outputs_of
-from mtcompile.runtime.schedule import PHASES, placed
+from mtcompile.runtime.schedule import PHASES, aligned, placed
 
 
 class Unsupported(Exception):
@@ -49,6 +49,13 @@ class Operand(Size):
     weights: bool = False  # parameters, whose tier the plan decides
     rows: Rows | None = None
 
+    def there(self) -> tuple[int, int]:
+        """The bytes on the device, in the allocator and in a slot."""
+        if self.rows is None:
+            return self.nbytes, self.slot
+        nbytes = aligned(self.rows.held_nbytes)
+        return nbytes, placed(nbytes)
+
 
 @dataclass(slots=True, eq=False)
 class Value(Size):
@@ -63,13 +70,20 @@ class Value(Size):
 @dataclass(slots=True, eq=False)
 class Leaving(Size):
     """Gradients or new buffers that a region makes and that go home if that is on the host. ``of``: the inputs that they are
-    of; ``name``: the first of these; ``updates``: they are updated with them."""
+    of; ``name``: the first of these; ``updates``: they are updated with them; of a gradient in rows, ``crossing``: bytes of
+    those that cross, and ``whole``: its bytes at home."""
 
     readers: tuple[int, ...] = ()
     home: str = ""
     of: Operand | None = None
     updates: bool = False
     name: str = ""
+    crossing: int = 0
+    whole: int = 0
+
+    def at_home(self) -> tuple[int, int]:
+        """The bytes at home, in the allocator and in a slot."""
+        return (self.whole, placed(self.whole)) if self.whole else (self.nbytes, self.slot)
 
 
 @dataclass(slots=True, eq=False)
@@ -256,6 +270,9 @@ def _leaving(
             used = readers.get(made.value, ())
             entry = going.setdefault((home, operand, updates, used), Leaving(0, 0, used, home, operand, updates))
             entry.add(made.nbytes)
+            if (rows := operand.rows) is not None:
+                row_nbytes = made.value.meta["val"].shape[1] * made.value.meta["val"].element_size()
+                entry.crossing, entry.whole = rows.count * row_nbytes, aligned(rows.rows * row_nbytes)
             if place < places.get(entry, place + 1):
                 places[entry], entry.name = place, node.name
         region.memo[key] = sorted(places, key=places.__getitem__)

@@ -10,7 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import mtcompile
+from mtcompile import compiler
 from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.cuts.fragments.cut import UNCUT
 from mtcompile.passes.cuts.fragments.figures import streaming
 from tests.helpers.training import adamw, same, train
 
@@ -56,8 +58,8 @@ def trained(kind: type[Wide], memory: int, **options: Any) -> tuple[Any, list[An
 
 def test_a_layer_larger_than_the_device_trains_with_the_same_bits() -> None:
     with pytest.raises(mtcompile.BudgetError):
-        trained(First, WEIGHT // 2)
-    compiled, fragments, plain = trained(First, WEIGHT // 2, fragments="exact")
+        trained(First, WEIGHT // 2, fragments=None)
+    compiled, fragments, plain = trained(First, WEIGHT // 2)  # by default: nothing fits without
     assert same(fragments, plain)
     report = compiled.memory_report()
     assert report["peak_device_bytes"] <= report["planned_peak_device_bytes"] <= WEIGHT // 2
@@ -125,6 +127,21 @@ def test_an_optimizer_that_looks_at_whole_weights_is_refused() -> None:
         compiled(torch.randn(4, 64))
 
 
+def test_weights_that_fit_are_not_cut_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms, plain = [], compiler.rewrite_joint
+    monkeypatch.setattr(compiler, "rewrite_joint", lambda *args: (forms.append(args[3]), plain(*args))[1])
+    compiled, _, _ = trained(First, 4 * WEIGHT)
+    assert [form.cut for form in forms] == [UNCUT] and not compiled.plan.notes
+
+
+def test_by_default_an_optimizer_that_looks_at_whole_weights_keeps_them_whole() -> None:
+    model = First()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    options = {"memory": WEIGHT // 2, "policy": "offload-all", "update": "backward", "device": "cpu"}
+    with pytest.raises(mtcompile.BudgetError):
+        mtcompile.compile(model, optimizer=optimizer, **options)(torch.randn(4, 64))
+
+
 @pytest.mark.long
 def test_a_search_finds_fragments_too() -> None:
     _, fragments, plain = trained(First, WEIGHT // 2, fragments="exact", policy="fastest")
@@ -148,8 +165,8 @@ def test_options_that_fragments_cannot_honour_are_refused() -> None:
 def test_a_forecast_cuts_weights_too() -> None:
     options: dict[str, Any] = {"memory": WEIGHT // 2, "optimizer": "sgd", "machine": "rtx4090"}
     data = {"x": torch.randn(4, 64)}
-    assert not mtcompile.plan(First(), data, **options).feasible
-    forecast = mtcompile.plan(First(), data, fragments="exact", **options)
+    assert not mtcompile.plan(First(), data, fragments=None, **options).feasible
+    forecast = mtcompile.plan(First(), data, **options)
     assert forecast.feasible
     assert forecast.peak_bytes["device"] <= WEIGHT // 2
     assert forecast.parameters == sum(p.numel() for p in First().first.parameters())

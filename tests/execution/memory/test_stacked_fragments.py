@@ -50,7 +50,7 @@ def trained(memory: int, **options: Any) -> tuple[list[Any], list[Any], Any]:
 def test_experts_larger_than_the_device_train_with_the_same_bits(options: dict[str, Any]) -> None:
     memory = int(WEIGHT * 0.9)
     with pytest.raises(mtcompile.BudgetError):
-        trained(memory, **options)
+        trained(memory, fragments=None, **options)
     fragments, plain, compiled = trained(memory, fragments="exact", **options)
     assert same(fragments, plain)
     report = compiled.memory_report()

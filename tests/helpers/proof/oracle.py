@@ -270,7 +270,8 @@ class _Search:
                 if instruction.rows and instruction.queue == "h2d":
                     value += f"[rows {' '.join(self.schedule.buffers[index].value for index in instruction.rows)}]"
                 for cell, at in self.cells[write]:
-                    cells[cell] = (value, at) if at + self.width[cell] <= source.nbytes else None
+                    filled = instruction.rows or at + self.width[cell] <= source.nbytes  # rows and zeros fill any target
+                    cells[cell] = (value, at) if filled else None
         return tuple(cells)
 
     def _finish(self, state: State) -> None:

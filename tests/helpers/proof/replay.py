@@ -279,22 +279,28 @@ class _Replay:
             source, target = self.tensors[read], self.tensors[write]
             there = directions.get(instruction.queue) == (self.places[read], self.places[write])
             self._need(there, f"{instruction.queue} copies {read} to {write}")
-            alike = (source.dtype, source.shape, source.stride()) == (target.dtype, target.shape, target.stride())
-            self._need(alike, f"{read} and {write} are laid out differently")
-            target.copy_(source)
+            size = len(target.shape) if instruction.rows else target.shape
+            alike = (source.dtype, len(source.shape) if instruction.rows else source.shape, source.stride())
+            self._need(alike == (target.dtype, size, target.stride()), f"{read} and {write} are laid out differently")
+            if instruction.rows:
+                named = torch.cat([self.tensors[name].flatten() for name in instruction.rows]).unique()
+                to_device = instruction.queue == "h2d"
+                target.fill_(torch.nan if to_device else 0.0)
+                if to_device:
+                    target[: len(named)] = source[named]
+                else:
+                    target[named] = source[: len(named)]
+            else:
+                target.copy_(source)
             if instruction.ends:
                 ends = self.tensors[instruction.ends]
                 self._need(self.places[instruction.ends] == "device", f"{instruction.ends} is elsewhere")
                 target[ends.diff(prepend=ends.new_zeros(1)) == 0] = torch.nan
-            if instruction.rows:
-                indices = [self.tensors[name].flatten() for name in instruction.rows]
-                others = torch.ones(len(source), dtype=torch.bool)
-                others[torch.cat(indices)] = False
-                target[others] = torch.nan if instruction.queue == "h2d" else 0.0
             self.moved += _span(source)
         declared = sum(self.schedule.buffers[name].nbytes for name in reads)
         if instruction.rows:
-            declared = min(len(source), sum(map(len, indices))) * source[0].numel() * source.element_size()
+            names = sum(self.tensors[name].numel() for name in instruction.rows)
+            declared = min(len(source), names) * source[0].numel() * source.element_size()
         self._need(instruction.nbytes == declared, f"a copy of {declared} bytes says that it moves {instruction.nbytes}")
 
     def _run(self, instruction: Any) -> None:

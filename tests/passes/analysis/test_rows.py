@@ -17,12 +17,14 @@ from torch.nn import functional as F
 import mtcompile
 from mtcompile.capture.tracing import Traced
 from mtcompile.execution.compiled import retimed
+from mtcompile.execution.memory.fragments import homes_off_device
 from mtcompile.passes import rewrite
 from mtcompile.passes.analysis.cost import Machine
-from mtcompile.passes.analysis.rows import read_by_rows
+from mtcompile.passes.analysis.rows import fetched_by_rows, read_by_rows
 from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.cuts.form import in_rows
 from mtcompile.passes.graph_json import graph_from_json, graph_to_json
-from mtcompile.passes.joint.build import InputHomes, build
+from mtcompile.passes.joint.build import build
 from mtcompile.passes.plan import Plan, Updates
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.evaluate import evaluate
@@ -67,7 +69,15 @@ def batch(number: int = 0, words: int = 64) -> dict[str, Tensor]:
 def traced_words() -> Traced:
     torch.manual_seed(0)
     traced = trace(Words(padding_idx=3, scale_grad_by_freq=True), batch())
-    return replace(traced, step=build(traced.joint, input_homes=InputHomes(embeddings="used")))
+    return replace(traced, step=build(traced.joint))
+
+
+@functools.cache
+def traced_rows() -> Traced:
+    traced = traced_words()
+    joint = in_rows(traced.joint, "used")
+    assert joint is not None
+    return replace(traced, joint=joint, step=build(joint))
 
 
 def by_rows(schedule: Schedule) -> list[Instruction]:
@@ -155,7 +165,7 @@ def test_rows_are_left_out_by_themselves_only_where_that_is_sure_to_spare_much()
         with without_memory():
             data = {name: torch.zeros(1, tokens, dtype=torch.int64) for name in ("tokens", "others")}
             joint = trace(Words(words, 512), data).joint
-        return len(build(joint, input_homes=InputHomes(embeddings=embeddings)).meta["rows"])
+        return len(fetched_by_rows(joint, embeddings))
 
     assert by_rows(64, 8) == 0 and by_rows(64, 8, "used") == 1  # a small one is not worth its copies
     assert by_rows(32768, 8) == 1 and by_rows(32768, 8, "all") == 0
@@ -173,7 +183,7 @@ def test_an_unknown_choice_is_refused() -> None:
 def test_every_plan_keeps_the_bits_without_the_other_rows() -> None:
     """By interpretation after each pass, and on the emulated device and in every order of a GPU's streams, poisoned."""
     copies = {"h2d": 0, "d2h": 0}
-    for schedule in equal_in_every_way(traced_words()):
+    for schedule in equal_in_every_way(traced_rows(), traced_words()):
         for each in by_rows(schedule):
             copies[each.queue] += 1
     assert min(copies.values()) >= 3
@@ -181,7 +191,7 @@ def test_every_plan_keeps_the_bits_without_the_other_rows() -> None:
 
 def test_rows_that_other_numbers_name_are_no_plain_computation() -> None:
     """A lookup of numbers that do not say which rows came, and a gradient in other rows, give the step other numbers."""
-    traced = traced_words()
+    traced = traced_rows()
     for target in (prefetch_rows, offload_rows):
         step = rewrite(traced.step, Plan(lookahead=1))
         call = next(call for call in calls(step) if call.target is target)
@@ -192,7 +202,7 @@ def test_rows_that_other_numbers_name_are_no_plain_computation() -> None:
 
 def test_corrupted_schedules_with_rows_are_rejected() -> None:
     plan = Plan(lookahead=1)
-    schedule = lowered(rewrite(traced_words().step, plan), plan)
+    schedule = lowered(rewrite(traced_rows().step, plan), plan)
     unsafe = 0
     for _, mutant in mutants(schedule, 1, per_kind=2):
         if why_unsafe(mutant, walks=3, seed=1) is not None:
@@ -209,17 +219,18 @@ def test_corrupted_schedules_with_rows_are_rejected() -> None:
 
 @pytest.mark.long
 def test_a_step_with_rows_is_written_and_read() -> None:
-    step = rewrite(traced_words().step, Plan(lookahead=1))
+    step = rewrite(traced_rows().step, Plan(lookahead=1))
     again = graph_from_json(graph_to_json(step))
-    assert again.meta["rows"] == step.meta["rows"] != {}
+    assert again.meta["rows"] == step.meta["rows"] != {} and again.meta["inputs"] == step.meta["inputs"]
     assert [str(node) for node in again.graph.nodes] == [str(node) for node in step.graph.nodes]
 
 
 @pytest.mark.parametrize("updates", [None, Updates(), Updates(run_ahead=True)])
 def test_figures_of_rows_are_those_of_the_schedule(updates: Updates | None) -> None:
     machine, rnd = Machine("slow link", 1e12, 100.0, 0.05, 0.05, issue_us=0.2, host_gbps=20.0), Random(3)
+    step = traced_rows().step
     for _ in range(6):
-        candidates = Candidates(PlanningProblem(traced_words().step, machine, Budgets(updates=updates)))
+        candidates = Candidates(PlanningProblem(step, machine, Budgets(updates=updates), fixed_homes=homes_off_device(step)))
         plan = varied(candidates, rnd)
         expected = evaluate(candidates.problem, candidates.draft, plan).plan
         figures = candidates._evaluator.figures(plan)

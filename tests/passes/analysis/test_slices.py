@@ -87,7 +87,7 @@ def test_of_64_experts_the_4_that_are_used_are_fetched(experts: str, monkeypatch
         assert [len(used) for used in layer[1].used] == [4] * 4 and len(set(layer[1].used)) >= 3
     trained, least = copy.deepcopy(model), smallest_budget(model)
     optimizer = adamw(trained)
-    compiled = mtcompile.compile(trained, memory=least, optimizer=optimizer, experts=experts)
+    compiled = mtcompile.compile(trained, memory=least, optimizer=optimizer, experts=experts, fragments=None)
     reports: list[dict[str, Any]] = []
     actual = steps_of(compiled, optimizer, lambda: reports.append(compiled.memory_report()))
     assert all(map(torch.equal, expected, actual))
@@ -100,7 +100,7 @@ def test_of_64_experts_the_4_that_are_used_are_fetched(experts: str, monkeypatch
 
 def smallest_budget(model: nn.Module) -> int:
     trained = copy.deepcopy(model)
-    compiled = mtcompile.compile(trained, memory=1, optimizer=adamw(trained), experts="used")
+    compiled = mtcompile.compile(trained, memory=1, optimizer=adamw(trained), experts="used", fragments=None)
     with pytest.raises(mtcompile.BudgetError) as caught:
         compiled(torch.zeros(2, 3, dtype=torch.int64))
     return int(caught.value.minimum_bytes)
@@ -114,7 +114,7 @@ def test_a_used_expert_that_is_left_out_shows(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(CpuMemory, "_slices_with_rows", lambda memory, ends: plain(memory, ends)[1:])
     torch.manual_seed(0)
     model = Mixture(2).bfloat16()
-    compiled = mtcompile.compile(model, memory=smallest_budget(model), optimizer=adamw(model), experts="used")
+    compiled = mtcompile.compile(model, memory=smallest_budget(model), optimizer=adamw(model), experts="used", fragments=None)
     assert compiled(torch.ones(2, 3, dtype=torch.int64)).isnan()
 
 

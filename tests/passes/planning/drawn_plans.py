@@ -91,7 +91,8 @@ def varied(candidates: Candidates, rnd: random.Random) -> Plan:
     tiers = rnd.choice([["device", "device", "host"], ["device"], ["host"]])
     keeps = rnd.choice(["a variant", "some", "all", "nothing"])
     for home, nbytes in candidates.sizes.items():
-        plan = plan.with_decision(Decision("params", home, rnd.choice(homes), nbytes, ""))
+        if home not in candidates.problem.fixed_homes:
+            plan = plan.with_decision(Decision("params", home, rnd.choice(homes), nbytes, ""))
         plan = plan.with_decision(Decision("fetch", home, rnd.choice(["keep", "again"]), nbytes, ""))
         plan = plan.with_decision(Decision("return", home, rnd.choice(["early", "late"]), nbytes, ""))
         plan = plan.with_decision(Decision("gradients", home, rnd.choice(["early", "late"]), nbytes, ""))

@@ -23,13 +23,14 @@ typedef struct {
     int64_t nbytes, slot, first_reader, readers, returned, group, name;
 } Value;
 
-/* row_count: -1 where whole values cross. */
+/* nbytes, slot: at home; there_*: on the device. row_count: -1 where whole values cross. */
 typedef struct {
-    int64_t nbytes, slot, home, role, on_device, weights, row_count, row_nbytes;
+    int64_t nbytes, slot, there_nbytes, there_slot, home, role, on_device, weights, row_count, row_nbytes;
 } Operand;
 
+/* at_home_*: once it is there; crossing, whole: of rows, the bytes that cross and those that they are filled up to. */
 typedef struct {
-    int64_t nbytes, slot, first_reader, readers, home, operand, updates;
+    int64_t nbytes, slot, at_home_nbytes, at_home_slot, first_reader, readers, home, operand, updates, crossing, whole;
 } Leaving;
 
 /* A region's reads, values (activations first) and leaving end where those of the next one begin. */

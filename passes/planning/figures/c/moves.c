@@ -34,14 +34,10 @@ static double drive_us(const Costs *costs, int64_t nbytes) { /* read and written
     return copy_us(costs, nbytes, DISK_READ) + costs->disk_write_scale * ((double)nbytes / costs->disk_write_gbps / 1e3);
 }
 
-/* Of what is copied together: the µs, and in *crossing the bytes that cross. */
-static double together_us(const Costs *costs, const Operand *first, int64_t nbytes, int queue, int64_t *crossing) {
-    *crossing = nbytes;
-    if (first->row_count < 0)
-        return copy_us(costs, nbytes, queue);
-    *crossing = first->row_nbytes;
-    double zeros = queue == D2H ? (double)nbytes / costs->host_gbps / 1e3 : 0.0;
-    return copy_us(costs, first->row_nbytes, queue) + (double)first->row_count * costs->row_us + zeros;
+/* The µs of rows, of crossing bytes, that are filled up to whole ones. */
+static double rows_us(const Costs *costs, int64_t count, int64_t crossing, int64_t whole, int queue) {
+    double zeros = queue == D2H ? (double)whole / costs->host_gbps / 1e3 : 0.0;
+    return copy_us(costs, crossing, queue) + (double)count * costs->row_us + zeros;
 }
 
 /* ---------------------------------------------------------------------------------------------- calls around a region */
@@ -88,7 +84,8 @@ static void by_role(Work *w, int kind, List operands, List *list) {
         for (int32_t other = link; other >= 0; other = w->links[other].next) {
             const Operand *alike = &operand[w->links[other].value];
             if (alike->role == role)
-                nbytes += alike->nbytes, slot += alike->slot;
+                nbytes += kind == ON_HOST ? alike->nbytes : alike->there_nbytes,
+                    slot += kind == ON_HOST ? alike->slot : alike->there_slot;
         }
         mt_push(w, list, new_buffer(w, kind, nbytes, slot, 0), 0);
     }
@@ -113,12 +110,13 @@ static void fetch_group(Work *w, Around *around, int64_t position, List operands
     const int phase = (int)step->region[position].phase, stays = !phase && (home & STAYS) && !(home & AT_DEVICE);
     const int kind = w->choices->pooled || stays ? POOLED : ON_DEVICE;
     const int64_t ahead = phase && (home & LATE) ? 0 : w->choices->lookahead;
-    int64_t nbytes = 0, crossing;
+    const int in_rows = first->row_count >= 0;
+    int64_t nbytes = 0;
     for EACH(link, operands, w)
         nbytes += step->operand[w->links[link].value].nbytes;
-    double us = together_us(w->costs, first, nbytes, H2D, &crossing);
+    double us = in_rows ? rows_us(w->costs, first->row_count, first->row_nbytes, nbytes, H2D) : copy_us(w->costs, nbytes, H2D);
     int32_t fetch = new_call(w, H2D, us, phase);
-    w->calls[fetch].copied = crossing;
+    w->calls[fetch].copied = in_rows ? first->row_nbytes : nbytes;
     if (home & AT_DISK) {
         List reads = read_from_disk(w, around, position, operands, nbytes, ahead);
         w->calls[fetch].reads = reads;
@@ -129,7 +127,7 @@ static void fetch_group(Work *w, Around *around, int64_t position, List operands
     if (stays) {
         for EACH(link, operands, w) {
             const int32_t number = w->links[link].value;
-            staying[number] = new_buffer(w, kind, step->operand[number].nbytes, step->operand[number].slot, 0);
+            staying[number] = new_buffer(w, kind, step->operand[number].there_nbytes, step->operand[number].there_slot, 0);
             mt_push(w, &writes, staying[number], 0);
         }
     } else {
@@ -269,10 +267,13 @@ static void leave(Work *w, Around *around, int64_t position) {
                     w->gradients[gradients].name = (int32_t)j;
                 }
                 mt_push(w, &w->gradients[gradients].operands, (int32_t)alike->operand, 0);
-                updated_nbytes += alike->nbytes, updated_slot += alike->slot;
+                updated_nbytes += alike->at_home_nbytes, updated_slot += alike->at_home_slot;
             }
         }
-        w->calls[copy].us = together_us(w->costs, of, nbytes, D2H, &w->calls[copy].copied);
+        const int in_rows = of->row_count >= 0;
+        w->calls[copy].us = in_rows ? rows_us(w->costs, of->row_count, entry->crossing, entry->whole, D2H)
+                                    : copy_us(w->costs, nbytes, D2H);
+        w->calls[copy].copied = in_rows ? entry->crossing : nbytes;
         w->calls[copy].early = (w->choices->home[entry->home] & EARLY) != 0;
         if (gradients >= 0) {
             int32_t at_home = new_buffer(w, ON_HOST, updated_nbytes, updated_slot, 0);
