@@ -29,7 +29,7 @@ from mtcompile.runtime.disk.pages import pages
 from mtcompile.runtime.disk.store import DEPTH, DiskStore
 
 MIB = 2**20
-PIECE, ROUNDS = 8 * MIB, 15
+PIECE, ROUNDS = 8 * MIB, 60
 
 
 def main(folder: Path, mib: int, results: Path | None) -> None:
@@ -95,4 +95,4 @@ def main(folder: Path, mib: int, results: Path | None) -> None:
 
 if __name__ == "__main__":
     given = dict(enumerate(sys.argv))
-    main(Path(given.get(1, ".")), int(given.get(2, 512)), Path(given[3]) if 3 in given else None)
+    main(Path(given.get(1, ".")), int(given.get(2, 64)), Path(given[3]) if 3 in given else None)

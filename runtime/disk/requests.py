@@ -102,8 +102,10 @@ class Requests:
 
     def _all(self, one: Callable[[Transfer, int], None], transfers: Sequence[Transfer]) -> None:
         """Carries all pieces, and ends when all have ended. Raises the first error."""
-        pieces, lock, failed = list(self._pieces(transfers)), threading.Lock(), threading.Event()
-        remaining = iter(pieces)
+        pieces = list(self._pieces(transfers))
+        if len(pieces) == 1:
+            return self._buffered(one, pieces[0])
+        remaining, lock, failed = iter(pieces), threading.Lock(), threading.Event()
 
         def share() -> None:  # one task for many pieces: handing over each of them would cost a tenth of its time
             while not failed.is_set():
@@ -111,17 +113,12 @@ class Requests:
                     piece = next(remaining, None)
                 if piece is None:
                     return
-                buffer = self._buffers.get()
                 try:
-                    one(piece, buffer)
+                    self._buffered(one, piece)
                 except BaseException:
                     failed.set()
                     raise
-                finally:
-                    self._buffers.put(buffer)
 
-        if len(pieces) == 1:
-            return share()
         futures: list[Future[None]] = [self._pool.submit(share) for _ in range(min(self.depth, len(pieces)) - 1)]
         try:
             share()  # this thread too: it begins at once
@@ -134,6 +131,14 @@ class Requests:
         for future in futures:
             if not future.cancelled():
                 future.result()
+
+    def _buffered(self, one: Callable[[Transfer, int], None], piece: Transfer) -> None:
+        """Carries one piece when a buffer is free for it."""
+        buffer = self._buffers.get()
+        try:
+            one(piece, buffer)
+        finally:
+            self._buffers.put(buffer)
 
     def _read(self, piece: Transfer, buffer: int) -> None:
         direct = piece.nbytes // BLOCK * BLOCK if piece.address % _MEMORY == 0 else 0
