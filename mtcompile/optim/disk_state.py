@@ -194,15 +194,14 @@ class DiskState:
     def _write(self, state: OnDisk, staged: Staged) -> None:
         """Writes all that an update changed, in one request."""
         moves: list[Move] = []
-        changed = {key: value for key, value in staged.state.items() if self._goes(value, state.parameter)}
         if state.remainder is not None and staged.remainder is not None:
-            for key, value in changed.items():
+            for key, value in staged.state.items():
                 if isinstance(home := state.entry.get(key), Tensor) and self._goes(home, state.parameter):
                     moves += self._move(state.name, key, self._there(state, key, home), value, state)
             moves += self._move(state.name, REMAINDER, state.remainder, staged.remainder, state)
         else:
             for key, value in staged.state.items():
-                if key in changed:
+                if self._goes(value, state.parameter):
                     state.entry[key] = home = self._home(state.name, key, layout_of(value))
                     moves += self._move(state.name, key, home, value) if value is not home else []
                 else:
