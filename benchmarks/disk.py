@@ -1,91 +1,98 @@
-"""The throughput of the disk tier beside a plain reader and writer of the same kind of file, past the page cache, in turns.
+"""The throughput of the disk tier beside plain readers and writers of the same kind of file, past the page cache, in turns.
 
     python -m benchmarks.disk [folder] [MiB] [results.json]
 
-The plain ones are a loop over pieces of 8 MiB from one thread, always through the same buffer, and as many threads as the store
-has, from and to the same memory as the store, in pieces of its size. ``aligned``: memory as disks want it; otherwise the store
-copies. Throughput is relative to the faster plain one.
+Plain ones are a loop over pieces of 8 MiB from one thread, and as many threads as the store has, in pieces of 1 MiB. Each moves
+what the store moves, from and to the same memory: as large as the file, or one of 8 MiB over and over ("slot"), as a block's
+weights arrive in a step. Throughput is relative to the fastest plain one of the same memory. ``shifted``: memory that is not
+aligned as disks want it, which the store copies; relative to the plain ones with aligned memory. Runs take turns, in another
+order each round.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import os
+import random
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from benchmarks.run import about
+from mtcompile.runtime.disk.pages import pages
 from mtcompile.runtime.disk.store import DEPTH, DiskStore
 
 MIB = 2**20
-PIECE, ROUNDS = 8 * MIB, 9
+PIECE, ROUNDS = 8 * MIB, 60
 
 
 def main(folder: Path, mib: int, results: Path | None) -> None:
     nbytes = mib * MIB
     store, summed = DiskStore(folder, summed=False), DiskStore(folder)
-    home = torch.frombuffer(store.map(nbytes), dtype=torch.uint8)
-    summed_home = torch.frombuffer(summed.map(nbytes), dtype=torch.uint8)
-    memory = torch.frombuffer(mmap.mmap(-1, nbytes + 4096), dtype=torch.uint8)
+    homes = {each: torch.frombuffer(each.map(nbytes), dtype=torch.uint8).data_ptr() for each in (store, summed)}
+    memory = torch.frombuffer(pages(nbytes + 4096), dtype=torch.uint8)
     memory.random_()
-    block = mmap.mmap(-1, PIECE)
-    direct = store.file.direct
+    slot = torch.frombuffer(pages(PIECE), dtype=torch.uint8)
+    slot.random_()
+    direct, pool = store.file.direct, ThreadPoolExecutor(DEPTH)
+    pieces, in_slot = memoryview(memory.numpy()), memoryview(slot.numpy())
 
-    def moved(shift: int, to: torch.Tensor = home) -> list[tuple[int, int, int, str]]:
-        return [(memory.data_ptr() + shift, to.data_ptr(), nbytes, "w")]
+    def whole(verb: str, shift: int = 0, to: DiskStore = store) -> None:
+        moves = [(memory.data_ptr() + shift, homes[to], nbytes, "w")]
+        to.write(moves) if verb == "write" else to.read(moves, verify=to is summed)
 
-    def plain(call: Callable[..., int]) -> None:
+    def by_slots(verb: str) -> None:
         for at in range(0, nbytes, PIECE):
-            call(direct, [block], at)
+            moves = [(slot.data_ptr(), homes[store] + at, PIECE, "w")]
+            store.write(moves) if verb == "write" else store.read(moves)
 
-    pool = ThreadPoolExecutor(DEPTH)
-    pieces = memoryview(memory.numpy())
+    def plain(call: Callable[..., int], one_slot: bool) -> None:
+        for at in range(0, nbytes, PIECE):
+            call(direct, [in_slot if one_slot else pieces[at : at + PIECE]], at)
 
-    def in_flight(call: Callable[..., int]) -> None:
+    def in_flight(call: Callable[..., int], one_slot: bool) -> None:
         def share(index: int) -> None:
             for at in range(index * MIB, nbytes, DEPTH * MIB):
-                call(direct, [pieces[at : at + MIB]], at)
+                start = at % PIECE
+                call(direct, [in_slot[start : start + MIB] if one_slot else pieces[at : at + MIB]], at)
 
         list(pool.map(share, range(DEPTH)))
 
-    runs: dict[str, Callable[[], None]] = {
-        "write, plain": lambda: plain(os.pwritev),
-        "write, plain, in flight": lambda: in_flight(os.pwritev),
-        "write, store, aligned": lambda: store.write(moved(0)),
-        "write, store": lambda: store.write(moved(64)),
-        "write, store, summed": lambda: summed.write(moved(64, summed_home)),
-        "read, plain": lambda: plain(os.preadv),
-        "read, plain, in flight": lambda: in_flight(os.preadv),
-        "read, store, aligned": lambda: store.read(moved(0)),
-        "read, store": lambda: store.read(moved(64)),
-        "read, store, verified": lambda: summed.read(moved(64, summed_home), verify=True),
-    }
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    runs: dict[tuple[str, str], Callable[[], None]] = {}
+    for verb, call in (("write", os.pwritev), ("read", os.preadv)):
+        for kind, one_slot in ((verb, False), (f"{verb}, slot", True)):
+            runs[kind, "plain"] = partial(plain, call, one_slot)
+            runs[kind, "plain, in flight"] = partial(in_flight, call, one_slot)
+            runs[kind, "store"] = partial(by_slots, verb) if one_slot else partial(whole, verb)
+        runs[verb, "store, shifted"] = partial(whole, verb, 64)
+        runs[verb, "store, checked"] = partial(whole, verb, 0, summed)
+    times: dict[tuple[str, str], list[float]] = {each: [] for each in runs}
+    order, shuffled = list(runs), random.Random(1)
     for _ in range(ROUNDS + 1):
-        for name, run in runs.items():
+        shuffled.shuffle(order)
+        for each in order:
             start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
+            runs[each]()
+            times[each].append(time.perf_counter() - start)
     print(f"{mib} MiB in {folder}, {'O_DIRECT' if store.file.is_direct else 'through the page cache'}; medians of {ROUNDS}")
-    gbps = {name: nbytes / statistics.median(seconds[1:]) / 1e9 for name, seconds in times.items()}
-    shares = {
-        name: each / max(gbps[f"{name.split(',')[0]}, plain{kind}"] for kind in ("", ", in flight"))
-        for name, each in gbps.items()
-    }
-    for name, each in gbps.items():
-        print(f"  {name:24s} {each:5.2f} GB/s  {shares[name]:.2f} of plain")
+    gbps = {each: nbytes / statistics.median(seconds[1:]) / 1e9 for each, seconds in times.items()}
+    rows = {}
+    for (kind, who), each in gbps.items():
+        share = each / max(gbps[kind, "plain"], gbps[kind, "plain, in flight"])
+        rows[f"{kind}: {who}"] = {"gbps": each, "of_plain": share}
+        print(f"  {kind + ': ' + who:30s} {each:5.2f} GB/s  {share:.2f} of plain")
     if results is not None:
-        about_run = {"about": about(), "MiB": mib, "direct": store.file.is_direct, "gbps": gbps, "of_plain": shares}
+        load = os.getloadavg()[0]
+        about_run = {"about": about(), "MiB": mib, "direct": store.file.is_direct, "load": load, "rows": rows}
         results.write_text(json.dumps(about_run, indent=1) + "\n")
 
 
 if __name__ == "__main__":
     given = dict(enumerate(sys.argv))
-    main(Path(given.get(1, ".")), int(given.get(2, 512)), Path(given[3]) if 3 in given else None)
+    main(Path(given.get(1, ".")), int(given.get(2, 64)), Path(given[3]) if 3 in given else None)

@@ -1,6 +1,6 @@
 """How near a step with weights on disk comes to its busiest resource, and whether each tier holds what was planned.
 
-    python -m benchmarks.disk_steps [folder] [--json out.json]     # some minutes
+    python -m benchmarks.disk_steps [folder] [--json out.json]     # five to ten minutes
 
 Stacks of equal blocks on the emulated device, throttled: the disk or the device's kernels take most of a step, or both take as
 long. ``predicted`` and ``measured``: the step over the busy time of its busiest queue, by the simulator and by the trace of the
@@ -14,7 +14,9 @@ import argparse
 import copy
 import json
 import statistics
+import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -137,14 +139,22 @@ def tables(times: list[dict[str, Any]], splits: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def told(cases: Sequence[Any]) -> Iterator[Any]:
+    """Yields the cases, each of which takes about half a minute, and says on stderr which one is under way."""
+    for number, case in enumerate(cases, 1):
+        print(f"{number} of {len(cases)}: {case}", file=sys.stderr, flush=True)
+        yield case
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("."))
     parser.add_argument("--json", type=Path, help="where to write the results")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    times = [timed(given.folder, bound, trained) for trained in (False, True) for bound in MACHINES]
-    splits = [ledger(given.folder, *split) for split in SPLITS]
+    cases = [(bound, trained) for trained in (False, True) for bound in MACHINES]
+    times = [timed(given.folder, *case) for case in told(cases)]
+    splits = [ledger(given.folder, *split) for split in told(SPLITS)]
     print(tables(times, splits))
     if given.json:
         given.json.write_text(json.dumps({"about": about(), "times": times, "ledger": splits}, indent=1) + "\n")

@@ -166,7 +166,8 @@ def _refused(request: ForecastRequest, sized: SizedStep, unplanned: Forecast, bu
     if tier != "device" and budgets.disk is not None:
         ways = [f"{tier} memory of {gib(minimum)} ({minimum} bytes) or more"]
         if not budgets.disk_updates:
-            ways.append('update="backward": weights that train may then go to disk, with their state')
+            what = 'update="backward"' if budgets.updates is None else "an elementwise optimizer, such as AdamW"
+            ways.append(f"{what}: weights that train may then go to disk, with their state")
         return replace(unplanned, short_bytes=short, ways_out=(*ways, f"less in one of the largest parts: {parts}"))
     ways = ways_on_host(request, sized, budgets, error) if tier == "host" else []
     more = candidates.needs(other, {tier: limit})

@@ -10,7 +10,6 @@ is that memory, with the layout of the parameter, so its bits are those of an up
 
 from __future__ import annotations
 
-import mmap
 import queue
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from mtcompile.passes.analysis.state import UPDATE_SETS
 from mtcompile.runtime.devices.arena import Layout, layout_of, part, span_nbytes, view
 from mtcompile.runtime.disk.errors import DiskError
+from mtcompile.runtime.disk.pages import pages
 from mtcompile.runtime.disk.requests import whole_blocks
 from mtcompile.runtime.disk.store import DiskStore, Move
 
@@ -94,7 +94,7 @@ class DiskState:
     def make_room(self, nbytes: int) -> None:
         """Allocates the host memory that updates go through."""
         if nbytes > self.staging_nbytes:
-            self._memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)  # page-aligned, as disks want it
+            self._memory = torch.frombuffer(pages(nbytes), dtype=torch.uint8)
 
     def holds(self, tensor: Tensor) -> bool:
         """Tells whether a tensor is on disk."""
@@ -192,16 +192,22 @@ class DiskState:
         return Staged(state.name, state.parameter, state.start, state.stop, values, remainder, entry)
 
     def _write(self, state: OnDisk, staged: Staged) -> None:
+        """Writes all that an update changed, in one request."""
+        moves: list[Move] = []
         if state.remainder is not None and staged.remainder is not None:
             for key, value in staged.state.items():
                 if isinstance(home := state.entry.get(key), Tensor) and self._goes(home, state.parameter):
-                    self._write_to(state.name, key, self._there(state, key, home), value, state)
-            self._write_to(state.name, REMAINDER, state.remainder, staged.remainder, state)
+                    moves += self._move(state.name, key, self._there(state, key, home), value, state)
+            moves += self._move(state.name, REMAINDER, state.remainder, staged.remainder, state)
         else:
             for key, value in staged.state.items():
-                goes = self._goes(value, state.parameter)
-                state.entry[key] = self.write_home(state.name, key, value) if goes else value
-        self._write_to(state.name, VALUES, state.parameter.detach(), staged.values, state)
+                if self._goes(value, state.parameter):
+                    state.entry[key] = home = self._home(state.name, key, layout_of(value))
+                    moves += self._move(state.name, key, home, value) if value is not home else []
+                else:
+                    state.entry[key] = value
+        moves += self._move(state.name, VALUES, state.parameter.detach(), staged.values, state)
+        self.store.write(moves)
         if state.stop == state.parameter.numel():
             torch.autograd.graph.increment_version(state.parameter)
             self._wrote(state.name)
@@ -221,7 +227,7 @@ class DiskState:
         """Writes a tensor to its home on disk, which is made for it the first time. Returns it as it is there."""
         home = self._home(name, key, layout_of(value))
         if value is not home:
-            self._write_to(name, key, home, value)
+            self.store.write(self._move(name, key, home, value))
         return home
 
     def _home(self, name: str, key: str, layout: Layout) -> Tensor:
@@ -232,11 +238,12 @@ class DiskState:
             home = self._homes[name, key] = part(memory, 0, layout)
         return home
 
-    def _write_to(self, name: str, key: str, home: Tensor, value: Tensor, state: OnDisk | None = None) -> None:
+    def _move(self, name: str, key: str, home: Tensor, value: Tensor, state: OnDisk | None = None) -> list[Move]:
+        """Returns the request that writes a value to its home, or to a part of it; none for a value without elements."""
         target = home if state is None else _part(state, home)
-        if nbytes := span_nbytes(value):
-            self.store.write([(value.data_ptr(), target.data_ptr(), nbytes, _title(name, key))])
         self._versions[name, key] = home._version
+        nbytes = span_nbytes(value)
+        return [(value.data_ptr(), target.data_ptr(), nbytes, _title(name, key))] if nbytes else []
 
 
 def _part(state: OnDisk, whole: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Requests to one file: cut into pieces, several in flight, each through an aligned buffer unless memory is aligned itself.
 
 Past the page cache, a disk takes multiples of ``BLOCK`` from and to aligned memory only. A piece whose memory is not aligned
-goes through a buffer of its own; so does its last part of a block.
+goes through a buffer of its own; so does its last part of a block. What is aligned needs no buffer, so its pieces are larger:
+each costs the system and its threads the same, however large it is.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from typing import NamedTuple
 from mtcompile.runtime.disk.checksums import Checksums
 from mtcompile.runtime.disk.errors import DiskError, DiskFull
 from mtcompile.runtime.disk.file import Descriptors
+from mtcompile.runtime.disk.pages import pages
 from mtcompile.runtime.schedule import BLOCK
 
 _MEMORY = 512  # bytes; the alignment of memory that disks read and write directly
+_DIRECT = 8 << 20  # bytes of a piece whose memory is aligned: the system splits it into as many requests as keep a disk busy
 
 
 class Transfer(NamedTuple):
@@ -39,16 +42,16 @@ def whole_blocks(nbytes: int) -> int:
 
 
 class Requests:
-    """Carries requests to a file. ``chunk``: bytes of one piece, a multiple of BLOCK. ``depth``: pieces in flight. ``summed``:
-    whether what is written has checksums, to compare with when it is read. ``beside``: the requests to another file, with which
-    these share buffers, and so ``chunk``, ``depth`` and ``summed``."""
+    """Carries requests to a file. ``chunk``: bytes of a buffer, a multiple of BLOCK, of which each has a checksum. ``depth``:
+    pieces in flight. ``summed``: whether what is written has checksums, to compare with when it is read. ``beside``: the
+    requests to another file, with which these share buffers, and so ``chunk``, ``depth`` and ``summed``."""
 
     def __init__(self, file: Descriptors, chunk: int, depth: int, summed: bool = True, beside: Requests | None = None) -> None:
         self.file, self.checksums = file, Checksums()
         self.summed: bool = summed if beside is None else beside.summed
         self.chunk: int = chunk if beside is None else beside.chunk
         self.depth: int = depth if beside is None else beside.depth
-        self._memory: mmap.mmap = mmap.mmap(-1, chunk * depth) if beside is None else beside._memory  # page-aligned
+        self._memory: mmap.mmap = pages(chunk * depth) if beside is None else beside._memory
         self._buffers: queue.SimpleQueue[int] = queue.SimpleQueue() if beside is None else beside._buffers
         for index in range(depth) if beside is None else ():
             self._buffers.put(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) + index * chunk)
@@ -68,8 +71,8 @@ class Requests:
 
         def one(piece: Transfer, buffer: int) -> None:
             self._read(piece, buffer)
-            if verify and self.summed:
-                self.checksums.compare(piece.at, piece.address, piece.nbytes, piece.name)
+            for part in self._chunks(piece) if verify and self.summed else ():
+                self.checksums.compare(part.at, part.address, part.nbytes, part.name)
 
         self._all(one, transfers)
 
@@ -78,25 +81,31 @@ class Requests:
 
         def one(piece: Transfer, buffer: int) -> None:
             self._write(piece, buffer)
-            if self.summed:
-                self.checksums.note(piece.at, piece.address, piece.nbytes)
+            for part in self._chunks(piece) if self.summed else ():
+                self.checksums.note(part.at, part.address, part.nbytes)
 
         self._all(one, transfers)
 
     def note(self, transfer: Transfer) -> None:
         """Takes the checksums of what memory holds, for bytes that came to the file in another way."""
-        for piece in self._pieces((transfer,)) if self.summed else ():
-            self.checksums.note(piece.at, piece.address, piece.nbytes)
+        for part in self._chunks(transfer) if self.summed else ():
+            self.checksums.note(part.at, part.address, part.nbytes)
+
+    def _chunks(self, transfer: Transfer) -> Iterator[Transfer]:
+        return _parts(transfer, self.chunk)
 
     def _pieces(self, transfers: Sequence[Transfer]) -> Iterator[Transfer]:
-        for at, address, nbytes, name in transfers:
-            for start in range(0, nbytes, self.chunk):
-                yield Transfer(at + start, address + start, min(self.chunk, nbytes - start), name)
+        """Yields what is carried at a time, in whole chunks: aligned memory in as few pieces as keep the disk busy."""
+        direct = max(self.chunk, _DIRECT // self.chunk * self.chunk)
+        for transfer in transfers:
+            yield from _parts(transfer, direct if transfer.address % _MEMORY == 0 else self.chunk)
 
     def _all(self, one: Callable[[Transfer, int], None], transfers: Sequence[Transfer]) -> None:
         """Carries all pieces, and ends when all have ended. Raises the first error."""
-        pieces, lock, failed = list(self._pieces(transfers)), threading.Lock(), threading.Event()
-        remaining = iter(pieces)
+        pieces = list(self._pieces(transfers))
+        if len(pieces) == 1:
+            return self._buffered(one, pieces[0])
+        remaining, lock, failed = iter(pieces), threading.Lock(), threading.Event()
 
         def share() -> None:  # one task for many pieces: handing over each of them would cost a tenth of its time
             while not failed.is_set():
@@ -104,19 +113,15 @@ class Requests:
                     piece = next(remaining, None)
                 if piece is None:
                     return
-                buffer = self._buffers.get()
                 try:
-                    one(piece, buffer)
+                    self._buffered(one, piece)
                 except BaseException:
                     failed.set()
                     raise
-                finally:
-                    self._buffers.put(buffer)
 
-        if len(pieces) == 1:
-            return share()
-        futures: list[Future[None]] = [self._pool.submit(share) for _ in range(min(self.depth, len(pieces)))]
+        futures: list[Future[None]] = [self._pool.submit(share) for _ in range(min(self.depth, len(pieces)) - 1)]
         try:
+            share()  # this thread too: it begins at once
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:
             failed.set()
@@ -126,6 +131,14 @@ class Requests:
         for future in futures:
             if not future.cancelled():
                 future.result()
+
+    def _buffered(self, one: Callable[[Transfer, int], None], piece: Transfer) -> None:
+        """Carries one piece when a buffer is free for it."""
+        buffer = self._buffers.get()
+        try:
+            one(piece, buffer)
+        finally:
+            self._buffers.put(buffer)
 
     def _read(self, piece: Transfer, buffer: int) -> None:
         direct = piece.nbytes // BLOCK * BLOCK if piece.address % _MEMORY == 0 else 0
@@ -143,6 +156,13 @@ class Requests:
             ctypes.memmove(buffer, piece.address + direct, rest)
             ctypes.memset(buffer + rest, 0, whole_blocks(rest) - rest)
             _whole(os.pwritev, self.file, piece, buffer, piece.at + direct, whole_blocks(rest), "write")
+
+
+def _parts(transfer: Transfer, nbytes: int) -> Iterator[Transfer]:
+    """Yields the transfer in parts of ``nbytes``, but for the last one."""
+    at, address, whole, name = transfer
+    for start in range(0, whole, nbytes):
+        yield Transfer(at + start, address + start, min(nbytes, whole - start), name)
 
 
 def _whole(call: Callable[..., int], file: Descriptors, piece: Transfer, address: int, at: int, nbytes: int, verb: str) -> None:

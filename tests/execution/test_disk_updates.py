@@ -247,7 +247,7 @@ def test_reads_that_fail_in_updates_end_and_say_so(tmp_path: Path, monkeypatch: 
     model, optimizer = on_disk(tmp_path, Model())
     step(model, optimizer)
     saved = copy.deepcopy(optimizer.state_dict())
-    for nth in (1, 9, 30):
+    for nth in (1, 9, 20):  # after the load, a backward reads only weights
         loss = model(torch.randn(16, WIDTH))
         with monkeypatch.context() as patch:
             patch.setattr(os, "preadv", failing("preadv", nth))

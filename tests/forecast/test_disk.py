@@ -97,10 +97,22 @@ def test_frozen_weights_of_lora_are_on_disk_without_state(optimizer: str) -> Non
 
 @pytest.mark.long
 def test_what_is_not_updated_element_by_element_is_not_forecast_to_train_from_disk() -> None:
-    options = {"update": "backward", "memory": "1500KB", "disk": "1GB"}
+    options = {"update": "backward", "memory": "1250KB", "disk": "1GB"}
     trained = forecast(**options, optimizer="rmsprop", host="1.6MB")
     assert trained.feasible and trained.disk_write_bytes
-    assert not forecast(**options, optimizer="adafactor", host="1MB").feasible
+    assert not forecast(**{**options, "disk": None}, optimizer="rmsprop", host="1.6MB").feasible
+    refused = forecast(**options, optimizer="adafactor", host="700KB")
+    assert not refused.feasible and not forecast(**{**options, "disk": None}, optimizer="adafactor", host="700KB").feasible
+    assert any(way.startswith("an elementwise optimizer") for way in refused.ways_out)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("optimizer", "host"), [("sgd", "800KB"), ("adafactor", "900KB"), ("adamw", "3.9MB")])
+def test_what_fits_the_host_without_a_disk_fits_it_with_one_and_nothing_moves(optimizer: str, host: str) -> None:
+    options = {"update": "backward", "memory": "1250KB", "host": host, "optimizer": optimizer}
+    assert forecast(**options).feasible
+    there = forecast(**options, disk="1GB")
+    assert there.feasible and not there.disk_write_bytes and not there.peak_bytes["disk"]
 
 
 def test_a_disk_needs_a_host_and_single_sizes() -> None:

@@ -43,6 +43,7 @@ def within_disk(problem: PlanningProblem, find: Find, roomy: Roomy = lambda sche
     sent: tuple[str, ...] = ()
     frozen, trained = _may_move(problem)
     missing, more, order = 0, 1, [*_evenly(frozen), *_evenly(trained)]
+    searched = False  # with nothing on disk
     refused: PlanningProblem | None = None  # the first that was, with all frozen weights on disk
     while True:
         fixed = _with_homes(problem, sent)
@@ -54,6 +55,7 @@ def within_disk(problem: PlanningProblem, find: Find, roomy: Roomy = lambda sche
         try:
             if not all_sent and (short := short_of_host(fixed)) > 0:  # no search would find a plan
                 raise DoesNotFit("host", (budgets.host or 0) + short, ())
+            searched = searched or not sent
             part, planned = find(fixed)
             break
         except DoesNotFit as error:
@@ -71,6 +73,9 @@ def within_disk(problem: PlanningProblem, find: Find, roomy: Roomy = lambda sche
                 spilled = Spilled() if refused is None else with_activations_on_disk(refused, find, roomy, _evenly)
                 if spilled.fastest is not None:
                     return _judged(*spilled.fastest, problem)
+                if not searched:  # what is sure is that lean plans do not fit without a disk: a search may find one that does
+                    with contextlib.suppress(DoesNotFit):
+                        return find(problem)
                 least = final.minimum if final.tier != "host" else min(final.minimum, spilled.least_host)
                 raise DoesNotFit(final.tier, least, final.causes) from None
     at_home: tuple[PlanningProblem, Planned] | None = None

@@ -10,7 +10,7 @@ from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.frontier import Point
 from mtcompile.passes.planning.pace import with_pace
 
-_FEW_HOMES = 5  # of which every choice is tried
+FEW_HOMES = 5  # of which every choice is tried
 _SOME_HOMES = 12  # of which every count is tried; of more, a few counts, beginning with few plans
 _COUNTS, _STARTS = 6, 4
 _WHY = "on the device: the host is short of memory"
@@ -20,7 +20,7 @@ def lean_plans(starts: Sequence[Plan], sizes: Mapping[str, int]) -> Iterator[Pla
     """Yields plans whose gradients do not wait on the host. ``starts``: ways to compute the step; ``sizes``: bytes of the homes
     whose tier is open."""
     homes = list(sizes)
-    chosen = _subsets(homes) if len(homes) <= _FEW_HOMES else _prefixes(homes, sizes)
+    chosen = subsets(homes) if len(homes) <= FEW_HOMES else _prefixes(homes, sizes)
     for start in starts if len(homes) <= _SOME_HOMES else starts[:_STARTS]:
         lean = replace(leanest(start), disk_lookahead=start.disk_lookahead)
         for on_device in chosen:
@@ -45,15 +45,22 @@ def slower_than_some(plans: Sequence[Plan], points: Sequence[Point]) -> list[Poi
     return [Point(plan, (plan,), 0) for plan in plans if slower(plan)]
 
 
-def _subsets(homes: Sequence[str]) -> list[frozenset[str]]:
+def subsets(homes: Sequence[str]) -> list[frozenset[str]]:
+    """Returns every choice of homes."""
     every = (itertools.combinations(homes, count) for count in range(len(homes) + 1))
     return [frozenset(chosen) for chosen in itertools.chain.from_iterable(every)]
 
 
-def _prefixes(homes: Sequence[str], sizes: Mapping[str, int]) -> list[frozenset[str]]:
-    """The first few of the homes and so on to all: in the order of the step, backward, the smallest or the largest first."""
+def orders_to_device(homes: Sequence[str], sizes: Mapping[str, int]) -> tuple[Sequence[str], ...]:
+    """Returns orders in which homes may go to the device: that of the step, backward, the smallest or the largest first; of
+    many homes, fewer."""
     by_size = sorted(homes, key=lambda home: sizes[home])
-    orders = (homes, homes[::-1], by_size, by_size[::-1]) if len(homes) <= _SOME_HOMES else (homes, by_size[::-1])
+    return (homes, homes[::-1], by_size, by_size[::-1]) if len(homes) <= _SOME_HOMES else (homes, by_size[::-1])
+
+
+def _prefixes(homes: Sequence[str], sizes: Mapping[str, int]) -> list[frozenset[str]]:
+    """The first few of the homes and so on to all, in a few orders."""
+    orders = orders_to_device(homes, sizes)
     count = len(homes) + 1 if len(homes) <= _SOME_HOMES else _COUNTS
     counts = [round(len(homes) * i / (count - 1)) for i in range(count)]
     return list(dict.fromkeys(frozenset(order[:count]) for order in orders for count in counts))

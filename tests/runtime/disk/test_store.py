@@ -23,7 +23,8 @@ from mtcompile.runtime.disk.store import DiskStore, Move, piece_nbytes
 from mtcompile.runtime.schedule import BLOCK
 
 CHUNK = 16 << 10
-SIZES = (1, 511, BLOCK, BLOCK + 1, CHUNK - 7, CHUNK, 5 * CHUNK + 777)
+SIZES = (1, 511, BLOCK, BLOCK + 1, CHUNK - 7, CHUNK, 5 * CHUNK + 777, 70 * CHUNK + 777)
+MANY = 128 << 20  # bytes that take many pieces, in aligned memory too
 
 
 def on_disk(store: DiskStore, nbytes: int) -> torch.Tensor:
@@ -98,7 +99,7 @@ def test_without_checksums_a_read_compares_nothing(tmp_path: Path) -> None:
 
 
 def test_a_failed_piece_ends_a_request_of_many(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    home, value, calls = on_disk(store, 64 * CHUNK), random_bytes(64 * CHUNK), []
+    home, value, calls = on_disk(store, MANY), torch.zeros(MANY, dtype=torch.uint8), []
     real = os.pwritev
 
     def failing_early(number: int, buffers: list[Any], at: int) -> int:
@@ -110,7 +111,7 @@ def test_a_failed_piece_ends_a_request_of_many(store: DiskStore, monkeypatch: py
     monkeypatch.setattr(os, "pwritev", failing_early)
     with pytest.raises(DiskError, match="failed: Input/output error"):
         store.write([move(value, home)])
-    assert len(calls) < 64  # the others were not begun
+    assert len(calls) < MANY // (8 << 20)  # the others were not begun
 
 
 def test_the_file_has_no_name_and_its_space_is_reserved(store: DiskStore) -> None:
@@ -158,7 +159,7 @@ def failing(call: Callable[..., int], at: int, result: Any) -> Callable[..., int
 
 @pytest.mark.parametrize("name", ["preadv", "pwritev"])
 def test_a_disk_that_fails_is_an_error_that_says_what_of(store: DiskStore, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    home, value = on_disk(store, 4 * CHUNK), random_bytes(4 * CHUNK)
+    home, value = on_disk(store, 4 * CHUNK), random_bytes(4 * CHUNK, 64)  # not aligned: in chunks
     store.write([move(value, home)])
     with monkeypatch.context() as patch:
         patch.setattr(os, name, failing(getattr(os, name), 3, OSError(errno.EIO, "Input/output error")))
@@ -181,6 +182,27 @@ def test_a_read_that_ends_early_goes_on(store: DiskStore, monkeypatch: pytest.Mo
     arrived = random_bytes(4 * CHUNK)
     store.read([move(arrived, home)], verify=True)
     assert torch.equal(arrived, value)
+
+
+@pytest.mark.parametrize("shift", [0, 64])
+def test_checksums_do_not_depend_on_how_memory_is_aligned(store: DiskStore, shift: int) -> None:
+    home, value = on_disk(store, 70 * CHUNK + 777), random_bytes(70 * CHUNK + 777, shift)
+    store.write([move(value, home)])
+    arrived = random_bytes(70 * CHUNK + 777, 64 - shift)
+    store.read([move(arrived, home)], verify=True)
+    assert torch.equal(arrived, value)
+    home[41 * CHUNK + 3] += 1
+    with pytest.raises(DiskCorrupt, match=f"its bytes {41 * CHUNK} to {42 * CHUNK} on disk"):
+        store.read([move(arrived, home)], verify=True)
+
+
+def test_aligned_memory_takes_few_requests(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, value, calls = on_disk(store, 5 << 20), torch.zeros((5 << 20) + 512, dtype=torch.uint8), list[int]()
+    real = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda number, buffers, at: calls.append(at) or real(number, buffers, at))
+    start = -value.data_ptr() % 512
+    store.write([move(value[start : start + (5 << 20)], home)])
+    assert len(calls) == 1
 
 
 def test_a_file_that_is_too_short_is_an_error(store: DiskStore) -> None:
