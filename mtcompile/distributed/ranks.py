@@ -24,6 +24,8 @@ from mtcompile.runtime.schedule import Phase
 
 _SAMPLED, _SAMPLE = 4, 256  # parameters, and elements of each, that ranks compare before a backward
 _DIGEST_NBYTES = 16
+_COMPILING, _PHASE, _STEP = (bytes([kind]) for kind in range(3))  # what ranks come together for
+_COMES_TO = {_COMPILING: "compiles a model", _PHASE: "begins a phase of a step", _STEP: "calls optimizer.step()"}
 
 
 class Ranks:
@@ -72,7 +74,7 @@ class Ranks:
         model."""
         tensors = dict((*model.named_parameters(), *model.named_buffers()))
         about = [(n, t.dtype, tuple(t.shape), t.stride(), t.requires_grad) for n, t in tensors.items()]
-        digests = self._tell(_digest(about))
+        digests = self._tell(_COMPILING, _digest(about))
         if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise MtcompileError(
                 f"expected the same model on all ranks, found that rank {others[0]} has other names, shapes, dtypes, strides "
@@ -105,13 +107,12 @@ class Ranks:
         with self.reaching_others("to share weights"):
             return common_memory(nbytes, self.me == 0, self.connection.gather_here, fill, together, elsewhere)
 
-    def new_shares(self, parameters: Mapping[str, nn.Parameter], masters: bool) -> HostShares:
+    def new_shares(self, parameters: Mapping[str, nn.Parameter], masters: bool, hosts: int) -> HostShares:
         """Makes what the ranks of this host have of a model between them, with memory for its optimizer state, which takes
-        nothing until it is written to. All of them call it."""
+        nothing until it is written to; of ``hosts``, each has a part of that. All of them call it."""
         offsets, nbytes = state_places(parameters, masters)
         with self.reaching_others("to share optimizer state"):
             memory = shared_memory(nbytes, self.me == 0, self.connection.gather_here)
-        hosts = self.sharing_hosts
         shares = HostShares(memory, offsets, (self.rank if hosts > 1 else self.me), self.here, hosts)
         shares.nonfinite = self.nonfinite
         if hosts > 1:
@@ -152,7 +153,7 @@ class Ranks:
             self.connection.meeting.fail(why)
         else:
             with contextlib.suppress(StepError):
-                self._tell(b"", why)
+                self._tell(_PHASE, b"", why)
 
     def agree(
         self, step: fx.GraphModule, phase: Phase, parameters: Mapping[str, Tensor], parts: Mapping[str, Tensor] | None = None
@@ -166,7 +167,7 @@ class Ranks:
         self._check_together()
         sample = self._sample(parameters)
         self._compare({**parameters, **(parts or {})})
-        digests = self._tell(sequence + sample)
+        digests = self._tell(_PHASE, sequence + sample)
         self._agreed = True
         self._backwards += phase == "backward"
         alike = [digest[:_DIGEST_NBYTES] for digest in digests]
@@ -182,6 +183,26 @@ class Ranks:
                 "of them was changed on one rank only, or a gradient came from outside the model's call. Start the job again "
                 "from the last checkpoint"
             )
+
+    def agree_on_update(self, about: Any, gradients: Mapping[str, Tensor]) -> None:
+        """Waits for all ranks to call ``optimizer.step()``, and compares what they are going to do. Raises StepError, on all
+        ranks, unless all of them do the same with the same ``gradients``. ``about``: options and counts, as ``repr`` shows
+        them."""
+        self._check_together()
+        told = self._tell(_STEP, b"".join(map(_digest, (tuple(gradients), about))) + self._sample(gradients))
+        self._agreed = True
+        wrong = (
+            "gradients of the same parameters on all ranks when they call optimizer.step()",
+            "the same options of the optimizer, and as many steps before, on all ranks",
+            "equal gradients on all ranks when they call optimizer.step(), as a backward leaves them",
+        )
+        for place, expected in enumerate(wrong):
+            part = slice(place * _DIGEST_NBYTES, (place + 1) * _DIGEST_NBYTES)
+            if others := [rank for rank, digest in enumerate(told) if digest[part] != told[0][part]]:
+                raise StoppedTogether(
+                    f"expected {expected}, found others on rank {others[0]} than on rank 0; nothing was changed. Do the same "
+                    "on all ranks, or set MT_RANKS_SHARE=0, which gives each rank weights of its own"
+                )
 
     def _check_together(self) -> None:
         if self._parted is not None:
@@ -207,6 +228,10 @@ class Ranks:
         """Takes a few values of what lies once for all ranks of a host as they are now, which ``agree`` compares next."""
         self._remembered = tuple(parameters), self._sample(parameters)
 
+    def check_unchanged(self, parameters: Mapping[str, Tensor]) -> None:
+        """Raises StepError if what was remembered is not as it was."""
+        self._compare(parameters)
+
     def forget(self) -> None:
         """Lets values change until ``remember`` takes them again."""
         self._remembered = None
@@ -219,13 +244,13 @@ class Ranks:
                 "them again (load_state_dict on all ranks). MT_RANKS_SHARE=0 gives each rank weights of its own"
             )
 
-    def _tell(self, record: bytes, why: str = "") -> list[bytes]:
+    def _tell(self, kind: bytes, record: bytes, why: str = "") -> list[bytes]:
         """Tells all ranks a record, and returns theirs, in order. Raises StepError if one of the others has stopped, with its
-        reason ``why``."""
+        reason ``why``, or has come for another ``kind`` of thing."""
         connection = self.connection
         table = connection.records[self._rounds % 2]
         self._rounds += 1
-        told = (b"\1" + why.encode() if why else b"\0" + record)[:RECORD_NBYTES]
+        told = (b"\1" + kind + why.encode() if why else b"\0" + kind + record)[:RECORD_NBYTES]
         table[self.rank].copy_(torch.frombuffer(bytearray(told.ljust(RECORD_NBYTES, b"\0")), dtype=torch.uint8))
         doing = "to begin a step with it"
         with self.reaching_others(doing):
@@ -239,9 +264,15 @@ class Ranks:
         rows = [bytes(row.tolist()) for row in table]
         for rank, row in enumerate(rows):
             if row[0] and rank != self.rank:
-                text = row[1:].rstrip(b"\0").decode(errors="replace")
+                text = row[2:].rstrip(b"\0").decode(errors="replace")
                 raise StoppedTogether(f"rank {rank} stopped before this step, and nothing was changed: {text}")
-        return [row[1 : 1 + len(record)] for row in rows]
+        for rank, row in enumerate(rows):
+            if not why and row[1:2] != kind:
+                raise StoppedTogether(
+                    f"rank {rank} {_COMES_TO[row[1:2]]}, and rank {self.rank} {_COMES_TO[kind]}; nothing was changed. Expected "
+                    "all ranks to call the model, backward and optimizer.step() equally often and in the same order"
+                )
+        return [row[2 : 2 + len(record)] for row in rows]
 
     @contextlib.contextmanager
     def reaching_others(self, doing: str) -> Iterator[None]:
