@@ -384,14 +384,15 @@ class RanksDoor(ModelDoor):
         parameters = {name: p for name, p in self._parameters().items() if name in trained} if phase == "backward" else {}
         if phase == "backward":  # ``backward`` surrounds it
             parts = {} if self.shares is None else self.shares.own_parts(parameters)
-            compared = {name: p for name, p in parameters.items() if name not in parts}
-            self.ranks.agree(compiled.step, phase, compared, parts)
+            names = set() if self.shares is None else self.shares.names
+            self._steps.compared = {name: parts.get(name, p) for name, p in parameters.items() if name in names}
+            self.ranks.check_unchanged(self._steps.compared)
+            self.ranks.agree(compiled.step, phase, {name: p for name, p in parameters.items() if name not in parts})
             yield
             if self.shares is not None:
                 if any(call.target is update for call in calls(compiled.step)):
                     self.ranks.meet("to end its updates")
                     self.shares.updated(self.masters)
-                self._steps.compared = {**compared, **parts}
                 self.ranks.remember(self._steps.compared)
         else:
             with self.ranks.phase():

@@ -155,19 +155,14 @@ class Ranks:
             with contextlib.suppress(StepError):
                 self._tell(_PHASE, b"", why)
 
-    def agree(
-        self, step: fx.GraphModule, phase: Phase, parameters: Mapping[str, Tensor], parts: Mapping[str, Tensor] | None = None
-    ) -> None:
+    def agree(self, step: fx.GraphModule, phase: Phase, parameters: Mapping[str, Tensor]) -> None:
         """Waits for all ranks to come here, and compares what they are going to run. Raises StepError, on all ranks, if one of
-        them has stopped or would run other collectives; and if the weights of this step are not the same everywhere. ``parts``:
-        what this host alone has of other weights."""
+        them has stopped or would run other collectives; and if the weights of this step are not the same everywhere."""
         sequence = self._sequence(step, phase)
         if not sequence:
             return
         self._check_together()
-        sample = self._sample(parameters)
-        self._compare({**parameters, **(parts or {})})
-        digests = self._tell(_PHASE, sequence + sample)
+        digests = self._tell(_PHASE, sequence + self._sample(parameters))
         self._agreed = True
         self._backwards += phase == "backward"
         alike = [digest[:_DIGEST_NBYTES] for digest in digests]
@@ -225,24 +220,21 @@ class Ranks:
         return _digest(sampled)
 
     def remember(self, parameters: Mapping[str, Tensor]) -> None:
-        """Takes a few values of what lies once for all ranks of a host as they are now, which ``agree`` compares next."""
+        """Takes a few values of what lies once for all ranks of a host as they are now, for ``check_unchanged``."""
         self._remembered = tuple(parameters), self._sample(parameters)
 
     def check_unchanged(self, parameters: Mapping[str, Tensor]) -> None:
-        """Raises StepError if what was remembered is not as it was."""
-        self._compare(parameters)
-
-    def forget(self) -> None:
-        """Lets values change until ``remember`` takes them again."""
-        self._remembered = None
-
-    def _compare(self, parameters: Mapping[str, Tensor]) -> None:
+        """Raises StepError if what was remembered of these is not as it was."""
         known = self._remembered
         if known is not None and known[0] == tuple(parameters) and known[1] != self._sample(parameters):
             raise StepError(
                 "weights that lie once for all ranks of the host have changed between two steps, and not by an update; load "
                 "them again (load_state_dict on all ranks). MT_RANKS_SHARE=0 gives each rank weights of its own"
             )
+
+    def forget(self) -> None:
+        """Lets values change until ``remember`` takes them again."""
+        self._remembered = None
 
     def _tell(self, kind: bytes, record: bytes, why: str = "") -> list[bytes]:
         """Tells all ranks a record, and returns theirs, in order. Raises StepError if one of the others has stopped, with its

@@ -21,6 +21,7 @@ from mtcompile.distributed.shares import HostShares
 from mtcompile.errors import StepError
 from mtcompile.optim.backward.kernels import Backward
 from mtcompile.optim.master_weights import Masters
+from mtcompile.optim.state_sizes import is_elementwise
 from mtcompile.optim.update_options import UpdateOptions
 from mtcompile.optim.wholeness import Wholeness
 from mtcompile.optim.written_update import grad_scaling
@@ -50,17 +51,19 @@ class StepsInShares:
         """Updates this rank's shares before the optimizer's own step. A closure computes gradients, so it is called here, and
         the optimizer's step gets its loss. Raises StepError on all ranks, before anything has changed, unless all do the
         same."""
-        if self.shares is None:
-            return None
         positional = len(args) > 1
         closure = args[1] if positional else kwargs.get("closure")
+        if self.shares is None and (closure is None or not is_elementwise(optimizer)):
+            return None
         with self.ranks.phase():
-            if closure is None:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()  # its forward may be the first of all, from which on there are shares
+            if self.shares is not None:
                 self._step(optimizer, self.shares)
-                return None
-            with torch.enable_grad():
-                loss = closure()
-            self._step(optimizer, self.shares)
+        if closure is None:
+            return None
+        self.wholeness.updating(optimizer)  # the closure has ended the watch that its step began
         return ((args[0], lambda: loss, *args[2:]), kwargs) if positional else (args, {**kwargs, "closure": lambda: loss})
 
     def after(self, *_: Any) -> None:

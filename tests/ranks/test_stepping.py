@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,8 @@ from torch import nn
 import mtcompile
 from tests.ranks import job
 from tests.ranks.compiled import Wide, mapping_of, refused
-from tests.ranks.reference import differing
+from tests.ranks.reference import adamw, batches, batches_of, differing, generator_of, model
+from tests.ranks.test_sharding import Deeper
 
 SPLIT = "bf16-master32"
 
@@ -107,3 +111,184 @@ def test_a_host_has_weights_masters_and_state_once_and_gradients_per_rank(tmp_pa
         assert options.startswith("expected the same options of the optimizer, and as many steps before, on all ranks")
         assert "optimizer.step(), and rank" in backward or "begins a phase of a step, and rank" in backward
         assert same == "True"
+
+
+Setting = tuple[Any, torch.optim.Optimizer, list[Any]]  # a compiled model, its optimizer, and this rank's batches
+
+
+def build(rank: int, count: int, make: Any = adamw, **options: Any) -> Setting:
+    plain = model(seed=rank)
+    optimizer = make(plain)
+    ours = mtcompile.compile(plain, memory="200KB", optimizer=optimizer, **options)
+    torch.set_rng_state(generator_of(rank))
+    return ours, optimizer, [of_ranks[rank] for of_ranks in batches(6, count)]
+
+
+def in_groups(of: nn.Module) -> torch.optim.Optimizer:
+    matrices, others = ([p for p in of.parameters() if p.requires_grad and (p.dim() > 1) == wide] for wide in (True, False))
+    return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 3e-3, "weight_decay": 0.0}])
+
+
+def scheduled(rank: int, count: int) -> Setting:
+    """Groups with a schedule, gradients that are zeroed in place and clipped by hand, several backwards before each step."""
+    ours, optimizer, own = build(rank, count, in_groups)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [1e-2, 3e-3], total_steps=4)
+    for first in (0, 2, 4):
+        for batch in own[first : first + 2]:
+            (ours(*batch) / 2).backward()
+            time.sleep(0.02 * (rank + first) % 0.05)
+        torch.nn.utils.clip_grad_norm_(ours.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad(set_to_none=False)
+    return ours, optimizer, own
+
+
+def with_closures(rank: int, count: int) -> Setting:
+    ours, optimizer, own = build(rank, count)
+
+    def closure(batch: Any) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = ours(*batch)
+        loss.backward()
+        return loss.detach()
+
+    for number, batch in enumerate(own[:4]):
+        if number % 2:
+            assert optimizer.step(lambda batch=batch: closure(batch)) is not None  # type: ignore[misc]
+        else:
+            assert optimizer.step(closure=lambda batch=batch: closure(batch)) is not None  # type: ignore[misc]
+    return ours, optimizer, own
+
+
+def scaled(rank: int, count: int, fused: bool = False, **options: Any) -> Setting:
+    """A GradScaler that skips a step on all ranks."""
+
+    def make(of: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in of.parameters() if p.requires_grad], lr=1e-2, fused=fused)
+
+    ours, optimizer, own = build(rank, count, make, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=100)
+    for number, batch in enumerate(own[:4]):
+        optimizer.zero_grad()
+        scaler.scale(ours(*batch) * (float("inf") if number == 1 and rank == 1 else 1.0)).backward()
+        if number == 3:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(ours.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 128.0
+    return ours, optimizer, own
+
+
+def grown(rank: int, count: int) -> Setting:
+    """Parameters that are frozen, and added to the optimizer, between steps; an evaluation on one rank."""
+
+    def some(of: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for name, p in of.named_parameters() if p.requires_grad and "layers.1" not in name])
+
+    ours, optimizer, own = build(rank, count, some)
+    for number, batch in enumerate(own):
+        if number == 2:
+            later = [p for name, p in ours.named_parameters() if p.requires_grad and "layers.1" in name]
+            optimizer.add_param_group({"params": later, "lr": 5e-3})
+        if number == 3:
+            ours.layers[0].down.weight.requires_grad_(False)
+        if number == 4:
+            ours.layers[0].up.weight.requires_grad_(True)
+            optimizer.add_param_group({"params": [ours.layers[0].up.weight]})
+        if number == 5:
+            ours.layers[0].down.weight.requires_grad_(True)
+        generator = torch.get_rng_state()
+        if number % 2 == rank:
+            with torch.no_grad():
+                ours.eval()(*batch)
+        torch.set_rng_state(generator)
+        ours.train()(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return ours, optimizer, own
+
+
+def loaded(rank: int, count: int, **options: Any) -> Setting:
+    """Weights and state that are loaded in the middle, and optimizers that are bound one after the other."""
+    ours, optimizer, own = build(rank, count, **options)
+    saved: Any = None
+    for number, batch in enumerate(own):
+        optimizer.zero_grad()
+        ours(*batch).backward()
+        optimizer.step()
+        if number == 1:
+            saved = copy.deepcopy((ours.state_dict(), optimizer.state_dict()))
+        if number == 3:
+            ours.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        if number == 4:
+            optimizer = torch.optim.SGD([p for p in ours.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+            ours.bind(optimizer)
+    return ours, optimizer, own
+
+
+def deeper(rank: int, count: int) -> Setting:
+    """A layer that no earlier step has used, forwards that wait together, and a step without gradients."""
+    torch.manual_seed(0)
+    plain = Deeper()
+    optimizer = adamw(plain)
+    ours: Any = mtcompile.compile(plain, memory="100KB", optimizer=optimizer)
+    for number in range(4):
+        ours.deep = number > 1
+        one, other = (ours(*batches_of(number + more, count)[rank]) for more in (0, 10))
+        optimizer.step()
+        other.backward()
+        one.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return ours, optimizer, []
+
+
+def accumulated(rank: int, count: int) -> Setting:
+    ours, optimizer, _ = build(rank, count, accumulate=2, precision=SPLIT)
+    for of_ranks in batches(3, count, rows=4):
+        optimizer.zero_grad()
+        ours(*of_ranks[rank]).backward()
+        optimizer.step()
+    return ours, optimizer, []
+
+
+PROGRAMS: dict[str, Callable[[int, int], Setting]] = {
+    "scheduled": scheduled,
+    "closures": with_closures,
+    "scaled": scaled,
+    "scaled, fused": functools.partial(scaled, fused=True),
+    "scaled, masters": functools.partial(scaled, precision=SPLIT),
+    "grown": grown,
+    "loaded": loaded,
+    "loaded, masters": functools.partial(loaded, precision=SPLIT),
+    "deeper": deeper,
+    "accumulated": accumulated,
+}
+
+
+def programs(rank: int, count: int) -> dict[str, list[str]]:
+    """By program, what differs from the same with homes of each rank."""
+    differences = dict[str, list[str]]()
+    for name, program in PROGRAMS.items():
+        ends = []
+        for share in ("0", "1"):
+            os.environ["MT_RANKS_SHARE"] = share
+            ours, optimizer, _ = program(rank, count)
+            assert (ours._mt_model.door.shares is not None) == (share == "1")
+            entries = optimizer.state_dict()["state"]
+            state = {f"{index} {key}": value for index, entry in entries.items() for key, value in entry.items()}
+            ends.append({**ours.state_dict(), **{key: torch.as_tensor(value) for key, value in state.items()}})
+        own, shared = ends
+        assert own.keys() == shared.keys() and len(own) > 3
+        differences[name] = [key for key in own if not torch.equal(own[key], shared[key])]
+    return differences
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hosts", ["aa", "aaaa", "aabb"])
+def test_programs_have_the_bits_of_homes_of_each_rank(hosts: str, tmp_path: Path) -> None:
+    for differences in job.run(programs, len(hosts), tmp_path, tuple(hosts)):
+        assert differences == {name: [] for name in PROGRAMS}
