@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,10 +19,12 @@ from mtcompile.distributed.meeting import RanksParted
 from mtcompile.distributed.shared_memory import common_memory, shared_memory
 from mtcompile.distributed.shares import HostShares, state_places
 from mtcompile.errors import MtcompileError, StepError
+from mtcompile.optim.written_update import flat
 from mtcompile.passes.step_graph import all_gather, all_reduce, broadcast, calls, gathers_parts, is_collective, reduce_scatter
 from mtcompile.runtime.schedule import Phase
 
 _SAMPLED, _SAMPLE = 4, 256  # parameters, and elements of each, that ranks compare before a backward
+_POINTS = 16  # elements of each parameter, of which a rank notices that another one has written to them
 _DIGEST_NBYTES = 16
 _COMPILING, _PHASE, _STEP = (bytes([kind]) for kind in range(3))  # what ranks come together for
 _COMES_TO = {_COMPILING: "compiles a model", _PHASE: "begins a phase of a step", _STEP: "calls optimizer.step()"}
@@ -220,13 +222,13 @@ class Ranks:
         return _digest(sampled)
 
     def remember(self, parameters: Mapping[str, Tensor]) -> None:
-        """Takes a few values of what lies once for all ranks of a host as they are now, for ``check_unchanged``."""
-        self._remembered = tuple(parameters), self._sample(parameters)
+        """Takes a few values of each of what lies once for all ranks of a host as they are now, for ``check_unchanged``."""
+        self._remembered = tuple(parameters), _points(parameters.values())
 
     def check_unchanged(self, parameters: Mapping[str, Tensor]) -> None:
         """Raises StepError if what was remembered of these is not as it was."""
         known = self._remembered
-        if known is not None and known[0] == tuple(parameters) and known[1] != self._sample(parameters):
+        if known is not None and known[0] == tuple(parameters) and known[1] != _points(parameters.values()):
             raise StepError(
                 "weights that lie once for all ranks of the host have changed between two steps, and not by an update; load "
                 "them again (load_state_dict on all ranks). MT_RANKS_SHARE=0 gives each rank weights of its own"
@@ -330,6 +332,15 @@ def _about(call: fx.Node) -> tuple[Any, ...]:
     operands: Any = call.args
     values = tuple((operand.meta["val"].dtype, tuple(operand.meta["val"].shape)) for operand in operands)
     return str(getattr(call.target, "__name__", call.target)), call.meta["names"], values
+
+
+def _points(tensors: Iterable[Tensor]) -> bytes:
+    """Returns a digest of elements of each tensor at equal distances."""
+    by_dtype = dict[torch.dtype, list[Tensor]]()
+    for tensor in tensors:
+        if count := tensor.numel():
+            by_dtype.setdefault(tensor.dtype, []).append(flat(tensor.detach())[:: -(-count // _POINTS)])
+    return _digest([torch.cat(points).view(torch.uint8).tolist() for points in by_dtype.values()])
 
 
 def _digest(about: Any) -> bytes:
