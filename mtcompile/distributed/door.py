@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from mtcompile import knobs
+from mtcompile.distributed.homes.shared_memory import hide
+from mtcompile.distributed.homes.shares import HostShares, is_dense
+from mtcompile.distributed.homes.stepping import StepsInShares
 from mtcompile.distributed.meeting import RanksParted
 from mtcompile.distributed.ranks import Ranks
-from mtcompile.distributed.shared_memory import hide
-from mtcompile.distributed.shares import HostShares, is_dense
-from mtcompile.distributed.stepping import StepsInShares
 from mtcompile.errors import BudgetError, StepError
 from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames
 from mtcompile.execution.memory.parameters import Slab, offsets_in_slab

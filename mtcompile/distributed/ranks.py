@@ -14,10 +14,10 @@ from torch import Tensor, fx, nn
 
 from mtcompile import knobs
 from mtcompile.distributed.connection import RECORD_NBYTES, Connection
-from mtcompile.distributed.gathering import PartsOnHosts
+from mtcompile.distributed.homes.gathering import PartsOnHosts
+from mtcompile.distributed.homes.shared_memory import common_memory, shared_memory
+from mtcompile.distributed.homes.shares import HostShares, state_places
 from mtcompile.distributed.meeting import RanksParted
-from mtcompile.distributed.shared_memory import common_memory, shared_memory
-from mtcompile.distributed.shares import HostShares, state_places
 from mtcompile.errors import MtcompileError, StepError
 from mtcompile.optim.written_update import flat
 from mtcompile.passes.step_graph import all_gather, all_reduce, broadcast, calls, gathers_parts, is_collective, reduce_scatter

@@ -87,6 +87,11 @@ class Wholeness:
         """Notes that updates begin, of a step that ends with the optimizer's own."""
         self._begun[optimizer] = _UPDATING
 
+    def updated(self, optimizer: torch.optim.Optimizer) -> None:
+        """Notes that the optimizer's step has ended, also where torch.compile has traced it."""
+        if optimizer in self._begun:
+            self._begun[optimizer] = None
+
     def _notice(self) -> None:
         """Notices a step that was left among its updates."""
         for optimizer, versions in list(self._begun.items()):

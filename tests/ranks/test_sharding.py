@@ -19,7 +19,7 @@ from torch import nn
 
 import mtcompile
 from mtcompile import checkpoint
-from mtcompile.distributed.shares import HostShares
+from mtcompile.distributed.homes.shares import HostShares
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us
 from tests.ranks import job

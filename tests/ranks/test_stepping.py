@@ -255,6 +255,18 @@ def accumulated(rank: int, count: int) -> Setting:
     return ours, optimizer, []
 
 
+def wrapped(rank: int, count: int) -> Setting:
+    """A model in DistributedDataParallel, which averages gradients once more, and a step that torch.compile traces."""
+    ours, optimizer, own = build(rank, count)
+    outer = nn.parallel.DistributedDataParallel(ours, find_unused_parameters=True)
+    traced = torch.compile(optimizer.step, backend="eager")
+    for number, batch in enumerate(own[:4]):
+        outer(*batch).backward()
+        (traced if number % 2 else optimizer.step)()
+        optimizer.zero_grad()
+    return ours, optimizer, own
+
+
 PROGRAMS: dict[str, Callable[[int, int], Setting]] = {
     "scheduled": scheduled,
     "closures": with_closures,
@@ -266,6 +278,7 @@ PROGRAMS: dict[str, Callable[[int, int], Setting]] = {
     "loaded, masters": functools.partial(loaded, precision=SPLIT),
     "deeper": deeper,
     "accumulated": accumulated,
+    "wrapped": wrapped,
 }
 
 

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mtcompile.distributed.gathering import PartsOnHosts, WholeLater
-from mtcompile.distributed.shared_memory import free_pages
+from mtcompile.distributed.homes.gathering import PartsOnHosts, WholeLater
+from mtcompile.distributed.homes.shared_memory import free_pages
 from mtcompile.errors import StepError
 from mtcompile.optim.backward.kernels import Backward, update_plain
 from mtcompile.optim.disk_state import REMAINDER, Staged

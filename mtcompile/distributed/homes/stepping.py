@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mtcompile.distributed.homes.shares import HostShares
 from mtcompile.distributed.ranks import Ranks
-from mtcompile.distributed.shares import HostShares
 from mtcompile.errors import StepError
 from mtcompile.optim.backward.kernels import Backward
 from mtcompile.optim.master_weights import Masters
@@ -47,6 +47,7 @@ class StepsInShares:
         self._parameters = parameters
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         """Updates this rank's shares before the optimizer's own step. A closure computes gradients, so it is called here, and
         the optimizer's step gets its loss. Raises StepError on all ranks, before anything has changed, unless all do the
@@ -66,8 +67,10 @@ class StepsInShares:
         self.wholeness.updating(optimizer)  # the closure has ended the watch that its step began
         return ((args[0], lambda: loss, *args[2:]), kwargs) if positional else (args, {**kwargs, "closure": lambda: loss})
 
-    def after(self, *_: Any) -> None:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Gives parameters the gradients back that the optimizer's own step was not to see."""
+        self.wholeness.updated(optimizer)
         for parameter, grad in self._hidden:
             parameter.grad = grad
         self._hidden = []
