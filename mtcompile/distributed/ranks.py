@@ -186,7 +186,7 @@ class Ranks:
         ranks, unless all of them do the same with the same ``gradients``. ``about``: options and counts, as ``repr`` shows
         them."""
         self._check_together()
-        told = self._tell(_STEP, b"".join(map(_digest, (tuple(gradients), about))) + self._sample(gradients))
+        told = self._tell(_STEP, _digest(tuple(gradients)) + _digest(about) + _points(gradients.values()))
         self._agreed = True
         wrong = (
             "gradients of the same parameters on all ranks when they call optimizer.step()",
@@ -340,7 +340,7 @@ def _points(tensors: Iterable[Tensor]) -> bytes:
     for tensor in tensors:
         if count := tensor.numel():
             by_dtype.setdefault(tensor.dtype, []).append(flat(tensor.detach())[:: -(-count // _POINTS)])
-    return _digest([torch.cat(points).view(torch.uint8).tolist() for points in by_dtype.values()])
+    return _digest([torch.cat(points).view(torch.uint8).numpy().tobytes() for points in by_dtype.values()])
 
 
 def _digest(about: Any) -> bytes:

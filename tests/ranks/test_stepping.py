@@ -65,7 +65,11 @@ def once(rank: int, count: int) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in ours.parameters()),
         "report": ours.memory_report(),
     }
-    return found | {"errors": unlike(ours, optimizer, rank), "after": after(ours, optimizer, alone, of_alone, rank)}
+    found |= {"errors": unlike(ours, optimizer, rank), "after": after(ours, optimizer, alone, of_alone, rank)}
+    torch.distributed.barrier()
+    ours.layers[1].bias.data.mul_(1 + rank)  # which no version counter tells
+    torch.distributed.barrier()
+    return found | {"written": refused(lambda: step(ours, optimizer, rank, 4))}
 
 
 def unlike(ours: Any, optimizer: torch.optim.Optimizer, rank: int) -> list[str]:
@@ -111,6 +115,7 @@ def test_a_host_has_weights_masters_and_state_once_and_gradients_per_rank(tmp_pa
         assert options.startswith("expected the same options of the optimizer, and as many steps before, on all ranks")
         assert "optimizer.step(), and rank" in backward or "begins a phase of a step, and rank" in backward
         assert same == "True"
+        assert rank["written"].startswith("weights that lie once for all ranks of the host have changed between two steps")
 
 
 Setting = tuple[Any, torch.optim.Optimizer, list[Any]]  # a compiled model, its optimizer, and this rank's batches

@@ -79,18 +79,19 @@ class StepsInShares:
         self._hidden = []  # of a step that failed: what has been loaded since then has none
         groups: dict[int, tuple[int, Mapping[str, Any]]]
         groups = {id(p): (index, group) for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        rows = {
-            name: parameter
-            for name, parameter in self._parameters().items()
-            if name in shares.names and parameter.grad is not None and id(parameter) in groups
-        }
+        shared = {name: p for name, p in self._parameters().items() if name in shares.names and id(p) in groups}
+        if not shared:  # such as of an optimizer for other parameters, bound earlier
+            return
+        rows = {name: parameter for name, parameter in shared.items() if parameter.grad is not None}
         self._check(optimizer, shares, rows)
         scale, skips = grad_scaling(optimizer)
         grads = {name: _dense(parameter) for name, parameter in rows.items()}
         self.ranks.agree_on_update((_about(optimizer, rows), scale, skips), grads)
         if not rows or (skips and self.masters is not None):  # torch's own kernels look at ``found_inf``
             return
-        threads, factor = torch.get_num_threads(), None if scale == 1.0 or self.masters is None else torch.tensor(scale)
+        threads, factor = torch.get_num_threads(), None  # torch's own kernels look at ``grad_scale`` themselves
+        if self.masters is not None and scale != 1.0:
+            factor = torch.tensor(scale, dtype=torch.float64)
         backward = Backward(self.wholeness.steps + 1, _OPTIONS, optimizer, self.masters, rows, groups, threads)
         self.wholeness.updating(optimizer)
         with torch.no_grad():
