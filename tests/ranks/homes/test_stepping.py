@@ -17,8 +17,7 @@ from torch import nn
 import mtcompile
 from tests.ranks import job
 from tests.ranks.compiled import Wide, mapping_of, refused
-from tests.ranks.reference import adamw, batches, batches_of, differing, generator_of, model
-from tests.ranks.test_sharding import Deeper
+from tests.ranks.reference import Deeper, adamw, batches, batches_of, differing, generator_of, model
 
 SPLIT = "bf16-master32"
 
