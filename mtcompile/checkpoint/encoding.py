@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mtcompile.checkpoint.shards import DTYPES
-from mtcompile.distributed.gathering import WholeLater
+from mtcompile.distributed.homes.gathering import WholeLater
 from mtcompile.optim.master_weights import JoinedLater
 
 _MOST_DEPTH = 64

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from mtcompile import knobs
 from mtcompile.distributed.exchange import Exchange, exchange_nbytes, staging_nbytes
+from mtcompile.distributed.homes.shared_memory import shared_memory
 from mtcompile.distributed.meeting import Meeting, meeting_nbytes
-from mtcompile.distributed.shared_memory import shared_memory
 from mtcompile.errors import MtcompileError
 from mtcompile.runtime.schedule import placed
 

@@ -1,6 +1,6 @@
 """The door of a model that several ranks train: parameters are at home on the host, where gradients are combined.
 
-With ``update="backward"``, weights, masters and optimizer state lie once for all ranks of a host, which update them in shares.
+Weights, masters and optimizer state lie once for all ranks of a host, which update them in shares.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ import torch
 from torch import Tensor, fx, nn
 
 from mtcompile import knobs
+from mtcompile.distributed.homes.shared_memory import hide
+from mtcompile.distributed.homes.shares import HostShares, is_dense
+from mtcompile.distributed.homes.stepping import StepsInShares
 from mtcompile.distributed.meeting import RanksParted
 from mtcompile.distributed.ranks import Ranks
-from mtcompile.distributed.shared_memory import hide
-from mtcompile.distributed.shares import HostShares, is_dense
 from mtcompile.errors import BudgetError, StepError
 from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames
 from mtcompile.execution.memory.parameters import Slab, offsets_in_slab
 from mtcompile.execution.model_door import ModelDoor
 from mtcompile.optim.state_sizes import is_elementwise
+from mtcompile.optim.training_state import updates_all
 from mtcompile.options import Options
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets, is_trained, with_parts
@@ -56,6 +58,9 @@ class RanksDoor(ModelDoor):
         super().__init__(model, options, device, frames, drain)
         self.ranks, self.ranks_here = ranks, ranks.here
         self.shares: HostShares | None = None
+        self._steps = StepsInShares(ranks, self.masters, self.wholeness, weakly(self._parameters))
+        if self.updates is None:
+            self.wholeness.around = weakly(self._steps.before), weakly(self._steps.after)
         self._settled = False  # it is decided what the ranks of this host have in common
         self._needs_parts = False  # no plan with whole weights fits
         self._parts: frozenset[str] = frozenset()  # names of which each host will have a part, while that is put into effect
@@ -72,6 +77,7 @@ class RanksDoor(ModelDoor):
             )
         new = optimizer is not self.optimizer
         super().bind(optimizer)
+        self._steps.optimizer = with_hooks(optimizer)
         if new:
             with_hooks(optimizer).register_load_state_dict_pre_hook(self._before_loading)
             with_hooks(optimizer).register_load_state_dict_post_hook(self._after_loading)
@@ -80,7 +86,7 @@ class RanksDoor(ModelDoor):
     def give_back(self) -> None:
         self._make_weights_whole()
         super().give_back()
-        shares, self.shares = self.shares, None
+        shares, self.shares, self._steps.shares = self.shares, None, None
         if shares is None:
             return
         entries = [] if self.optimizer is None else list(self.optimizer.state.values())
@@ -135,9 +141,14 @@ class RanksDoor(ModelDoor):
     @property
     def updates_in_shares(self) -> bool:
         """True where the ranks of this host have one set of weights and state between them."""
-        if self.updates is None or self.ranks_here * self.ranks.sharing_hosts == 1 or not knobs.ranks_share():
+        if self.ranks_here * self._sharing_hosts == 1 or not knobs.ranks_share():
             return False
         return self.shares is not None or (self.optimizer is not None and is_elementwise(with_hooks(self.optimizer)))
+
+    @property
+    def _sharing_hosts(self) -> int:
+        """How many hosts have a part each of the optimizer state. With whole gradients on each rank, all of it is on each."""
+        return 1 if self.updates is None else self.ranks.sharing_hosts
 
     @property
     def in_parts(self) -> bool:
@@ -159,14 +170,14 @@ class RanksDoor(ModelDoor):
         if not any(parameter.requires_grad for parameter in block.values()):
             # Each rank that maps frozen weights may write to its own; a GPU's copies need memory that is pinned, which cannot.
             return self.device.where.type == "cpu" and not alone, False
-        together = self.updates_in_shares and self.updates is not None and block.keys() <= self.updates.updated_names()
+        together = self.updates_in_shares and updates_all(self.optimizer, block.values())
         return together and not alone, together
 
     def _new_slab(self, block: Mapping[str, nn.Parameter], nbytes: int, fill: Callable[[Tensor], None]) -> Slab | None:
         """Makes the slab of a block that the ranks of this host have in common; all of them call it."""
         common, together = self._is_common(block)
         if together and self.shares is None:
-            self.shares = self.ranks.new_shares(self._parameters(), self.masters is not None)
+            self.shares = self.ranks.new_shares(self._parameters(), self.masters is not None, self._sharing_hosts)
             self._make_state_whole(self.optimizer)
             if self.masters is not None:
                 self.masters.whole = self.shares.whole
@@ -202,8 +213,8 @@ class RanksDoor(ModelDoor):
             raise StepError(f"expected all of the gradient of {alone[0]}, which no rank updates in shares, found a share of it")
         self._settled |= settles
         self.parameters.provisional |= not self._settled
-        if settles and self.shares is not None and self.updates is not None:
-            self.updates.shares = self.shares
+        if settles and self.shares is not None:
+            (self._steps if self.updates is None else self.updates).shares = self.shares
             self._others_are_hidden()
             for module in self._model().modules() if self.shares.parts else ():
                 module.register_state_dict_post_hook(self._whole_weights)
@@ -273,6 +284,13 @@ class RanksDoor(ModelDoor):
             self.ranks.forget()
             self.ranks.meet("to load weights with it, as load_state_dict does on all ranks")
 
+    def _missing_state_nbytes(self) -> int:
+        """Returns the bytes of state that the next step will make on this rank."""
+        sizes, names = self._optimizer_state(self._parameters()), set() if self.shares is None else self.shares.names
+        held = self.state_nbytes()
+        own = sum(-(-nbytes // self.ranks_here) if name in names else nbytes for name, nbytes in sizes.items())
+        return own - held["optimizer"] - held["masters"]
+
     # --------------------------------------------------------------------------------------------------- the plan of a step
 
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
@@ -287,7 +305,7 @@ class RanksDoor(ModelDoor):
         budgets, fixed = super().constraints(step)
         host = None if self.options.host is None else self.options.host // self.ranks_here - self.frames.host_nbytes()
         budgets = replace(budgets, host=host, exchange=self.ranks.exchange_nbytes)
-        updates, hosts = budgets.updates, self.ranks.sharing_hosts if self.updates_in_shares else 1
+        updates, hosts = budgets.updates, self._sharing_hosts if self.updates_in_shares else 1
         if updates is not None and self.updates_in_shares:  # a rank waits for the shares of the others after each backward
             every = hosts == self.ranks.hosts  # rank updates a share of its own; else those with one place on several hosts
             sharded = sorted(self._common_blocks(step, updated=True) & {*fixed.keys()}) if every else ()
@@ -302,7 +320,7 @@ class RanksDoor(ModelDoor):
     @property
     def _wants_parts(self) -> bool | None:
         """Tells whether each host is to have a part of the weights it updates; None: where ``host=`` asks for it."""
-        if not self.updates_in_shares or self.ranks.sharing_hosts == 1:
+        if not self.updates_in_shares or self._sharing_hosts == 1:
             return False
         asked = knobs.ranks_shard_weights()
         return True if asked is None and self._needs_parts else asked
@@ -323,7 +341,7 @@ class RanksDoor(ModelDoor):
         return super().refusal(error)
 
     def share_of(self, machine: Machine) -> Machine:
-        return machine.shared_by(self.ranks_here, self.updates_in_shares, self.ranks.sharing_hosts)
+        return machine.shared_by(self.ranks_here, self.updates_in_shares, self._sharing_hosts)
 
     def place_for_calls(self, tier: str) -> None:
         super().place_for_calls("host")
@@ -366,13 +384,16 @@ class RanksDoor(ModelDoor):
         parameters = {name: p for name, p in self._parameters().items() if name in trained} if phase == "backward" else {}
         if phase == "backward":  # ``backward`` surrounds it
             parts = {} if self.shares is None else self.shares.own_parts(parameters)
-            compared = {name: p for name, p in parameters.items() if name not in parts}
-            self.ranks.agree(compiled.step, phase, compared, parts)
+            names = set() if self.shares is None else self.shares.names
+            self._steps.compared = {name: parts.get(name, p) for name, p in parameters.items() if name in names}
+            self.ranks.check_unchanged(self._steps.compared)
+            self.ranks.agree(compiled.step, phase, {name: p for name, p in parameters.items() if name not in parts})
             yield
-            if self.shares is not None and any(call.target is update for call in calls(compiled.step)):
-                self.ranks.meet("to end its updates")
-                self.shares.updated(self.masters)
-                self.ranks.remember({**compared, **parts})
+            if self.shares is not None:
+                if any(call.target is update for call in calls(compiled.step)):
+                    self.ranks.meet("to end its updates")
+                    self.shares.updated(self.masters)
+                self.ranks.remember(self._steps.compared)
         else:
             with self.ranks.phase():
                 self.ranks.agree(compiled.step, phase, parameters)

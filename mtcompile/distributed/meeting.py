@@ -1,13 +1,14 @@
 """The meeting place of the ranks of one host: counters in shared memory, with who has failed and who has ended.
 
 A rank that waits sleeps. It ends its wait with an error as soon as another one has said that it failed, or as its process has
-ended, and at the latest after ``timeout_s``. An interrupt ends it too.
+ended, and at the latest after ``timeout_s``. An interrupt ends it too. Ranks that have come for different things part.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from mtcompile.errors import StepError
 from mtcompile.runtime.workers import Worker
 
 MESSAGE_NBYTES = 512
-_ARRIVED, _FAILED = 0, 1  # places of a rank's counters
+_ARRIVED, _FAILED, _DOING = 0, 1, 2  # places of a rank's counters; from the last on, what for, of even and odd meetings
 _ROW_NBYTES = 64 + MESSAGE_NBYTES  # counters, on a cache line of their own, and why it failed
 _SHORTEST_S, _LONGEST_S = 2e-5, 1e-3  # of a sleep
 _LOOK_S = 0.05  # between two looks at the other processes
@@ -44,8 +45,11 @@ class Meeting:
         self._fence = threading.Lock()
 
     def meet(self, doing: str) -> None:
-        """Wait until all ranks of this host have come here as often as this one. Raises RanksParted. ``doing``: what for."""
+        """Wait until all ranks of this host have come here as often as this one. Raises RanksParted. ``doing``: what for, which
+        all of them say alike."""
         self._met += 1
+        place, purpose = _DOING + self._met % 2, zlib.crc32(doing.encode())
+        self._counters[self.me][place] = purpose
         for _ in range(2):  # what this rank has written is there before its counter is
             with self._fence:
                 pass
@@ -63,6 +67,12 @@ class Meeting:
                 if isinstance(thread, Worker):
                     thread.check()
                 self._look(missing, doing, now - began > self.timeout_s)
+        for rank, counters in zip(self.ranks, self._counters, strict=True):
+            if counters[place] != purpose:
+                raise RanksParted(
+                    f"rank {rank} came for something else when this one came {doing}: all ranks call the same things in the "
+                    "same order; start the job again from the last checkpoint"
+                )
 
     def fail(self, why: str) -> None:
         """Tell the ranks that wait, or will wait, for this one why it has failed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,16 +14,20 @@ from torch import Tensor, fx, nn
 
 from mtcompile import knobs
 from mtcompile.distributed.connection import RECORD_NBYTES, Connection
-from mtcompile.distributed.gathering import PartsOnHosts
+from mtcompile.distributed.homes.gathering import PartsOnHosts
+from mtcompile.distributed.homes.shared_memory import common_memory, shared_memory
+from mtcompile.distributed.homes.shares import HostShares, state_places
 from mtcompile.distributed.meeting import RanksParted
-from mtcompile.distributed.shared_memory import common_memory, shared_memory
-from mtcompile.distributed.shares import HostShares, state_places
 from mtcompile.errors import MtcompileError, StepError
+from mtcompile.optim.written_update import flat
 from mtcompile.passes.step_graph import all_gather, all_reduce, broadcast, calls, gathers_parts, is_collective, reduce_scatter
 from mtcompile.runtime.schedule import Phase
 
 _SAMPLED, _SAMPLE = 4, 256  # parameters, and elements of each, that ranks compare before a backward
+_POINTS = 16  # elements of each parameter, of which a rank notices that another one has written to them
 _DIGEST_NBYTES = 16
+_COMPILING, _PHASE, _STEP = (bytes([kind]) for kind in range(3))  # what ranks come together for
+_COMES_TO = {_COMPILING: "compiles a model", _PHASE: "begins a phase of a step", _STEP: "calls optimizer.step()"}
 
 
 class Ranks:
@@ -72,7 +76,7 @@ class Ranks:
         model."""
         tensors = dict((*model.named_parameters(), *model.named_buffers()))
         about = [(n, t.dtype, tuple(t.shape), t.stride(), t.requires_grad) for n, t in tensors.items()]
-        digests = self._tell(_digest(about))
+        digests = self._tell(_COMPILING, _digest(about))
         if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise MtcompileError(
                 f"expected the same model on all ranks, found that rank {others[0]} has other names, shapes, dtypes, strides "
@@ -105,13 +109,12 @@ class Ranks:
         with self.reaching_others("to share weights"):
             return common_memory(nbytes, self.me == 0, self.connection.gather_here, fill, together, elsewhere)
 
-    def new_shares(self, parameters: Mapping[str, nn.Parameter], masters: bool) -> HostShares:
+    def new_shares(self, parameters: Mapping[str, nn.Parameter], masters: bool, hosts: int) -> HostShares:
         """Makes what the ranks of this host have of a model between them, with memory for its optimizer state, which takes
-        nothing until it is written to. All of them call it."""
+        nothing until it is written to; of ``hosts``, each has a part of that. All of them call it."""
         offsets, nbytes = state_places(parameters, masters)
         with self.reaching_others("to share optimizer state"):
             memory = shared_memory(nbytes, self.me == 0, self.connection.gather_here)
-        hosts = self.sharing_hosts
         shares = HostShares(memory, offsets, (self.rank if hosts > 1 else self.me), self.here, hosts)
         shares.nonfinite = self.nonfinite
         if hosts > 1:
@@ -152,21 +155,16 @@ class Ranks:
             self.connection.meeting.fail(why)
         else:
             with contextlib.suppress(StepError):
-                self._tell(b"", why)
+                self._tell(_PHASE, b"", why)
 
-    def agree(
-        self, step: fx.GraphModule, phase: Phase, parameters: Mapping[str, Tensor], parts: Mapping[str, Tensor] | None = None
-    ) -> None:
+    def agree(self, step: fx.GraphModule, phase: Phase, parameters: Mapping[str, Tensor]) -> None:
         """Waits for all ranks to come here, and compares what they are going to run. Raises StepError, on all ranks, if one of
-        them has stopped or would run other collectives; and if the weights of this step are not the same everywhere. ``parts``:
-        what this host alone has of other weights."""
+        them has stopped or would run other collectives; and if the weights of this step are not the same everywhere."""
         sequence = self._sequence(step, phase)
         if not sequence:
             return
         self._check_together()
-        sample = self._sample(parameters)
-        self._compare({**parameters, **(parts or {})})
-        digests = self._tell(sequence + sample)
+        digests = self._tell(_PHASE, sequence + self._sample(parameters))
         self._agreed = True
         self._backwards += phase == "backward"
         alike = [digest[:_DIGEST_NBYTES] for digest in digests]
@@ -182,6 +180,26 @@ class Ranks:
                 "of them was changed on one rank only, or a gradient came from outside the model's call. Start the job again "
                 "from the last checkpoint"
             )
+
+    def agree_on_update(self, about: Any, gradients: Mapping[str, Tensor]) -> None:
+        """Waits for all ranks to call ``optimizer.step()``, and compares what they are going to do. Raises StepError, on all
+        ranks, unless all of them do the same with the same ``gradients``. ``about``: options and counts, as ``repr`` shows
+        them."""
+        self._check_together()
+        told = self._tell(_STEP, _digest(tuple(gradients)) + _digest(about) + _points(gradients.values()))
+        self._agreed = True
+        wrong = (
+            "gradients of the same parameters on all ranks when they call optimizer.step()",
+            "the same options of the optimizer, and as many steps before, on all ranks",
+            "equal gradients on all ranks when they call optimizer.step(), as a backward leaves them",
+        )
+        for place, expected in enumerate(wrong):
+            part = slice(place * _DIGEST_NBYTES, (place + 1) * _DIGEST_NBYTES)
+            if others := [rank for rank, digest in enumerate(told) if digest[part] != told[0][part]]:
+                raise StoppedTogether(
+                    f"expected {expected}, found others on rank {others[0]} than on rank 0; nothing was changed. Do the same "
+                    "on all ranks, or set MT_RANKS_SHARE=0, which gives each rank weights of its own"
+                )
 
     def _check_together(self) -> None:
         if self._parted is not None:
@@ -204,28 +222,29 @@ class Ranks:
         return _digest(sampled)
 
     def remember(self, parameters: Mapping[str, Tensor]) -> None:
-        """Takes a few values of what lies once for all ranks of a host as they are now, which ``agree`` compares next."""
-        self._remembered = tuple(parameters), self._sample(parameters)
+        """Takes a few values of each of what lies once for all ranks of a host as they are now, for ``check_unchanged``."""
+        self._remembered = tuple(parameters), _points(parameters.values())
 
-    def forget(self) -> None:
-        """Lets values change until ``remember`` takes them again."""
-        self._remembered = None
-
-    def _compare(self, parameters: Mapping[str, Tensor]) -> None:
+    def check_unchanged(self, parameters: Mapping[str, Tensor]) -> None:
+        """Raises StepError if what was remembered of these is not as it was."""
         known = self._remembered
-        if known is not None and known[0] == tuple(parameters) and known[1] != self._sample(parameters):
+        if known is not None and known[0] == tuple(parameters) and known[1] != _points(parameters.values()):
             raise StepError(
                 "weights that lie once for all ranks of the host have changed between two steps, and not by an update; load "
                 "them again (load_state_dict on all ranks). MT_RANKS_SHARE=0 gives each rank weights of its own"
             )
 
-    def _tell(self, record: bytes, why: str = "") -> list[bytes]:
+    def forget(self) -> None:
+        """Lets values change until ``remember`` takes them again."""
+        self._remembered = None
+
+    def _tell(self, kind: bytes, record: bytes, why: str = "") -> list[bytes]:
         """Tells all ranks a record, and returns theirs, in order. Raises StepError if one of the others has stopped, with its
-        reason ``why``."""
+        reason ``why``, or has come for another ``kind`` of thing."""
         connection = self.connection
         table = connection.records[self._rounds % 2]
         self._rounds += 1
-        told = (b"\1" + why.encode() if why else b"\0" + record)[:RECORD_NBYTES]
+        told = (b"\1" + kind + why.encode() if why else b"\0" + kind + record)[:RECORD_NBYTES]
         table[self.rank].copy_(torch.frombuffer(bytearray(told.ljust(RECORD_NBYTES, b"\0")), dtype=torch.uint8))
         doing = "to begin a step with it"
         with self.reaching_others(doing):
@@ -239,9 +258,15 @@ class Ranks:
         rows = [bytes(row.tolist()) for row in table]
         for rank, row in enumerate(rows):
             if row[0] and rank != self.rank:
-                text = row[1:].rstrip(b"\0").decode(errors="replace")
+                text = row[2:].rstrip(b"\0").decode(errors="replace")
                 raise StoppedTogether(f"rank {rank} stopped before this step, and nothing was changed: {text}")
-        return [row[1 : 1 + len(record)] for row in rows]
+        for rank, row in enumerate(rows):
+            if not why and row[1:2] != kind:
+                raise StoppedTogether(
+                    f"rank {rank} {_COMES_TO[row[1:2]]}, and rank {self.rank} {_COMES_TO[kind]}; nothing was changed. Expected "
+                    "all ranks to call the model, backward and optimizer.step() equally often and in the same order"
+                )
+        return [row[2 : 2 + len(record)] for row in rows]
 
     @contextlib.contextmanager
     def reaching_others(self, doing: str) -> Iterator[None]:
@@ -307,6 +332,15 @@ def _about(call: fx.Node) -> tuple[Any, ...]:
     operands: Any = call.args
     values = tuple((operand.meta["val"].dtype, tuple(operand.meta["val"].shape)) for operand in operands)
     return str(getattr(call.target, "__name__", call.target)), call.meta["names"], values
+
+
+def _points(tensors: Iterable[Tensor]) -> bytes:
+    """Returns a digest of elements of each tensor at equal distances."""
+    by_dtype = dict[torch.dtype, list[Tensor]]()
+    for tensor in tensors:
+        if count := tensor.numel():
+            by_dtype.setdefault(tensor.dtype, []).append(flat(tensor.detach())[:: -(-count // _POINTS)])
+    return _digest([torch.cat(points).view(torch.uint8).numpy().tobytes() for points in by_dtype.values()])
 
 
 def _digest(about: Any) -> bytes:

@@ -140,7 +140,7 @@ def plan(
     if options is not None:
         norm_copies, held = NORM_COPIES if kind.split else 1.0, options.needs_all_gradients
         updates = Updates(copies, held=held, run_ahead=run_ahead, checked=not held, norm_copies=norm_copies)
-    ranks, once = layout_named(gpus, hosts, network, solve, disk), updates is not None and updates_once(make_optimizer)
+    ranks, once = layout_named(gpus, hosts, network, solve, disk), updates_once(make_optimizer)
     budgets = _with_disk(Budgets(device, parse_bytes(host, "host"), copies, updates=updates), disk, kind, force)
     if budgets.disk is not None and solve is not None:
         raise ValueError(f"solve={solve!r} expects no disk=, found {disk!r}: plan single sizes with a disk")
@@ -148,7 +148,8 @@ def plan(
         model, data, kind, optimizer, described, budgets, policies, force, progress, accumulate, lora, make_optimizer
     )
     alone = replace(alone, fragments=fragments)
-    request = replace(alone, machine=ranks.machine(described, once), budgets=ranks.budgets(budgets, once), ranks=ranks)
+    of_rank = ranks.machine(described, once, updates is not None), ranks.budgets(budgets, once)
+    request = replace(alone, machine=of_rank[0], budgets=of_rank[1], ranks=ranks)
     with collecting_later():
         if solve in ("batch", "seq"):
             return _largest(request, solve, batch, seq)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,12 @@ def numbered(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Iter
     """Yields each parameter with its number in a state_dict. Raises ValueError for groups of other lengths."""
     for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
         yield from zip(saved["params"], group["params"], strict=True)
+
+
+def updates_all(optimizer: torch.optim.Optimizer | None, parameters: Iterable[torch.nn.Parameter]) -> bool:
+    """Tells whether the optimizer has all of these parameters."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return {id(parameter) for parameter in parameters} <= {id(p) for group in groups for p in group["params"]}
 
 
 def state_moved(optimizer: torch.optim.Optimizer | None, parameter: torch.Tensor) -> None:

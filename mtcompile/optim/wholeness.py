@@ -29,7 +29,10 @@ _UPDATING: Versions = {0: ()}  # equal to no others: updates have begun
 
 class Wholeness:
     """A watch: is one model whole? ``drain``: waits for updates that run behind a forward. ``steps``: how many have ended.
-    ``saved_in``: the folder of its last checkpoint."""
+    ``saved_in``: the folder of its last checkpoint. ``around``: hooks to call before and after the updates of a step that is
+    watched."""
+
+    around: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
     def __init__(self, model: nn.Module, drain: Callable[[], None]) -> None:
         self.drain = drain
@@ -59,6 +62,9 @@ class Wholeness:
         begin."""
         optimizer = with_hooks(optimizer)
         optimizer.register_step_pre_hook(weakly(self._before_masters if masters else self._step_begins))
+        if self.around is not None:
+            optimizer.register_step_pre_hook(self.around[0])
+            torch_private.move_to_front(optimizer.register_step_post_hook(self.around[1]))
         # First, since a hook of the user's may call the model.
         torch_private.move_to_front(optimizer.register_step_post_hook(weakly(self._step_ended)))
 
@@ -80,6 +86,11 @@ class Wholeness:
     def updating(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes that updates begin, of a step that ends with the optimizer's own."""
         self._begun[optimizer] = _UPDATING
+
+    def updated(self, optimizer: torch.optim.Optimizer) -> None:
+        """Notes that the optimizer's step has ended, also where torch.compile has traced it."""
+        if optimizer in self._begun:
+            self._begun[optimizer] = None
 
     def _notice(self) -> None:
         """Notices a step that was left among its updates."""

@@ -159,11 +159,11 @@ def with_parts(step: fx.GraphModule, budgets: Budgets, wanted: bool | None) -> B
 def held_nbytes(step: fx.GraphModule, budgets: Budgets) -> dict[str, int]:
     """The bytes held at all times by home block: weights, optimizer state, and gradients where they wait for optimizer.step()
     (an older one may be held while a new one is made). Of what ranks share, it is one rank's part; of what hosts share, that of
-    the host with the largest."""
+    the host with the largest. Gradients are each rank's own."""
     trained, copies = trained_nbytes(step), budgets.grad_copies
     state = state_nbytes(step, budgets)
     weights = weights_nbytes(step, budgets).items()
-    return {b: budgets.part_of(b, nbytes + copies * trained[b] + state[b]) for b, nbytes in weights}
+    return {b: budgets.part_of(b, nbytes + state[b]) + copies * trained[b] for b, nbytes in weights}
 
 
 def on_disk_nbytes(step: fx.GraphModule, budgets: Budgets) -> dict[str, int]:

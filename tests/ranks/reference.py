@@ -58,6 +58,18 @@ class Small(nn.Module):
         return F.mse_loss(self.down(self.drop(torch.tanh(self.up(x)))), x)
 
 
+class Deeper(nn.Module):
+    """Uses a layer that it did not use before once it is ``deep``, in the same block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.later, self.deep = nn.Linear(16, 16), nn.Linear(16, 16), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        return F.mse_loss(torch.tanh(self.later(y) if self.deep else y), x)
+
+
 def small(seed: int = 0) -> Small:
     torch.manual_seed(seed)
     return Small()

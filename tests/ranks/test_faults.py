@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import mtcompile
 from mtcompile.distributed.meeting import RanksParted
@@ -79,8 +81,8 @@ def test_a_forward_that_fails_and_an_interrupt_in_a_collective_end_the_waits(tmp
     assert first["end"] == "KeyboardInterrupt" and first["took"] < 10
 
 
-def killed_among_updates(rank: int, count: int) -> dict[str, Any]:
-    steps, (ours, optimizer) = batches(2, count), compiled(rank, update="backward")
+def killed_among_updates(update: str, rank: int, count: int) -> dict[str, Any]:
+    steps, (ours, optimizer) = batches(2, count), compiled(rank, update=update)
     ours(*steps[0][rank]).backward()
     optimizer.step()
     if rank == 1:
@@ -89,16 +91,64 @@ def killed_among_updates(rank: int, count: int) -> dict[str, Any]:
     for _ in range(2):
         try:
             ours(*steps[1][rank]).backward()
+            optimizer.step()
         except StepError as error:
             errors.append(str(error))
     return {"errors": errors}
 
 
 @pytest.mark.long
-def test_weights_that_a_killed_rank_has_half_updated_are_refused(tmp_path: Path) -> None:
-    first, killed = job.ended(job.start(killed_among_updates, 2, tmp_path), tmp_path)
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_weights_that_a_killed_rank_has_half_updated_are_refused(update: str, tmp_path: Path) -> None:
+    first, killed = job.ended(job.start(functools.partial(killed_among_updates, update), 2, tmp_path), tmp_path)
     assert killed is None and "has ended while this one waited" in first["errors"][0]
-    assert first["errors"][1].startswith("step 2 failed among its updates: some parameters have been updated, others not (")
+    failed = {"step": "optimizer.step() ended among its updates", "backward": "step 2 failed among its updates"}[update]
+    assert first["errors"][1].startswith(f"{failed}: some parameters ") and "others not" in first["errors"][1]
+
+
+def out_of_step(how: str, rank: int, count: int) -> dict[str, Any]:
+    """Rank 1 steps once more than rank 0, or does not step."""
+    plain = small()
+    optimizer = adamw(plain)
+    ours: Any = mtcompile.compile(plain, memory="100KB", optimizer=optimizer)
+    found: dict[str, Any] = {}
+    for number in range(2):
+        optimizer.zero_grad()
+        ours(*batches_of(number, count)[rank]).backward()
+        weights = {name: value.clone() for name, value in ours.state_dict().items()}
+        began = time.monotonic()
+        try:
+            if how == "twice" and number == 1 and rank == 1:
+                optimizer.step()
+                weights = {name: value.clone() for name, value in ours.state_dict().items()}
+                optimizer.step()
+            elif how == "never" and number == 1 and rank == 1:
+                time.sleep(3 * _TIMEOUT_S)
+            else:
+                optimizer.step()
+        except StepError as error:
+            found = {"error": str(error), "took": time.monotonic() - began}
+    if how == "twice" and rank == 0:
+        weights = {name: value.clone() for name, value in ours.state_dict().items()}
+        with pytest.raises(StepError) as late:
+            ours(*batches_of(2, count)[rank]).backward()
+        found = {"error": str(late.value)}
+    return {**found, "same": all(torch.equal(value, weights[name]) for name, value in ours.state_dict().items())}
+
+
+@pytest.mark.long
+def test_a_rank_that_steps_once_more_or_never_changes_nothing(tmp_path: Path) -> None:
+    for how in ("twice", "never"):
+        (folder := tmp_path / how).mkdir()
+        job_of = functools.partial(out_of_step, how)
+        first, second = job.ended(job.start(job_of, 2, folder, timeout_s=_TIMEOUT_S), folder)
+        assert first["same"] and second["same"]
+        if how == "twice":
+            told = "rank 0 begins a phase of a step, and rank 1 calls optimizer.step(); nothing was changed"
+            assert second["error"].startswith(told)
+            assert first["error"].startswith("rank 1 calls optimizer.step(), and rank 0 begins a phase of a step; nothing")
+        else:
+            assert "did not come within 4 s (MT_RANKS_TIMEOUT)" in first["error"] and first["took"] < 3 * _TIMEOUT_S
 
 
 def faults(count: int, folder: Path) -> tuple[list[Any], list[Any]]:

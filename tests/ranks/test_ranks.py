@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,7 @@ def test_ragged_batches_masters_micro_batches_and_tiles(tmp_path: Path) -> None:
 
 
 def drifting(rank: int, count: int) -> str:
+    os.environ["MT_RANKS_SHARE"] = "0"
     steps, (ours, optimizer) = batches(1, count), compiled(rank)
     for step in range(20):
         try:

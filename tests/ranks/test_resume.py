@@ -20,11 +20,11 @@ FEWER_AND_MORE = ("aabb", "aa", "a", "aaaa")  # of a small model, whose hosts ha
 SEVERAL = ("ab", "aabb", "abcd", "aa", "a", "ab")  # of which each has a part
 
 
-def stage(folder: Path, number: int, rank: int, count: int) -> dict[str, Any]:
+def stage(folder: Path, number: int, update: str, rank: int, count: int) -> dict[str, Any]:
     """Goes on from the checkpoint of the stage before, for one step."""
     plain = model(seed=rank + number)
     optimizer = adamw(plain)
-    ours = mtcompile.compile(plain, memory="200KB", optimizer=optimizer, update="backward")
+    ours = mtcompile.compile(plain, memory="200KB", optimizer=optimizer, update=update)
     torch.set_rng_state(generator_of(rank))
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -38,9 +38,18 @@ def stage(folder: Path, number: int, rank: int, count: int) -> dict[str, Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("stages", "shard"), [(ONE_HOST, "state"), (SEVERAL, "state"), (SEVERAL, "weights")])
+@pytest.mark.parametrize(
+    ("stages", "shard", "update"),
+    [
+        (ONE_HOST, "state", "backward"),
+        (SEVERAL, "state", "backward"),
+        (SEVERAL, "weights", "backward"),
+        (ONE_HOST, "state", "step"),
+        (SEVERAL, "state", "step"),
+    ],
+)
 def test_a_training_resumes_under_more_and_fewer_ranks_and_hosts(
-    stages: tuple[str, ...], shard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stages: tuple[str, ...], shard: str, update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MT_RANKS_SHARD", shard)
     folder, plain = tmp_path / "run", model()
@@ -48,7 +57,7 @@ def test_a_training_resumes_under_more_and_fewer_ranks_and_hosts(
     for number, hosts in enumerate(stages):
         count = len(hosts)
         (at := tmp_path / str(number)).mkdir()
-        found = job.run(functools.partial(stage, folder, number), count, at, tuple(hosts))
+        found = job.run(functools.partial(stage, folder, number, update), count, at, tuple(hosts))
         before = len(stages[number - 1]) if number else count
         assert [each["warned"] for each in found] == [rank >= before for rank in range(count)]
         for rank in range(before, count):  # these have new generators

@@ -15,11 +15,11 @@ from mtcompile.runtime.verify import verify
 MACHINE = named("rtx4090")
 
 
-def forecast(machine: Any = MACHINE, **ranks: Any) -> Forecast:
+def forecast(machine: Any = MACHINE, update: str = "backward", **ranks: Any) -> Forecast:
     from tests.ranks.reference import Model, batches
 
     ids, labels = batches(1, 1)[0][0]
-    return mtcompile.plan(Model, {"ids": ids, "labels": labels}, memory="200KB", machine=machine, update="backward", **ranks)
+    return mtcompile.plan(Model, {"ids": ids, "labels": labels}, memory="200KB", machine=machine, update=update, **ranks)
 
 
 def test_ranks_of_a_host_share_its_memory() -> None:
@@ -36,6 +36,16 @@ def test_ranks_of_a_host_share_its_memory() -> None:
     network = [i for i in four.planned.schedule.instructions if i.work == "collective"]
     gradients = sum(i.nbytes for i in four.planned.schedule.instructions if i.work == "offload" and i.phase == "backward")
     assert 0 < sum(i.nbytes for i in network) <= gradients
+
+
+def test_gradients_that_wait_for_the_step_are_of_each_rank() -> None:
+    two = forecast(gpus=2, update="step")
+    assert two.ledger is not None and two.planned is not None
+    host = two.ledger["host"]
+    assert 4 * two.parameters <= host["weights"] < 4.2 * two.parameters  # once for both
+    trained = host["optimizer"] / 2  # exp_avg and exp_avg_sq, once for both
+    assert 2 * trained <= host["gradients"] < 3 * trained  # one each, and tied ones in two parts
+    assert two.peak_bytes["host"] == sum(host.values()) == 2 * two.planned.schedule.peak_nbytes["host"]
 
 
 @pytest.mark.long

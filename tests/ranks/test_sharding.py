@@ -14,17 +14,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 import mtcompile
 from mtcompile import checkpoint
-from mtcompile.distributed.shares import HostShares
+from mtcompile.distributed.homes.shares import HostShares
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us
 from tests.ranks import job
 from tests.ranks.compiled import MASTERS, Wide, mapping_of, refused, step, train, wide
-from tests.ranks.reference import OPTIMIZERS, adamw, batches, batches_of, differing, model, trained
+from tests.ranks.reference import OPTIMIZERS, Deeper, adamw, batches, batches_of, differing, model, trained
 
 
 def sharded(rank: int, count: int) -> dict[str, Any]:
@@ -279,18 +278,6 @@ def at_any_budget(rank: int, count: int) -> list[list[str]]:
 @pytest.mark.parametrize("hosts", [("a", "b"), ("a", "a", "b", "b")])
 def test_bits_are_the_same_at_any_budget(hosts: tuple[str, ...], tmp_path: Path) -> None:
     assert job.run(at_any_budget, len(hosts), tmp_path, hosts) == [[[]] * 6] * len(hosts)
-
-
-class Deeper(nn.Module):
-    """Uses a layer that it did not use before once it is ``deep``, in the same block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.later, self.deep = nn.Linear(16, 16), nn.Linear(16, 16), False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.first(x)
-        return F.mse_loss(torch.tanh(self.later(y) if self.deep else y), x)
 
 
 def deeper(rank: int, count: int) -> list[str]:

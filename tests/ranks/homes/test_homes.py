@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def test_a_host_has_weights_masters_and_state_once(tmp_path: Path) -> None:
     assert ranks[0]["errors"][0].startswith("weights that lie once for all ranks of the host have changed")
 
 
-def optimizers(rank: int, count: int) -> dict[str, list[str]]:
+def optimizers(update: str, rank: int, count: int) -> dict[str, list[str]]:
     """By optimizer, what differs from a plain job."""
     steps, found = batches(3, count), dict[str, list[str]]()
     for name, make in OPTIMIZERS.items():
@@ -78,46 +79,49 @@ def optimizers(rank: int, count: int) -> dict[str, list[str]]:
         def trainable(of: nn.Module, make: Any = make) -> torch.optim.Optimizer:
             return make([p for p in of.parameters() if p.requires_grad])  # type: ignore[no-any-return]
 
-        ours = train(rank, steps, make=trainable, update="backward")
+        ours = train(rank, steps, make=trainable, update=update)
         assert ours._mt_model.door.shares is not None
         found[name] = differing(ours, trained(model(), steps, trainable))
     os.environ["MT_CHECK"] = "1"  # random delays, poison and checksums
-    masters = train(rank, steps, update="backward", precision="bf16-master32", max_grad_norm=0.5)
+    clipping: dict[str, Any] = {"clip": 0.5} if update == "step" else {"max_grad_norm": 0.5}
+    masters = train(rank, steps, update=update, precision="bf16-master32", **clipping)
     os.environ["MT_RANKS_SHARE"] = "0"
-    own = train(rank, steps, update="backward", precision="bf16-master32", max_grad_norm=0.5)
+    own = train(rank, steps, update=update, precision="bf16-master32", **clipping)
     found["masters"] = differing(masters, own)
     return found
 
 
 @pytest.mark.long
-def test_shares_have_the_bits_of_whole_updates(tmp_path: Path) -> None:
-    for found in job.run(optimizers, 3, tmp_path):
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_shares_have_the_bits_of_whole_updates(update: str, tmp_path: Path) -> None:
+    for found in job.run(functools.partial(optimizers, update), 3, tmp_path):
         assert found == {name: [] for name in (*OPTIMIZERS, "masters")}
 
 
-def not_elementwise(rank: int, count: int) -> dict[str, Any]:
+def not_elementwise(update: str, rank: int, count: int) -> dict[str, Any]:
     steps = batches(2, count)
 
     def factored(of: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Adafactor([p for p in of.parameters() if p.requires_grad], lr=1e-2)
 
-    ours = train(rank, steps, make=factored, update="backward")
+    ours = train(rank, steps, make=factored, update=update)
     return {"different": differing(ours, trained(model(), steps, factored)), "shares": ours._mt_model.door.shares is not None}
 
 
 @pytest.mark.long
-def test_an_optimizer_that_looks_at_whole_parameters_has_weights_of_each_rank(tmp_path: Path) -> None:
-    for found in job.run(not_elementwise, 2, tmp_path):
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_an_optimizer_that_looks_at_whole_parameters_has_weights_of_each_rank(update: str, tmp_path: Path) -> None:
+    for found in job.run(functools.partial(not_elementwise, update), 2, tmp_path):
         assert found == {"different": [], "shares": False}
 
 
-def evaluated_and_closed(rank: int, count: int) -> dict[str, Any]:
+def evaluated_and_closed(update: str, rank: int, count: int) -> dict[str, Any]:
     """Evaluates on some ranks before and between steps, closes, and holds a weight of another model on one rank."""
     steps, found = batches(3, count), dict[str, Any](different=[])
     for evaluating in (range(count), (0,)):
         plain = model(seed=rank)
         optimizer = adamw(plain)
-        ours = mtcompile.compile(plain, memory="200KB", optimizer=optimizer, update="backward")
+        ours = mtcompile.compile(plain, memory="200KB", optimizer=optimizer, update=update)
         states = [generator_of(rank)]
         for of_ranks in steps:
             if rank in evaluating:
@@ -126,6 +130,7 @@ def evaluated_and_closed(rank: int, count: int) -> dict[str, Any]:
             torch.set_rng_state(states.pop())
             ours.train()(*of_ranks[rank]).backward()
             optimizer.step()
+            optimizer.zero_grad()
             states.append(torch.get_rng_state())
         assert ours._mt_model.door.shares is not None
         ours.close()
@@ -136,7 +141,7 @@ def evaluated_and_closed(rank: int, count: int) -> dict[str, Any]:
         torch.distributed.barrier()
         found["different"] += differing(ours, expected) if rank else []
     plain = model()
-    ours = mtcompile.compile(plain, memory="200KB", optimizer=adamw(plain), update="backward")
+    ours = mtcompile.compile(plain, memory="200KB", optimizer=adamw(plain), update=update)
     held = next(ours.parameters()).data if rank == 1 else None
     with pytest.raises(mtcompile.MtcompileError) as error:
         ours(*steps[0][rank]).backward()
@@ -144,7 +149,8 @@ def evaluated_and_closed(rank: int, count: int) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_ranks_may_evaluate_alone_and_have_weights_of_their_own_after_close(tmp_path: Path) -> None:
-    for found in job.run(evaluated_and_closed, 2, tmp_path):
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_ranks_may_evaluate_alone_and_have_weights_of_their_own_after_close(update: str, tmp_path: Path) -> None:
+    for found in job.run(functools.partial(evaluated_and_closed, update), 2, tmp_path):
         assert found["different"] == []
         assert found["error"].startswith("expected the ranks of a host to share the same weights, found that rank 1 and rank 0")

@@ -2,10 +2,11 @@
 
     rank 0   [ update │        │        ]        ranks read any part of a parameter;
     rank 1   [        │ update │        ]        in an update, each writes its share,
-    rank 2   [        │        │ update ]        and after the backward all wait for all
+    rank 2   [        │        │ update ]        and after it all wait for all
 
-An update may begin as soon as its gradients have been combined: every rank of the host has then fetched the old version for
-the last time (``check_reads`` proves it of each schedule). All shares are written once all ranks have met after the backward.
+In a backward, an update may begin as soon as its gradients have been combined: every rank of the host has then fetched the old
+version for the last time (``check_reads`` proves it of each schedule). All shares are written once all ranks have met after the
+backward. In ``optimizer.step()``, ranks meet before the updates and after them (``stepping``).
 
 Of several hosts, each has the weights, and of their state what its ranks update: shares are then those of all ranks, in their
 order, and an all-gather brings what other hosts have updated. Or each has a part of the weights, too: memory holds NaN in place
@@ -21,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mtcompile.distributed.gathering import PartsOnHosts, WholeLater
-from mtcompile.distributed.shared_memory import free_pages
+from mtcompile.distributed.homes.gathering import PartsOnHosts, WholeLater
+from mtcompile.distributed.homes.shared_memory import free_pages
 from mtcompile.errors import StepError
 from mtcompile.optim.backward.kernels import Backward, update_plain
 from mtcompile.optim.disk_state import REMAINDER, Staged
@@ -138,15 +139,20 @@ class HostShares:
 
     def _move_in(self, name: str, parameter: nn.Parameter, entry: dict[str, Any], master: Master | None) -> None:
         """Puts state that a rank has for itself, such as after load_state_dict, where all of the host have it."""
+        self.check_state(name, parameter, entry)
         for key, value in entry.items():
             if isinstance(value, Tensor) and (name, key) in self._offsets and value is not self._homes.get((name, key)):
-                if value.shape != parameter.shape:
-                    raise StepError(f"{name}: expected optimizer state {key} of {tuple(parameter.shape)}, found {value.shape}")
                 like = value if value.stride() == parameter.stride() else _like(parameter, value.dtype).copy_(value)
                 entry[key] = self._at_home(name, key, parameter, flat(like)[self._share(parameter)])
         if master is not None and master.remainder is not self._homes.get((name, REMAINDER)):
             values = flat(master.remainder)[self._share(parameter)]
             master.remainder = self._at_home(name, REMAINDER, parameter, values)
+
+    def check_state(self, name: str, parameter: nn.Parameter, entry: Mapping[str, Any]) -> None:
+        """Raises StepError for state of a parameter that is not of its size."""
+        for key, value in entry.items():
+            if isinstance(value, Tensor) and (name, key) in self._offsets and value.shape != parameter.shape:
+                raise StepError(f"{name}: expected optimizer state {key} of {tuple(parameter.shape)}, found {value.shape}")
 
     def _at_home(self, name: str, key: str, like: Tensor, values: Tensor) -> Tensor:
         """Returns the home of a state, with this rank's share of its values there."""
