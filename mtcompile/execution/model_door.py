@@ -130,11 +130,9 @@ class ModelDoor(Door):
         return InputHomes(self.parameters.blocks(), updated=updated, frozen_apart=apart, experts=self.options.experts)
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
-        parameters, updates = self._parameters(), None
-        state = self._optimizer_state(parameters)
+        state = self._optimizer_state(parameters := self._parameters())
         copies = average_copies(state, parameters)
-        if self.updates is not None and _trains(step):
-            updates = self.updates.plan_updates(copies)
+        updates = self.updates.plan_updates(copies) if self.updates is not None and _trains(step) else None
         reserve, available = random_reserve_nbytes(step) + self.sent_nbytes, self._available_nbytes(step, state)
         self.host_beside = unread_nbytes(parameters, fragments.parameter_homes(step), self.parameters, self.optimizer)
         host = None if self.options.host is None else self.options.host - self.frames.host_nbytes() - self.host_beside
@@ -143,8 +141,7 @@ class ModelDoor(Door):
         return budgets if self.options.disk is None else self._with_disk(budgets, step, fixed), fixed
 
     def _with_disk(self, budgets: Budgets, step: fx.GraphModule, fixed: Mapping[str, str]) -> Budgets:
-        """Adds the limits of the disk. Raises CaptureError for a parameter that went there while it was frozen and is to train
-        now."""
+        """Adds the limits of the disk. Raises CaptureError for a parameter that went there frozen, and is to train now."""
         assert self.options.disk is not None
         for spec, _ in inputs_of(step) if self.updates is None and _trains(step) else ():
             if is_trained(spec) and fixed.get(step.meta["homes"].get(spec.name, "")) == "disk":
