@@ -42,11 +42,12 @@ class Descriptors:
 
 
 def opened(folder: Path) -> Descriptors:
-    """Opens a new file in ``folder``, which is made if it is not there. Raises DiskError."""
+    """Opens a new file in ``folder``, which is made if it is not there. Raises DiskError, also if there is no folder to make it
+    in, such as that of a drive, misspelled."""
     if not hasattr(os, "posix_fallocate") or not hasattr(os, "preadv"):
         raise DiskError(f"disk={folder}: expected a system with posix_fallocate and preadv, such as Linux, found neither")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         _check_drive(folder)
         with _alone(folder):
             _delete_left(folder)

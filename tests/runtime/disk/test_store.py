@@ -248,6 +248,9 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DiskError, match="expected a folder that can be written"):
         DiskStore(tmp_path / "file" / "disk", CHUNK)
+    with pytest.raises(DiskError, match="No such file"):  # a drive that is not mounted, or misspelled
+        DiskStore(tmp_path / "drive" / "disk", CHUNK)
+    assert not (tmp_path / "drive").exists()
 
 
 def test_pieces_are_small_beside_the_model() -> None:
