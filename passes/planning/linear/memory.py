@@ -11,7 +11,7 @@ from mtcompile.passes.analysis.memory import body_lives, workspace_nbytes
 from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.planning.ladders import Block
 from mtcompile.passes.planning.linear.blocks import Choices
-from mtcompile.passes.planning.linear.program import added
+from mtcompile.passes.planning.linear.program import Counted, added
 from mtcompile.passes.planning.linear.terms import Terms
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import kernel_of, placeholders, regions, results
@@ -44,10 +44,11 @@ def hold_memory(
     terms: Terms,
     choices: Choices,
     lives: Sequence[dict[int, float]],
-    ahead: int,
+    counted: Counted,
 ) -> None:
     """The rows that say what memory holds at each block's forward and backward: what is live then (``lives``), what it reads
     and makes, and what is on its way: weights, saved values and gradients of the blocks near by."""
+    ahead, again_counts = counted
     weights = {block.index: terms.by_share(terms.needs[block.region].read) for block in blocks}
     again = {index: terms.again(nbytes) for index, nbytes in weights.items()}  # fetched in the backward
     stored: dict[int, dict[int, float]] = defaultdict(dict)
@@ -67,16 +68,16 @@ def hold_memory(
         near += [stored[other.index] for other in after]
         beyond = choices.leaving[index] if ahead else {}  # a plan may let it go later than it must
         own = [needed[index], back[index]] if whole else []
-        terms.program.holds(ahead, "device", added(live, beyond, *own, *near), always + beside)
-        if whole and (inside := _inside(problem, block, insides)):
+        terms.program.holds(counted, "device", added(live, beyond, *own, *near), always + beside)
+        if whole and again_counts and (inside := _inside(problem, block, insides)):
             others = {variable: -nbytes for variable, nbytes in choices.saved[index].items()}
-            terms.program.holds(ahead, "device", added(live, others, beyond, needed[index], *near), always + inside)
+            terms.program.holds(counted, "device", added(live, others, beyond, needed[index], *near), always + inside)
         if ahead:
             near = [weights[index], back[index], *(back[other.index] for other in before)]
             near += [weights[other.index] for other in after]
-            terms.program.holds(ahead, "device", added(live, choices.leaving[index], *near), always)
+            terms.program.holds(counted, "device", added(live, choices.leaving[index], *near), always)
     for tier in ("host", "disk"):
-        terms.program.holds(ahead, tier, terms.held[tier], 0.0)
+        terms.program.holds(counted, tier, terms.held[tier], 0.0)
 
 
 def _beside(problem: PlanningProblem, block: Block) -> tuple[int, bool]:

@@ -14,6 +14,7 @@ from mtcompile.passes.planning.linear.solver import Solution, Solver, matrix_of,
 
 _GIB = 1 << 30
 Work = tuple[Mapping[int, float], float]  # µs per unit of each variable, and constant µs
+Counted = tuple[int, bool]  # of memory: blocks that are fetched ahead, and whether what a backward makes again is in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +45,15 @@ class _Prepared:
 @dataclass(slots=True)
 class Program:
     """Minimize the first variable, so that every row's sum is at most its limit. Variables are at least zero but for those
-    that are ``signed``. ``held``: rows of memory, by the number of blocks that are fetched ahead; all other rows are the same
-    for all of these."""
+    that are ``signed``. ``held``: rows of memory, by what they count (see ``relaxation``); all others are the same for all of
+    these."""
 
     upper: list[float | None] = field(default_factory=lambda: [None])
     signed: list[int] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     equal: list[tuple[dict[int, float], float]] = field(default_factory=list)
-    held: dict[int, list[Row]] = field(default_factory=lambda: defaultdict(list))
-    _prepared: dict[tuple[int, tuple[str, ...]], _Prepared] = field(default_factory=dict)
+    held: dict[Counted, list[Row]] = field(default_factory=lambda: defaultdict(list))
+    _prepared: dict[tuple[Counted, tuple[str, ...]], _Prepared] = field(default_factory=dict)
 
     def variable(self, upper: float | None = 1.0) -> int:
         self.upper.append(upper)
@@ -76,26 +77,26 @@ class Program:
         """Adds a row: a sum that takes neither time nor memory."""
         self.rows.append(Row(terms, limit, None, {}))
 
-    def holds(self, ahead: int, tier: str, terms: Mapping[int, float], fixed: float) -> None:
+    def holds(self, counted: Counted, tier: str, terms: Mapping[int, float], fixed: float) -> None:
         """Adds a row: bytes that a tier holds."""
         in_gib = {variable: nbytes / _GIB for variable, nbytes in terms.items()}  # about as large as other rows' factors
-        self.held[ahead].append(Row(in_gib, -fixed / _GIB, tier, {}))
+        self.held[counted].append(Row(in_gib, -fixed / _GIB, tier, {}))
 
     def solve(
         self,
         budgets: Mapping[str, int | None],
         fixed: Mapping[int, float] = MappingProxyType({}),
-        ahead: int = 0,
+        counted: Counted = (0, True),
         like: Solution | None = None,
     ) -> tuple[Solution, Sequence[Row]]:
         """Solves the program without the rows of tiers that have no budget, with some variables ``fixed``. ``like``: a solution
-        for the same tiers and as many blocks ahead, to begin at. Returns the solution and the rows, whose prices are its last
-        ones. Raises Infeasible. No variable and no row may be added any more."""
+        for the same tiers, of which the same is counted, to begin at. Returns the solution and the rows, whose prices are its
+        last ones. Raises Infeasible. No variable and no row may be added any more."""
         limited = tuple(tier for tier, nbytes in budgets.items() if nbytes is not None)
-        if (ahead, limited) not in self._prepared:
-            rows = [*self.rows, *(row for row in self.held[ahead] if row.tier in limited)]
-            self._prepared[ahead, limited] = self._prepare(rows)
-        prepared = self._prepared[ahead, limited]
+        if (counted, limited) not in self._prepared:
+            rows = [*self.rows, *(row for row in self.held[counted] if row.tier in limited)]
+            self._prepared[counted, limited] = self._prepare(rows)
+        prepared = self._prepared[counted, limited]
         limits = prepared.limits.copy()
         for tier in limited:
             limits[prepared.of_tier[tier]] += (budgets[tier] or 0) / _GIB

@@ -55,6 +55,7 @@ class Solve(Protocol):
         decided: Mapping[str, bool] = MappingProxyType({}),
         ahead: int = 0,
         like: Relaxed | None = None,
+        again: bool = True,
     ) -> Relaxed: ...
 
 
@@ -62,7 +63,8 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
     """Builds the linear program of a problem. Returns a function that solves it for a limit in bytes per tier (None: no
     limit) and raises Infeasible. ``decided``: homes that are on the device (True) or on the host. ``ahead``: how many
     blocks ahead prefetches are in memory, beside what must be there; the optimum bounds all plans only if it is 0. ``like``: an
-    optimum for the same tiers and as many blocks ahead, from which it is not far to this one."""
+    optimum for the same tiers and as many blocks ahead, from which it is not far to this one. ``again``: False leaves out the
+    room for what backwards make again."""
     terms = terms_of(problem.step, problem.budgets.disk is not None)
     _place_homes(problem, costs, terms)
     choices = place_blocks(problem, blocks, terms)
@@ -74,11 +76,12 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
         decided: Mapping[str, bool] = MappingProxyType({}),
         ahead: int = 0,
         like: Relaxed | None = None,
+        again: bool = True,
     ) -> Relaxed:
-        if ahead not in terms.program.held:
-            hold_memory(problem, blocks, terms, choices, lives, ahead)
+        if (counted := (ahead, again)) not in terms.program.held:
+            hold_memory(problem, blocks, terms, choices, lives, counted)
         fixed = {terms.away[home]: 0.0 if resident else 1.0 for home, resident in decided.items()}
-        solution, rows = terms.program.solve(limits, fixed, ahead, None if like is None else like.solution)
+        solution, rows = terms.program.solve(limits, fixed, counted, None if like is None else like.solution)
         values: list[float] = solution.values.tolist()
         return Relaxed(
             solution.optimum,

@@ -6,6 +6,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,10 +26,11 @@ _LAST = (SOLUTIONS - 1) * _BETWEEN  # the position of the last plan
 class Optima:
     """Optima of the relaxed problem where homes are undecided, for ``device`` budgets from the first to the second and some
     blocks ``ahead``. Each solution begins at that for the next larger budget, and others begin at these: so all are the same
-    whatever was asked before."""
+    whatever was asked before. ``again``: as for ``relaxation``."""
 
-    def __init__(self, solve: Solve, device: tuple[int, int], ahead: int) -> None:
-        self.solve, (self.low, self.high), self.ahead = solve, device, ahead
+    def __init__(self, solve: Solve, device: tuple[int, int], ahead: int, again: bool) -> None:
+        self.solve: Solve = partial(solve, again=again)
+        (self.low, self.high), self.ahead = device, ahead
         self._optima: dict[int, Relaxed | None] = {}
         self._exact: dict[int, Relaxed] = {}
 
@@ -134,8 +136,10 @@ def seed_ladders(
     rules = [(rule, base) for rule in (Rule(), *ends) for base in (bases[:1] if few and rule.decided else bases)]
     rules += [] if few else [(Rule(dict.fromkeys(homes, False)), base) for base in bases]
     rules += [(Rule(earliest=True), base) for base in bases] if len(homes) > 1 else []
-    optima = {base.lookahead: Optima(solve, device, base.lookahead) for base in bases}
-    return [Seeds(optima[base.lookahead], base, rounding, rule) for rule, base in rules]
+    optima = {base.lookahead: Optima(solve, device, base.lookahead, again=False) for base in bases}
+    ladders = [Seeds(optima[base.lookahead], base, rounding, rule) for rule, base in rules]
+    # With room for what backwards make again, seeds are nearer to their budgets, but other homes and values may be better.
+    return ladders + [Seeds(Optima(solve, device, base.lookahead, again=True), base, rounding, Rule()) for base in bases]
 
 
 def _chosen(resident: Mapping[str, float], sizes: Mapping[str, int], preferred: Mapping[str, float]) -> set[str]:
