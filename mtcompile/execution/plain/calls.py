@@ -26,6 +26,7 @@ from mtcompile.execution.runner import version_of
 from mtcompile.execution.session import Session
 from mtcompile.machine.device import allocator_peak
 from mtcompile.passes.generators import generator_state, set_generator_state
+from mtcompile.passes.step_graph import fragments_of
 from mtcompile.runtime.devices.fetching import CpuFetcher, CudaFetcher, Fetcher
 from mtcompile.runtime.schedule import gib
 
@@ -115,9 +116,15 @@ class GradientFreeCalls:
         needed = self.session.resting_nbytes() + homes.held_nbytes
         if self.session.frames.waiting():
             needed += self._budget // 2 if others is None else others + self._least_lent(homes)
-        else:  # a plan may need no weight whole: only rows of embeddings, or fragments
+        elif self.session.options.fragments in ("exact", "split") or self._takes_parts():  # a plan needs no weight whole
             needed += self._least_lent(homes)
         return needed <= self._budget
+
+    def _takes_parts(self) -> bool:
+        """Tells whether the last training step takes weights in fragments, or rows of embeddings."""
+        last = self.session.last
+        step = None if last is None else last.problem.step
+        return step is not None and bool(fragments_of(step) or step.meta.get("rows"))
 
     def _within(self, model: nn.Module, size: CallSize, others: int | None, homes: _Homes, args: Any, kwargs: Any) -> Any:
         """Runs the forward within the budget, and measures it if that is due."""
