@@ -136,10 +136,12 @@ def seed_ladders(
     rules = [(rule, base) for rule in (Rule(), *ends) for base in (bases[:1] if few and rule.decided else bases)]
     rules += [] if few else [(Rule(dict.fromkeys(homes, False)), base) for base in bases]
     rules += [(Rule(earliest=True), base) for base in bases] if len(homes) > 1 else []
-    optima = {base.lookahead: Optima(solve, device, base.lookahead, again=False) for base in bases}
-    ladders = [Seeds(optima[base.lookahead], base, rounding, rule) for rule, base in rules]
-    # With room for what backwards make again, seeds are nearer to their budgets, but other homes and values may be better.
-    return ladders + [Seeds(Optima(solve, device, base.lookahead, again=True), base, rounding, Rule()) for base in bases]
+    ladders = []
+    for again in (False, True):  # with room for it, seeds are nearer to their budgets; but other decisions may be better
+        optima = {base.lookahead: Optima(solve, device, base.lookahead, again) for base in bases}
+        some = [(rule, base) for rule, base in rules if rule == Rule() or not (few and again)]
+        ladders += [Seeds(optima[base.lookahead], base, rounding, rule) for rule, base in some]
+    return ladders
 
 
 def _chosen(resident: Mapping[str, float], sizes: Mapping[str, int], preferred: Mapping[str, float]) -> set[str]:
