@@ -74,10 +74,9 @@ def compare(
         plain.zero_grad()
 
 
-def floor(model: nn.Module, data: dict[str, Any], device: torch.device) -> int:
-    copied = copy.deepcopy(model)
+def floor(model: nn.Module, data: dict[str, Any], device: torch.device, **options: Any) -> int:
     with pytest.raises(mtcompile.BudgetError) as error:
-        mtcompile.compile(copied, memory=1, optimizer=adamw(copied.parameters()), device=device)(**on(device, data))
+        compiled_at(model, 1, device, **options)[0](**on(device, data))
     return int(error.value.minimum_bytes)
 
 
