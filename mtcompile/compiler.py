@@ -274,10 +274,11 @@ def _plans(
     """Plans the forms that options allow, each with all rows of embeddings or with few, but for those ``tried`` before, to
     which it adds its own. Returns the plans that fit, and why others do not."""
     options, candidates, refusals = target.options, list[PlannedStep](), list[BudgetError]()
-    forms = set[Form]()
+    forms, trusted, where = set[Form](), options.fragments == "exact", target.device.where
+    # Forms with more chunks or tiles have the same cuts, whose products are computed to tell.
+    keeps_bits = functools.cache(lambda cut: options.fuses or has_same_bits(joint, cut, where, options.memory, trusted))
     for form in possible_forms(joint, options.loss_chunks, options.tiles, options.cuts):
-        trusted, where = options.fragments == "exact", target.device.where
-        if not (options.fuses or has_same_bits(joint, form.cut, where, options.memory, trusted)):
+        if not keeps_bits(form.cut):
             continue
         rewritten = rewrite_joint(joint, options.precision, options.fuses, form, captured.micro)
         if captured.tangents and placement.needs_loss_head(joint):
@@ -297,8 +298,7 @@ def _plans(
             except BudgetError as error:
                 refusals.append(error)
             else:
-                resident = planned.planned.plan.all_resident
-                if resident:
+                if resident := planned.planned.plan.all_resident:
                     break
         if resident and (options.cuts is None or not streaming(planned.planned.schedule).staging_nbytes):
             break

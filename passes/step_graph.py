@@ -126,7 +126,8 @@ def broadcast(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def reduce_scatter(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As ``all_reduce`` in those elements that this rank updates; the others are undefined. Of one rank, the value itself."""
+    """Returns what ``all_reduce`` does in the elements that this rank updates; the others are undefined. Of one rank, the value
+    itself."""
     return values
 
 

@@ -20,7 +20,7 @@ from mtcompile.execution.door import Door
 from mtcompile.execution.memory import fragments
 from mtcompile.execution.memory.disk_room import movable, room_nbytes
 from mtcompile.execution.memory.host_room import check_plan, checked_before_first_step
-from mtcompile.execution.memory.parameters import ParameterStore, unread_nbytes
+from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, disk_error, host_error, random_reserve_nbytes
 from mtcompile.optim.backward.update import UpdatesInBackward
 from mtcompile.optim.disk_state import PIECE, DiskState, OnDisk
@@ -134,7 +134,7 @@ class ModelDoor(Door):
         copies = average_copies(state, parameters)
         updates = self.updates.plan_updates(copies) if self.updates is not None and _trains(step) else None
         reserve, available = random_reserve_nbytes(step) + self.sent_nbytes, self._available_nbytes(step, state)
-        self.host_beside = unread_nbytes(parameters, fragments.parameter_homes(step), self.parameters, self.optimizer)
+        self.host_beside = self.parameters.unread_nbytes(parameters, fragments.parameter_homes(step), self.optimizer)
         host = None if self.options.host is None else self.options.host - self.frames.host_nbytes() - self.host_beside
         state, fixed = fragments.state_with_fragments(state, step), self._fixed_homes(step)
         budgets = Budgets(available, host, copies, reserve=reserve, updates=updates, state=state)

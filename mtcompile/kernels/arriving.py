@@ -56,7 +56,7 @@ class Arriving:
 
     @property
     def fragments(self) -> list[tuple[int, int]]:
-        """Where each fragment starts and ends."""
+        """Lists where each fragment starts and ends."""
         starts = [i * self.rows for i in range(len(self.flags))]
         return list(zip(starts, [*starts[1:], len(self.weight)], strict=True))
 

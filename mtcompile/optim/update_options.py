@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 NONFINITE = ("stop", "skip", "continue")
 
@@ -33,8 +33,7 @@ def update_options(update: str, max_grad_norm: float | None, run_ahead: bool, no
     if update == "backward":
         return options
     if options != UpdateOptions():
-        given = {"max_grad_norm": max_grad_norm is not None, "run_ahead": run_ahead, "nonfinite": nonfinite != "stop"}
-        names = " and ".join(name for name, is_given in given.items() if is_given) or "no options of updates"
+        names = " and ".join(field.name for field in fields(options) if getattr(options, field.name) != field.default)
         step = 'pass update="backward" too' + ("; or clip before optimizer.step()" if max_grad_norm is not None else "")
         raise ValueError(f'expected update="backward" with {names}, found update="step": {step}')
     return None

@@ -281,7 +281,7 @@ def test_options_that_cannot_be_honoured() -> None:
     for options, match in (
         ({"update": "later"}, "step or backward"),
         ({"update": "step", "run_ahead": True}, 'expected update="backward" with run_ahead, found'),
-        ({"update": "step", "max_grad_norm": 1.0}, 'with max_grad_norm, .* or clip before'),
+        ({"update": "step", "max_grad_norm": 1.0}, "with max_grad_norm, .* or clip before"),
         ({"max_grad_norm": -1.0}, "above 0"),
         ({"nonfinite": "ignore"}, "stop, skip, continue"),
     ):

@@ -76,6 +76,20 @@ def refused(act: Callable[[], None]) -> str:
     return str(error.value)
 
 
+def mappings_of(ours: Any, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, str]]:
+    """What the kernel says of the mappings that a model's weights, masters and AdamW state lie in, once all ranks have read
+    them, by their ranges."""
+    masters = [master.remainder for master in ours._mt_model.door.masters]
+    state = [entry[key] for entry in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    homes = [tensor.detach() for tensor in (*ours.parameters(), *masters, *state)]
+    for tensor in homes:  # each page is one of both ranks then, and counts half in each
+        tensor.sum()
+    torch.distributed.barrier()
+    mappings = {m["range"]: m for m in map(mapping_of, homes)}
+    torch.distributed.barrier()
+    return mappings
+
+
 def mapping_of(tensor: torch.Tensor) -> dict[str, str]:
     """What the kernel says of the mapping that a tensor lies in."""
     lines, found = Path("/proc/self/smaps").read_text().splitlines(), dict[str, str]()

@@ -94,6 +94,23 @@ class ParameterStore:
         """Returns parameter -> home block."""
         return {name: place.block for name, place in self.places.items()}
 
+    def unread_nbytes(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        homes: Collection[str],
+        optimizer: torch.optim.Optimizer | None,
+    ) -> int:
+        """Returns the host bytes of the parameters that a step does not read, with their gradients and state. ``homes``: the
+        names of those that it reads."""
+        total = 0
+        for name, parameter in parameters.items():
+            place = self.places.get(name)
+            if name not in homes and (place is None or self.slabs[place.block].tier == "host"):
+                entry = {} if optimizer is None else optimizer.state.get(parameter, {})
+                held = (parameter, parameter.grad, *entry.values())
+                total += sum(each.nbytes for each in held if isinstance(each, torch.Tensor) and each.device.type == "cpu")
+        return total
+
     def held_on_disk_nbytes(self) -> int:
         """Returns the bytes of the parameters that are on disk now."""
         if self.disk is None:
@@ -366,21 +383,3 @@ def _write_all(offsets: Mapping[str, int], parameters: Mapping[str, torch.nn.Par
 
 def _is_at(parameter: torch.Tensor, home: torch.Tensor | None) -> bool:
     return home is not None and parameter.data_ptr() == home.data_ptr()
-
-
-def unread_nbytes(
-    parameters: Mapping[str, torch.nn.Parameter],
-    homes: Collection[str],
-    placed_there: ParameterStore,
-    optimizer: torch.optim.Optimizer | None,
-) -> int:
-    """Returns the host bytes of the parameters that a step does not read, with their gradients and state. ``homes``: the names
-    of those that it reads; ``placed_there``: where parameters are."""
-    total = 0
-    for name, parameter in parameters.items():
-        place = placed_there.places.get(name)
-        if name not in homes and (place is None or placed_there.slabs[place.block].tier == "host"):
-            entry = {} if optimizer is None else optimizer.state.get(parameter, {})
-            held = (parameter, parameter.grad, *entry.values())
-            total += sum(each.nbytes for each in held if isinstance(each, torch.Tensor) and each.device.type == "cpu")
-    return total

@@ -116,7 +116,7 @@ class GradientFreeCalls:
         needed = self.session.resting_nbytes() + homes.held_nbytes
         if self.session.frames.waiting():
             needed += self._budget // 2 if others is None else others + self._least_lent(homes)
-        elif self.session.options.fragments in ("exact", "split") or self._takes_parts():  # a plan needs no weight whole
+        elif self.session.options.cuts is not None or self._takes_parts():  # a plan needs no weight whole
             needed += self._least_lent(homes)
         return needed <= self._budget
 

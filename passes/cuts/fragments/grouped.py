@@ -23,41 +23,26 @@ import torch
 from torch import fx
 
 from mtcompile.passes.analysis.slices import grouped_operands, slice_view
-from mtcompile.passes.cuts.fragments.stacked import matrices_of
+from mtcompile.passes.cuts.fragments.linear import recognised
+from mtcompile.passes.cuts.fragments.stacked import Matrices, matrices_of
 from mtcompile.passes.joint.loss_head import Add
 from mtcompile.passes.joint.regions import STARTS_BLOCK
-from mtcompile.passes.step_graph import InputSpec, inputs_of, outputs_of, span_nbytes
+from mtcompile.passes.step_graph import InputSpec
 
 aten: Any = torch.ops.aten
 _TRANSPOSE = aten.transpose.int
 
 
 @dataclass(frozen=True, slots=True)
-class Grouped:
-    """A weight [experts, n, m], and all that reads it. ``products``: of groups of rows that end at ``ends`` with the weight or
-    its transposes; ``gradient``: the product that makes the weight gradient; None for a frozen weight."""
+class Grouped(Matrices):
+    """Matrices whose products are of groups of rows, which end at ``ends``."""
 
-    spec: InputSpec
-    weight: fx.Node
-    products: tuple[fx.Node, ...]
-    gradient: fx.Node | None
     ends: fx.Node
-
-    @property
-    def nbytes(self) -> int:
-        return span_nbytes(self.weight.meta["val"])
-
-    @property
-    def has_input_gradient(self) -> bool:
-        """False: a cut between experts splits no sum."""
-        return False
 
 
 def groups(joint: fx.GraphModule) -> list[Grouped]:
-    """Returns the weights of a normalized joint graph that can be cut, in the order of its inputs."""
-    gradients = {spec.index: value for spec, value in outputs_of(joint) if spec.kind == "grad"}
-    recognised = [_recognise(s, node, gradients.get(s.index)) for s, node in inputs_of(joint) if s.role == "param"]
-    return [grouped for grouped in recognised if grouped is not None]
+    """Returns the weights of such experts that can be cut."""
+    return recognised(joint, _recognise)
 
 
 def _recognise(spec: InputSpec, weight: fx.Node, gradient: fx.Node | None) -> Grouped | None:

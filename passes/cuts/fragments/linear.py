@@ -7,13 +7,16 @@ dx = dy @ W              input gradient: a sum over the output dimension, which 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import fx
 
 from mtcompile.passes.step_graph import InputSpec, inputs_of, outputs_of, span_nbytes
 
+W = TypeVar("W")  # how a kind of weight is read
 aten = torch.ops.aten
 
 
@@ -40,11 +43,17 @@ class Linear:
         return bool(self.for_input)
 
 
-def linears(joint: fx.GraphModule) -> list[Linear]:
-    """Returns the weights of a normalized joint graph that can be cut, in the order of its inputs."""
+def recognised(joint: fx.GraphModule, recognise: Callable[[InputSpec, fx.Node, fx.Node | None], W | None]) -> list[W]:
+    """Returns the weights of a normalized joint graph that can be cut, in the order of its inputs. ``recognise``: tells of a
+    parameter, with its gradient, what reads it; None of one that cannot be cut."""
     gradients = {spec.index: value for spec, value in outputs_of(joint) if spec.kind == "grad"}
-    recognised = [_recognise(s, node, gradients.get(s.index)) for s, node in inputs_of(joint) if s.role == "param"]
-    return [linear for linear in recognised if linear is not None]
+    weights = (recognise(s, node, gradients.get(s.index)) for s, node in inputs_of(joint) if s.role == "param")
+    return [weight for weight in weights if weight is not None]
+
+
+def linears(joint: fx.GraphModule) -> list[Linear]:
+    """Returns the weights of linear layers that can be cut."""
+    return recognised(joint, _recognise)
 
 
 def _recognise(spec: InputSpec, weight: fx.Node, gradient: fx.Node | None) -> Linear | None:

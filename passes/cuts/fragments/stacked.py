@@ -16,17 +16,18 @@ from torch import fx
 
 from mtcompile.passes.analysis.memory import owner
 from mtcompile.passes.analysis.slices import slice_view
+from mtcompile.passes.cuts.fragments.linear import recognised
 from mtcompile.passes.joint.loss_head import Add
-from mtcompile.passes.step_graph import InputSpec, inputs_of, outputs_of, span_nbytes
+from mtcompile.passes.step_graph import InputSpec, span_nbytes
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
 
 
 @dataclass(frozen=True, slots=True)
-class Stacked:
-    """A weight [experts, n, m], and all that reads it. ``products``: bmm with the weight or its transposes as one operand.
-    ``gradient``: the bmm that makes the weight gradient; None for a frozen weight."""
+class Matrices:
+    """A weight [experts, n, m], and all that reads it. ``products``: with the weight or its transposes as one operand;
+    ``gradient``: the product that makes the weight gradient; None for a frozen weight."""
 
     spec: InputSpec
     weight: fx.Node
@@ -43,11 +44,15 @@ class Stacked:
         return False
 
 
+class Stacked(Matrices):
+    """Matrices whose products are bmm: each with the same number of rows."""
+
+    __slots__ = ()
+
+
 def stacks(joint: fx.GraphModule) -> list[Stacked]:
-    """Returns the stacked weights of a normalized joint graph that can be cut, in the order of its inputs."""
-    gradients = {spec.index: value for spec, value in outputs_of(joint) if spec.kind == "grad"}
-    recognised = [_recognise(s, node, gradients.get(s.index)) for s, node in inputs_of(joint) if s.role == "param"]
-    return [stacked for stacked in recognised if stacked is not None]
+    """Returns the stacked weights that can be cut."""
+    return recognised(joint, _recognise)
 
 
 def _recognise(spec: InputSpec, weight: fx.Node, gradient: fx.Node | None) -> Stacked | None:

@@ -1,4 +1,4 @@
-"""Where the rows of a value are: which of its dimensions they make up, and how a tile of them is cut out.
+"""Describes where the rows of a value are: which of its dimensions they make up, and how a tile of them is cut out.
 
 Rows are the leading dimensions, [tokens, width] or [batch, tokens, width], or the first and an inner one, as in attention's
 [batch, heads, tokens, width]. What every sequence of a batch reads again, such as the angles of a rotary embedding, [tokens,

@@ -149,7 +149,7 @@ class _Made(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """What a region reads and makes: the inputs and the other values, each once, what stays in the step and what leaves it."""
+    """The inputs and the other values that a region reads, each once, and its results that stay in the step, or leave it."""
 
     inputs: Sequence[fx.Node]
     others: Sequence[Any]
@@ -202,9 +202,9 @@ def summary_of(sketch: Sketch, outline: Outline, machine: Machine, workspace: Wo
         for values in (shape.inputs, shape.others):
             for value in values:
                 reading.setdefault(value, []).append(position)
-        for made in shape.leaves:
-            if made.leaving is not None and made.leaving[3]:
-                making.setdefault(made.leaving[2], []).append(position)
+        for result in shape.leaves:
+            if result.leaving is not None and result.leaving[3]:
+                making.setdefault(result.leaving[2], []).append(position)
     readers = {value: tuple(positions) for value, positions in reading.items()}
     operands = _operands(outline, readers, making)
 
@@ -222,16 +222,16 @@ def summary_of(sketch: Sketch, outline: Outline, machine: Machine, workspace: Wo
 def _shape_of(region: Drawn, outline: Outline) -> _Shape:
     if "shape" not in region.memo:
         reads = dict.fromkeys(region.reads)
-        made = []
+        results = []
         for value in region.makes:
             nbytes = value.meta["nbytes"]
             about = value, value.meta["role"], nbytes, placed(nbytes), value in outline.returned
-            made.append(_Made(*about, outline.leaving.get(value)))
+            results.append(_Made(*about, outline.leaving.get(value)))
         region.memo["shape"] = _Shape(
             [value for value in reads if value in outline.inputs],
             [value for value in reads if value not in outline.inputs],
-            [each for each in made if each.leaving is None],
-            [each for each in made if each.leaving is not None],
+            [each for each in results if each.leaving is None],
+            [each for each in results if each.leaving is not None],
         )
     shape: _Shape = region.memo["shape"]
     return shape
@@ -239,18 +239,18 @@ def _shape_of(region: Drawn, outline: Outline) -> _Shape:
 
 def _staying(region: Drawn, shape: _Shape, readers: Mapping[Any, tuple[int, ...]]) -> tuple[list[Value], list[Value]]:
     """Returns the activations that a region makes, and the other values."""
-    key = "staying", *[readers.get(made.value, ()) for made in shape.stays]
+    key = "staying", *[readers.get(result.value, ()) for result in shape.stays]
     if key not in region.memo:
         activations: list[Value] = []
         others: dict[tuple[object, ...], Value] = {}
-        for made, used in zip(shape.stays, key[1:], strict=True):
+        for result, used in zip(shape.stays, key[1:], strict=True):
             assert isinstance(used, tuple)
-            if made.role == "activation":
-                name = "" if region.renamed else made.value.name
-                activations.append(Value(made.nbytes, made.slot, used, name, made.returned))
+            if result.role == "activation":
+                name = "" if region.renamed else result.value.name
+                activations.append(Value(result.nbytes, result.slot, used, name, result.returned))
             else:
-                alike = made.role, used, made.returned
-                others.setdefault(alike, Value(0, 0, used, "", made.returned)).add(made.nbytes)
+                alike = result.role, used, result.returned
+                others.setdefault(alike, Value(0, 0, used, "", result.returned)).add(result.nbytes)
         region.memo[key] = activations, list(others.values())
     values: tuple[list[Value], list[Value]] = region.memo[key]
     return values
@@ -260,18 +260,18 @@ def _leaving(
     region: Drawn, shape: _Shape, readers: Mapping[Any, tuple[int, ...]], operands: Mapping[fx.Node, Operand]
 ) -> list[Leaving]:
     """Returns the gradients and new buffers that a region makes, in the order of the outputs."""
-    about = [made.leaving for made in shape.leaves if made.leaving is not None]
+    about = [result.leaving for result in shape.leaves if result.leaving is not None]
     of = [operands[node] for _, _, node, _ in about]
-    key = "leaving", *[readers.get(made.value, ()) for made in shape.leaves], *of
+    key = "leaving", *[readers.get(result.value, ()) for result in shape.leaves], *of
     if key not in region.memo:
         going: dict[tuple[object, ...], Leaving] = {}
         places: dict[Leaving, int] = {}
-        for made, operand, (place, home, node, updates) in zip(shape.leaves, of, about, strict=True):
-            used = readers.get(made.value, ())
+        for result, operand, (place, home, node, updates) in zip(shape.leaves, of, about, strict=True):
+            used = readers.get(result.value, ())
             entry = going.setdefault((home, operand, updates, used), Leaving(0, 0, used, home, operand, updates))
-            entry.add(made.nbytes)
+            entry.add(result.nbytes)
             if (rows := operand.rows) is not None:
-                row_nbytes = made.value.meta["val"].shape[1] * made.value.meta["val"].element_size()
+                row_nbytes = result.value.meta["val"].shape[1] * result.value.meta["val"].element_size()
                 entry.crossing, entry.whole = rows.count * row_nbytes, aligned(rows.rows * row_nbytes)
             if place < places.get(entry, place + 1):
                 places[entry], entry.name = place, node.name

@@ -124,10 +124,10 @@ def clock(calls: Sequence[Call], buffers: Sequence[Buffer], lives: Lives, late: 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measures:
-    """What the calls of a plan need and take: bytes of the ``arenas`` by kind and of all else on the device, at ``most``; µs of
-    forward and backward and of the ``backward``, both as if updates took no time, and from one step to the next (``period``);
-    bytes that are ``copied``, and that are read from disk and written there (``drives``), both in a step and in its backward;
-    ``arriving``: the updates on the host (see ``pace``)."""
+    """The needs of a plan's calls, and the time that they take: bytes of the ``arenas`` by kind and of all else on the device,
+    at ``most``; µs of forward and backward and of the ``backward``, both as if updates took no time, and from one step to the
+    next (``period``); bytes that are ``copied``, and that are read from disk and written there (``drives``), both in a step and
+    in its backward; ``arriving``: the updates on the host (see ``pace``)."""
 
     arenas: Sequence[int]
     most: int

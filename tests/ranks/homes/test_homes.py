@@ -13,22 +13,14 @@ from torch import nn
 
 import mtcompile
 from tests.ranks import job
-from tests.ranks.compiled import mapping_of, refused, step, train, wide
+from tests.ranks.compiled import mappings_of, refused, step, train, wide
 from tests.ranks.reference import OPTIMIZERS, adamw, batches, differing, generator_of, model, trained
 
 
 def once(rank: int, count: int) -> dict[str, Any]:
     alone, _ = wide(rank, share=False)
     ours, optimizer = wide(rank, share=True)
-    compiled = ours._mt_model
-    masters = [master.remainder for master in compiled.door.masters]
-    state = [entry[key] for entry in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    homes = [tensor.detach() for tensor in (*ours.parameters(), *masters, *state)]
-    for tensor in homes:  # each page is one of both ranks then, and counts half in each
-        tensor.sum()
-    torch.distributed.barrier()
-    mappings = {m["range"]: m for m in map(mapping_of, homes)}
-    torch.distributed.barrier()
+    compiled, mappings = ours._mt_model, mappings_of(ours, optimizer)
     resident = compiled.session.last.schedule.resident_nbytes["host"] - compiled.door.ranks.exchange_nbytes
     found: dict[str, Any] = {
         "different": differing(ours, alone),

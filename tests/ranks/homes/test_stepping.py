@@ -16,7 +16,7 @@ from torch import nn
 
 import mtcompile
 from tests.ranks import job
-from tests.ranks.compiled import Wide, mapping_of, refused
+from tests.ranks.compiled import Wide, mapping_of, mappings_of, refused
 from tests.ranks.reference import Deeper, adamw, batches, batches_of, differing, generator_of, model
 
 SPLIT = "bf16-master32"
@@ -45,15 +45,7 @@ def once(rank: int, count: int) -> dict[str, Any]:
         step(alone, of_alone, rank, seed)
         time.sleep(0.1 * ((rank + seed) % 2))
         step(ours, optimizer, rank, seed)
-    compiled = ours._mt_model
-    masters = [master.remainder for master in compiled.door.masters]
-    state = [entry[key] for entry in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    homes = [tensor.detach() for tensor in (*ours.parameters(), *masters, *state)]
-    for tensor in homes:  # each page is one of both ranks then, and counts half in each
-        tensor.sum()
-    torch.distributed.barrier()
-    mappings = {m["range"]: m for m in map(mapping_of, homes)}
-    torch.distributed.barrier()
+    compiled, mappings = ours._mt_model, mappings_of(ours, optimizer)
     own = [mapping_of(parameter.grad)["file"] for parameter in ours.parameters()]
     found: dict[str, Any] = {
         "different": differing(ours, alone),
