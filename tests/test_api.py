@@ -351,6 +351,7 @@ def test_copy_is_the_plain_model() -> None:
     both(plain, again, step)
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_the_users_own_steps_under_a_scheduler() -> None:
     class Own(torch.optim.Optimizer):
         def __init__(self, params: Any) -> None:

@@ -63,6 +63,7 @@ def test_a_deep_model_says_soon_what_it_does_and_can_be_interrupted() -> None:
     assert "interrupted" in rest
 
 
+@pytest.mark.slow
 def test_only_what_takes_long_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_PATIENCE_S", 0.2)
     monkeypatch.setenv("MT_PROGRESS", "1")
@@ -88,6 +89,7 @@ def test_only_what_takes_long_is_told(capsys: pytest.CaptureFixture[str], monkey
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_refusals_come_without_the_frames_of_mtcompile(monkeypatch: pytest.MonkeyPatch) -> None:
     def shown(error: BaseException) -> str:
         return "".join(traceback.format_exception(error))

@@ -43,6 +43,7 @@ class Model(nn.Module):
         return self.loss(self.linear(x).log_softmax(-1), labels, frames)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [flat, padded, by_module, single])
 @pytest.mark.parametrize("policy", ["fastest", "checkpoint-all"])
 def test_ctc_loss_has_the_bits_of_the_plain_run(loss: Callable[..., Tensor], policy: str) -> None:

@@ -61,6 +61,7 @@ class SmoothedLoss(nn.Module):
             return self.loss(logits.movedim(-1, 1) if logits.dim() > 1 else logits, targets)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", [(), (33,), (8, 3, 5)], ids=["one", "several", "images"])
 @pytest.mark.parametrize(
     ("reduction", "autocast", "ignored"), [("mean", False, -100), ("mean", True, 2), ("sum", False, 2), ("none", False, -100)]

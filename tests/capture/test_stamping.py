@@ -250,7 +250,11 @@ def inputs_traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[pytest.mark.long] * (case in ("two stacks", "one weight read by all", "counted")))
+        pytest.param(
+            case,
+            marks=[pytest.mark.slow] * (case != "plain")
+            + [pytest.mark.long] * (case in ("two stacks", "one weight read by all", "counted")),
+        )
         for case in (*STAMPED, *WHOLE)
     ],
 )
@@ -272,6 +276,7 @@ def test_memory_of_two_blocks_is_refused_as_in_the_whole_graph() -> None:
         graph_of(model, x=torch.randn(2, 5, WIDTH))
 
 
+@pytest.mark.slow
 def test_blocks_are_stamped_under_autocast_and_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Stack(), torch.randn(2, 5, WIDTH)
 
@@ -286,6 +291,7 @@ def test_blocks_are_stamped_under_autocast_and_without_gradients(monkeypatch: py
     assert some == both()
 
 
+@pytest.mark.slow
 def test_a_graph_without_a_backward_is_stamped(inputs_traced: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = []
     plain = joint_module.joint_graph
@@ -304,6 +310,7 @@ def test_a_graph_without_a_backward_is_stamped(inputs_traced: list[int], monkeyp
     assert str(graphs[0].graph) == str(graphs[1].graph)
 
 
+@pytest.mark.slow
 def test_a_decoder_is_stamped_by_the_names_of_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(16, 32, BLOCKS, 2, 1, 64, head_dim=8, tied=True)
     data = {"tokens": torch.zeros(2, 6, dtype=torch.int64), "targets": torch.ones(2, 6, dtype=torch.int64)}
@@ -312,6 +319,7 @@ def test_a_decoder_is_stamped_by_the_names_of_its_blocks(monkeypatch: pytest.Mon
     assert some == graph_of(Decoder(shape), **data)
 
 
+@pytest.mark.slow
 def test_a_stamped_step_is_bit_equal() -> None:
     torch.manual_seed(0)
     plain, x = Stack(), torch.randn(2, 5, WIDTH)

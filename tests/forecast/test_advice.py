@@ -124,6 +124,7 @@ HELP = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_search")
 def test_a_host_that_is_too_small_is_told_what_would_help_there() -> None:
     forecast = planned(**TIGHT)

@@ -41,6 +41,7 @@ def listing(joint: fx.GraphModule) -> list[tuple[Any, ...]]:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", _SHAPES.values(), ids=_SHAPES)
 def test_a_recorded_forward_is_traced_as_one_that_dynamo_captured(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     captured = listing(joint_of(shape, own=False))

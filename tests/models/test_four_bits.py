@@ -107,6 +107,7 @@ def assert_streamed_in_four_bits(model: Any, plain: Any, call: Any, least: int) 
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_a_parameter_subclass_in_four_bits_is_streamed_as_it_is() -> None:
     torch.manual_seed(0)
     plain, x = Model(), torch.randn(8, WIDTH)

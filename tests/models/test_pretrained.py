@@ -250,6 +250,7 @@ def module_folder(folder: Path, *shape: int, shards: int) -> int:
     return write_weights(folder, meta_module(*shape).state_dict(), shards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "shards", "extra_mib", "precision"),
     [

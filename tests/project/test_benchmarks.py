@@ -153,6 +153,7 @@ def test_what_fits_says_a_speed_or_what_is_short() -> None:
     assert set(fits.MODELS) <= set(SHAPES)
 
 
+@pytest.mark.slow
 def test_the_time_beyond_arithmetic_is_told_apart() -> None:
     forecast = mtcompile.plan(
         "gpt-11m", batch=2, seq=64, memory="64MiB", machine="rtx4090", update="backward", policies=("megatrain",)

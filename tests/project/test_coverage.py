@@ -28,6 +28,7 @@ def linear() -> Subject:
     return Subject(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), (torch.randn(2, 4),), searched=False)
 
 
+@pytest.mark.slow
 def test_what_is_right_is_equal_at_every_budget() -> None:
     assert judge(linear) == compare.Verdict(EQUAL)
 

@@ -82,6 +82,7 @@ def test_a_link_in_the_package_leads_to_the_layer(name: str) -> None:
     assert link.is_symlink() and os.readlink(link) == f"../{name}"
 
 
+@pytest.mark.slow
 def test_a_plain_checkout_imports_without_being_installed(tmp_path: Path) -> None:
     program = "import mtcompile.passes.planning.planner as planner; print(planner.__file__)"
     assert output_of(program, ROOT, tmp_path) == str(ROOT / "mtcompile/passes/planning/planner.py")

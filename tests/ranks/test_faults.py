@@ -73,6 +73,7 @@ def with_errors(rank: int, count: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_forward_that_fails_and_an_interrupt_in_a_collective_end_the_waits(tmp_path: Path) -> None:
     first, killed = job.ended(job.start(with_errors, 2, tmp_path), tmp_path)
     assert killed is None and "traceback" not in first, first
@@ -192,6 +193,7 @@ def stopped_early(rank: int, count: int) -> dict[str, Any]:
     return {"error": str(error.value), "took": time.monotonic() - began}
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_ends_a_small_job_when_its_time_is_over(tmp_path: Path) -> None:
     first, second = processes = job.start(stopped_early, 2, tmp_path, timeout_s=_TIMEOUT_S)
     first.join(60)

@@ -88,6 +88,7 @@ def small_stage(folder: Path, number: int, rank: int, count: int) -> dict[str, A
     return {"parts": len(ours._mt_model.door.shares.parts) if count > 1 else 0}
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_under_fewer_and_more_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MT_RANKS_SHARD", "weights")
     folder, plain = tmp_path / "run", small()

@@ -123,6 +123,7 @@ def check(ranks: list[dict[str, Any]], here: int, nbytes: int) -> None:
         assert rank["hidden"] == (4 if nbytes == 6 else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shard", "nbytes"), [pytest.param("state", 7, marks=pytest.mark.long), ("weights", 6)])
 def test_two_hosts_have_a_part_each(shard: str, nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MT_RANKS_SHARD", shard)

@@ -55,6 +55,7 @@ def test_every_call_and_every_byte_is_drawn(kind: str) -> None:
     assert Counter(CLUSTER.findall(text)) == Counter(places)
 
 
+@pytest.mark.slow
 def test_kinds_are_those_of_the_step_graph() -> None:
     everywhere = [call for kind in KINDS for call in calls(planned(kind).step)]
     found = defaultdict(list)

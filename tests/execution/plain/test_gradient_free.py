@@ -36,6 +36,7 @@ def least_bytes(name: str) -> int:
             least = error.minimum_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_bits_are_equal_at_three_budgets(name: str) -> None:
     expected, least = results(plain(name), MODELS[name][1]), least_bytes(name)
@@ -213,6 +214,7 @@ assert all(type(parameter) is nn.Parameter for parameter in compiled.parameters(
 """
 
 
+@pytest.mark.slow
 def test_interrupts_leave_the_model_whole() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "MT_CACHE": "0"}
     subprocess.run([sys.executable, "-c", INTERRUPTED], env=environment, check=True, timeout=300)

@@ -37,6 +37,7 @@ def test_one_program_serves_all_lengths_where_everything_fits(count: int) -> Non
     assert 0 < report["peak_device_bytes"] <= report["planned_peak_device_bytes"] <= 64 << 20
 
 
+@pytest.mark.slow
 def test_what_a_step_takes_is_within_what_it_was_given() -> None:
     model = mtcompile.compile(new(), memory="64MiB")
     longest, *shorter = sorted(texts(6), key=lambda batch: -batch.numel())
@@ -68,6 +69,7 @@ def test_a_tight_budget_plans_each_shape_by_one_search() -> None:
     assert model.memory_report()["peak_device_bytes"] <= budget  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_steps_without_a_program_may_wait_beside_others() -> None:
     plain, model = new(tied=False).eval(), new(tied=False).eval()
     mtcompile.compile(model, memory="64MiB")
@@ -81,6 +83,7 @@ def test_steps_without_a_program_may_wait_beside_others() -> None:
     assert all(torch.equal(one.grad, other.grad) for one, other in zip(plain.parameters(), model.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_a_plain_step_waits_while_a_planned_one_changes_statistics() -> None:
     plain, model = new(), new()
     mtcompile.compile(model, memory="64MiB")
@@ -96,6 +99,7 @@ def test_a_plain_step_waits_while_a_planned_one_changes_statistics() -> None:
     assert all(map(torch.equal, plain.buffers(), model.buffers()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"update": "backward"}, {"policy": "checkpoint-all"}], ids=str)
 def test_steps_that_a_plan_changes_are_planned_at_each_shape(options: dict[str, str]) -> None:
     model = new()

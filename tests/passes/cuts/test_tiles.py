@@ -73,6 +73,7 @@ def untiled_of_heads(joint: fx.GraphModule) -> list[str]:
     return [str(node.target) for node in tensors if node.target is not operator.getitem]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2])
 def test_rows_keep_their_bits_and_weights_are_summed(batch: int) -> None:
     """Of a decoder: norms, projections and the MLP of every block. The embedding's gradient is that of every row's input."""
@@ -101,6 +102,7 @@ def test_biases_layer_norms_and_half_precision(dtype: torch.dtype) -> None:
         assert (one - other).abs().max() <= (1e-5 if dtype is torch.float32 else 3e-2) * other.abs().max()
 
 
+@pytest.mark.slow
 def test_a_tile_with_rows_of_two_sequences_has_no_rotary_embedding() -> None:
     """Tiles of 16 rows, sequences of 24: what reads the same angles for each sequence stays whole, everything else does not."""
     torch.manual_seed(0)

@@ -48,6 +48,7 @@ class Forgetting(dict[bytes, Any]):
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["crossing", pytest.param("mixed", marks=pytest.mark.long)])
 def test_no_plan_is_evaluated_twice_in_a_search(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plans and their schedules are those that a search without memory finds."""
@@ -157,6 +158,7 @@ CASTING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wall", "way"),
     [
@@ -180,6 +182,7 @@ def test_more_memory_is_never_slower_where_the_host_casts(wall: str, way: str) -
     assert len(times) >= 2 and times == sorted(times)
 
 
+@pytest.mark.slow
 def test_updates_that_need_not_wait_for_the_last_cast_are_seen() -> None:
     """They are faster and need less of the host, for fixed policies too; a search keeps them, also when it is stored."""
     machine = CASTING["the link is the wall"]

@@ -48,6 +48,7 @@ def once(rank: int, count: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_host_has_weights_masters_and_state_once(tmp_path: Path) -> None:
     ranks = job.run(once, 2, tmp_path)
     count = ranks[0]["parameters"]

@@ -37,6 +37,7 @@ def at_home(step: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[ParameterStore
     return store, [by_index.get(index, tensor) for index, tensor in enumerate(inputs)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", PLANS)
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.long)])
 def test_a_block_is_fetched_in_few_copies(name: str, where: str) -> None:

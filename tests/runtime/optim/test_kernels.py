@@ -58,6 +58,7 @@ def test_c_gives_the_bits_of_torch_on_many_values(name: str, layout: str) -> Non
 
 @needs_c
 @pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("gcc"), reason="no gcc for x86-64")
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", ["x86-64", "x86-64-v3", "x86-64-v4"])
 def test_bits_do_not_depend_on_the_instruction_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: str) -> None:
     """v3 has fused multiply-adds; the first one has four floats in a vector."""
