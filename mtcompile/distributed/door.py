@@ -198,16 +198,16 @@ class RanksDoor(ModelDoor):
         """Puts the weights of the first step that trains where all ranks of the host have them in common: each of them has
         such a step. Until then, every rank may compute with its own."""
         settles = not self._settled and any(spec.kind in ("grad", "update") for spec in step.meta["outputs"])
-        if settles:
-            together = {*self._common_names(step), *self._common_names(step, updated=True)}
-            self.ranks.check_alike([*sorted(together), *planned.plan.parts])
-            self.parameters.common = self._new_slab
-            parts = {*planned.plan.parts}
-            self._parts = frozenset(name for name, block in step.meta["homes"].items() if block in parts)
-        try:
-            super().adopt(step, planned)
-        finally:
-            self.parameters.common = lambda block, nbytes, fill: None
+        parts = {*planned.plan.parts} if settles else set()
+        together = {*self._common_names(step), *self._common_names(step, updated=True)} if settles else set()
+        with self.ranks.sharing([*sorted(together), *planned.plan.parts]) if settles else contextlib.nullcontext():
+            if settles:
+                self.parameters.common = self._new_slab
+                self._parts = frozenset(name for name, block in step.meta["homes"].items() if block in parts)
+            try:
+                super().adopt(step, planned)
+            finally:
+                self.parameters.common = lambda block, nbytes, fill: None
         scattered = {name for call in calls(planned.step) if call.target is reduce_scatter for name in call.meta["names"]}
         if alone := sorted(scattered - (set() if self.shares is None else self.shares.names)):
             raise StepError(f"expected all of the gradient of {alone[0]}, which no rank updates in shares, found a share of it")

@@ -26,8 +26,13 @@ from mtcompile.runtime.schedule import Phase
 _SAMPLED, _SAMPLE = 4, 256  # parameters, and elements of each, that ranks compare before a backward
 _POINTS = 16  # elements of each parameter, of which a rank notices that another one has written to them
 _DIGEST_NBYTES = 16
-_COMPILING, _PHASE, _STEP = (bytes([kind]) for kind in range(3))  # what ranks come together for
-_COMES_TO = {_COMPILING: "compiles a model", _PHASE: "begins a phase of a step", _STEP: "calls optimizer.step()"}
+_COMPILING, _PHASE, _STEP, _SHARING = (bytes([kind]) for kind in range(4))  # what ranks come together for
+_COMES_TO = {
+    _COMPILING: "compiles a model",
+    _PHASE: "begins a phase of a step",
+    _STEP: "calls optimizer.step()",
+    _SHARING: "begins its first training step",
+}
 
 
 class Ranks:
@@ -86,16 +91,30 @@ class Ranks:
         with torch.no_grad():
             self.connection.exchange.broadcast(values, values, "for the weights of rank 0")
 
-    def check_alike(self, names: Sequence[str]) -> None:
-        """Raises MtcompileError, on all ranks, unless all of them name the same parameters as those that a host has once."""
-        with self.reaching_others("to share weights"):
-            numbers = self.connection.gather(int.from_bytes(_digest(names)[:7], "big"))
-        if others := [rank for rank, number in enumerate(numbers) if number != numbers[0]]:
-            raise MtcompileError(
+    @contextlib.contextmanager
+    def sharing(self, names: Sequence[str]) -> Iterator[None]:
+        """Surrounds what puts weights where the ranks of a host have them once. Waits for all ranks to begin it. Raises
+        StepError, on all of them, if one has stopped before, or unless all name the same parameters as those of a host."""
+        self._check_together()
+        digests = self._tell(_SHARING, _digest(names))
+        if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+            raise StoppedTogether(
                 f"expected the ranks of a host to share the same weights, found that rank {others[0]} and rank 0 would not: on "
                 "one of them, tensors outside the model, such as a state_dict, share memory with parameters. Drop these before "
                 "the first step; MT_RANKS_SHARE=0 gives each rank weights of its own"
             )
+        self._agreed = True  # who fails from here on has half of the weights elsewhere
+        yield
+        self._agreed = False
+
+    def _gather_here(self, number: int) -> list[int]:
+        """Returns the number that each rank of this host passed, in their order."""
+        connection, doing = self.connection, "to share weights"
+        table = connection.records[self._rounds % 2]
+        self._rounds += 1
+        table[self.rank, :8].view(torch.int64).fill_(number)
+        connection.meeting.meet(doing)
+        return [int(table[rank, :8].view(torch.int64)) for rank in connection.host]
 
     def common_memory(
         self,
@@ -107,14 +126,14 @@ class Ranks:
         """Returns memory with what ``fill`` writes there, once for all ranks of this host: ``together``, for good; else as long
         as nobody writes to it. ``elsewhere``: the bytes that are other hosts'. All of them call it."""
         with self.reaching_others("to share weights"):
-            return common_memory(nbytes, self.me == 0, self.connection.gather_here, fill, together, elsewhere)
+            return common_memory(nbytes, self.me == 0, self._gather_here, fill, together, elsewhere)
 
     def new_shares(self, parameters: Mapping[str, nn.Parameter], masters: bool, hosts: int) -> HostShares:
         """Makes what the ranks of this host have of a model between them, with memory for its optimizer state, which takes
         nothing until it is written to; of ``hosts``, each has a part of that. All of them call it."""
         offsets, nbytes = state_places(parameters, masters)
         with self.reaching_others("to share optimizer state"):
-            memory = shared_memory(nbytes, self.me == 0, self.connection.gather_here)
+            memory = shared_memory(nbytes, self.me == 0, self._gather_here)
         shares = HostShares(memory, offsets, (self.rank if hosts > 1 else self.me), self.here, hosts)
         shares.nonfinite = self.nonfinite
         if hosts > 1:
