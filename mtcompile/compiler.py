@@ -38,7 +38,7 @@ from mtcompile.passes.cuts.fragments.cut import UNCUT, has_resident_fragments
 from mtcompile.passes.cuts.fragments.figures import streamed_whole, streaming, told_fragments
 from mtcompile.passes.joint.accumulate import Micro, repeat, weights_of
 from mtcompile.passes.joint.build import InputHomes, build
-from mtcompile.passes.joint.exceptions import attention_kernels, exceptions
+from mtcompile.passes.joint.exceptions import contract
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.lower import Workspace
 from mtcompile.passes.plan import Plan
@@ -47,8 +47,6 @@ from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.planner import homes_of_rows, may_be_resident, plan_among, plan_like, resident_plan, structure
 from mtcompile.passes.planning.policies import KEEP_STATE
 from mtcompile.passes.planning.problem import (
-    BIT_EQUAL,
-    FUSED,
     DoesNotFit,
     Planned,
     PlanningProblem,
@@ -173,12 +171,8 @@ def rewrite_joint(
     joint: fx.GraphModule, precision: Precision, fuses: bool, form: Form = WHOLE, micro: Micro | None = None
 ) -> JointStep:
     """Returns ``joint`` cut as ``form`` says, and repeated for all micro-batches. Raises CaptureError."""
-    contract = [precision.contract(), FUSED if fuses else BIT_EQUAL]
-    if not fuses and (differing := exceptions(joint)):
-        contract[-1] += f", except ({') and ('.join(differing)})"
-    if kernels := attention_kernels(joint):
-        contract.insert(1, f"attention by {kernels}")
     rewritten, form, changed = cut_joint(joint, form)
+    numerics = [precision.contract(), *contract(joint, fuses, changed)]
     if micro is not None:
         try:
             weights = weights_of(joint, micro)
@@ -186,8 +180,8 @@ def rewrite_joint(
         except NotImplementedError as error:
             raise CaptureError(f"accumulate={micro.count}: the model has {error}; accumulate by hand") from None
         summed, shares = " in fp32" if micro.wide else "", ", ".join(dict.fromkeys(map(str, weights.values())))
-        contract.append(f"{micro.count} micro-batches, their gradients added up{summed} in their order, {shares}")
-    return JointStep(rewritten, "; ".join([*contract, *changed]), form)
+        numerics.append(f"{micro.count} micro-batches, their gradients added up{summed} in their order, {shares}")
+    return JointStep(rewritten, "; ".join(numerics), form)
 
 
 def planning_problem(

@@ -30,8 +30,7 @@ _TIPS = (  # for the first expression that occurs in the first line of torch's r
     ),
     (
         r"Observed exception",
-        "the forward raises this by itself, as it would without mtcompile; code that catches it has to catch "
-        "mtcompile.CaptureError too. Check what you pass to the model",
+        "the forward raises this by itself, as it would without mtcompile. Check what you pass to the model",
     ),
     ("backwards hooks", "remove the module's backward hooks; those on parameters and outputs (tensor.register_hook) work"),
     (
@@ -84,7 +83,23 @@ def not_captured(error: BaseException) -> CaptureError:
     tips = (tip for words in (reason, report) for expression, tip in _TIPS if re.search(expression, words))
     place = place_in(text)
     tip = next(tips, _OTHERWISE if place else _ELSEWHERE)
-    return CaptureError(f"the model's forward could not be captured as one graph: {reason}{place}\n  {tip}")
+    kind = _also(torch_private.raised_by_captured(error))
+    return kind(f"the model's forward could not be captured as one graph: {reason}{place}\n  {tip}")
+
+
+def _also(raised: type[BaseException] | None) -> type[CaptureError]:
+    """CaptureError as a ``raised`` too, so that code which catches the forward's own exception catches it here."""
+    if raised is None or issubclass(CaptureError, raised):
+        return CaptureError
+    members = {
+        "__module__": CaptureError.__module__,
+        "__str__": Exception.__str__,  # a KeyError would show its message quoted
+        "__reduce__": lambda error: (CaptureError, error.args),
+    }
+    try:
+        return type(CaptureError.__name__, (CaptureError, raised), members)
+    except TypeError:  # no class can be both
+        return CaptureError
 
 
 def not_compiled(error: BaseException, doing: str, place: str = "") -> CaptureError:

@@ -34,7 +34,7 @@ def doctor(
 
     if save is not None and save.suffix != ".json":
         raise ValueError(f"expected --save to name a .json file, found {save}")
-    report = examine(choose(device or None), quick, lambda text: print(text, file=sys.stderr))
+    report = examine(choose(device), quick, lambda text: print(text, file=sys.stderr))
     if as_json:
         print(report.to_json(indent=1))
     else:

@@ -20,8 +20,10 @@ Fragments = Literal["auto", "exact", "split"]
 # Options that the groups below have in common, and --json, which commands take by themselves.
 Batch = Annotated[int, typer.Option(min=1, help="sequences per step")]
 Seq = Annotated[int, typer.Option(min=1, help="tokens per sequence")]
-Host = Annotated[str, typer.Option(help="bytes of host memory (default: no limit)")]
-Disk = Annotated[str, typer.Option(help="a folder and bytes of disk for what the host has no room for: /mnt/nvme:400GiB")]
+Host = Annotated[str | None, typer.Option(help="bytes of host memory (default: no limit)")]
+Disk = Annotated[
+    str | None, typer.Option(help="a folder and bytes of disk for what the host has no room for: /mnt/nvme:400GiB")
+]
 PrecisionOption = Annotated[
     Precision, typer.Option("--precision", help="dtypes of weights and optimizer state; model: those of the model")
 ]
@@ -30,7 +32,7 @@ UpdateOption = Annotated[
 ]
 RunAhead = Annotated[bool, typer.Option(help="with --update backward: let updates continue during the next forward")]
 Accumulate = Annotated[int, typer.Option(min=1, help="micro-batches per batch, run region by region")]
-Device = Annotated[str, typer.Option(help="cuda:1, cpu, ... (default: the GPU if there is one)")]
+Device = Annotated[str | None, typer.Option(help="cuda:1, cpu, ... (default: the GPU if there is one)")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
 
@@ -40,9 +42,11 @@ class StepOptions:
 
     batch: Batch = 1
     seq: Seq = 2048
-    memory: Annotated[str, typer.Option(help="bytes of device memory: 16GiB, 141GB or a number (default: the machine's)")] = ""
-    host: Host = ""
-    disk: Annotated[str, typer.Option(help="bytes of disk for what the host has no room for (default: no disk)")] = ""
+    memory: Annotated[
+        str | None, typer.Option(help="bytes of device memory: 16GiB, 141GB or a number (default: the machine's)")
+    ] = None
+    host: Host = None
+    disk: Annotated[str | None, typer.Option(help="bytes of disk for what the host has no room for (default: no disk)")] = None
     machine: Annotated[str, typer.Option(help="a preset such as rtx4090, a .json file, or this (this machine)")] = "h200-sxm"
     precision: PrecisionOption = "model"
     optimizer: Annotated[
@@ -69,12 +73,14 @@ class StepOptions:
 class TrainingOptions:
     """The training that ``train``, ``verify`` and ``bench`` run on this machine."""
 
-    memory: Annotated[str, typer.Option(help="bytes of device memory: 16GiB, 141GB or a number (default: what is free)")] = ""
+    memory: Annotated[
+        str | None, typer.Option(help="bytes of device memory: 16GiB, 141GB or a number (default: what is free)")
+    ] = None
     batch: Batch = 8
     precision: PrecisionOption = "model"
     update: UpdateOption = "step"
     accumulate: Accumulate = 1
-    device: Device = ""
+    device: Device = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +88,9 @@ class ComparisonOptions(TrainingOptions):
     """The plain and the compiled training that ``verify`` and ``bench`` compare."""
 
     memory: Annotated[
-        str,
+        str | None,
         typer.Option(help="bytes of device memory for the compiled model (default: half of the fully resident size)"),
-    ] = ""
+    ] = None
     batch: Batch = 2
     seq: Seq = 128
     max_grad_norm: Annotated[float | None, typer.Option(help="clip the gradients of both models to this norm")] = None
@@ -115,8 +121,8 @@ class RecipeOptions(TrainingOptions):
     seq: Annotated[int | None, typer.Option(min=1, help="tokens per sequence (default: 128; 1024 for a folder of weights)")] = (
         None
     )
-    host: Host = ""
-    disk: Disk = ""
+    host: Host = None
+    disk: Disk = None
     steps: Annotated[int | None, typer.Option(min=1, help="steps in all, including those before --resume (default: 100)")] = (
         None
     )
@@ -143,9 +149,8 @@ class RecipeOptions(TrainingOptions):
 
 
 def values(options: Any) -> dict[str, Any]:
-    """Returns the fields of an options dataclass as Python callers write them: empty text as None."""
-    named = {field.name: getattr(options, field.name) for field in fields(options)}
-    return {name: None if value == "" else value for name, value in named.items()}
+    """Returns the fields of an options dataclass by name."""
+    return {field.name: getattr(options, field.name) for field in fields(options)}
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:

@@ -69,4 +69,4 @@ def updates_once(make_optimizer: Callable[[list[Any]], torch.optim.Optimizer] | 
     that treats each element by itself."""
     if make_optimizer is None or not knobs.ranks_share():
         return knobs.ranks_share()
-    return is_elementwise(make_optimizer([torch.nn.Parameter(torch.zeros(1))]))
+    return is_elementwise(make_optimizer([torch.nn.Parameter(torch.zeros(2, 2))]))

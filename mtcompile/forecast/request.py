@@ -82,8 +82,8 @@ class SizedStep:
 @dataclass(frozen=True, slots=True)
 class AssumedPlacement:
     """The placement of a step that will not run: inputs are at home on the host, and the plan chooses every block's home.
-    ``make_optimizer``: makes the optimizer whose state is measured; None: the budgets say how much there is. ``ranks``: several
-    have every home on the host."""
+    ``make_optimizer``: makes the optimizer whose state is measured; what it does not take is counted as AdamW's. None: the
+    budgets say how much there is. ``ranks``: several have every home on the host."""
 
     budgets: Budgets
     make_optimizer: MakeOptimizer | None = None
@@ -109,7 +109,9 @@ class AssumedPlacement:
             trained = [(spec.name, node.meta["val"]) for spec, node in inputs_of(step) if is_trained(spec)]
             parameters = {name: nn.Parameter(torch.empty_like(value, device="cpu")) for name, value in trained}
             optimizer = self.make_optimizer(list(parameters.values()))
-        state = state_nbytes(optimizer, parameters)
+            taken = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            rest = {name: parameter for name, parameter in parameters.items() if id(parameter) not in taken}
+        state = {**state_nbytes(optimizer, parameters), **state_nbytes(None, rest)}
         copies, updates = average_copies(state, parameters), budgets.updates
         updates = None if updates is None else replace(updates, state_copies=copies)
         elementwise = budgets.disk_updates and is_elementwise(optimizer)

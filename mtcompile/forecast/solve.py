@@ -86,7 +86,8 @@ def plan(
     precision  ``model`` (the module's dtypes), ``fp32``, ``bf16``, or ``bf16-master32`` (bf16 weights; 12 bytes each with
                fp32 masters and AdamW's state)
     optimizer  ``adamw``, ``adam``, ``sgd-momentum``, ``sgd``, the name of another class of torch.optim, or a function that
-               makes an optimizer of a list of parameters: its state is measured in a step without memory
+               makes an optimizer of a list of parameters: its state is measured in a step without memory;
+               parameters that it does not take, as Muon takes matrices only, are counted as AdamW's
     lora       freezes the model and adds LoRA adapters of this rank to its linear layers, except the head; 0: none
     update     ``step``: updates in optimizer.step(), after the backward; ``backward``: as gradients arrive, so that none are
                kept; with ``max_grad_norm``: once all gradients are there; with ``run_ahead``: also during the next forward

@@ -57,7 +57,8 @@ def _copies(precision: Precision, states: int) -> float:
 
 
 def optimizer_named(name: str) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    """Returns what makes an optimizer of a class of torch.optim, with its defaults. Raises ValueError with a similar name."""
+    """Returns what makes an optimizer of a class of torch.optim, with its defaults; of the matrices alone, if the class takes
+    nothing else. Raises ValueError with a similar name."""
     classes = {each.lower(): getattr(torch.optim, each) for each in dir(torch.optim) if each[0].isupper()}
     base = torch.optim.Optimizer
     classes = {each: cls for each, cls in classes.items() if cls is not base and issubclass(cls, base)}
@@ -66,9 +67,19 @@ def optimizer_named(name: str) -> Callable[[list[nn.Parameter]], torch.optim.Opt
             f"expected optimizer to be one of {', '.join(FORECAST_STATES)} or another class of torch.optim, found {name!r}"
             + did_you_mean(name.lower(), [*FORECAST_STATES, *classes])
         )
-    cls = classes[name.lower()]
+    cls: Callable[..., torch.optim.Optimizer] = classes[name.lower()]
     rate = {} if inspect.signature(cls).parameters["lr"].default is not inspect.Parameter.empty else {"lr": 1e-3}
-    return lambda parameters: cls(parameters, **rate)
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        try:
+            return cls(parameters, **rate)
+        except ValueError:
+            matrices = [parameter for parameter in parameters if parameter.dim() == 2]
+            if not matrices or len(matrices) == len(parameters):
+                raise
+            return cls(matrices, **rate)
+
+    return make
 
 
 # ----------------------------------------------------------------------------------------------------- of live optimizers

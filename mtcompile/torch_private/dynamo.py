@@ -74,6 +74,15 @@ def cause_in_dynamo(error: Exception) -> BaseException | None:
     return getattr(error, "inner_exception", None) or error.__cause__ or internal or error
 
 
+def raised_by_captured(error: BaseException) -> type[BaseException] | None:
+    """The class of the exception that the captured function raises by itself; None if ``error`` reports something else."""
+    from torch._dynamo.exc import observed_exception_map
+
+    cause = error.__cause__
+    kinds: list[type[BaseException]] = [kind for kind, of in observed_exception_map.items() if isinstance(cause, of)]
+    return max(kinds, key=lambda kind: len(kind.__mro__), default=None)
+
+
 @contextlib.contextmanager
 def mixing_devices(device: torch.device) -> Iterator[None]:
     """Traced inside, tensors of the host that exist already are on ``device``, where parameters will be when they are used, and

@@ -1,4 +1,4 @@
-"""Tells where a joint graph cannot have the bits of plain PyTorch, by what is in it, and which attention it calls."""
+"""The contract of a joint graph in words: which attention it calls, and where it cannot have the bits of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,22 @@ from mtcompile.runtime.schedule import Role, listed
 
 aten = torch.ops.aten
 
+BIT_EQUAL = "every value and gradient bit-equal to plain PyTorch (eager kernels)"
+_FUSED = "kernels by Inductor: within rounding of plain PyTorch, and the same bits whatever moves (for the same variants)"
+
 # Plain backward formulas of these look at the values, where a trace takes the formula that is right for any.
 _DEPENDS_ON_VALUES = (aten.prod.default, aten.prod.dim_int, aten.cumprod.default)
 _listed = functools.partial(listed, most=12)
+
+
+def contract(joint: fx.GraphModule, fuses: bool, changed: list[str]) -> list[str]:
+    """Returns sentences on the values of a normalized joint graph. ``fuses``: its kernels fuse operations; ``changed``: what
+    cutting it changes."""
+    attention = [f"attention by {kernels}"] if (kernels := _attention_kernels(joint)) else []
+    if fuses:
+        return [*attention, _FUSED, *changed]
+    differing = [*exceptions(joint), *changed]
+    return [*attention, BIT_EQUAL + (f", except ({') and ('.join(differing)})" if differing else "")]
 
 
 def exceptions(joint: fx.GraphModule) -> list[str]:
@@ -49,7 +62,7 @@ _ATTENTION = {  # parts of the names of ATen's operations -> the backend, as tor
 }
 
 
-def attention_kernels(joint: fx.GraphModule) -> str:
+def _attention_kernels(joint: fx.GraphModule) -> str:
     """Names the backends that torch chose for ``scaled_dot_product_attention``; "" if no call takes one: that of plain products
     has no operation of its own."""
     calls = [str(n.target) for n in joint.graph.nodes if n.op == "call_function" and "_scaled_dot_product" in str(n.target)]

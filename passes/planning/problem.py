@@ -11,13 +11,11 @@ from torch import fx
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.joint.exceptions import BIT_EQUAL
 from mtcompile.passes.lower import Workspace
 from mtcompile.passes.plan import Plan
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.usage import held_between_phases
-
-BIT_EQUAL = "every value and gradient bit-equal to plain PyTorch (eager kernels)"
-FUSED = "kernels by Inductor: within rounding of plain PyTorch, and the same bits whatever moves (for the same variants)"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -86,6 +86,17 @@ def test_a_refusal_names_the_line_and_what_to_do(reason: str) -> None:
     assert refusal.value.__cause__ is None and refusal.value.__suppress_context__
 
 
+@pytest.mark.parametrize("kind", [ValueError, KeyError, NotImplementedError])
+def test_the_exception_of_a_forward_is_caught_as_what_it_is(kind: type[Exception]) -> None:
+    def raising(model: Model, h: torch.Tensor) -> torch.Tensor:
+        raise kind("not this time")
+
+    with pytest.raises(kind, match=r"not this time[\s\S]*\n  the forward raises this by itself") as refusal:
+        compiled_whole(Model(raising))(torch.ones(4, 8))
+    assert isinstance(refusal.value, mtcompile.CaptureError)
+    assert str(copy.copy(refusal.value)) == str(refusal.value)
+
+
 def test_the_original_error_is_chained_for_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MT_DEBUG", "1")
     with pytest.raises(mtcompile.CaptureError) as refusal:

@@ -58,6 +58,7 @@ def test_the_command_plans_shapes_factories_and_configurations(tmp_path: Path, m
         ("gpt-11m", "--machine", "abacus"),
         ("gpt-11m", "--policy", "hope"),
         ("/none/such.json",),
+        ("gpt-11m", "--memory", ""),
         ("/none/such.py:make",),
     ],
 )

@@ -13,6 +13,7 @@ import mtcompile
 from mtcompile.forecast.result import Row
 from mtcompile.models.decoders import SHAPES, Shape
 from mtcompile.passes.analysis.cost import Machine
+from mtcompile.runtime.schedule import placed
 from tests.helpers.models import make, tower
 
 pytestmark = pytest.mark.slow  # it compiles many models
@@ -187,3 +188,11 @@ def test_a_vision_model_on_meta_tensors_takes_adapters() -> None:
     assert whole.feasible and adapted.feasible
     new = adapted.parameters - whole.parameters  # in fp32, with gradients and AdamW's state; the others are weights alone
     assert new > 0 and adapted.state_bytes == pytest.approx(2 * whole.parameters + 16 * new, rel=0.03)
+
+
+def test_state_of_muon_is_one_copy_of_matrices_and_two_of_the_rest() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+    planned = mtcompile.plan(model, {"input": torch.zeros(4, 64)}, optimizer="muon")
+    matrix, *vectors = (placed(4 * parameter.numel()) for parameter in model.parameters())
+    state = sum(parts["optimizer"] for parts in planned.ledger.values())
+    assert matrix + 2 * sum(vectors) <= state < 2 * matrix

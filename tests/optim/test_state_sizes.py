@@ -142,3 +142,11 @@ def test_classes_of_torch_are_found_by_name() -> None:
     with pytest.raises(ValueError, match="did you mean adafactor"):
         optimizer_named("adafacto")
     assert not {"optimizer"} & set(FORECAST_STATES)
+
+
+def test_a_class_that_takes_matrices_only_is_given_those() -> None:
+    matrix, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+    optimizer = optimizer_named("muon")([matrix, vector])
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(matrix)]
+    with pytest.raises(ValueError, match="2D"):
+        optimizer_named("muon")([vector])
