@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import html
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property, lru_cache
+from itertools import repeat
 from typing import Any, Literal, get_args
 
 from mtcompile.runtime.schedule import gib
@@ -35,6 +38,61 @@ class Decision:
     nbytes: int
     reason: str
     values: tuple[str, ...] = ()
+
+
+class Decisions(tuple[Decision, ...]):
+    """Decisions that are found by kind and subject; of several about one subject, the first counts. Plans of large models make
+    hundreds, and differ from others in a few: what is known of one plan's is kept for those made of it."""
+
+    @cached_property
+    def by_subject(self) -> dict[tuple[str, str], Decision]:
+        """Those that count, by kind and subject."""
+        index = {(d.kind, d.subject): d for d in self}
+        return index if len(index) == len(self) else {(d.kind, d.subject): d for d in reversed(self)}
+
+    @cached_property
+    def identity(self) -> int:
+        """A number that is equal for decisions with equal effects, in any order and whatever their reasons."""
+        return sum(map(_identity, self.by_subject.values()))
+
+    @cached_property
+    def recomputed(self) -> int:
+        """As ``identity``, of what is kept for the backward and what is run again."""
+        return sum(map(_recomputed, self.by_subject.values()))
+
+    def replaced(self, new: Iterable[Decision], behind: bool = True) -> Decisions:
+        """These decisions with new ones in place of those about the same subjects; of several about one, the last. ``behind``:
+        the new ones are the last; otherwise where those were that they replace."""
+        changes = {(d.kind, d.subject): d for d in new}
+        if len(self.by_subject) != len(self):
+            return Decisions((*(d for d in self if (d.kind, d.subject) not in changes), *changes.values()))
+        index = self.by_subject.copy()
+        before = [index.pop(key, None) for key in changes] if behind else [index.get(key) for key in changes]
+        index |= changes
+        decisions = Decisions(index.values())
+        known = decisions.__dict__
+        known["by_subject"], left = index, [d for d in before if d is not None]
+        if "identity" in self.__dict__:
+            known["identity"] = self.identity - sum(map(_identity, left)) + sum(map(_identity, changes.values()))
+        if "recomputed" in self.__dict__:
+            known["recomputed"] = self.recomputed - sum(map(_recomputed, left)) + sum(map(_recomputed, changes.values()))
+        return decisions
+
+
+def _identity(decision: Decision) -> int:
+    return _digest(decision.kind, decision.subject, decision.choice, decision.values)
+
+
+def _recomputed(decision: Decision) -> int:
+    kind, choice = decision.kind, decision.choice
+    if kind == "variant":
+        return _digest(kind, decision.subject, "save" if choice == "save" else "", decision.values)
+    return _digest(kind, decision.subject, choice, ()) if kind == "activation" and choice == "recompute" else 0
+
+
+@lru_cache(1 << 16)
+def _digest(*parts: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=16).digest(), "big")
 
 
 NORM_COPIES = 5.0  # of a bf16 gradient, which is cast to fp32 first: 2 bytes read, 4 written, 4 read
@@ -110,7 +168,7 @@ class Plan:
     ``fetched``: parameters that a step fetches, in so many ``copies``: neighbours at home cross together.
     ``notes``: what else a reader should know, such as how kernels were measured. ``numerics``: the contract in words."""
 
-    decisions: tuple[Decision, ...] = ()
+    decisions: Decisions = field(default_factory=Decisions)
     lookahead: int = 0
     span: int = 0
     budget_bytes: Mapping[str, int | None] = field(default_factory=dict)
@@ -135,14 +193,22 @@ class Plan:
     copies: int = 0
     parts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    # The decisions by kind and subject, filled in by the first ``find``.
-    _index: dict[tuple[str, str], Decision] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if type(self.decisions) is not Decisions:
+            object.__setattr__(self, "decisions", Decisions(self.decisions))
 
     def find(self, kind: str, subject: str) -> Decision | None:
         """The decision of that kind about that subject, if there is one."""
-        if not self._index:
-            self._index.update({(d.kind, d.subject): d for d in reversed(self.decisions)})  # the first one counts
-        return self._index.get((kind, subject))
+        return self.decisions.by_subject.get((kind, subject))
+
+    def choices(self, kind: Kind, subjects: Iterable[str]) -> list[Choice | None]:
+        """What is decided about each subject; None where nothing is."""
+        return [d and d.choice for d in map(self.decisions.by_subject.get, zip(repeat(kind), subjects))]
+
+    def tiers(self, blocks: Iterable[str]) -> list[Choice]:
+        """As ``params``, of each block."""
+        return [choice or "host" for choice in self.choices("params", blocks)]
 
     def keeps(self, block: str, value: str) -> bool:
         """Says whether a value that a block saves for its backward is kept (and not recomputed there)."""
@@ -151,7 +217,7 @@ class Plan:
 
     def params(self, block: str) -> Choice:
         """The home tier of a block's parameters, their gradients and optimizer state."""
-        decision = self.find("params", block)
+        decision = self.decisions.by_subject.get(("params", block))
         return decision.choice if decision else "host"
 
     def stays(self, block: str) -> bool:
@@ -195,16 +261,11 @@ class Plan:
 
     def with_decisions(self, decisions: Iterable[Decision]) -> Plan:
         """The same plan with these decisions in place of those about the same subjects; of several about one, the last."""
-        new = {(d.kind, d.subject): d for d in decisions}
-        subjects = {subject for _, subject in new}
-        others = [d for d in self.decisions if d.subject not in subjects or (d.kind, d.subject) not in new]
-        return replace(self, decisions=(*others, *new.values()))
+        return replace(self, decisions=self.decisions.replaced(decisions))
 
     def to_json(self, indent: int | None = None) -> str:
         """The plan as text that ``plan_from_json`` reads."""
-        data = asdict(self)
-        del data["_index"]
-        return json.dumps({"format": FORMAT, **data}, indent=indent)
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=indent)
 
     def _repr_html_(self) -> str:
         """The plan as notebooks show it."""

@@ -204,8 +204,7 @@ def resident_nbytes(held: Mapping[str, int], plan: Plan, on_disk: Mapping[str, i
     """Persistent bytes per tier. ``held``: by home block, as ``held_nbytes`` returns them; ``on_disk``: the same if a block
     is on disk; None without a disk."""
     totals = {"device": 0, "host": 0} if on_disk is None else {"device": 0, "host": 0, "disk": 0}
-    for block, nbytes in held.items():
-        tier = plan.params(block)
+    for (block, nbytes), tier in zip(held.items(), plan.tiers(held), strict=True):
         if tier == "disk" and on_disk is not None:
             totals["disk"] += on_disk[block]
         else:
@@ -303,7 +302,7 @@ def update_figures(
     copied, drive, collectives = traffic
     alone, backward, period = spans
     contention = machine.contention_us(copied[0])
-    device_nbytes = sum(nbytes for block, nbytes in trained.items() if plan.params(block) == "device")
+    device_nbytes = sum(nbytes for nbytes, tier in zip(trained.values(), plan.tiers(trained), strict=True) if tier == "device")
     host_nbytes = sum(trained.values()) - device_nbytes
     if budgets.updates is None:
         return alone + contention, machine.update_us(host_nbytes, device_nbytes, budgets.state_copies)

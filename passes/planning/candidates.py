@@ -14,7 +14,7 @@ from functools import cached_property
 from mtcompile.passes.analysis.state import Budgets, held_nbytes, param_nbytes
 from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Certificate, Decision, Plan, Updates
-from mtcompile.passes.planning.evaluate import Identities, completed, evaluate, exact, shortfall
+from mtcompile.passes.planning.evaluate import completed, evaluate, exact, identity, shortfall
 from mtcompile.passes.planning.figures.climb import Climbs, Ways, limits_between, moves
 from mtcompile.passes.planning.figures.evaluator import Evaluator
 from mtcompile.passes.planning.figures.lean import lean_plans, slower_than_some
@@ -71,7 +71,6 @@ class Candidates:
         self.base = decided(problem, self.sizes)
         self.draft = draft_of(problem.step)
         self.evaluations = 0
-        self._identities = Identities()
         self._figures: dict[Hashable, tuple[Mapping[str, int], float, float]] = {}  # peaks, times; schedules would fill memory
         self._paces: dict[Hashable, Updates | None] = {}
         self._points: list[Point] = []
@@ -81,7 +80,7 @@ class Candidates:
 
     def evaluate(self, plan: Plan) -> Candidate:
         """Returns the plan with its figures. Evaluates it, and counts that, unless one that decides the same was: many do."""
-        key = self._identities.of(plan)
+        key = identity(plan)
         if key not in self._figures:
             self.evaluations += 1
             figures = self._evaluator.figures(plan)
@@ -94,12 +93,12 @@ class Candidates:
 
     def _with_schedule(self, plan: Plan) -> Candidate:
         known = (candidate := evaluate(self.problem, self.draft, plan)).plan
-        self._figures[self._identities.of(plan)] = known.peak_bytes, known.step_time_us, known.update_us
+        self._figures[identity(plan)] = known.peak_bytes, known.step_time_us, known.update_us
         return candidate
 
     def _paced(self, plan: Plan) -> Candidate:
         """Returns the plan as ``paced`` chooses it; the choice is remembered."""
-        if (key := self._identities.of(plan)) in self._paces:
+        if (key := identity(plan)) in self._paces:
             return self.evaluate(replace(plan, updates=self._paces[key]))
         candidate = paced(plan, self.evaluate, self._evaluator.due_first)
         self._paces[key] = candidate.plan.updates

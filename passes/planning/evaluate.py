@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
@@ -16,7 +15,7 @@ from mtcompile.passes.analysis.fetches import fetches
 from mtcompile.passes.analysis.state import drive_nbytes, persistent_nbytes, state_by_tier, times_us, trained_nbytes
 from mtcompile.passes.draft import bundle
 from mtcompile.passes.lower import lower_without_deps
-from mtcompile.passes.plan import Certificate, Decision, Plan
+from mtcompile.passes.plan import Certificate, Plan
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
 from mtcompile.runtime.deps import Waits, derive, waits
 from mtcompile.runtime.schedule import Schedule
@@ -61,29 +60,10 @@ def evaluate(problem: PlanningProblem, draft: fx.GraphModule, plan: Plan) -> Can
     return Candidate(_with_figures(problem, plan, schedule, waits(schedule)), lambda: schedule)
 
 
-class Identities:
-    """Gives plans keys that are equal for plans with equal figures: of all that they decide, in any order, without reasons. Of
-    decisions it is the sum of a digest of each, as plans of large models make hundreds, and share most of them."""
-
-    def __init__(self) -> None:
-        self._last: tuple[object, int] = ((), 0)  # decisions that were added up last: plans that share them come in a row
-        self._digests: dict[int, tuple[int, Decision]] = {}  # by identity; decisions that stay alive keep theirs
-
-    def of(self, plan: Plan) -> Hashable:
-        decisions, digest = self._last
-        if decisions is not plan.decisions:
-            first, digests = {(d.kind, d.subject): d for d in reversed(plan.decisions)}, self._digests  # as ``Plan.find``
-            digest = 0
-            for decision in first.values():
-                if (known := digests.get(id(decision))) is None:
-                    known = digests[id(decision)] = self._digest(decision), decision
-                digest += known[0]
-            self._last = plan.decisions, digest
-        return digest, plan.lookahead, plan.span, plan.pooled, plan.updates, plan.narrow, plan.disk_lookahead
-
-    def _digest(self, decision: Decision) -> int:
-        line = f"{decision.kind} {decision.subject} {decision.choice} {decision.values}"
-        return int.from_bytes(hashlib.blake2b(line.encode(), digest_size=16).digest(), "big")
+def identity(plan: Plan) -> Hashable:
+    """A key that is equal for plans with equal figures: of all that they decide, in any order, without reasons."""
+    about = plan.lookahead, plan.span, plan.pooled, plan.updates, plan.narrow, plan.disk_lookahead
+    return plan.decisions.identity, *about
 
 
 def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, certificate: Certificate | None) -> Planned:

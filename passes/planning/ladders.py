@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import fx
 
@@ -71,13 +71,13 @@ def ladders(
         why = "kept at home: costs transfers, no recomputation"
         everything_saved = _with(ahead, [variant_decision(b.name, b.saved, b.variants[-1], why) for b in blocks])
         searched.append((base, _with(base, everything_saved.decisions)))
-        searched.append(_ladder(ahead, [*_by_density(crossing_upgrades + variant_upgrades), *param_upgrades]))
-        searched.append(_ladder(ahead, _by_density(param_upgrades + crossing_upgrades + variant_upgrades)))
+        searched.append(_Upgraded(ahead, [*_by_density(crossing_upgrades + variant_upgrades), *param_upgrades]))
+        searched.append(_Upgraded(ahead, _by_density(param_upgrades + crossing_upgrades + variant_upgrades)))
         saved_upgrades = [u for b in blocks for u in _saved_upgrades(b, machine)]
-        searched.append(_ladder(everything_saved, [*_by_density(crossing_upgrades + saved_upgrades), *param_upgrades]))
+        searched.append(_Upgraded(everything_saved, [*_by_density(crossing_upgrades + saved_upgrades), *param_upgrades]))
     else:
         searched.append((replace(device, lookahead=0),))
-        searched.append(_ladder(device, [*_by_density(variant_upgrades), *param_upgrades]))
+        searched.append(_Upgraded(device, [*_by_density(variant_upgrades), *param_upgrades]))
     if param_nbytes:
         searched.append(waiting_less(ahead if host else device, param_nbytes))
     leanest = [*floors[1:], replace(base, pooled=True)]
@@ -185,15 +185,21 @@ def _with_variants(plan: Plan, blocks: list[Block], index: int, why: str) -> Pla
 
 
 def _with(plan: Plan, decisions: Iterable[Decision]) -> Plan:
-    by_subject = {(d.kind, d.subject): d for d in (*plan.decisions, *decisions)}
-    return replace(plan, decisions=tuple(by_subject.values()))
+    return replace(plan, decisions=plan.decisions.replaced(decisions, behind=False))
 
 
-def _ladder(start: Plan, upgrades: Iterable[_Upgrade]) -> Ladder:
-    plans = [start]
-    for upgrade in upgrades:
-        plans.append(_with(plans[-1], upgrade.decisions))
-    return tuple(plans)
+class _Upgraded(Sequence[Plan]):
+    """Plans that take more and more of ``upgrades``, each made when it is asked for."""
+
+    def __init__(self, start: Plan, upgrades: Sequence[_Upgrade]) -> None:
+        self.start, self.upgrades = start, upgrades
+
+    def __len__(self) -> int:
+        return 1 + len(self.upgrades)
+
+    def __getitem__(self, position: Any) -> Any:
+        taken = self.upgrades[: range(len(self))[position]]
+        return _with(self.start, [decision for upgrade in taken for decision in upgrade.decisions])
 
 
 def _by_density(upgrades: list[_Upgrade]) -> list[_Upgrade]:

@@ -11,7 +11,7 @@ from mtcompile.execution.calibration import TimedPhase, as_measured, medians
 from mtcompile.execution.compiled import CompiledStep
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.evaluate import Identities
+from mtcompile.passes.planning.evaluate import identity
 from mtcompile.runtime.trace import Trace
 
 WINDOW = 3  # steps whose medians count
@@ -53,7 +53,6 @@ class Speeds:
     def replaced(self, recent: Recent, new: CompiledStep) -> None:
         """Takes note that a program goes on by another plan."""
         self._recent.pop(id(recent.compiled), None)
-        identity = Identities().of
         others = (plan for plan in recent.earlier if identity(plan) != identity(new.plan))
         self._recent[id(new)] = Recent(new, earlier=(*others, recent.compiled.plan)[-_MOST_PLANS:])
 

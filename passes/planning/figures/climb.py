@@ -171,14 +171,16 @@ def _of_homes(homes: Sequence[str], sizes: Mapping[str, int]) -> Move:
         return plan.with_decisions([Decision(kind, home, choice, sizes[home], _WHY) for home, choice in tiers.items()])
 
     def neighbours(plan: Plan) -> Iterator[Plan]:
-        here = [home for home in homes if plan.params(home) == "device"]
-        away = [home for home in homes if plan.params(home) == "host"]
+        tiers = plan.tiers(homes)
+        here = [home for home, tier in zip(homes, tiers, strict=True) if tier == "device"]
+        away = [home for home, tier in zip(homes, tiers, strict=True) if tier == "host"]
         for one, other in dict.fromkeys(((here[-1], away[0]), (here[0], away[-1]))) if here and away else ():
             yield set_to(plan, "params", {one: "host", other: "device"})
         for home in dict.fromkeys((*away[:1], *away[-1:])):
             yield set_to(plan, "params", {home: "device"})
-        staying = [home for home in away if plan.stays(home)]
-        again = [home for home in away if not plan.stays(home)]
+        fetches = plan.choices("fetch", away)
+        staying = [home for home, fetch in zip(away, fetches, strict=True) if fetch == "keep"]
+        again = [home for home, fetch in zip(away, fetches, strict=True) if fetch != "keep"]
         if staying and again and homes.index(staying[0]) < homes.index(again[-1]):
             yield set_to(plan, "fetch", {staying[0]: "again", again[-1]: "keep"})
         for home in again[-1:]:
@@ -209,7 +211,7 @@ def _waits(by_size: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> Mo
             ("gradients", plan.frees_early),
         )
         for rank, nbytes in enumerate(sorted(by_size, reverse=True)):
-            homes = [home for home in by_size[nbytes] if plan.params(home) == "host"]
+            homes = [home for home, tier in zip(by_size[nbytes], plan.tiers(by_size[nbytes]), strict=True) if tier == "host"]
             for kind, waits in kinds if plan.lookahead and homes else ():
                 now = any(map(waits, homes))
                 if now or rank < _LARGEST:

@@ -10,6 +10,7 @@ import functools
 from array import array
 from collections.abc import Iterable, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
+from operator import and_
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ _BITS = {  # of what is decided about a home
     **{("params", "device"): 1, ("params", "disk"): 2, ("fetch", "keep"): 4},
     **{("return", "late"): 8, ("gradients", "early"): 16},
 }
-_MASKS = {"params": 1 | 2, "fetch": 4, "return": 8, "gradients": 16}
-_OF_WEIGHTS = _MASKS["params"] | _MASKS["fetch"]
+_KINDS = "params", "fetch", "return", "gradients"
+_OF_WEIGHTS = 1 | 2 | 4
 _NO_UPDATES = Updates()
 _PER_VALUE, _PER_LEAVING = 7, 11  # numbers
 
@@ -100,7 +101,8 @@ class CompiledStep:
         self._arrays: list[array[int] | array[float]] = []  # that the step points into
         self._costs: dict[tuple[float, float, bool], _Costs] = {}
         self._step = self._laid_out(summary)
-        self._of_weights = frozenset(operand.home for operand in summary.operands if operand.weights)
+        of_weights = {operand.home for operand in summary.operands if operand.weights}
+        self._masks = [-1 if home in of_weights else ~_OF_WEIGHTS for home in self._homes]
         self._leaving = [entry.name for region in summary.regions for entry in region.leaving]
 
     def measures(self, plan: Plan) -> Measures:
@@ -131,20 +133,14 @@ class CompiledStep:
 
     def _decided(self, plan: Plan) -> tuple[array[int], array[int]]:
         """Returns what a plan decides about each home, and by name of an activation, whether it waits on the host."""
-        homes, decided = bytearray(len(self._homes)), dict[str, bool]()
-        for decision in reversed(plan.decisions):  # the first one counts
-            kind, subject = decision.kind, decision.subject
-            if kind == "activation":
-                decided[subject] = decision.choice == "host"
-            elif (number := self._homes.get(subject)) is not None and kind in _MASKS:
-                mask = _MASKS[kind]
-                if not mask & _OF_WEIGHTS or subject in self._of_weights:
-                    homes[number] = homes[number] & ~mask | _BITS.get((kind, decision.choice), 0)
-        at_host = bytearray(b"\1" if decided.pop("*", True) else b"\0") * len(self._numbers)
-        for name, waits in decided.items():
-            if (number := self._numbers.get(name)) is not None:
-                at_host[number] = waits
-        return array("B", homes), array("B", at_host)
+        homes = [0] * len(self._homes)
+        for kind in _KINDS:
+            for number, choice in enumerate(plan.choices(kind, self._homes)):
+                homes[number] |= _BITS.get((kind, choice), 0)
+        otherwise = plan.activation("*") == "host"
+        choices = plan.choices("activation", self._numbers)
+        at_host = [otherwise if choice is None else choice == "host" for choice in choices]
+        return array("B", map(and_, homes, self._masks)), array("B", at_host)
 
     def _costs_of(self, updates: Updates) -> _Costs:
         key = updates.state_copies, updates.workspace_copies, updates.checked

@@ -43,7 +43,6 @@ class Evaluator:
         self.able = self.able and not (updates is not None and updates.held)
         self._library = library() if compiled else None
         self._summaries: dict[object, tuple[Summary, CompiledStep | None]] = {}
-        self._key: tuple[object, object] = None, None  # decisions, and what they recompute: many plans in a row share them
         self._last: tuple[Plan, tuple[Figures, Measures]] | None = None  # the plan evaluated last
 
     @cached_property
@@ -77,11 +76,7 @@ class Evaluator:
         return self.able
 
     def _summary(self, plan: Plan) -> tuple[Summary, CompiledStep | None]:
-        decisions, recomputed = self._key
-        if decisions is not plan.decisions:
-            recomputed = _recomputed(plan)
-            self._key = plan.decisions, recomputed
-        key = recomputed, plan.span
+        key = plan.decisions.recomputed, plan.span
         if key not in self._summaries:
             sketch = self._sketches.of(plan)
             outline = self._outline if sketch.graph is self._sketches.draft else outline_of(sketch.graph)
@@ -111,14 +106,3 @@ class Evaluator:
 def _same(one: Plan, other: Plan) -> bool:
     """Tells whether two plans are one but for their figures."""
     return one.decisions is other.decisions and replace(one, **_FIGURES) == replace(other, **_FIGURES)
-
-
-def _recomputed(plan: Plan) -> object:
-    """Returns a key that is equal for plans of one span that recompute the same."""
-    variants, again = dict[str, object](), set[str]()
-    for decision in reversed(plan.decisions):
-        if decision.kind == "variant":
-            variants[decision.subject] = decision.choice == "save", decision.values
-        elif decision.kind == "activation":
-            (again.add if decision.choice == "recompute" else again.discard)(decision.subject)
-    return frozenset(variants.items()), frozenset(again)

@@ -14,7 +14,7 @@ from mtcompile.passes.planning.linear.blocks import Choices
 from mtcompile.passes.planning.linear.program import Counted, added
 from mtcompile.passes.planning.linear.terms import Terms
 from mtcompile.passes.planning.problem import PlanningProblem
-from mtcompile.passes.step_graph import kernel_of, placeholders, regions, results
+from mtcompile.passes.step_graph import kernel_of, placeholders, results
 
 
 def live_at(blocks: Sequence[Block], terms: Terms, choices: Choices) -> list[dict[int, float]]:
@@ -53,8 +53,10 @@ def hold_memory(
     again = {index: terms.again(nbytes) for index, nbytes in weights.items()}  # fetched in the backward
     stored: dict[int, dict[int, float]] = defaultdict(dict)
     needed: dict[int, dict[int, float]] = defaultdict(dict)  # weights that a backward in one region reads, less casts' room
+    backward: dict[int, list[fx.Node]] = defaultdict(list)
     for region in terms.of_phase("backward"):
         index, needs = region.meta["block"], terms.needs[region]
+        backward[index].append(region)
         stored[index] = added(stored[index], terms.by_share(needs.stored))
         fewer = ({home: -nbytes for home, nbytes in each.items()} for each in (needs.grads, needs.cast_nbytes))
         needed[index] = added(*map(terms.by_share, (needs.read, needs.stored, *fewer)))
@@ -63,13 +65,13 @@ def hold_memory(
     for place, (block, live) in enumerate(zip(blocks, lives, strict=True)):
         index, back = block.index, choices.back
         before, after = blocks[max(0, place - ahead) : place], blocks[place + 1 : place + 1 + ahead]
-        beside, whole = _beside(problem, block)
+        beside, whole = _beside(problem, backward[index])
         near = [nbytes[other.index] for other in before for nbytes in (again, back)]
         near += [stored[other.index] for other in after]
         beyond = choices.leaving[index] if ahead else {}  # a plan may let it go later than it must
         own = [needed[index], back[index]] if whole else []
         terms.program.holds(counted, "device", added(live, beyond, *own, *near), always + beside)
-        if whole and again_counts and (inside := _inside(problem, block, insides)):
+        if whole and again_counts and (inside := _inside(problem, block, backward[index][0], insides)):
             others = {variable: -nbytes for variable, nbytes in choices.saved[index].items()}
             terms.program.holds(counted, "device", added(live, others, beyond, needed[index], *near), always + inside)
         if ahead:
@@ -80,11 +82,10 @@ def hold_memory(
         terms.program.holds(counted, tier, terms.held[tier], 0.0)
 
 
-def _beside(problem: PlanningProblem, block: Block) -> tuple[int, bool]:
-    """The bytes that a block's backward needs beside weights and saved values, whatever the plan: workspace, what other
+def _beside(problem: PlanningProblem, backward: Sequence[fx.Node]) -> tuple[int, bool]:
+    """The bytes that a block's ``backward`` needs beside weights and saved values, whatever the plan: workspace, what other
     backwards made for it, what it makes. And whether it is one region, so that all it needs is in memory at once."""
-    step, backward = problem.step, _backward(problem.step, block)
-    workspace = max((problem.workspace(kernel_of(step, region)) for region in backward), default=0)
+    workspace = max((problem.workspace(kernel_of(problem.step, region)) for region in backward), default=0)
     if len(backward) != 1:
         return workspace, False
     used = [value for value in results(backward[0]) if value.users]
@@ -92,13 +93,12 @@ def _beside(problem: PlanningProblem, block: Block) -> tuple[int, bool]:
     return workspace + _arriving(backward[0]) + sum(value.meta["nbytes"] for value in outputs), True
 
 
-def _inside(problem: PlanningProblem, block: Block, insides: dict[tuple[str, tuple[int, ...]], int]) -> int:
+def _inside(problem: PlanningProblem, block: Block, region: fx.Node, insides: dict[tuple[str, tuple[int, ...]], int]) -> int:
     """The fewest bytes that a block's backward, one region, needs at once for what other backwards made for it, what it makes
     inside, and the values that its forward saved, whatever a plan keeps of these: it makes all others again before anything
     else, and lets each go once it has read it. 0 where kernels were measured. ``insides``: what is known of kernels."""
     if problem.workspace is not workspace_nbytes:
         return 0
-    (region,) = _backward(problem.step, block)
     kernel, operands = kernel_of(problem.step, region), list(region.args)
     positions = tuple(operands.index(value) for value in block.saved if value in operands)
     if (key := (str(region.target), positions)) not in insides:
@@ -106,11 +106,6 @@ def _inside(problem: PlanningProblem, block: Block, insides: dict[tuple[str, tup
         given = {inputs[place]: value.meta["nbytes"] for place, value in enumerate(operands) if place in positions}
         insides[key] = max(body_lives(kernel.graph, given), default=0)
     return insides[key] + _arriving(region)
-
-
-def _backward(step: fx.GraphModule, block: Block) -> list[fx.Node]:
-    """The regions of a block's backward."""
-    return [r for r in regions(step) if r.meta["phase"] == "backward" and r.meta["block"] == block.index]
 
 
 def _arriving(region: fx.Node) -> int:

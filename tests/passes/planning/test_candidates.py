@@ -15,7 +15,7 @@ from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Plan, Updates
 from mtcompile.passes.planning import candidates as candidates_module
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.evaluate import Identities
+from mtcompile.passes.planning.evaluate import identity
 from mtcompile.passes.planning.frontier import points_from_json, points_to_json
 from mtcompile.passes.planning.ladders import waiting_less
 from mtcompile.passes.planning.linear.relaxation import relaxation
@@ -56,7 +56,7 @@ def test_no_plan_is_evaluated_twice_in_a_search(case: str, monkeypatch: pytest.M
     counted, keys = candidates_module.evaluate, []
 
     def counting(problem: PlanningProblem, draft: Any, plan: Plan) -> Any:
-        keys.append(Identities().of(plan))
+        keys.append(identity(plan))
         return counted(problem, draft, plan)
 
     monkeypatch.setattr(candidates_module, "evaluate", counting)
