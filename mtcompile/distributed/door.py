@@ -141,14 +141,9 @@ class RanksDoor(ModelDoor):
     @property
     def updates_in_shares(self) -> bool:
         """True where the ranks of this host have one set of weights and state between them."""
-        if self.ranks_here * self._sharing_hosts == 1 or not knobs.ranks_share():
+        if self.ranks_here * self.ranks.sharing_hosts == 1 or not knobs.ranks_share():
             return False
         return self.shares is not None or (self.optimizer is not None and is_elementwise(with_hooks(self.optimizer)))
-
-    @property
-    def _sharing_hosts(self) -> int:
-        """How many hosts have a part each of the optimizer state. With whole gradients on each rank, all of it is on each."""
-        return 1 if self.updates is None else self.ranks.sharing_hosts
 
     @property
     def in_parts(self) -> bool:
@@ -177,7 +172,7 @@ class RanksDoor(ModelDoor):
         """Makes the slab of a block that the ranks of this host have in common; all of them call it."""
         common, together = self._is_common(block)
         if together and self.shares is None:
-            self.shares = self.ranks.new_shares(self._parameters(), self.masters is not None, self._sharing_hosts)
+            self.shares = self.ranks.new_shares(self._parameters(), self.masters is not None, self.ranks.sharing_hosts)
             self._make_state_whole(self.optimizer)
             if self.masters is not None:
                 self.masters.whole = self.shares.whole
@@ -286,9 +281,10 @@ class RanksDoor(ModelDoor):
 
     def _missing_state_nbytes(self) -> int:
         """Returns the bytes of state that the next step will make on this rank."""
-        sizes, names = self._optimizer_state(self._parameters()), set() if self.shares is None else self.shares.names
-        held = self.state_nbytes()
-        own = sum(-(-nbytes // self.ranks_here) if name in names else nbytes for name, nbytes in sizes.items())
+        held, parameters, own = self.state_nbytes(), self._parameters(), 0
+        for name, nbytes in self._optimizer_state(parameters).items():
+            common = self.shares is not None and name in self.shares.names
+            own += -(-self.shares.part_nbytes(parameters[name], nbytes) // self.ranks_here) if common else nbytes  # type: ignore[union-attr]
         return own - held["optimizer"] - held["masters"]
 
     # --------------------------------------------------------------------------------------------------- the plan of a step
@@ -305,7 +301,7 @@ class RanksDoor(ModelDoor):
         budgets, fixed = super().constraints(step)
         host = None if self.options.host is None else self.options.host // self.ranks_here - self.frames.host_nbytes()
         budgets = replace(budgets, host=host, exchange=self.ranks.exchange_nbytes)
-        updates, hosts = budgets.updates, self._sharing_hosts if self.updates_in_shares else 1
+        updates, hosts = budgets.updates, self.ranks.sharing_hosts if self.updates_in_shares else 1
         if updates is not None and self.updates_in_shares:  # a rank waits for the shares of the others after each backward
             every = hosts == self.ranks.hosts  # rank updates a share of its own; else those with one place on several hosts
             sharded = sorted(self._common_blocks(step, updated=True) & {*fixed.keys()}) if every else ()
@@ -319,8 +315,9 @@ class RanksDoor(ModelDoor):
 
     @property
     def _wants_parts(self) -> bool | None:
-        """Tells whether each host is to have a part of the weights it updates; None: where ``host=`` asks for it."""
-        if not self.updates_in_shares or self._sharing_hosts == 1:
+        """Tells whether each host is to have a part of the weights it updates; None: where ``host=`` asks for it. Never with
+        ``update="step"``, where anybody may read a parameter between a backward and its step."""
+        if self.updates is None or not self.updates_in_shares or self.ranks.sharing_hosts == 1:
             return False
         asked = knobs.ranks_shard_weights()
         return True if asked is None and self._needs_parts else asked
@@ -341,7 +338,7 @@ class RanksDoor(ModelDoor):
         return super().refusal(error)
 
     def share_of(self, machine: Machine) -> Machine:
-        return machine.shared_by(self.ranks_here, self.updates_in_shares, self._sharing_hosts)
+        return machine.shared_by(self.ranks_here, self.updates_in_shares, self.ranks.sharing_hosts)
 
     def place_for_calls(self, tier: str) -> None:
         super().place_for_calls("host")

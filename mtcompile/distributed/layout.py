@@ -28,10 +28,10 @@ class RankLayout:
     def count(self) -> int:
         return self.gpus * self.hosts
 
-    def machine(self, whole: Machine, once: bool, in_backward: bool) -> Machine:
+    def machine(self, whole: Machine, once: bool) -> Machine:
         """Returns the machine as each rank has it. ``once``: weights lie once for all ranks of a host, which update shares;
-        ``in_backward``: there, where each of several hosts updates a part."""
-        shared = whole.shared_by(self.gpus, once, self.hosts if in_backward and knobs.ranks_shard() else 1)
+        each of several hosts updates a part."""
+        shared = whole.shared_by(self.gpus, once, self.hosts if knobs.ranks_shard() else 1)
         return shared if self.network_gbps is None else replace(shared, network_gbps=self.network_gbps)
 
     def budgets(self, of_host: Budgets, once: bool) -> Budgets:
@@ -41,7 +41,7 @@ class RankLayout:
             return of_host
         host = None if of_host.host is None else of_host.host // self.gpus
         updates, sharing = of_host.updates, self.gpus if once else 1
-        hosts = self.hosts if once and updates is not None and knobs.ranks_shard() else 1
+        hosts = self.hosts if once and knobs.ranks_shard() else 1
         if once and self.gpus * hosts > 1 and updates is not None:
             updates = replace(updates, run_ahead=False)
         exchange = placed(-(-exchange_nbytes(self.gpus) // self.gpus)) + staging_nbytes(self.gpus, self.hosts)

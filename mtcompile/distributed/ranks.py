@@ -26,12 +26,13 @@ from mtcompile.runtime.schedule import Phase
 _SAMPLED, _SAMPLE = 4, 256  # parameters, and elements of each, that ranks compare before a backward
 _POINTS = 16  # elements of each parameter, of which a rank notices that another one has written to them
 _DIGEST_NBYTES = 16
-_COMPILING, _PHASE, _STEP, _SHARING = (bytes([kind]) for kind in range(4))  # what ranks come together for
+_COMPILING, _PHASE, _STEP, _SHARING, _READING = (bytes([kind]) for kind in range(5))  # what ranks come together for
 _COMES_TO = {
     _COMPILING: "compiles a model",
     _PHASE: "begins a phase of a step",
     _STEP: "calls optimizer.step()",
     _SHARING: "begins its first training step",
+    _READING: "calls optimizer.state_dict(), or reads other state that hosts have parts of",
 }
 
 
@@ -137,8 +138,21 @@ class Ranks:
         shares = HostShares(memory, offsets, (self.rank if hosts > 1 else self.me), self.here, hosts)
         shares.nonfinite = self.nonfinite
         if hosts > 1:
-            shares.elsewhere = PartsOnHosts(self.connection.hosts, self.reaching_others)
+            shares.elsewhere = PartsOnHosts(self.connection.hosts, self.reaching_others, self._read_together)
         return shares
+
+    def _read_together(self) -> None:
+        """Waits for all ranks to read the same. Raises StepError, on all ranks, where one of them does something else."""
+        self._check_together()
+        self._tell(_READING, b"")
+
+    def end_updates(self, gathered: Sequence[Tensor]) -> None:
+        """Brings the elements of these that other hosts have updated, and waits for the other ranks of this host."""
+        doing = "to end its updates"
+        with self.reaching_others(doing):
+            if gathered:
+                self.connection.exchange.all_gather(gathered, gathered, doing)
+            self.connection.meeting.meet(doing)
 
     def meet(self, doing: str) -> None:
         """Waits for the other ranks of this host, unless they have parted."""
@@ -281,9 +295,11 @@ class Ranks:
                 raise StoppedTogether(f"rank {rank} stopped before this step, and nothing was changed: {text}")
         for rank, row in enumerate(rows):
             if not why and row[1:2] != kind:
+                whole = "; MT_RANKS_SHARD=0 leaves all of the state on each host" if _READING in (kind, row[1:2]) else ""
                 raise StoppedTogether(
                     f"rank {rank} {_COMES_TO[row[1:2]]}, and rank {self.rank} {_COMES_TO[kind]}; nothing was changed. Expected "
-                    "all ranks to call the model, backward and optimizer.step() equally often and in the same order"
+                    "all ranks to call the model, backward, optimizer.step() and state_dict() equally often, in the same "
+                    f"order{whole}"
                 )
         return [row[2 : 2 + len(record)] for row in rows]
 

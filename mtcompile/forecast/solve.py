@@ -149,7 +149,7 @@ def plan(
         model, data, kind, optimizer, described, budgets, policies, force, progress, accumulate, lora, make_optimizer
     )
     alone = replace(alone, fragments=fragments)
-    of_rank = ranks.machine(described, once, updates is not None), ranks.budgets(budgets, once)
+    of_rank = ranks.machine(described, once), ranks.budgets(budgets, once)
     request = replace(alone, machine=of_rank[0], budgets=of_rank[1], ranks=ranks)
     with collecting_later():
         if solve in ("batch", "seq"):

@@ -132,7 +132,8 @@ def _sharded_state_nbytes(step: fx.GraphModule, budgets: Budgets) -> dict[str, i
     """The bytes of optimizer state by home block of which hosts have parts, on that with the largest part of each parameter."""
     sizes: dict[str, int] = dict.fromkeys(budgets.once if budgets.hosts > 1 else (), 0)
     for spec, node in inputs_of(step) if sizes else ():
-        if is_trained(spec) and (block := step.meta["homes"].get(spec.name)) in sizes:
+        measured = budgets.state is not None and spec.role == "param"  # what was trained before has state, too
+        if (is_trained(spec) or measured) and (block := step.meta["homes"].get(spec.name)) in sizes:
             state = placed(node.meta["nbytes"]) if budgets.state is None else budgets.state.get(spec.name, 0)
             sizes[block] += part_of_host(state, node.meta["val"].numel(), budgets)
     return sizes if budgets.state is not None else {block: int(n * budgets.state_copies) for block, n in sizes.items()}
@@ -305,7 +306,8 @@ def update_figures(
     device_nbytes = sum(nbytes for nbytes, tier in zip(trained.values(), plan.tiers(trained), strict=True) if tier == "device")
     host_nbytes = sum(trained.values()) - device_nbytes
     if budgets.updates is None:
-        return alone + contention, machine.update_us(host_nbytes, device_nbytes, budgets.state_copies)
+        gathered = machine.collective_us(host_nbytes, budgets.hosts, "all_gather") if budgets.hosts > 1 else 0.0
+        return alone + contention, gathered + machine.update_us(host_nbytes, device_nbytes, budgets.state_copies)
     # Updates may run beside the whole step, or beside its backward.
     whole = 0 if budgets.updates.run_ahead else 1
     beside, overlapped = copied[whole], backward if whole else alone

@@ -51,13 +51,13 @@ class Wide(nn.Module):
         return F.mse_loss(x, torch.ones_like(x))
 
 
-def wide(rank: int, share: bool) -> tuple[Any, torch.optim.Optimizer]:
+def wide(rank: int, share: bool, update: str = "backward") -> tuple[Any, torch.optim.Optimizer]:
     """A model after two steps. ``share``: False: each rank has weights of its own."""
     os.environ["MT_RANKS_SHARE"] = str(int(share))
     torch.manual_seed(0)
     plain = Wide()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
-    ours = mtcompile.compile(plain, memory="4MB", optimizer=optimizer, **MASTERS)
+    ours = mtcompile.compile(plain, memory="4MB", optimizer=optimizer, **MASTERS | {"update": update})
     for seed in (1, 2):
         step(ours, optimizer, rank, seed)
     return ours, optimizer
@@ -67,6 +67,7 @@ def step(ours: nn.Module, optimizer: torch.optim.Optimizer, rank: int, seed: int
     generator = torch.Generator().manual_seed(10 * seed + rank)
     ours(torch.randn(4, 512, generator=generator).bfloat16()).backward()
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def refused(act: Callable[[], None]) -> str:

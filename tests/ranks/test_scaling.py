@@ -46,6 +46,10 @@ def test_gradients_that_wait_for_the_step_are_of_each_rank() -> None:
     trained = host["optimizer"] / 2  # exp_avg and exp_avg_sq, once for both
     assert 2 * trained <= host["gradients"] < 3 * trained  # one each, and tied ones in two parts
     assert two.peak_bytes["host"] == sum(host.values()) == 2 * two.planned.schedule.peak_nbytes["host"]
+    hosts, slow = forecast(hosts=2, update="step"), forecast(hosts=2, network=0.001, update="step")
+    assert hosts.ledger is not None and hosts.ledger["host"]["optimizer"] < 0.6 * host["optimizer"]  # a part on each
+    gathered = trained / 2 / 0.001 / 1e3  # µs in which a host gets the weights that the other one has updated
+    assert slow.update_us - hosts.update_us == pytest.approx(gathered, rel=0.05)
 
 
 @pytest.mark.long

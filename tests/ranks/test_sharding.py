@@ -4,6 +4,7 @@ weights all-gathered, behind their update or before each fetch."""
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import os
 import warnings
@@ -26,19 +27,19 @@ from tests.ranks.compiled import MASTERS, Wide, mapping_of, refused, step, train
 from tests.ranks.reference import OPTIMIZERS, Deeper, adamw, batches, batches_of, differing, model, trained
 
 
-def sharded(rank: int, count: int) -> dict[str, Any]:
+def sharded(update: str, rank: int, count: int) -> dict[str, Any]:
     """A model of two hosts: its numbers, its collectives, its bytes, and what is saved of it."""
     steps, found = batches(2, count), dict[str, Any]()
-    ours = train(rank, steps, update="backward")
+    ours = train(rank, steps, update=update)
     found["different"] = differing(ours, trained(model(), steps, hosts=2))
     network = [i for i in ours.schedule.instructions if i.queue == "network" and i.op == "run"]
     found["collectives"] = sorted({i.label.partition("_")[0] for i in network})
     found["simulated"] = busy_us(simulate(ours._mt_model.session.last.schedule))["network"] > 0
-    return found | bytes_of_a_host(rank, count)
+    return found | bytes_of_a_host(update, rank)
 
 
-def bytes_of_a_host(rank: int, count: int) -> dict[str, Any]:
-    ours, optimizer = wide(rank, share=True)
+def bytes_of_a_host(update: str, rank: int) -> dict[str, Any]:
+    ours, optimizer = wide(rank, True, update)
     compiled = ours._mt_model
     masters = [master.remainder for master in compiled.door.masters]
     state = [entry[key] for entry in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
@@ -70,11 +71,11 @@ def own_part(shares: HostShares, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1)[shares.part_of_host(tensor, shares._me // shares.here)]
 
 
-def saved_state(rank: int, shard: str, closes: bool) -> list[str]:
+def saved_state(rank: int, shard: str, closes: bool, update: str = "backward") -> list[str]:
     """Digests of state_dicts, of the masters, of a checkpoint, and of a state_dict once the model is closed or gone."""
     os.environ["MT_RANKS_SHARD"] = shard
-    ours, optimizer = wide(rank, share=True)
-    folder = Path(os.environ["FOLDER"]) / f"{shard}-{closes}"
+    ours, optimizer = wide(rank, True, update)
+    folder = Path(os.environ["FOLDER"]) / f"{shard}-{closes}-{update}"
     parts = [ours.state_dict(), ours.layers[1].state_dict(), optimizer.state_dict()["state"], mtcompile.master_parameters(ours)]
     parameters = list(ours.parameters())
     checkpoint.save(folder, ours, optimizer, step=2)
@@ -109,36 +110,44 @@ def digest(values: Any) -> str:
     return hashlib.blake2b(b"".join(sorted(of(values))), digest_size=8).hexdigest()
 
 
-def check(ranks: list[dict[str, Any]], here: int, nbytes: int) -> None:
+def check(ranks: list[dict[str, Any]], here: int, nbytes: int, update: str) -> None:
     """``nbytes``: a parameter and host, of which there are two."""
-    count = ranks[0]["parameters"]
+    count, held = ranks[0]["parameters"], nbytes + (2 * here if update == "step" else 0)  # gradients are each rank's own
     for host in (ranks[:here], ranks[here:]):
         assert sum(rank["physical"] for rank in host) / count == pytest.approx(nbytes, abs=0.25)
     for rank in ranks:
         assert rank["different"] == [] and rank["simulated"]
-        assert rank["collectives"] == ["gather", "scatter"]
-        assert nbytes <= here * rank["resident"] / count < nbytes + 0.25
-        assert rank["report"]["state_bytes"] == pytest.approx(nbytes * count, rel=1e-2)
+        assert rank["collectives"] == (["reduce"] if update == "step" else ["gather", "scatter"])
+        assert held <= here * rank["resident"] / count < held + 0.25
+        assert rank["report"]["state_bytes"] == pytest.approx(held * count, rel=1e-2)
         assert rank["report"]["peak_host_bytes"] <= rank["report"]["planned_peak_host_bytes"]
         assert rank["hidden"] == (4 if nbytes == 6 else 0)
 
 
+WAYS = [("state", "backward", 7), ("weights", "backward", 6), ("state", "step", 7), ("weights", "step", 7)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("shard", "nbytes"), [pytest.param("state", 7, marks=pytest.mark.long), ("weights", 6)])
-def test_two_hosts_have_a_part_each(shard: str, nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("shard", "update", "nbytes"),
+    [pytest.param(*way, marks=[] if way[0] == "weights" else pytest.mark.long) for way in WAYS],
+)
+def test_two_hosts_have_a_part_each(
+    shard: str, update: str, nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MT_RANKS_SHARD", shard)
-    check(job.run(sharded, 2, tmp_path, ("a", "b")), here=1, nbytes=nbytes)
+    check(job.run(functools.partial(sharded, update), 2, tmp_path, ("a", "b")), 1, nbytes, update)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("shard", "nbytes"), [("state", 7), ("weights", 6)])
-def test_two_hosts_of_two_ranks(shard: str, nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("shard", "update", "nbytes"), WAYS)
+def test_two_hosts_of_two_ranks(shard: str, update: str, nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MT_RANKS_SHARD", shard)
-    check(job.run(sharded, 4, tmp_path, ("a", "a", "b", "b")), here=2, nbytes=nbytes)
+    check(job.run(functools.partial(sharded, update), 4, tmp_path, ("a", "a", "b", "b")), 2, nbytes, update)
 
 
 def saved(rank: int, count: int) -> list[list[str]]:
-    ways = (("state", True), ("state", False), ("weights", True), ("weights", False), ("0", True))
+    ways = (("state", True, "step"), ("state", True), ("state", False), ("weights", True), ("weights", False), ("0", True))
     return [saved_state(rank, *how) for how in ways]
 
 
@@ -149,7 +158,7 @@ def test_state_is_whole_where_it_is_saved_and_read(
 ) -> None:
     monkeypatch.setenv("FOLDER", str(tmp_path))
     for digests in (ranks := job.run(saved, len(hosts), tmp_path, hosts)):
-        assert digests == [ranks[0][-1]] * 5
+        assert digests == [ranks[0][-1]] * 6
 
 
 def alike(rank: int, count: int) -> dict[str, list[str]]:

@@ -68,16 +68,17 @@ class WholeLater:
 
 class PartsOnHosts:
     """The way to the parts that other hosts have. ``hosts``: the ranks that have this one's place there, see ``Connection``.
-    ``around``: turns errors of that way into RanksParted."""
+    ``around``: turns errors of that way into RanksParted. ``together``: waits until all ranks read."""
 
-    def __init__(self, hosts: Any, around: Callable[[str], AbstractContextManager[None]]) -> None:
-        self._group, self._peers, self._around = hosts.group, hosts.peers, around
+    def __init__(self, hosts: Any, around: Callable[[str], AbstractContextManager[None]], together: Callable[[], None]) -> None:
+        self._group, self._peers, self._around, self._together = hosts.group, hosts.peers, around, together
         self._me = self._peers.index(dist.get_rank())
 
     def whole(self, home: Tensor, part: Callable[[int], slice]) -> Tensor:
         """Returns a copy of a tensor with the parts of all hosts; all ranks call it. ``part``: the elements that a host has, in
         their order in memory."""
         copy = torch.empty_like(home)
+        self._together()
         with self._around("for what other hosts have: all ranks call state_dict, master_parameters and close"):
             flat(copy)[part(self._me)].copy_(flat(home)[part(self._me)])
             for host, peer in enumerate(self._peers):

@@ -87,8 +87,13 @@ class HostShares:
         return sum(end - start for parameter in self.parts.values() for start, end in self.elsewhere_in(parameter))
 
     def _nbytes_here(self, home: Tensor) -> int:
-        own = self.part_of_host(home, self._me // self.here if self.hosts > 1 else 0)
-        return int(own.stop - own.start) * home.element_size()
+        return self.part_nbytes(home, home.nbytes)
+
+    def part_nbytes(self, like: Tensor, nbytes: int) -> int:
+        """Returns this host's part of ``nbytes`` of a parameter's state."""
+        own = self.part_of_host(like, self._me // self.here if self.hosts > 1 else 0)
+        length: int = own.stop - own.start
+        return -(-nbytes * length // max(1, like.numel()))
 
     def part_of_host(self, like: Tensor, host: int) -> slice:
         """Returns the elements, in their order in memory, that the ranks of a host update."""

@@ -1,10 +1,11 @@
 """``optimizer.step()`` of parameters that lie once for all ranks of a host: each of them updates a share of every one.
 
-    rank 0   backward, clipping │ update │           backward ...       gradients are each rank's own, and equal
-    rank 1      backward, clipping │ update │        backward ...       │ all ranks wait for all
+    rank 0   backward, clipping │ update, gather │           backward ...       gradients are each rank's own, and equal
+    rank 1      backward, clipping │ update, gather │        backward ...       │ all ranks wait for all
 
 At the first of the two meetings, all ranks have ended their reads of the old weights, and tell what they are going to do;
-behind the second, all shares are written. PyTorch's own step then finds no gradients of these parameters, and updates what is
+behind the second, all shares are written. Each of several hosts updates a part of every parameter, whose state it alone has,
+and an all-gather brings the other parts. PyTorch's own step then finds no gradients of these parameters, and updates what is
 left.
 """
 
@@ -96,7 +97,7 @@ class StepsInShares:
         self.wholeness.updating(optimizer)
         with torch.no_grad():
             shares.update(backward, grads, factor)
-        self.ranks.meet("to end its updates")
+            self.ranks.end_updates([] if shares.elsewhere is None else list(rows.values()))
         torch.autograd.graph.increment_version(list(rows.values()))  # also where this rank had no share
         shares.updated(self.masters)
         self.ranks.remember(self.compared)
