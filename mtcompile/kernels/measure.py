@@ -275,9 +275,19 @@ def _grouped_nbytes(node: fx.Node) -> int:
     return int(2 * inner * (rows + columns) + 4 * rows * columns)
 
 
+def _bags_nbytes(node: fx.Node) -> int:
+    """Returns a bound on what sums over bags of rows, or their gradients, take: a row and four integers for each index and bag,
+    with rows in fp32 or wider. The gradient of all rows also counts how often each was used."""
+    operands = [val for operand in node.all_input_nodes for val in iter_tensors(operand)]
+    indices = sum(val.numel() for val in operands if not val.is_floating_point())
+    row_nbytes = max(val.shape[-1] * max(4, val.element_size()) for val in operands if val.is_floating_point())
+    counted = sum(val.shape[0] for val in iter_tensors(node)) if "backward" in str(node.target) else 0
+    return aligned(indices * (row_nbytes + 4 * 8)) + aligned(8 * counted)
+
+
 # Operations whose buffers depend on their input values -> a bound on the bytes that these take.
 _VALUE_DEPENDENT: dict[str, Callable[[fx.Node], int]] = {
-    "_embedding_bag": _operands_nbytes,
+    "_embedding_bag": _bags_nbytes,
     "nonzero_static": _operands_nbytes,
     "matrix_exp": lambda node: 16 * _operands_nbytes(node),
     "ctc_loss": _ctc_nbytes,

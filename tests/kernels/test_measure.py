@@ -198,3 +198,26 @@ def raising(error: Exception) -> Any:
         raise error
 
     return call
+
+
+class Bags(nn.Module):
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.bags, self.head = nn.EmbeddingBag(4096, 32, mode=mode), nn.Linear(32, 1)
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        return self.head(self.bags(indices)).pow(2).sum()
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_take_little_more_than_the_whole_weight_whatever_they_name(mode: str) -> None:
+    table = 4096 * 32 * 4
+    with pytest.raises(mtcompile.BudgetError) as refusal:
+        mtcompile.compile(Bags(mode), memory="1KiB")(torch.zeros(16, 64, dtype=torch.int64))
+    least = refusal.value.minimum_bytes
+    assert table < least < 2 * table
+    model = mtcompile.compile(Bags(mode), memory=least)
+    for indices in (torch.zeros(16, 64, dtype=torch.int64), torch.randint(4096, (16, 64)), torch.arange(1024).view(16, 64)):
+        model(indices).backward()
+        report = model.memory_report()
+        assert report["peak_device_bytes"] <= report["planned_peak_device_bytes"] <= least

@@ -247,7 +247,9 @@ class GradientFreeCalls:
                 held + least,
             )
         if others is None or held + others + least > budget:  # what is known may be more than this call takes
-            return _Room(held, None, least)
+            # It may leave nothing for what the call computes that two large parameters are there at once.
+            largest = max(map(lent_nbytes, homes.lent), default=0)
+            return _Room(held, None, max(largest, min(least, (budget - held) // 2)))
         return _Room(held, others, min(every, budget - held - others))
 
     def _check(self, room: _Room, nbytes: int) -> None:

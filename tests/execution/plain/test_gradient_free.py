@@ -117,6 +117,30 @@ def test_a_call_fits_beside_a_forward_that_waits() -> None:
     assert all(torch.equal(one.grad, other.grad) for one, other in pairs if one.grad is not None and other.grad is not None)
 
 
+class Large(nn.Module):
+    """A model of which one weight takes most of the memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(4000, 16), nn.Linear(16, 128), nn.Linear(128, 16)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return self.down(self.up(self.table(indices)).relu()).square().mean()
+
+
+@pytest.mark.parametrize("percent", [100, 106, 112])
+def test_a_large_weight_and_the_one_after_it_are_not_there_at_once_where_they_do_not_fit(percent: int) -> None:
+    indices = torch.arange(64)
+    with pytest.raises(mtcompile.BudgetError) as refusal:
+        mtcompile.compile(Large(), memory="1KiB", embeddings="all")(indices)
+    memory = refusal.value.minimum_bytes * percent // 100
+    model = mtcompile.compile(Large(), memory=memory, embeddings="all")
+    model(indices).backward()
+    with torch.no_grad():
+        model(indices)
+    assert model.memory_report()["peak_device_bytes"] <= memory
+
+
 def test_too_little_memory_is_said_and_nothing_is_lost() -> None:
     model = plain("deep")
     state = copy.deepcopy(model.state_dict())
