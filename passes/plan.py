@@ -103,9 +103,9 @@ class Updates:
     """Updates of parameters in the backward. ``state_copies``, ``workspace_copies``: what an update reads and writes
     beside a parameter and its gradient, and what it needs for itself on the device, in sizes of the parameter. ``held``: no
     update starts before all gradients are there, because their norm is needed first. ``run_ahead``: updates go on behind the
-    next forward. ``patient``: any number of gradients may wait on the host for their updates; otherwise two sets of slots
-    take turns. ``order``: of patient updates on the host, each by the name of its first parameter; the others follow as
-    their gradients arrive. ``checked``: an update reads its gradient once before, for values that are not finite.
+    next forward. ``patient``: any number of gradients may wait on the host for their updates; otherwise as many sets of slots
+    as ``sets`` says take turns. ``order``: of patient updates on the host, each by the name of its first parameter; the others
+    follow as their gradients arrive. ``checked``: an update reads its gradient once before, for values that are not finite.
     ``norm_copies``: what the norm of a gradient reads and writes on the host, in sizes of the gradient. ``sharded``: the home
     blocks of which each rank updates a share; of several hosts, each has the optimizer state of its ranks' shares alone."""
 
@@ -114,6 +114,7 @@ class Updates:
     held: bool = False
     run_ahead: bool = False
     patient: bool = False
+    sets: int = 2
     order: tuple[str, ...] = ()
     checked: bool = False
     norm_copies: float = 1.0
@@ -123,7 +124,9 @@ class Updates:
         when = "once all gradients and their norm are there" if self.held else "as gradients arrive"
         first = "; those due first in the next forward come first" if self.order else ""
         where = "; each rank updates a share" if self.sharded else ""
-        return f"in the backward, {when}{first}{where}" + ("; they go on behind the next forward" if self.run_ahead else "")
+        wait = f"; {self.sets} sets of them take turns on the host" if self.sets > 2 else ""
+        behind = "; they go on behind the next forward" if self.run_ahead else ""
+        return f"in the backward, {when}{first}{wait}{where}{behind}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,18 @@
 """Insert update nodes: parameters are updated in the backward, each after the last read of its old version.
 
 As gradients arrive: on the host, an update comes after the next gradients have been stored, so that two sets of slots take
-turns and neither the copies nor the updates wait for each other. *Patient*, updates on the host are listed at the end, in the
-plan's order: each begins as soon as its gradients are there and its turn has come, and no copy waits for it. *Held*, all come
-at the end, once the norm of all gradients is known: a norm per gradient as it arrives, then one scale that every update reads.
+turns and neither the copies nor the updates wait for each other. With more sets, it comes after the next few: an update that
+takes longer than the blocks beside it, such as one on disk, then keeps none of them waiting. *Patient*, updates on the host
+are listed at the end, in the plan's order: each begins as soon as its gradients are there and its turn has come, and no copy
+waits for it. *Held*, all come at the end, once the norm of all gradients is known: a norm per gradient as it arrives, then
+one scale that every update reads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import fx
@@ -27,6 +31,8 @@ from mtcompile.passes.step_graph import (
     update,
 )
 from mtcompile.runtime.schedule import aligned
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +60,8 @@ def place_updates(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     place = {call: position for position, call in enumerate(order)}
     end, first_output = len(order) - 1, step.graph.output_node()
     on_host = [group for group in groups if group.tier == "host"]
-    turns = dict(zip(map(id, on_host), [*on_host[1:], *on_host[-1:]], strict=True))  # after whose copy home an update comes
+    # After whose copy home an update comes.
+    turns = dict(zip(map(id, on_host), later(on_host, plan.updates.sets - 1), strict=True))
     late = (
         list(reversed(groups)) if plan.updates.held else _in_order(on_host, plan.updates.order) if plan.updates.patient else []
     )
@@ -75,6 +82,11 @@ def place_updates(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
                 updated |= _update(step, group, scale.get(group.tier))
     _replace_outputs(step, updated)
     return step
+
+
+def later(items: Sequence[_Item], by: int) -> list[_Item]:
+    """Returns for each item the one ``by`` places behind it, or the last one."""
+    return [items[min(place + by, len(items) - 1)] for place in range(len(items))]
 
 
 def _in_order(groups: list[_Group], order: tuple[str, ...]) -> list[_Group]:

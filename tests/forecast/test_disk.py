@@ -10,12 +10,16 @@ import pytest
 import torch
 
 import mtcompile
+from benchmarks import disk_steps
+from benchmarks.disk_steps import MACHINES, TOKENS, Stack
 from mtcompile.forecast import request as forecast_request
 from mtcompile.forecast.result import Forecast
 from mtcompile.machine.presets import PRESETS
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.frontier import Point
+from mtcompile.runtime.sim import simulate
+from mtcompile.runtime.trace import busy_us
 from tests.helpers.stacks import WIDTH, Residual
 
 
@@ -51,6 +55,18 @@ def test_one_search_finds_a_plan_with_a_disk_and_its_bound_counts_the_disk(monke
     drive_us = PRESETS["rtx4090"].drive_us(plan.disk_read_bytes, plan.disk_write_bytes)
     assert plan.total_us >= drive_us  # it reads or writes
     assert plan.certificate.bound_us <= plan.total_us and plan.certificate.gains_us["disk"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("bound", MACHINES)
+def test_steps_with_weights_on_disk_are_near_their_busiest_resource(bound: str, trained: bool) -> None:
+    options: dict[str, Any] = {"host": "120MiB", "update": "backward"} if trained else {"host": "24MiB"}
+    machine, example = MACHINES[bound], {"x": torch.ones(TOKENS, disk_steps.WIDTH)}
+    planned = mtcompile.plan(lambda: (Stack(trained), example), machine=machine, memory="8MiB", disk="1GiB", **options).planned
+    assert planned is not None and planned.plan.peak_bytes["disk"] > 20 * 2**20
+    plan, busy = planned.plan, busy_us(simulate(planned.schedule))
+    assert plan.total_us <= 1.1 * max(*busy.values(), machine.drive_us(plan.disk_read_bytes, plan.disk_write_bytes))
 
 
 @pytest.mark.long

@@ -18,6 +18,7 @@ from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.evaluate import evaluate
 from mtcompile.passes.planning.frontier import fits
+from mtcompile.passes.planning.pace import impatient
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
 from mtcompile.runtime.schedule import MOST_NBYTES, Schedule
 from mtcompile.runtime.sim import clock
@@ -28,6 +29,7 @@ Roomy = Callable[[Schedule], bool]
 Evenly = Callable[[Sequence[str]], list[str]]
 Serves = Callable[[Candidate], bool]
 AHEAD = (0, 1, 2, 4, 8)  # regions that a read may be ahead of its prefetch
+SETS = (3, 4, 6, 8)  # of slots for gradients that go home
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +104,37 @@ def _spilled(problem: PlanningProblem, planned: Planned, evenly: Evenly, serves:
     if not by_value:
         return
     longest_first = sorted(by_value.values(), key=lambda each: -each.idle_us)
-    tried = []
-    for ahead in AHEAD:
-        tried.append(_fewest(problem, draft, replace(planned.plan, disk_lookahead=ahead), longest_first, serves))
+    start = replace(planned.plan, disk_lookahead=0)  # with the least staging
+    first = _fewest(problem, draft, start, longest_first, serves)
+    yield first
+    if not serves(first) and (less := impatient(start)) is not None:
+        start, first = less, _fewest(problem, draft, less, longest_first, serves)
+        yield first
+    if not serves(first):  # though all of it is on disk
+        return
+    tried = [first]
+    for ahead in AHEAD[1:]:
+        tried.append(_fewest(problem, draft, replace(start, disk_lookahead=ahead), longest_first, serves))
         yield tried[-1]
-        if not serves(tried[0]):  # all of it on disk, with the least staging
+    best = min(filter(serves, tried), key=lambda one: one.plan.total_us)
+    plan = replace(start, disk_lookahead=best.plan.disk_lookahead)
+    spread = _fewest(problem, draft, plan, [by_value[value] for value in evenly(list(by_value))], serves)
+    yield spread
+    for more in with_more_sets(plan):
+        candidate = _fewest(problem, draft, more, longest_first, serves)
+        if candidate.plan.total_us >= best.plan.total_us or not serves(candidate):
             return
-    best = min(filter(serves, tried), key=lambda one: one.plan.total_us, default=None)
-    if best is not None:
-        plan = replace(planned.plan, disk_lookahead=best.plan.disk_lookahead)
-        yield _fewest(problem, draft, plan, [by_value[value] for value in evenly(list(by_value))], serves)
+        yield (best := candidate)
+
+
+def with_more_sets(plan: Plan) -> Iterator[Plan]:
+    """Yields the plan with more sets of slots for gradients that go home: an update of what is on disk may take as long as
+    several blocks, which would wait for it."""
+    updates, homes = plan.updates, (d for d in plan.decisions if d.kind == "params")
+    if updates is None or updates.held or updates.patient or all(d.choice != "disk" for d in homes):
+        return
+    for sets in SETS:
+        yield replace(plan, updates=replace(updates, sets=sets))
 
 
 def _fewest(problem: PlanningProblem, draft: fx.GraphModule, plan: Plan, order: Sequence[Waiting], serves: Serves) -> Candidate:

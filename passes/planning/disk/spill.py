@@ -22,7 +22,7 @@ from mtcompile.passes.analysis.state import (
 )
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.disk.activations import AHEAD, Find, Roomy, Spilled, with_activations_on_disk
+from mtcompile.passes.planning.disk.activations import AHEAD, Find, Roomy, Spilled, with_activations_on_disk, with_more_sets
 from mtcompile.passes.planning.disk.limits import NotWorthwhile, check_worthwhile
 from mtcompile.passes.planning.disk.shortage import short_of_host, surely_short
 from mtcompile.passes.planning.evaluate import completed
@@ -30,6 +30,7 @@ from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
 from mtcompile.runtime.schedule import gib
 
+_SHIFTS = 3  # of homes in equal distances, that are tried
 _WORTH = 0.98  # of the time without activations on disk: what a plan that writes them every step may take
 
 
@@ -83,6 +84,7 @@ def within_disk(problem: PlanningProblem, find: Find, roomy: Roomy = lambda sche
     try:
         at_home = _fastest(part, planned, replace(problem, budgets=part.budgets), sent, roomy)
         plan = at_home[1].plan
+        fixed = _with_homes(problem, [home for home, tier in at_home[0].fixed_homes.items() if tier == "disk"])
         worth, bound = _WORTH * plan.total_us, 0.0 if plan.certificate is None else plan.certificate.bound_us
     except NotWorthwhile as error:
         too_slow = error
@@ -206,6 +208,7 @@ def _fastest(
             better = fits(candidate.plan, problem.budgets) and candidate.plan.total_us < best[1].plan.total_us
             if better and roomy(candidate.schedule):
                 best = varied, candidate
+    best = min((best, *_with_more_sets(*best, problem, candidates, roomy)), key=lambda one: one[1].plan.total_us)
     varied, candidate = _on_device(*best, problem, candidates, roomy)
     # The bound is that of any choice of homes on disk.
     bound = None if planned.plan.certificate is None else candidates.certificate(problem.budgets.device, problem.budgets.host)
@@ -216,15 +219,34 @@ def _fastest(
     return varied, planned
 
 
+def _with_more_sets(
+    fixed: PlanningProblem, candidate: Candidate, problem: PlanningProblem, candidates: Candidates, roomy: Roomy
+) -> Iterator[tuple[PlanningProblem, Candidate]]:
+    """Yields the plan with more gradients that wait on the host, while it fits."""
+    for plan in with_more_sets(candidate.plan):
+        tried = candidates.evaluate(plan)
+        if not (fits(tried.plan, problem.budgets) and roomy(tried.schedule)):
+            return
+        yield fixed, tried
+
+
 def _other_choices(problem: PlanningProblem, sent: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """The last, and the first, homes of the step that take as many bytes as those ``sent``."""
+    """As many homes of the step as those ``sent``, in equal distances, from one of the last ones on, so that updates on disk
+    begin and end early; and the last, and the first, homes that take as many bytes."""
     frozen, trained = _may_move(problem)
     held, limit = held_nbytes(problem.step, problem.budgets), problem.budgets.disk or 0
     nbytes = sum(held[home] for home in sent)
-    for order in ((*reversed(frozen), *reversed(trained)), (*frozen, *trained)):
+    counts = [(homes, len({*sent}.intersection(homes))) for homes in (frozen, trained)]
+    spaced = [[home for homes, count in counts for home in _spaced(homes, count, shift)] for shift in range(_SHIFTS)]
+    for order in (*spaced, [*reversed(frozen), *reversed(trained)], [*frozen, *trained]):
         homes = tuple(_fewest(problem, order, nbytes))
         if sent and sum(_taken(_with_homes(problem, homes)).values()) <= limit:
             yield homes
+
+
+def _spaced(homes: Sequence[str], count: int, shift: int) -> list[str]:
+    """So many of the homes in equal distances, the last of them ``shift`` before the end, or as far as there is room."""
+    return [homes[len(homes) * place // count - 1 - min(shift, len(homes) // count - 1)] for place in range(1, count + 1)]
 
 
 def _on_device(
@@ -251,14 +273,10 @@ def _on_device(
 
 def _moved(plan: Plan, problem: PlanningProblem, back: set[str]) -> Plan:
     """Returns the plan with its homes on disk as ``problem`` says; those that come ``back`` are on the host."""
-    decisions = []
-    for decision in plan.decisions:
-        if decision.kind == "params" and problem.fixed_homes.get(decision.subject) == "disk":
-            decision = replace(decision, choice="disk")
-        elif decision.kind == "params" and decision.subject in back:
-            decision = replace(decision, choice="host", reason="the host has room for it")
-        decisions.append(decision)
-    return replace(plan, decisions=tuple(decisions))
+    sizes = param_nbytes(problem.step)
+    there = [Decision("params", h, "disk", sizes[h], "") for h, tier in problem.fixed_homes.items() if tier == "disk"]
+    at_home = [Decision("params", home, "host", sizes[home], "the host has room for it") for home in back]
+    return plan.with_decisions([*there, *at_home])
 
 
 def _with_reasons(plan: Plan) -> Plan:

@@ -22,7 +22,7 @@ from mtcompile.passes.planning.figures.times import Measures
 from mtcompile.passes.planning.pace import Arriving
 from mtcompile.runtime.schedule import ALIGNMENT
 
-_VERSION = 2  # of the interface of c/
+_VERSION = 3  # of the interface of c/
 _QUEUES = "compute", "h2d", "d2h", "host", "disk_read"
 _BITS = {  # of what is decided about a home
     **{("params", "device"): 1, ("params", "disk"): 2, ("fetch", "keep"): 4},
@@ -56,7 +56,7 @@ class _Costs(ctypes.Structure):
 
 class _Choices(ctypes.Structure):
     _fields_ = (
-        *_fields(ctypes.c_int64, "lookahead disk_lookahead pooled updates patient run_ahead"),
+        *_fields(ctypes.c_int64, "lookahead disk_lookahead pooled updates patient sets run_ahead"),
         *_fields(ctypes.c_void_p, "home at_host rank"),
     )
 
@@ -115,7 +115,7 @@ class CompiledStep:
         rank = array("q", [ranks.get(name, len(ranks)) for name in names] if ranks else bytes(8 * len(names)))
         there, us = array("d", bytes(8 * len(names))), array("d", bytes(8 * len(names)))
         due, first = array("q", bytes(8 * len(names))), array("q", bytes(8 * len(names)))
-        when = (False, False, False) if updates is None else (True, updates.patient, bool(updates.run_ahead))
+        when = (False, False, 2, False) if updates is None else (True, updates.patient, updates.sets, bool(updates.run_ahead))
         decided = homes, at_host, rank
         choices = _Choices(plan.lookahead, plan.disk_lookahead, plan.pooled, *when, *map(_address, decided))
         result = _Result(**{name: _address(of) for name, of in (("there", there), ("us", us), ("due", due), ("name", first))})

@@ -11,6 +11,7 @@ from mtcompile.passes.analysis.state import updated_on_disk_nbytes
 from mtcompile.passes.lower import update_cost
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.figures.summary import Leaving, Operand, Summary, Value
+from mtcompile.passes.rewrites.updates import later
 from mtcompile.runtime.schedule import Queue
 
 COMPUTE, H2D, D2H, HOST, DISK_READ = range(5)  # queues
@@ -252,7 +253,7 @@ class Moves:
                 read_last[operand] = place
         end = len(order) - 1
         on_host = [place for place, _ in groups if order[place].queue == D2H]
-        turns = dict(zip(on_host, [*on_host[1:], *on_host[-1:]], strict=True))
+        turns = dict(zip(on_host, later(on_host, self.updates.sets - 1), strict=True))
         ranks = {name: rank for rank, name in enumerate(self.updates.order)}
         late, after = list[tuple[int, _Gradients]](), dict[int, list[tuple[int, _Gradients]]]()
         for place, group in groups:

@@ -20,6 +20,7 @@ SLOW = replace(PRESETS["rtx4090"], host_gbps=2.0, h2d_gbps=1.0, d2h_gbps=1.0)
 WAYS = {
     "after the backward": None,
     "as gradients arrive": Updates(),
+    "in turns of four": Updates(sets=4),
     "held": Updates(held=True),
     "behind the forward": Updates(run_ahead=True),
 }

@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.plan import Plan, Updates
+from mtcompile.passes.plan import Decision, Plan, Updates
 from mtcompile.passes.planning import candidates as candidates_module
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.evaluate import identity
@@ -24,6 +25,7 @@ from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
 from tests.helpers.models import make
+from tests.helpers.stacks import WIDTH, Residual
 from tests.helpers.tracing import trace, traced_case
 from tests.passes.planning.drawn_plans import BOUNDED, MACHINES, SLOW, WAYS, crossing, mixed, varied, with_homes_on_disk
 
@@ -249,3 +251,16 @@ def test_climbs_make_no_budget_slower_and_do_not_depend_on_what_was_asked_before
     assert climbed == sorted(climbed, reverse=True)
     assert all(after <= before for after, before in zip(climbed, without, strict=True)) and climbed != without
     assert times_us(1000, rising[::-1]) == climbed[::-1]
+
+
+def test_gradients_do_not_wait_for_an_update_on_disk_where_there_are_slots_for_the_next_few() -> None:
+    """One block of eight is on a slow disk: its update takes as long as the backwards of three others."""
+    step = trace(Residual(layers=8), {"x": torch.ones(16, WIDTH)}).step
+    machine = replace(SLOW, flops=1e11, host_gbps=20.0, disk_read_gbps=0.5, disk_write_gbps=0.5)
+    candidates = Candidates(PlanningProblem(step, machine, Budgets(updates=Updates(), disk=1 << 40, disk_updates=True)))
+    home = list(candidates.sizes)[5]
+    plan = candidates.base.with_decision(Decision("params", home, "disk", candidates.sizes[home], ""))
+    plans = [candidates.planned(replace(plan, updates=Updates(sets=sets))).plan for sets in (2, 3, 4)]
+    times, hosts = ([value(one) for one in plans] for value in (lambda p: p.total_us, lambda p: p.peak_bytes["host"]))
+    assert times[0] > 1.02 * times[1] > 1.04 * times[2], times
+    assert hosts[0] < hosts[1] < hosts[2], hosts

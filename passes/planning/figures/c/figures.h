@@ -59,7 +59,7 @@ typedef struct {
 /* What a plan decides. home: bits by home; at_host: by name of an activation, whether it waits there; rank: of patient updates,
  * by the first of what leaves. */
 typedef struct {
-    int64_t lookahead, disk_lookahead, pooled, updates, patient, run_ahead;
+    int64_t lookahead, disk_lookahead, pooled, updates, patient, sets, run_ahead;
     const uint8_t *home, *at_host;
     const int64_t *rank;
 } Choices;

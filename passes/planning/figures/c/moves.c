@@ -377,9 +377,12 @@ static void list_updates(Work *w) {
                 late[late_count++] = sources[i];
                 continue;
             }
-            for (int64_t j = i + 1; j < source_count && turn == sources[i]; j++) /* the next copy home of gradients */
-                if (w->calls[order[sources[j]]].queue == D2H)
+            int64_t ahead = w->choices->sets - 1; /* copies home of gradients that the update lets pass */
+            for (int64_t j = i + 1; j < source_count && ahead; j++)
+                if (w->calls[order[sources[j]]].queue == D2H) {
                     turn = sources[j];
+                    ahead--;
+                }
         }
         for EACH(link, w->gradients[source->group].operands, w)
             if (read_last[w->links[link].value] > turn)
