@@ -229,6 +229,17 @@ def test_what_is_written_to_a_parameter_becomes_its_master(monkeypatch: pytest.M
     assert all(torch.equal(p.detach(), before[name]) for name, p in model.named_parameters())  # nothing was half updated
 
 
+def test_looking_for_such_writes_takes_none_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MT_CHECK", "1")
+    model: Any = made()
+    optimizer = adamw(model)
+    options: Any = {"memory": "1GiB", "update": "backward", "precision": "bf16-master32"}  # all of it is on the device
+    model = mtcompile.compile(model, optimizer=optimizer, device="cpu", **options)
+    trained(model, optimizer, range(2))
+    report = model.memory_report()
+    assert report["planned_peak_host_bytes"] < report["peak_device_bytes"] <= report["planned_peak_device_bytes"]
+
+
 @pytest.mark.parametrize("to_none", [True, False])
 def test_gradients_are_accumulated_in_fp32(to_none: bool) -> None:
     """The sum of bf16 gradients in the order of the backwards, each addition rounded to fp32; one alone stays bf16."""
