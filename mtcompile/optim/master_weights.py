@@ -384,7 +384,7 @@ def _check_dense(name: str, parameter: Tensor) -> None:
 
 def _checksum(parameter: Tensor) -> int | None:
     """A checksum of the bits under MT_CHECK=1, else None. It is made on the host, where it takes none of a budget."""
-    return zlib.crc32(flat(parameter.detach()).view(torch.uint8).cpu().numpy()) if knobs.check() else None
+    return zlib.crc32(flat(parameter.detach()).view(torch.uint8).cpu().numpy().data) if knobs.check() else None
 
 
 def cast(model: nn.Module, precision: Precision) -> Masters | None:
