@@ -191,10 +191,13 @@ def planning_problem(
     workspace: Workspace = workspace_nbytes,
     whole: bool = False,
     like: fx.GraphModule | None = None,
+    apart: bool = True,
 ) -> PlanningProblem:
     """Returns the step graph of ``joint``, cut into regions, with the limits on its plan. ``whole``: one region per phase.
-    ``like``: the same graph at another size, whose regions are reused."""
-    step = build(joint.graph, whole, like, placement.input_homes(joint.graph))
+    ``like``: the same graph at another size, whose regions are reused. ``apart``: False if frozen weights share the homes of
+    those that train, whatever the placement says."""
+    homes = placement.input_homes(joint.graph)
+    step = build(joint.graph, whole, like, homes if apart else replace(homes, frozen_apart=False))
     budgets, fixed_homes = placement.constraints(step)
     return PlanningProblem(step, machine, budgets, workspace, fixed_homes, joint.numerics)
 
@@ -320,25 +323,27 @@ def plan_for(joint: JointStep, target: Target, placement: RunnablePlacement) -> 
     options, machine, workspace = target.options, target.machine, target.toolchain.eager.workspace
     serves_others = options.policy == FASTEST and not target.beside and options.disk is None and "cut" not in joint.graph.meta
     key = structure(joint.graph)
+    apart = options.disk is None  # with one, what is frozen has homes of its own where these may go there
     while True:
         if serves_others and (similar := target.searched.get(key)) is not None:
             alike = planning_problem(joint, placement, machine, workspace, like=similar.joint)
             if (planned := plan_like(alike, similar.plan)) is not None:
                 return alike, planned
-        problem = planning_problem(joint, placement, machine, workspace)
+        problem = planning_problem(joint, placement, machine, workspace, apart=apart)
         placement.expect(problem)
         if options.fuses and options.policy == FASTEST and may_be_resident(problem):
             whole = planning_problem(joint, placement, machine, workspace, whole=True)
             if (resident := resident_plan(whole)) is not None and leaves_room(whole.budgets, resident.schedule, target.beside):
                 return whole, resident
         try:
-            problem, planned = within_disk(
-                problem,
-                functools.partial(plan_beside, policy=options.policy, beside=target.beside),
-                functools.partial(leaves_room, problem.budgets, beside=target.beside),
-            )
+            find = functools.partial(plan_beside, policy=options.policy, beside=target.beside)
+            roomy = functools.partial(leaves_room, problem.budgets, beside=target.beside)
+            problem, planned = within_disk(problem, find, roomy, apart)
         except DoesNotFit as error:
-            if not placement.give_up_residents(error):
+            if not apart and error.tier == "host":
+                placement.separate_frozen()
+                apart = True
+            elif not placement.give_up_residents(error):
                 raise placement.refusal(error) from None
         else:
             if serves_others and not planned.plan.all_resident:

@@ -102,10 +102,9 @@ class ModelDoor(Door):
         """Pins homes of weights while a plan is searched, as many bytes as the first step will add to the host anyway."""
         if self.parameters.slabs or self.ranks_here > 1 or self.options.disk is not None or self.device.where.type == "cpu":
             return
-        parameters = self._parameters()
+        parameters, homes = self._parameters(), fragments.parameter_homes(problem.step)
         gradients = 0 if self.updates is not None else sum(p.nbytes for p in parameters.values() if p.requires_grad)
-        homes, most = fragments.parameter_homes(problem.step), gradients + self._missing_state_nbytes()
-        self.parameters.pin_ahead(homes, parameters, problem.budgets.device, most)
+        self.parameters.pin_ahead(homes, parameters, problem.budgets.device, gradients + self._missing_state_nbytes())
 
     def pinned_ahead_nbytes(self) -> int:
         return self.parameters.ahead.settled_nbytes()
@@ -193,8 +192,7 @@ class ModelDoor(Door):
         """Returns the device budget, less waiting forwards and resident parameters that this program does not read."""
         if self.options.memory is None:
             return None
-        read = set(step.meta["homes"].values())
-        unread = {block: s for block, s in self.parameters.slabs.items() if s.tier == "device" and block not in read}
+        unread = {b: s for b, s in self.parameters.slabs.items() if s.tier == "device" and b not in step.meta["homes"].values()}
         self._beside = self.frames.nbytes() + sum(slab.memory.numel() for slab in unread.values())
         for name, place in self.parameters.places.items():
             if place.block in unread:
@@ -206,6 +204,10 @@ class ModelDoor(Door):
 
     def may_cut_weights(self) -> bool:
         return self.alone and (self.updates is None or is_elementwise(self.optimizer))
+
+    def separate_frozen(self) -> None:
+        if not self.frames.waiting():  # these read what is at home
+            self.parameters.separate_frozen()
 
     def give_up_residents(self, error: DoesNotFit) -> bool:
         waits = self.frames.waiting() and (self.device.where.type != "cpu" or self.frames.hold)
@@ -339,14 +341,12 @@ class ModelDoor(Door):
         return self.parameters.held_on_disk_nbytes() + (0 if self.disk is None else self.disk.nbytes)
 
     def disk_staging_nbytes(self) -> int:
-        store = self.parameters.disk
-        return (0 if store is None else store.staging_nbytes) + (0 if self.disk is None else self.disk.staging_nbytes)
+        return sum(each.staging_nbytes for each in (self.parameters.disk, self.disk) if each is not None)
 
     def names(self) -> dict[int, tuple[str, str]]:
         """Returns id of each parameter and buffer -> its role and name."""
-        model = self._model()
-        names: dict[int, tuple[str, str]] = {id(b): ("buffer", n) for n, b in model.named_buffers()}
-        return names | {id(p): ("param", n) for n, p in model.named_parameters()}
+        names: dict[int, tuple[str, str]] = {id(b): ("buffer", n) for n, b in self._model().named_buffers()}
+        return names | {id(p): ("param", n) for n, p in self._model().named_parameters()}
 
     def count_glue(self, leaves: Sequence[torch.Tensor] = ()) -> None:
         """Counts the state of those parameters among ``leaves``, and of all that are scripted, on the device from now on: lines

@@ -41,6 +41,10 @@ class RunnablePlacement(Placement, Protocol):
         """Tells whether weights may be cut into fragments where nothing fits otherwise."""
         return False
 
+    def separate_frozen(self) -> None:
+        """Takes frozen parameters that lie with others that train out of their homes: they may have homes of their own now."""
+        return
+
     def give_up_residents(self, error: DoesNotFit) -> bool:
         """Sends resident parameters home if that may make planning succeed. Tells whether it sent any."""
         return False

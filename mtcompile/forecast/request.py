@@ -181,7 +181,8 @@ def fastest(candidates: Candidates, device: int | None, host: int | None) -> Pla
 
     def find(fixed: PlanningProblem) -> tuple[PlanningProblem, Planned]:
         nonlocal searched
-        if fixed.fixed_homes != searched.problem.fixed_homes:
+        known = searched.problem
+        if (fixed.fixed_homes, fixed.budgets.disk) != (known.fixed_homes, known.budgets.disk):
             searched = Candidates(fixed, candidates.progress, search_store(fixed))
         return fixed, recalled(fixed, FASTEST, lambda known: searched.best(device, fixed.budgets.host, known))
 

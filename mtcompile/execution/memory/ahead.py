@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -33,15 +33,25 @@ class PinnedAhead:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self._wanted: Counter[int] = Counter()  # sizes
         self._waiting = deque[int]()
         self._ready: list[torch.Tensor] = []
         self._thread: threading.Thread | None = None
 
     def begin(self, sizes: Iterable[int]) -> None:
-        """Starts to pin memory of these sizes, unless it has begun before."""
-        if self._thread is not None or not (waiting := deque(sizes)):
+        """Starts to pin memory of these sizes, unless it has begun before. Where other sizes are wanted now, as weights in
+        fragments have other homes, frees memory of no use and begins anew."""
+        wanted = Counter(sizes)
+        if not wanted or (self._thread is not None and wanted == self._wanted):
             return
-        self._waiting, self._ready = waiting, []
+        self.settled_nbytes()
+        self._wanted, missing, ready = Counter(wanted), wanted, list[torch.Tensor]()
+        for memory in self._ready:
+            if missing[memory.numel()]:
+                missing[memory.numel()] -= 1
+                ready.append(memory)
+        waiting = deque(missing.elements())
+        self._waiting, self._ready, self._thread = waiting, ready, None
         thread = threading.Thread(target=self._run, args=(waiting, self._ready), name="mtcompile-pinning", daemon=True)
         with contextlib.suppress(RuntimeError):  # no more threads can be started
             thread.start()
@@ -65,6 +75,7 @@ class PinnedAhead:
             self.settled_nbytes()
         finally:
             self._thread, self._ready = None, []
+            self._wanted.clear()
 
     def _run(self, waiting: deque[int], ready: list[torch.Tensor]) -> None:
         with contextlib.suppress(Exception):

@@ -26,10 +26,11 @@ def movable(
     parameters: ParameterStore,
     frames: LiveFrames,
 ) -> tuple[str, ...]:
-    """Returns the homes on the host that may go to disk now: also those that a step takes rows of and that have no place yet.
-    ``named``: the model's parameters."""
-    homes, rows = step.meta["homes"], step.meta["rows"]
-    new = {homes[n] for n in rows if n in homes and n not in parameters.places and not shares_storage(named[n])}
+    """Returns the homes on the host that may go to disk now: also those that have no place yet, which a step takes rows of or
+    which are new beside others. ``named``: the model's parameters."""
+    homes = step.meta["homes"]
+    unplaced = homes if parameters.places else step.meta["rows"]
+    new = {homes[n] for n in unplaced if n in homes and n not in parameters.places and not shares_storage(named[n])}
     evicted = frames.waiting() if frames.leaving else ()
     passing = [tensor for frame in evicted for tensor in frame.memory.tensors.values()]
     at_home = (home for home in sorted(fixed) if fixed[home] == "host")

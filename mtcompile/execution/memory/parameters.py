@@ -186,10 +186,10 @@ class ParameterStore:
         """Returns the bytes of all slabs on the device."""
         return sum(slab.memory.numel() for slab in self.slabs.values() if slab.tier == "device")
 
-    def forget(self) -> None:
-        """Gives parameters memory of their own on the host again, for a program that decides anew. A block keeps its home if
-        somebody else sees its memory: they go on seeing each other."""
-        for block in list(self.slabs):
+    def forget(self, blocks: Iterable[str] | None = None) -> None:
+        """Gives the parameters of ``blocks``, or of all, memory of their own on the host again, for a program that decides
+        anew. A block keeps its home if somebody else sees its memory: they go on seeing each other."""
+        for block in list(self.slabs if blocks is None else blocks):
             places = {name: place for name, place in self.places.items() if place.block == block}
             if any(self._held_elsewhere(place) for place in places.values()):
                 continue
@@ -202,6 +202,13 @@ class ParameterStore:
             del self.slabs[block]
         self.version += 1
         self.provisional = False
+
+    def separate_frozen(self) -> None:
+        """Takes frozen parameters that lie with others that train out of their homes on the host, and these too."""
+        mixed: dict[str, set[bool]] = {}
+        for place in self.places.values():
+            mixed.setdefault(place.block, set()).add(place.parameter.requires_grad)
+        self.forget([block for block, kinds in mixed.items() if len(kinds) > 1 and self.slabs[block].tier == "host"])
 
     def release(self) -> None:
         """Lets go of all memory. Parameters keep what they have there."""

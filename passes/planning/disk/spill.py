@@ -34,13 +34,16 @@ _SHIFTS = 3  # of homes in equal distances, that are tried
 _WORTH = 0.98  # of the time without activations on disk: what a plan that writes them every step may take
 
 
-def within_disk(problem: PlanningProblem, find: Find, roomy: Roomy = lambda schedule: True) -> tuple[PlanningProblem, Planned]:
+def within_disk(
+    problem: PlanningProblem, find: Find, roomy: Roomy = lambda schedule: True, homes_move: bool = True
+) -> tuple[PlanningProblem, Planned]:
     """Returns the problem, with the homes on disk that its plan needs there, and its plan. ``find``: plans a problem, whose
     device budget it may lower, or raises DoesNotFit, as this does. ``roomy``: tells whether a schedule leaves enough room for
-    others beside it."""
+    others beside it. ``homes_move``: False to raise DoesNotFit where homes do not fit the host, unless some are on disk."""
     budgets = problem.budgets
     if budgets.disk is None:
         return find(problem)
+    homes_move = homes_move or "disk" in problem.fixed_homes.values()
     sent: tuple[str, ...] = ()
     frozen, trained = _may_move(problem)
     missing, more, order = 0, 1, [*_evenly(frozen), *_evenly(trained)]
@@ -50,6 +53,8 @@ def within_disk(problem: PlanningProblem, find: Find, roomy: Roomy = lambda sche
         fixed = _with_homes(problem, sent)
         all_sent = len(sent) == len(order)
         if not all_sent and (short := surely_short(fixed)) > 0:
+            if not homes_move:
+                raise DoesNotFit("host", (budgets.host or 0) + short, ())
             missing += short
             sent = _more(problem, order, sent, missing)
             continue
@@ -57,10 +62,10 @@ def within_disk(problem: PlanningProblem, find: Find, roomy: Roomy = lambda sche
             if not all_sent and (short := short_of_host(fixed)) > 0:  # no search would find a plan
                 raise DoesNotFit("host", (budgets.host or 0) + short, ())
             searched = searched or not sent
-            part, planned = find(fixed)
+            part, planned = find(fixed) if "disk" in fixed.fixed_homes.values() else _without_homes_on_disk(fixed, find)
             break
         except DoesNotFit as error:
-            if error.tier != "host" or budgets.host is None:
+            if error.tier != "host" or budgets.host is None or not homes_move:
                 raise
             if refused is None and len(sent) >= len(frozen):
                 refused = fixed
@@ -98,6 +103,19 @@ def within_disk(problem: PlanningProblem, find: Find, roomy: Roomy = lambda sche
     if at_home is None:
         raise too_slow
     return at_home
+
+
+def _without_homes_on_disk(problem: PlanningProblem, find: Find) -> tuple[PlanningProblem, Planned]:
+    """Returns the plan that is found where there is no disk, so that one that is not used changes nothing. Raises
+    DoesNotFit."""
+    budgets = problem.budgets
+    part, found = find(replace(problem, budgets=replace(budgets, disk=None)))
+    part = replace(part, budgets=replace(part.budgets, disk=budgets.disk))
+    candidates = Candidates(part)
+    planned = candidates.planned(found.plan)
+    bound = None if found.plan.certificate is None else candidates.certificate(part.budgets.device, part.budgets.host)
+    plan = replace(planned.plan, minimum_device_bytes=found.plan.minimum_device_bytes, certificate=bound)
+    return part, replace(planned, plan=plan)
 
 
 def _judged(fixed: PlanningProblem, candidate: Candidate, problem: PlanningProblem) -> tuple[PlanningProblem, Planned]:

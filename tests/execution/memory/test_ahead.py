@@ -62,8 +62,24 @@ def test_once_settled_nothing_more_is_pinned() -> None:
     assert device.began.acquire(timeout=10)
     threading.Timer(0.05, device.may_go_on.release).start()
     assert ahead.settled_nbytes() == 64 and device.pinned == [64]
-    ahead.begin([256])  # as a second search of the same step does
-    assert ahead.take(256) is None and ahead.take(64) is not None
+    ahead.begin([128, 64])  # as a second search of the same step does
+    assert ahead.settled_nbytes() == 64 and ahead.take(128) is None and ahead.take(64) is not None
+    ahead.end()
+
+
+def test_where_a_second_search_wants_other_sizes_these_are_pinned_and_what_fits_is_kept() -> None:
+    device, ahead = pinning_ahead([64, 128, 32])
+    for _ in range(2):
+        device.may_go_on.release()
+    wait_for(device, 2)
+    for _ in range(4):
+        device.may_go_on.release()
+    ahead.begin([64, 256, 64])  # as of weights in fragments, which have homes of their own
+    wait_for(device, 4)
+    while len(device.pinned) < 4 + (32 in device.pinned):  # 32 may have been begun before
+        time.sleep(0.001)
+    ahead._thread.join()  # type: ignore[union-attr]
+    assert sorted(memory.numel() for memory in ahead._ready) == [64, 64, 256]
     ahead.end()
 
 

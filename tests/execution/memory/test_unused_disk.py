@@ -1,0 +1,77 @@
+"""A disk that nothing needs changes nothing: the same plan, the same homes, the same instructions."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mtcompile
+from tests.helpers.stacks import WIDTH, Residual, ResidualBlock
+
+
+class Adapted(ResidualBlock):
+    """Frozen weights, and an adapter that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.adapter(x)
+
+
+def compiled(plain: nn.Module, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    torch.compiler.reset()
+    model = copy.deepcopy(plain)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    return mtcompile.compile(model, optimizer=optimizer, device="cpu", memory="1MiB", **options), optimizer
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("block", "update"),
+    [(Adapted, "step"), (Adapted, "backward"), pytest.param(ResidualBlock, "backward", marks=pytest.mark.long)],
+)
+def test_where_all_fits_the_host_a_disk_changes_nothing(block: type[nn.Module], update: Any, tmp_path: Path) -> None:
+    plain, x = Residual(block), torch.randn(16, WIDTH)
+    without, with_disk = {"host": "8MB", "update": update}, {"host": "8MB", "update": update, "disk": f"{tmp_path}:16MiB"}
+    models = [compiled(plain, **options) for options in (without, with_disk)]
+    losses = [step(*each, x) for each in models]
+    assert torch.equal(*losses)
+    schedules, plans = ([getattr(model, what) for model, _ in models] for what in ("schedule", "plan"))
+    assert schedules[0].instructions == schedules[1].instructions and schedules[0].buffers == schedules[1].buffers
+    assert plans[0].decisions == plans[1].decisions and plans[0].total_us == plans[1].total_us
+    assert plans[1].peak_bytes == {**plans[0].peak_bytes, "disk": 0}
+    assert (
+        all(d.choice != "disk" for d in plans[1].decisions) and "host" in models[1][0]._mt_model.door.parameters.tiers.values()
+    )
+
+
+def test_frozen_weights_leave_the_homes_of_those_that_train_when_a_larger_batch_needs_a_disk(tmp_path: Path) -> None:
+    plain = Residual(Adapted)
+    model, optimizer = compiled(plain, host="2.4MB", disk=f"{tmp_path}:16MiB")
+    other = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
+    store, on_disk = model._mt_model.door.parameters, []
+    for rows in (16, 160, 16):
+        x = torch.randn(rows, WIDTH)
+        assert torch.equal(step(model, optimizer, x), step(plain, other, x))
+        there = [place for place in store.places.values() if store.slabs[place.block].tier == "disk"]
+        assert not any(place.parameter.requires_grad for place in there)
+        on_disk.append([place.name for place in there])
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), plain.parameters(), strict=True))
+    assert not on_disk[0] and on_disk[1] and on_disk[1] == on_disk[2]
+    report = model.memory_report()
+    assert report["peak_host_bytes"] <= report["budget_host_bytes"]
