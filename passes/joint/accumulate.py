@@ -12,6 +12,7 @@ that change go from micro-batch to micro-batch. Random numbers are drawn region 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -76,6 +77,18 @@ def _split(joint: fx.GraphModule, micro: Micro) -> list[fx.Node]:
     return [node for spec, node in inputs_of(joint) if spec.role == "input" and spec.index in micro.split]
 
 
+def _bring_forward(value: fx.Node, region: dict[fx.Node, Region]) -> None:
+    """Lets a buffer's next version be made in the region that makes what it is made of: a cast of it stands at the end of a
+    traced forward, and the next micro-batch reads it in the layer that it is of."""
+    sources = [operand for operand in value.all_input_nodes if operand in region]
+    if value.target is operator.getitem or not sources or region.get(value, ("", 0))[0] != "forward":
+        return
+    for source in sources:
+        if len(source.users) == 1:
+            _bring_forward(source, region)
+    region[value] = min(region[value], max(region[source] for source in sources))
+
+
 def _rows(joint: fx.GraphModule, micro: Micro) -> int:
     """The rows of a micro-batch; 0 where the model reads nothing that is cut."""
     return next((int(node.meta["val"].shape[0]) for node in _split(joint, micro)), 0)
@@ -100,7 +113,8 @@ class _Repeat:
 
     def __init__(self, joint: fx.GraphModule, micro: Micro, weights: Mapping[int, Weights]) -> None:
         self.joint, self.micro, self.weights = joint, micro, weights
-        self.region, self.blocks = assign(joint.graph)
+        regions, self.blocks = assign(joint.graph)
+        self.region = dict(regions)
         self.graph = fx.Graph()
         self.env: list[dict[fx.Node, fx.Node]] = [{} for _ in range(micro.count)]
         self.inputs: list[InputSpec] = []
@@ -114,6 +128,7 @@ class _Repeat:
         for spec, value in self.results:
             if spec.kind == "mutation":
                 self.following[by_index[spec.index]] = value
+                _bring_forward(value, self.region)
 
     def graph_module(self) -> fx.GraphModule:
         self._take_inputs()
