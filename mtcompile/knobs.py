@@ -40,6 +40,15 @@ def disk_days() -> float:
     return float(os.environ.get("MT_DISK_DAYS", "") or 1)
 
 
+def disk_direct() -> bool | None:
+    """MT_DISK_DIRECT=1: read weights on disk straight to the device, by kvikio on a GPU; 0: through the host; auto (default):
+    where kvikio can and it is predicted to be faster."""
+    value = os.environ.get("MT_DISK_DIRECT", "") or "auto"
+    if value not in ("0", "1", "auto"):
+        raise ValueError(f"expected MT_DISK_DIRECT to be 0, 1 or auto, found {value!r}")
+    return None if value == "auto" else value == "1"
+
+
 def check_seed() -> int:
     """MT_CHECK_SEED: seed of the random delays of MT_CHECK (default 0)."""
     return int(os.environ.get("MT_CHECK_SEED", "0"))
@@ -149,6 +158,11 @@ def products_in_one_order() -> bool:
     """Lets cuBLAS add in one order, by CUBLAS_WORKSPACE_CONFIG, unless the user has chosen a workspace. Returns False if that
     one lets it add in several. It counts from the first product of a process on."""
     return os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8") in (":4096:8", ":16:8")
+
+
+def kvikio_reads_at_once(count: int) -> None:
+    """Lets kvikio, if it is imported after this, read so many pieces at once, unless the user has said how many."""
+    os.environ.setdefault("KVIKIO_NTHREADS", str(count))
 
 
 def allocator_is_the_users() -> bool:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mtcompile import knobs
 from mtcompile.errors import did_you_mean
 from mtcompile.optim.precision import PRECISIONS, Precision
 from mtcompile.optim.update_options import UpdateOptions
@@ -149,6 +150,7 @@ def parse_disk(disk: str | None) -> DiskBudget | None:
         raise ValueError(f'expected disk to be a folder and a size, such as "/mnt/nvme:400GiB", found {disk!r}')
     nbytes = parse_bytes(size, "disk")
     assert nbytes is not None
+    knobs.disk_direct()  # a wrong value is an error here, not in the first step
     return DiskBudget(Path(folder).expanduser(), nbytes)
 
 

@@ -167,7 +167,8 @@ def _instruction(step: fx.GraphModule, call: fx.Node, plan: Plan, machine: Machi
             time_us = read_nbytes / (machine.host_gbps if queue == "host" else machine.memory_gbps) / 1e3
     else:
         queue, kernel, moved_nbytes = _MOVES[call.target][1], "", sum([value.meta["nbytes"] for value in moved(call)])
-        time_us = machine.copy_us(moved_nbytes, queue)
+        direct = queue == "h2d" and call.args[0].meta["tier"] == "disk"
+        time_us = machine.copy_us(moved_nbytes, "direct" if direct else queue)
         if call.target in MOVES_OF_ROWS:
             moved_nbytes, time_us = crossing(call, machine, queue)
     return Instruction(

@@ -159,12 +159,13 @@ class Certificate:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Every decision about a step. Missing subjects take the floor's choice: parameters on the host, activations on the host,
-    blocks recomputed. ``lookahead``: how many regions ahead a prefetch is issued; ``disk_lookahead``: how many
-    more a read from disk. ``span``: how many blocks
-    in a row are recomputed at once (longer runs are halved, recursively); 0: all of them. ``peak_bytes``, ``budget_bytes``:
-    bytes per tier. ``step_time_us``: forward and backward as the simulator predicts them; ``update_us``: what the optimizer's
-    update adds to them. ``certificate``: how fast any plan within these budgets could be. ``updates``: how parameters are
-    updated in the backward; None: by optimizer.step(). ``narrow``: casts run on the side of the link where fewer bytes cross.
+    blocks recomputed. ``lookahead``: how many regions ahead a prefetch is issued; ``disk_lookahead``: how many more a read
+    from disk. ``disk_direct``: fetches read parameters on disk straight to the device, not through the host, unless only rows
+    or slices cross. ``span``: how many blocks in a row are recomputed at once (longer runs are halved, recursively); 0: all
+    of them. ``peak_bytes``, ``budget_bytes``: bytes per tier. ``step_time_us``: forward and backward as the simulator
+    predicts them; ``update_us``: what the optimizer's update adds to them. ``certificate``: how fast any plan within these
+    budgets could be. ``updates``: how parameters are updated in the backward; None: by optimizer.step(). ``narrow``: casts
+    run on the side of the link where fewer bytes cross.
     ``pooled``: what is fetched comes from the device's allocator, beside what regions make, and both share its bytes; otherwise
     it has slots, whose bytes are held at all times. What stays from the forward to the backward is pooled in any case.
     ``parts``: the home blocks of which each of several hosts has a part of the weights; they are gathered before each fetch.
@@ -188,6 +189,7 @@ class Plan:
     updates: Updates | None = None
     narrow: bool = True
     disk_lookahead: int = 0
+    disk_direct: bool = False
     # Bytes of one step, and the days of such steps in a row after which the drive has been written as often as it is rated for.
     disk_read_bytes: int = 0
     disk_write_bytes: int = 0
@@ -294,7 +296,8 @@ class Plan:
         lines.append(f"  training state: {state}; prefetch {self.lookahead} region(s) ahead, {where}{fetched}{runs}")
         if self.disk_read_bytes or self.disk_write_bytes:
             traffic = disk_traffic(self.disk_read_bytes, self.disk_write_bytes, self.disk_days)
-            lines.append(f"  {traffic}; reads are {self.disk_lookahead} region(s) before the fetch")
+            ahead = f"reads are {self.disk_lookahead} region(s) before the fetch"
+            lines.append(f"  {traffic}; {'weights go straight to the device' if self.disk_direct else ahead}")
         if self.updates is not None:
             lines.append(f"  updates: {self.updates}")
         if self.parts:

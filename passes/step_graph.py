@@ -52,7 +52,7 @@ from mtcompile.runtime.schedule import Tier, gib
 
 
 def prefetch(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Copies from host to device; dtype, strides and bytes stay the same."""
+    """Copies from host to device, or from disk straight to it; dtype, strides and bytes stay the same."""
     return values
 
 

@@ -329,6 +329,7 @@ def instruction_text(instruction: Instruction, buffers: Mapping[str, Buffer]) ->
     elif instruction.op == "copy":
         what = ", ".join(f"{r} -> {w}" for r, w in zip(instruction.reads, instruction.writes))
         what += f"  [{'at most ' if instruction.ends or instruction.rows else ''}{gib(instruction.nbytes)}]"
+        what += "  straight from disk" if is_direct(instruction, buffers) else ""
         what += f"  slices by {instruction.ends}" if instruction.ends else ""
         what += f"  rows by {', '.join(instruction.rows)}" if instruction.rows else ""
     else:
@@ -346,6 +347,17 @@ def buffer_text(buffer: Buffer) -> str:
     place = f"{buffer.tier}+{buffer.offset}" if buffer.kind == "placed" else f"{buffer.tier} {buffer.kind}"
     place += f", next version of {buffer.version_of}" if buffer.version_of else ""
     return f"{buffer.name}  [{gib(buffer.nbytes)} {place}, {buffer.role}]"
+
+
+def is_direct(instruction: Instruction, buffers: Mapping[str, Buffer]) -> bool:
+    """Tells whether it reads a disk straight into the device."""
+    return instruction.op == "copy" and instruction.queue == "h2d" and buffers[instruction.reads[0]].tier == "disk"
+
+
+def way_of(instruction: Instruction, buffers: Mapping[str, Buffer]) -> str:
+    """Returns what decides how long an instruction takes: its queue, or ``direct`` if it reads a disk straight into the
+    device."""
+    return "direct" if is_direct(instruction, buffers) else instruction.queue
 
 
 def with_deps(

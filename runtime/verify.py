@@ -14,7 +14,8 @@ proves, and ``ScheduleError.invariant`` names:
   nothing writes is valid from the start (a tangent from the start of backward), one that is written only from then on, and
   one with a next version until that is written: no read of it comes later. Of two next versions, a collective makes the
   second of the first, which nothing reads later.
-  Copies join the tiers their queue serves, with equal value and size; kernels use the tier they run on, and updates on the
+  Copies join the tiers their queue serves, with equal value and size, from one tier to one; of slices and rows, from or to
+  the host; kernels use the tier they run on, and updates on the
   host also write over homes on disk.
 - **I2 race-free**: two instructions that touch common bytes (one buffer, or placed buffers of one tier that overlap),
   one of them writing (``alloc`` and ``free`` write), are ≺-ordered.
@@ -50,7 +51,7 @@ __all__ = ["INVARIANTS", "ScheduleError", "peak", "verify"]
 # what each queue can copy: tier read -> tier written
 COPIES: dict[Queue, tuple[tuple[str, str], ...]] = {
     "compute": (("device", "device"),),
-    "h2d": (("host", "device"),),
+    "h2d": (("host", "device"), ("disk", "device")),
     "d2h": (("device", "host"),),
     "disk_read": (("disk", "host"),),
     "disk_write": (("host", "disk"),),
@@ -177,12 +178,16 @@ def _copy_operands(facts: Facts, index: int) -> None:
     ends = facts.schedule.buffers[instruction.ends] if instruction.ends else None
     if ends is not None and ends.tier != "device":
         raise facts.error("I1", index, f"expected ends on tier device, found {ends.name} on tier {ends.tier}")
+    first = facts.schedule.buffers[instruction.reads[0]].tier
     for source, target in zip(facts.buffers(instruction.reads), facts.buffers(instruction.writes)):
         pair = f"{source.name} -> {target.name}"
         if (source.tier, target.tier) not in serves:
             expected = " or ".join(f"{a} -> {b}" for a, b in serves)
             what = f"expected {expected} on {instruction.queue}, found {source.tier} -> {target.tier} ({pair})"
             raise facts.error("I1", index, f"{what}; use the queue that serves it")
+        if source.tier != first or (source.tier == "disk" and target.tier == "device" and (ends or instruction.rows)):
+            wanted = first if source.tier != first else "host, for a part of it"
+            raise facts.error("I1", index, f"expected {source.name} on tier {wanted}, found {source.tier}; copy it apart")
         value = source.value if ends is None else f"{source.value}[{ends.value}]"
         if instruction.rows and instruction.queue == "h2d":  # what comes home is whole, with zeros in the other rows
             value += f"[rows {' '.join(facts.schedule.buffers[name].value for name in instruction.rows)}]"
@@ -274,14 +279,16 @@ def _common(schedule: Schedule, a: int, b: int) -> Iterator[str]:
 
 def _after_a_dropped_forward(schedule: Schedule, host_awaits: Collection[Queue]) -> None:
     """Proves I2 between each phase and the copies that a forward of any program may have left in flight: they write, and read,
-    all of the host arena, and read what is at home there. Copies to homes are not left: the caller may read these at once."""
+    all of the host arena, and read what is at home there or on disk. Copies to homes are not left: the caller may read these
+    at once."""
     arena = Buffer("the host arena", "of another step", "host", "placed", schedule.arena_nbytes.get("host", 0), "state", 0)
-    homes = tuple(b.name for b in schedule.buffers.values() if b.kind == "home" and b.tier == "host" and not b.version_of)
+    homes = [b for b in schedule.buffers.values() if b.kind == "home" and not b.version_of]
     buffers = {**schedule.buffers, arena.name: arena}
     for queue, pairs in COPIES.items():
         if queue in host_awaits:  # for all other queues, the earlier phase has ended
             continue
-        reads = (arena.name, *homes) if any(read == "host" for read, _ in pairs) else ()
+        tiers = {read for read, _ in pairs} - {"device"}
+        reads = ((arena.name,) if "host" in tiers else ()) + tuple(home.name for home in homes if home.tier in tiers)
         writes = (arena.name,) if any(written == "host" for _, written in pairs) else ()
         left = Instruction("run", queue, PHASES[0], reads=reads, writes=writes, label="left in flight")
         for phase in PHASES:

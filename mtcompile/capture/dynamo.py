@@ -34,6 +34,7 @@ from mtcompile.capture.refusals import (
     with_place,
 )
 from mtcompile.errors import CaptureError, MtcompileError
+from mtcompile.runtime.disk.errors import DiskError
 from mtcompile.torch_private import plain_torch, refusing_random_numbers
 
 _CPU = torch.device("cpu")
@@ -130,6 +131,8 @@ def front_end(
             cause = torch_private.cause_in_dynamo(error)
             if cause is None and not torch_private.raised_in_capture(error):
                 raise
+            if isinstance(cause, DiskError):  # of what was planned behind the capture
+                raise cause from None
             open_to_others = not isinstance(cause, MtcompileError) or type(cause) in (CaptureError, NotOneGraph)
             if open_to_others and state.concede():
                 return captured(variants, args, kwargs)

@@ -23,7 +23,7 @@ from mtcompile.machine.presets import machine_of
 from mtcompile.options import Options
 from mtcompile.passes.analysis.cost import Machine, Measured, formula_us, kernel_digest
 from mtcompile.runtime.devices.protocol import Device
-from mtcompile.runtime.schedule import Instruction, Phase
+from mtcompile.runtime.schedule import Instruction, Phase, way_of
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import Record, Trace, span_us
 
@@ -134,7 +134,8 @@ def _key(device: Device, options: Options) -> str:
 
 
 def medians(timed: Iterable[TimedPhase], speeds: Machine) -> Times:
-    """Returns queue -> kernel digest or bytes of a copy -> microseconds (measured median, by formula)."""
+    """Returns queue, or ``direct`` (see ``way_of``) -> kernel digest or bytes of a copy -> microseconds (measured median, by
+    formula)."""
     took: dict[str, dict[str, list[float]]] = {}
     formula: dict[str, dict[str, float]] = {}
     for compiled, _, records in timed:
@@ -142,13 +143,14 @@ def medians(timed: Iterable[TimedPhase], speeds: Machine) -> Times:
             instruction = compiled.schedule.instructions[record.index]
             if instruction.work in ("update", "convert", "collective") or instruction.ends or instruction.rows:
                 continue
+            way = way_of(instruction, compiled.schedule.buffers)
             if instruction.op == "copy":
-                subject, us = str(instruction.nbytes), speeds.copy_us(instruction.nbytes, instruction.queue)
+                subject, us = str(instruction.nbytes), speeds.copy_us(instruction.nbytes, way)
             else:
                 kernel = _kernel(compiled, instruction)
                 subject, us = kernel_digest(kernel), formula_us(kernel, speeds)
-            took.setdefault(record.queue, {}).setdefault(subject, []).append(record.end_us - record.start_us)
-            formula.setdefault(record.queue, {})[subject] = us
+            took.setdefault(way, {}).setdefault(subject, []).append(record.end_us - record.start_us)
+            formula.setdefault(way, {})[subject] = us
     return {
         queue: {subject: (statistics.median(us), formula[queue][subject]) for subject, us in subjects.items()}
         for queue, subjects in took.items()

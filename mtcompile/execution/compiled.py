@@ -34,7 +34,7 @@ from mtcompile.passes.step_graph import (
 from mtcompile.runtime.devices.arena import Layout, layout_of, same_strides
 from mtcompile.runtime.devices.cpu import CpuMemory
 from mtcompile.runtime.executor import Prepared, prepare
-from mtcompile.runtime.schedule import PHASES, Instruction, Phase, Schedule, aligned, listed
+from mtcompile.runtime.schedule import PHASES, Instruction, Phase, Schedule, aligned, listed, way_of
 from mtcompile.runtime.trace import Record
 from mtcompile.runtime.usage import allocated_together
 
@@ -135,7 +135,8 @@ def retimed(compiled: CompiledStep, machine: Machine) -> Iterator[Instruction]:
             body: Any = compiled.step.get_submodule(each.kernel)
             yield replace(each, time_us=kernel_us(body, machine))
         else:
-            yield replace(each, time_us=machine.copy_us(each.nbytes, each.queue)) if each.op == "copy" else each
+            way = way_of(each, compiled.schedule.buffers)
+            yield replace(each, time_us=machine.copy_us(each.nbytes, way)) if each.op == "copy" else each
 
 
 def _first(value: fx.Node) -> fx.Node:

@@ -18,7 +18,7 @@ from mtcompile.errors import BudgetError, CaptureError, StepError
 from mtcompile.execution.compiled import Frame, LiveFrames
 from mtcompile.execution.door import Door
 from mtcompile.execution.memory import fragments
-from mtcompile.execution.memory.disk_room import movable, room_nbytes
+from mtcompile.execution.memory.disk_room import direct_reader, limits, movable, room_nbytes
 from mtcompile.execution.memory.host_room import check_plan, checked_before_first_step
 from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, disk_error, host_error, random_reserve_nbytes
@@ -150,12 +150,10 @@ class ModelDoor(Door):
                 )
         return replace(
             budgets,
-            disk=room_nbytes(self.options.disk, self.parameters, self.frames),
+            **limits(self.options.disk, self.device, self.parameters, self.frames),
             disk_staging=staging_nbytes(self.parameters_nbytes()),
             disk_updates=self.updates is not None and is_elementwise(self.optimizer),
             update_piece=2 * PIECE if self.options.precision.split else 0,
-            disk_slowdown=knobs.disk_slowdown(),
-            disk_days=knobs.disk_days(),
             disk_takes=movable(step, fixed, self._parameters(), self.parameters, self.frames),
         )
 
@@ -257,6 +255,8 @@ class ModelDoor(Door):
             self.disk = DiskState(parameters.disk, weakly(self._wrote_on_disk), knobs.disk_verified)
             if self.updates is not None:
                 self.updates.disk = self.disk
+        if planned.plan.disk_direct:
+            direct_reader(parameters)
         parameters.disk.reserve(planned.schedule.resident_nbytes.get("disk", 0))  # activations have a file of their own
         if self.disk is not None:
             self.disk.make_room(update_staging_nbytes(step, planned.plan, budgets))

@@ -15,6 +15,7 @@ from mtcompile.capture.refusals import first_line
 from mtcompile.errors import CaptureError, device_ended, ends_device, shows_part
 from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames, retimed
 from mtcompile.execution.memory.arenas import ArenaPool
+from mtcompile.execution.memory.disk_room import direct_reader
 from mtcompile.execution.memory.fragments import gradients_in_order, joined_gradients, tensor_of
 from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.kernels.measure import copied
@@ -146,6 +147,7 @@ class Runner:
         memory.slabs, memory.together = self.parameters.memories(), compiled.together
         if self.parameters.disk is not None:
             memory.disk, memory.verified = self.parameters.disk, knobs.disk_check()
+            memory.direct = direct_reader(self.parameters) if compiled.plan.disk_direct else None
             memory.home_names = {name: spec.name for spec, name in compiled.inputs}
         new_versions = {spec.index: name for spec, name in compiled.outputs if spec.kind == "mutation"}
         _bind_forward(compiled, memory, inputs, snapshots, new_versions)

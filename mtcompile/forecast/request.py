@@ -300,6 +300,7 @@ def with_disk(budgets: Budgets, nbytes: int | None, precision: Precision, force:
         update_piece=2 * PIECE if precision.split else 0,
         disk_slowdown=0.0 if force else knobs.disk_slowdown(),
         disk_days=0.0 if force else knobs.disk_days(),
+        disk_direct=knobs.disk_direct() is True,  # whether kvikio works on that machine is not known
     )
 
 

@@ -77,12 +77,26 @@ class Machine:
     updating_ranks: int = 1
 
     def scale(self, queue: str) -> float:
+        if queue == "direct" and not self._measured_direct:
+            queue = self._slower
         return 1.0 if self.measured is None else self.measured.scale.get(queue, 1.0)
 
     def copy_us(self, nbytes: int, queue: str) -> float:
-        return self.scale(queue) * (nbytes / self._gbps(queue) / 1e3)
+        """The microseconds of a copy on a queue; ``direct``: from disk straight to the device, as long as the slower of drive
+        and link takes, or as measured."""
+        return self.scale(queue) * (nbytes / self.gbps(queue) / 1e3)
 
-    def _gbps(self, queue: str) -> float:
+    @property
+    def _measured_direct(self) -> bool:
+        return self.measured is not None and "direct" in self.measured.scale
+
+    @property
+    def _slower(self) -> str:
+        return max(("disk_read", "h2d"), key=lambda queue: self.scale(queue) / self.gbps(queue))
+
+    def gbps(self, queue: str) -> float:
+        if queue == "direct":
+            return min(self.disk_read_gbps, self.h2d_gbps) if self._measured_direct else self.gbps(self._slower)
         if queue == "disk_read":
             return self.disk_read_gbps
         if queue == "disk_write":

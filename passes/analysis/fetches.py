@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping
 from torch import fx
 
 from mtcompile.passes.step_graph import inputs_of, span_nbytes
-from mtcompile.runtime.schedule import Copied, Instruction, Schedule, joined, placed
+from mtcompile.runtime.schedule import Copied, Instruction, Schedule, is_direct, joined, placed
 from mtcompile.runtime.usage import allocated_together
 
 Place = tuple[Hashable, int]  # a memory, and a byte there
@@ -16,7 +16,8 @@ Place = tuple[Hashable, int]  # a memory, and a byte there
 def fetches(step: fx.GraphModule, schedule: Schedule) -> tuple[int, int]:
     """Returns how many parameters a step fetches to the device, each as often as it does, and in how many copies: neighbours at
     home that are neighbours on the device cross together. ``step``: rewritten, of this schedule. Homes are taken to lie as a
-    model's first program puts them. Slices count as one copy each."""
+    model's first program puts them. Slices count as one copy each, and what comes straight from
+    disk as one for each parameter."""
     together, at_home = allocated_together(schedule), _at_home(step)
     spans = {node.name: span_nbytes(node.meta["val"]) for node in step.graph.nodes if node.name in schedule.buffers}
 
@@ -32,7 +33,9 @@ def fetches(step: fx.GraphModule, schedule: Schedule) -> tuple[int, int]:
         if pairs := _fetched(schedule, instruction):
             values += len(pairs)
             both = ((place(target), place(source), spans[source]) for target, source in pairs)
-            copies += sum(1 for _ in joined(Copied(*target, *source, nbytes) for target, source, nbytes in both))
+            apart = is_direct(instruction, schedule.buffers)
+            joint = joined(Copied(*target, *source, nbytes) for target, source, nbytes in both)
+            copies += len(pairs) if apart else sum(1 for _ in joint)
     return values, copies
 
 

@@ -14,7 +14,7 @@ from mtcompile.passes.plan import Plan, Updates
 from mtcompile.passes.step_graph import InputSpec, inputs_of
 from mtcompile.runtime.deps import Waits
 from mtcompile.runtime.disk.requests import whole_blocks
-from mtcompile.runtime.schedule import ALIGNMENT, PHASES, Instruction, Schedule, placed
+from mtcompile.runtime.schedule import ALIGNMENT, PHASES, Instruction, Schedule, is_direct, placed
 from mtcompile.runtime.sim import clock, period_us
 
 _LINK = ("h2d", "d2h")  # queues of copies, which go through the device's memory
@@ -32,7 +32,8 @@ class Budgets:
     the disk go through. ``disk_updates``: whether weights that train may be on disk, with their state.
     ``update_piece``: the bytes of a parameter on disk that are updated at a time; 0: all. ``disk_slowdown``: how many times as
     long as without the disk's time a step may take; ``disk_days``: how many days of steps the drive must last; 0: any.
-    ``disk_takes``: homes that an earlier program put on the host and that may go to disk all the same. ``exchange``: bytes of
+    ``disk_takes``: homes that an earlier program put on the host and that may go to disk all the same. ``disk_direct``: whether
+    fetches read parameters on disk straight to the device; None: whichever is faster. ``exchange``: bytes of
     the host through which ranks combine gradients. ``sharing``: how many ranks of a host have the home blocks ``once`` between
     them, with their state; each rank counts an equal part of these. ``hosts``: how many have a part each of that state.
     ``parts``: the home blocks of which each of these hosts has a part of the weights, too."""
@@ -50,6 +51,7 @@ class Budgets:
     disk_slowdown: float = 0.0
     disk_days: float = 0.0
     disk_takes: tuple[str, ...] = ()
+    disk_direct: bool | None = False
     state: Mapping[str, int] | None = None
     exchange: int = 0
     sharing: int = 1
@@ -323,7 +325,7 @@ def drive_nbytes(schedule: Schedule, plan: Plan, phases: Sequence[str] = PHASES)
     for instruction in schedule.instructions:
         if instruction.phase not in phases:
             continue
-        if instruction.queue == "disk_read":
+        if instruction.queue == "disk_read" or is_direct(instruction, schedule.buffers):
             read += instruction.nbytes
         elif instruction.queue == "disk_write":
             written += instruction.nbytes

@@ -144,7 +144,8 @@ def decided(problem: PlanningProblem, sizes: Mapping[str, int]) -> Plan:
     budgets = problem.budgets
     plan = Plan(decisions=fixed, budget_bytes=budgets.nbytes, machine=problem.machine.name, numerics=problem.numerics)
     plan = replace(plan, parts=tuple(sorted(budgets.parts)))
-    plan = replace(plan, disk_lookahead=1) if any(decision.choice == "disk" for decision in fixed) else plan
+    if any(decision.choice == "disk" for decision in fixed):
+        plan = replace(plan, disk_lookahead=1, disk_direct=budgets.disk_direct is True)
     # Gradients wait on the host rather than make the device wait for their updates; see ``impatient`` for less of it.
     updates = budgets.updates
     return replace(plan, updates=None if updates is None else replace(updates, patient=not updates.held))

@@ -87,6 +87,7 @@ def check_schedule(step: fx.GraphModule, schedule: Schedule, given: Given) -> No
     values, with the bytes that these and their kernels need; and unless the step does what was asked for."""
     expect(ranks_of(step) == given.ranks, lambda: f"a step of {given.ranks} ranks, found {ranks_of(step)}")
     _homes(step, given)
+    _direct_as_asked(step, given)
     _updates_as_asked(step, given)
     _nothing_for_nothing(step)
     _table(step, schedule)
@@ -118,6 +119,22 @@ def _homes(step: fx.GraphModule, given: Given) -> None:
         tier = "host" if tier == "disk" and result.kind == "grad" else tier
         at = value.meta["tier"]
         expect(at == tier, lambda r=result, t=tier, a=at: f"{r.kind} {r.name} to leave on the {t}, found {a}")
+
+
+def _direct_as_asked(step: fx.GraphModule, given: Given) -> None:
+    """Checks that exactly those parameters on disk come straight to the device that the plan lets, if that was allowed."""
+    allowed = not given.plan.disk_direct or given.budgets.disk_direct is not False
+    expect(allowed, lambda: "reads from disk through the host, found a plan that reads straight to the device")
+    for call in calls(step):
+        tiers = {operand.meta["tier"] for operand in moved(call)} if is_move(call) else set()
+        if "disk" in tiers and call.target is not read:
+            right = call.target is prefetch and tiers == {"disk"} and given.plan.disk_direct
+            expect(right, lambda c=call: f"{c.name} to take what was read from disk, found that it reads there itself")
+        elif "disk" in tiers and given.plan.disk_direct:
+            fetched = [user for item in results(call) for user in item.users]
+            apart = all(user.target in (prefetch_rows, prefetch_slices) for user in fetched)
+            spilled = all(operand.op != "placeholder" for operand in call.args)
+            expect(apart or spilled, lambda c=call: f"{c.name} to go straight to the device, found a read to the host")
 
 
 def _updates_as_asked(step: fx.GraphModule, given: Given) -> None:

@@ -62,7 +62,8 @@ def _narrow_prefetch(step: fx.GraphModule, call: fx.Node) -> None:
     castable: dict[fx.Node, fx.Node] = {}  # values that come in, and the cast of each
     for item in results(call):
         value = call.args[int(item.args[1])]
-        may_cross_narrow = value.op == "placeholder" and value.meta["role"] != "buffer"  # whose new versions are the step's
+        at_home = value.op == "placeholder" and value.meta["tier"] != "disk"  # what is read from disk crosses as it is
+        may_cross_narrow = at_home and value.meta["role"] != "buffer"  # whose new versions are the step's
         cast = _cast_of(step, item) if may_cross_narrow else None
         if cast is not None:
             castable[item] = cast

@@ -30,7 +30,8 @@ from mtcompile.runtime.schedule import PHASES, Phase
 
 def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     """Puts before each region one prefetch per home block of the host values it reads (parameters, buffers, inputs), and one
-    read before the prefetch of what is on disk, or one all-gather where each host has a part.
+    read before the prefetch of what is on disk, or one all-gather where each host has a part. Under ``disk_direct``, the
+    prefetch itself reads what is on disk, unless only rows or slices of it cross.
 
     Parameters whose home is the device are marked so and read in place. Those that stay are not fetched again in the backward:
     it reads what the forward fetched last.
@@ -59,7 +60,7 @@ def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
             values.sort(key=lambda value: order_at_home.get(value.meta["name"], -1))  # neighbours cross together
             name, about = home.replace(".", "_") or "inputs", (region.meta["phase"], region.meta["block"])
             at_home, lookahead = values, 0 if backward and plan.returns_late(home) else plan.lookahead
-            if values[0].meta["tier"] == "disk":
+            if values[0].meta["tier"] == "disk" and not (plan.disk_direct and not by):
                 with step.graph.inserting_before(_issue_point(order, position, lookahead + plan.disk_lookahead)):
                     at_home = add_move(step.graph, read, values, about, f"read_{name}")
             elif values[0].meta["part"]:  # one region before the copy, so that one is gathered while another crosses

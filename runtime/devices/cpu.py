@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from mtcompile.runtime.devices.arena import Layout, arena, layout_of, same_strides, span_nbytes, view
-from mtcompile.runtime.devices.joining import NO_SLABS
+from mtcompile.runtime.devices.joining import NO_SLABS, bytes_of
 from mtcompile.runtime.devices.rows import stretches_of
+from mtcompile.runtime.disk.direct import Arrival, DirectReader, StoreReader
 from mtcompile.runtime.disk.store import DiskStore
 from mtcompile.runtime.schedule import ALIGNMENT, Queue, Schedule, Tier, gib
 
@@ -59,6 +60,7 @@ class CpuMemory:
         self.unused: dict[str, torch.Tensor] = {}  # room for what was fetched by binding it to the user's own tensor
         self.live = 0  # pooled bytes that are reserved
         self.disk: DiskStore | None = None  # of homes on disk
+        self.direct: DirectReader | None = None  # reads it into the device
         self.home_names: Mapping[str, str] = {}  # of homes, as the user knows them
         self.verified = False  # compare what is read from disk with its checksums
         self.slabs = NO_SLABS  # of homes
@@ -133,6 +135,8 @@ class CpuMemory:
         ctypes.memset(pointer, POISON, nbytes)
 
     def copy(self, reads: Sequence[str], writes: Sequence[str]) -> None:
+        if self.schedule.buffers[reads[0]].tier == "disk":
+            return self._read_directly(reads, writes)
         for read, write, (target, source) in zip(reads, writes, self._pairs(reads, writes), strict=True):
             if source.data_ptr() % ALIGNMENT and self.schedule.buffers[read].role == "input":
                 self.tensors[write] = source  # such as data[5:10]: the bits of some kernels depend on the address
@@ -190,6 +194,19 @@ class CpuMemory:
     def _copy_pairs(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for target, source in pairs:
             ctypes.memmove(target.data_ptr(), source.data_ptr(), span_nbytes(source))
+
+    def _read_directly(self, reads: Sequence[str], writes: Sequence[str]) -> None:
+        """Read homes on disk straight into the device."""
+        assert self.disk is not None and self.direct is not None, "whoever binds homes on disk gives what reads them"
+        arrivals, others = [], []
+        for read, (target, source) in zip(reads, self._pairs(reads, writes), strict=True):
+            if self.disk.place_of(source.data_ptr()) is None:  # the user has given the parameter memory of its own
+                others.append((target, source))
+            elif nbytes := span_nbytes(source):
+                filled = bytes_of(target, 0, nbytes)
+                arrivals.append(Arrival(filled, source.data_ptr(), self.home_names.get(read, read)))
+        self._copy_pairs(others)
+        self.direct.read(arrivals, self.check or self.verified)
 
     def transfer(self, reads: Sequence[str], writes: Sequence[str]) -> None:
         to_disk = self.schedule.buffers[writes[0]].tier == "disk"
@@ -279,6 +296,9 @@ class CpuDevice:
 
     def reach(self, memory: torch.Tensor) -> torch.Tensor:
         return memory
+
+    def direct(self, store: DiskStore) -> DirectReader:
+        return StoreReader(store)
 
     def fence(self, visible: Iterable[Queue], timed: bool) -> None:
         """Return None: what a thread has run here is complete."""

@@ -22,7 +22,9 @@ from mtcompile.runtime.devices.cpu import POISON, CpuMemory
 from mtcompile.runtime.devices.cuda_driver import Api
 from mtcompile.runtime.devices.joining import bytes_of, runs_of_bytes
 from mtcompile.runtime.devices.pinned import NotPinned, Staging
-from mtcompile.runtime.schedule import HOST_AWAITS, HOST_QUEUES, Queue, Tier
+from mtcompile.runtime.disk.direct import DirectReader, KvikioReader
+from mtcompile.runtime.disk.store import DiskStore
+from mtcompile.runtime.schedule import BLOCK, HOST_AWAITS, HOST_QUEUES, Queue, Tier
 from mtcompile.runtime.trace import Record
 
 _COPYING: tuple[Queue, ...] = ("h2d", "d2h")
@@ -126,6 +128,8 @@ class CudaMemory(CpuMemory):
         self.staging = staging  # where some host memory could not be pinned
 
     def copy(self, reads: Sequence[str], writes: Sequence[str]) -> None:
+        if self.schedule.buffers[reads[0]].tier == "disk":
+            return self._read_directly(reads, writes)
         self._copy_all(self._pairs(reads, writes), self.schedule.buffers[writes[0]].tier == "device")
 
     def _copy_pairs(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -139,11 +143,20 @@ class CudaMemory(CpuMemory):
         tensor = self.tensors[name]
         return tensor if self.schedule.buffers[name].tier == "host" else self.api.to_host(tensor)
 
-    def _fill_with_zeros(self, target: torch.Tensor) -> None:
-        """Fill host memory once all copies that were issued before have run: no stream orders what the host writes."""
+    def _read_directly(self, reads: Sequence[str], writes: Sequence[str]) -> None:
+        """Read once all that was issued before has run, and return when the bytes are there: no stream orders such a read."""
+        self._catch_up()
+        super()._read_directly(reads, writes)
+
+    def _catch_up(self) -> None:
+        """Wait for all that was issued to the current stream."""
         issued = self.api.new_event()
         self.api.record(issued, self.api.current_stream())
         self.api.block(issued)
+
+    def _fill_with_zeros(self, target: torch.Tensor) -> None:
+        """Fill host memory once all copies that were issued before have run: no stream orders what the host writes."""
+        self._catch_up()
         super()._fill_with_zeros(target)
 
     def _slices_with_rows(self, ends: torch.Tensor) -> list[int]:
@@ -253,6 +266,9 @@ class CudaDevice:
 
     def memory(self, *args: Any, **options: Any) -> CudaMemory:
         return (NamedMemory if self.ranges else CudaMemory)(*args, **options, api=self.api, staging=self.staging)
+
+    def direct(self, store: DiskStore) -> DirectReader:
+        return KvikioReader(store, self.api.to_host, arena(BLOCK, self.where))
 
     def fence(self, visible: Iterable[Queue], timed: bool) -> Fence:
         return Fence(self.streams, visible, timed)

@@ -58,7 +58,8 @@ class Api:
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy in host memory, after all that was issued to the current stream. The calling thread waits for it,
         without using its core."""
-        copied = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        layout = tensor.shape, tensor.stride()
+        copied = torch.empty_strided(*layout, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
         copied.copy_(tensor, non_blocking=True)
         event = self.new_event()
         self.record(event, self.current_stream())

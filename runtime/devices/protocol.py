@@ -36,6 +36,10 @@ class Device(Protocol):
     ) -> Any:
         """Return the bytes of one step (a ``devices.cpu.CpuMemory``)."""
 
+    def direct(self, store: Any) -> Any:
+        """Return what reads a ``disk.store.DiskStore`` straight into the device (a ``disk.direct.DirectReader``). Raises
+        DiskError."""
+
     def fence(self, visible: Iterable[Queue], timed: bool) -> Fence | None:
         """Return what keeps one phase in order. ``visible``: the queues that the host waits for at its end."""
 

@@ -15,7 +15,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mtcompile.runtime.disk.checksums import Checksums
 from mtcompile.runtime.disk.errors import DiskError, DiskFull
@@ -90,6 +90,14 @@ class Requests:
         """Takes the checksums of what memory holds, for bytes that came to the file in another way."""
         for part in self._chunks(transfer) if self.summed else ():
             self.checksums.note(part.at, part.address, part.nbytes)
+
+    def compare(self, transfer: Transfer, part: Callable[[int, int], Any]) -> None:
+        """Compares bytes that came from the file in another way. ``part(start, end)``: returns some of them, a tensor in host
+        memory. Raises DiskCorrupt."""
+        for chunk in self._chunks(transfer) if self.summed else ():
+            start = chunk.at - transfer.at
+            here = part(start, start + chunk.nbytes)
+            self.checksums.compare(chunk.at, here.data_ptr(), chunk.nbytes, chunk.name)
 
     def _chunks(self, transfer: Transfer) -> Iterator[Transfer]:
         return _parts(transfer, self.chunk)

@@ -9,8 +9,9 @@ import os
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from mtcompile.runtime.disk import file as files
 from mtcompile.runtime.disk.errors import DiskError
@@ -110,26 +111,31 @@ class DiskStore:
 
     def read(self, moves: Iterable[Move], verify: bool = False) -> None:
         """Reads from the disk into memory. Raises DiskError; with ``verify``, DiskCorrupt before anything uses the bytes."""
-        transfers = [self._transfer(move) for move in moves]
+        transfers = [self.transfer(move) for move in moves]
         self._requests.read(transfers, verify)
         self.read_nbytes += sum(transfer.nbytes for transfer in transfers)
 
     def write(self, moves: Iterable[Move]) -> None:
         """Writes memory to the disk. Raises DiskError."""
-        transfers = [self._transfer(move) for move in moves]
+        transfers = [self.transfer(move) for move in moves]
         self._requests.write(transfers)
         self.written_nbytes += sum(transfer.nbytes for transfer in transfers)
 
     def note(self, address: int, nbytes: int, name: str = "") -> None:
         """Takes the checksums of bytes that were written through their mapping."""
-        self._requests.note(self._transfer((address, address, nbytes, name)))
+        self._requests.note(self.transfer((address, address, nbytes, name)))
 
     def forget(self, address: int, nbytes: int) -> None:
         """Takes what a mapping holds there as gone: reading it with ``verify`` raises DiskCorrupt until it is written again."""
         if (at := self.place_of(address)) is not None:
             self._requests.checksums.forget(at, nbytes)
 
-    def _transfer(self, move: Move) -> Transfer:
+    def compare(self, transfer: Transfer, part: Callable[[int, int], Any]) -> None:
+        """Compares bytes that were read in another way with their checksums (see ``Requests.compare``). Raises DiskCorrupt."""
+        self._requests.compare(transfer, part)
+
+    def transfer(self, move: Move) -> Transfer:
+        """Returns the request of a move. Raises DiskError if its home does not start at a block of the file."""
         address, home, nbytes, name = move
         at = self.place_of(home)
         if at is None or at % BLOCK:

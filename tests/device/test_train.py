@@ -262,37 +262,6 @@ def test_errors_name_the_device(device: torch.device) -> None:
 # ------------------------------------------------------------------------------------------------- copies that come late
 
 
-@pytest.fixture
-def late(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[LateCopies]:
-    """Copies as late as their events allow; on a GPU, each after a pause. Yields the drivers of the second
-    device."""
-    drivers: list[LateCopies] = []
-    if device.type == "cuda":
-        copy_now = cuda.Api.copy
-
-        def pause(self: cuda.Api, target: torch.Tensor, source: torch.Tensor) -> None:
-            torch.cuda._sleep(1_000_000)
-            copy_now(self, target, source)
-
-        monkeypatch.setattr(cuda.Api, "copy", pause)
-        return drivers
-
-    def driver(where: torch.device) -> LateCopies:
-        drivers.append(LateCopies(len(drivers), eager=0.0))
-        return drivers[-1]
-
-    run_now = cuda.CudaMemory.run
-
-    def run(self: cuda.CudaMemory, *args: Any) -> None:
-        if threading.current_thread().name != "mtcompile-host":
-            self.api.catch_up()
-        run_now(self, *args)
-
-    monkeypatch.setattr(cuda.CudaMemory, "run", run)
-    monkeypatch.setattr(cuda, "Api", driver)
-    return drivers
-
-
 @pytest.mark.parametrize("name", ["decoder", "cnn", pytest.param("dropping", marks=pytest.mark.long)])
 def test_bits_are_equal_when_copies_come_as_late_as_their_events_permit(
     name: str, device: torch.device, late: list[LateCopies]

@@ -19,21 +19,9 @@ from mtcompile.checkpoint import load, save
 from mtcompile.errors import BudgetError, CaptureError
 from mtcompile.runtime.disk.errors import DiskCorrupt, DiskError, DiskFull
 from mtcompile.runtime.schedule import gib
-from tests.helpers.stacks import WIDTH, Residual, ResidualBlock
+from tests.helpers.stacks import WIDTH, Adapted, Residual
 
 LAYERS = 5
-
-
-class Adapted(ResidualBlock):
-    """Frozen weights, and a small adapter that trains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
-        self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + self.adapter(x)
 
 
 class Model(Residual):

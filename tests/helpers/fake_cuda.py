@@ -105,7 +105,7 @@ class FakeCuda:
         self.launch(lambda: target.copy_(source))
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        copied, event, stream = torch.empty_like(tensor), Event(), self.current_stream()
+        copied, event, stream = torch.empty_like(tensor, device="cpu"), Event(), self.current_stream()
         self.launch(lambda: copied.copy_(tensor))
         self.record(event, stream)
         self.block(event)

@@ -187,6 +187,22 @@ def from_disk() -> Schedule:
     return b.build()
 
 
+def straight_from_disk() -> Schedule:
+    """Parameters come from disk to two device slots in turn, past the host."""
+    b = Builder()
+    x = b.home("x", "input", "device")
+    for k in range(3):
+        w = b.slot(f"w{k}", f"p{k}", k % 2 * UNIT, "param", "h2d")
+        b.copy("h2d", b.home(f"p{k}", "param", "disk"), w)
+        y = b.pooled(f"y{k}", "output" if k == 2 else "activation", returned=k == 2)
+        b.run("layer", (w, x), (y,))
+        b.free(w)
+        if k:
+            b.free(x)
+        x = y
+    return b.build()
+
+
 def module_buffers() -> Schedule:
     """Statistics are read in their old version, made anew and written back; slots of unequal size share their bytes."""
     b = Builder()
@@ -257,7 +273,7 @@ def streamed(layers: int) -> Schedule:
 
 
 def small_schedules() -> dict[str, Schedule]:
-    makers = (inference, training, offload, recompute, from_disk, module_buffers, update_on_host)
+    makers = (inference, training, offload, recompute, from_disk, straight_from_disk, module_buffers, update_on_host)
     return {make.__name__: make() for make in makers}
 
 

@@ -94,6 +94,18 @@ class ResidualBlock(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
+class Adapted(ResidualBlock):
+    """Frozen weights, and a small adapter that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.adapter(x)
+
+
 class Residual(nn.Module):
     """``layers`` blocks that ``make`` makes, of which tests send some to the disk, and a loss."""
 

@@ -25,6 +25,7 @@ from tests.helpers.schedules import (
     module_buffers,
     offload,
     small_schedules,
+    straight_from_disk,
     streamed,
     training,
 )
@@ -165,6 +166,7 @@ def appended(schedule: Schedule, *rows: Instruction) -> Schedule:
 
 
 T = training()
+D = straight_from_disk()
 LAST = len(T) - 1
 COPY_W0, RUN_A0, FREE_W0 = find(T, "copy", "w0"), find(T, "run", "a0"), find(T, "free", "w0")
 CASES: dict[str, tuple[str, int | None, str, Callable[[], Schedule]]] = {
@@ -209,6 +211,20 @@ CASES: dict[str, tuple[str, int | None, str, Callable[[], Schedule]]] = {
     "freed too early": ("I1", find(T, "copy", "home.g1"), "may have freed it", lambda: _free_on("g1", "compute")),
     "allocated elsewhere": ("I1", COPY_W0, "need not have happened", lambda: edit(T, 0, queue="d2h")),
     "slot reused too early": ("I2", None, "the bytes of s0 and s1", lambda: _no_deps(from_disk(), "alloc", "s1")),
+    "read before it is there from disk": (
+        "I1",
+        find(D, "run", "y1"),
+        "w1 complete before it is read",
+        lambda: edit(D, find(D, "run", "y1"), deps=()),
+    ),
+    "read from disk over what is read": ("I2", None, "the bytes of w0 and w2", lambda: _no_deps(D, "alloc", "w2")),
+    "from disk and host at once": ("I1", 2, "expected p1 on tier disk, found host", lambda: _of_two_tiers()),
+    "rows straight from disk": (
+        "I1",
+        find(D, "copy", "w0"),
+        "expected p0 on tier host, for a part of it, found disk",
+        lambda: edit(D, find(D, "copy", "w0"), reads=("p0", "x"), rows=("x",)),
+    ),
     "misaligned": ("I3", 0, "found w0 at 32", lambda: derive(edit_buffer(T, "w0", offset=32))),
     "outside": ("I3", 0, "found w0 at 512 .. 640", lambda: derive(edit_buffer(T, "w0", offset=512))),
     "below": ("I3", 0, "found w0 at -128 .. 0", lambda: edit_buffer(T, "w0", offset=-128)),
@@ -254,6 +270,15 @@ CASES: dict[str, tuple[str, int | None, str, Callable[[], Schedule]]] = {
 
 def _manage(op: Any, name: str) -> Instruction:
     return Instruction(op, "compute", "backward", writes=(name,))
+
+
+def _of_two_tiers() -> Schedule:
+    """One copy brings parameters from the disk and from the host."""
+    whole = without(edit_buffer(D, "p1", tier="host"), "copy", "w1")
+    whole = without(whole, "alloc", "w1")
+    first = Instruction("alloc", "h2d", "forward", writes=("w1",))
+    whole = replace(whole, instructions=(first, *whole.instructions))
+    return derive(edit(whole, find(whole, "copy", "w0"), reads=("p0", "p1"), writes=("w0", "w1")))
 
 
 def _with_buffer(name: str) -> Schedule:

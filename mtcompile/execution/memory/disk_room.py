@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
+from typing import Any
 
 from torch import fx, nn
 
+from mtcompile import knobs
 from mtcompile.execution.compiled import LiveFrames
 from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.options import DiskBudget
+from mtcompile.runtime.devices.protocol import Device
+from mtcompile.runtime.disk import direct
 from mtcompile.runtime.disk.file import free_nbytes
+from mtcompile.runtime.disk.store import DEPTH
 from mtcompile.torch_private import shares_storage
 
 
@@ -17,6 +23,37 @@ def room_nbytes(disk: DiskBudget, parameters: ParameterStore, frames: LiveFrames
     """Returns the bytes that may be on disk: as asked for, or fewer if there is no room, less those of waiting forwards."""
     taken = 0 if parameters.disk is None else parameters.disk.all_reserved_nbytes
     return min(disk.nbytes, taken + free_nbytes(disk.folder)) - frames.disk_nbytes()
+
+
+def limits(disk: DiskBudget, device: Device, parameters: ParameterStore, frames: LiveFrames) -> dict[str, Any]:
+    """Returns the fields of budgets that the disk and the environment decide."""
+    return {
+        "disk": room_nbytes(disk, parameters, frames),
+        "disk_slowdown": knobs.disk_slowdown(),
+        "disk_days": knobs.disk_days(),
+        "disk_direct": _reads_directly(disk, device, parameters),
+    }
+
+
+def _reads_directly(disk: DiskBudget, device: Device, parameters: ParameterStore) -> bool | None:
+    """Returns whether fetches read weights on disk straight to the device, as MT_DISK_DIRECT says. Of itself, None, for
+    whichever is faster, where kvikio can read a file there; else False."""
+    knobs.kvikio_reads_at_once(DEPTH)
+    asked = knobs.disk_direct()
+    if asked is not None or device.where.type != "cuda" or importlib.util.find_spec("kvikio") is None:
+        return bool(asked)
+    if parameters.direct_works is None:
+        folder = disk.folder if disk.folder.exists() else disk.folder.absolute().parent
+        parameters.direct_works = direct.works(folder, device)
+    return None if parameters.direct_works else False
+
+
+def direct_reader(parameters: ParameterStore) -> direct.DirectReader:
+    """Returns what reads the disk straight to the device. Raises DiskError."""
+    if parameters.direct is None:
+        assert parameters.disk is not None, "whoever plans for a disk opens its store"
+        parameters.direct = parameters.device.direct(parameters.disk)
+    return parameters.direct
 
 
 def movable(

@@ -17,6 +17,7 @@ from mtcompile.passes.step_graph import span_nbytes
 from mtcompile.runtime.devices.arena import Layout, layout_of, part, view
 from mtcompile.runtime.devices.joining import Slabs
 from mtcompile.runtime.devices.protocol import Device
+from mtcompile.runtime.disk.direct import DirectReader
 from mtcompile.runtime.disk.requests import whole_blocks
 from mtcompile.runtime.disk.store import DiskStore
 from mtcompile.runtime.schedule import placed
@@ -78,6 +79,8 @@ class ParameterStore:
         self.version = 0
         self.provisional = False
         self.disk: DiskStore | None = None
+        self.direct: DirectReader | None = None  # what reads the disk straight to the device
+        self.direct_works: bool | None = None  # None: not tried
         self.ahead = PinnedAhead(device)
         self.to_disk: Callable[[str, torch.nn.Parameter], None] = lambda name, parameter: None
         # Makes the slab of a block at home on the host that processes have in common, with what a function writes to it; None:
@@ -215,7 +218,7 @@ class ParameterStore:
         self.places.clear()
         self.slabs.clear()
         self._gradients.clear()
-        self.disk = None
+        self.disk = self.direct = None
         self.version += 1
 
     def send_home(self) -> None:

@@ -31,6 +31,8 @@ from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, Pl
 from mtcompile.runtime.schedule import gib
 
 _SHIFTS = 3  # of homes in equal distances, that are tried
+# Regions that a read may be ahead of its fetch, and by how many more a fetch may be issued; by whether it is the read.
+_WAYS_AHEAD = {False: (AHEAD, (0, -1, 1)), True: ((0,), (0, -1, 1, 2, 4))}
 _WORTH = 0.98  # of the time without activations on disk: what a plan that writes them every step may take
 
 
@@ -39,7 +41,25 @@ def within_disk(
 ) -> tuple[PlanningProblem, Planned]:
     """Returns the problem, with the homes on disk that its plan needs there, and its plan. ``find``: plans a problem, whose
     device budget it may lower, or raises DoesNotFit, as this does. ``roomy``: tells whether a schedule leaves enough room for
-    others beside it. ``homes_move``: False to raise DoesNotFit where homes do not fit the host, unless some are on disk."""
+    others beside it. ``homes_move``: False to raise DoesNotFit where homes do not fit the host, unless some are on disk. Where
+    the budgets leave open whether weights on disk are read straight to the device, it plans both."""
+    if problem.budgets.disk is None or problem.budgets.disk_direct is not None:
+        return _within_disk(problem, find, roomy, homes_move)
+    ways = [replace(problem, budgets=replace(problem.budgets, disk_direct=direct)) for direct in (False, True)]
+    planned, refused = list[tuple[PlanningProblem, Planned]](), list[DoesNotFit]()
+    for way in ways:
+        try:
+            planned.append(_within_disk(way, find, roomy, homes_move))
+        except DoesNotFit as error:
+            refused.append(error)
+        if planned and "disk" not in planned[0][0].fixed_homes.values():
+            break  # no weights are on disk
+    if not planned:
+        raise min(refused, key=lambda error: (error.tier != refused[0].tier, error.minimum))
+    return min(planned, key=lambda each: each[1].plan.total_us)
+
+
+def _within_disk(problem: PlanningProblem, find: Find, roomy: Roomy, homes_move: bool) -> tuple[PlanningProblem, Planned]:
     budgets = problem.budgets
     if budgets.disk is None:
         return find(problem)
@@ -219,7 +239,7 @@ def _fastest(
     choices = [tuple(sent), *_other_choices(problem, sent)]
     for homes in choices:
         varied = _with_homes(problem, homes)
-        for ahead, change in product(AHEAD, (0, -1, 1)):
+        for ahead, change in product(*_WAYS_AHEAD[planned.plan.disk_direct]):
             lookahead = max(0, planned.plan.lookahead + change)
             plan = replace(planned.plan, disk_lookahead=ahead, lookahead=lookahead)
             candidate = candidates.evaluate(_moved(plan, varied, set(sent) - set(homes)))
@@ -299,6 +319,7 @@ def _moved(plan: Plan, problem: PlanningProblem, back: set[str]) -> Plan:
 
 def _with_reasons(plan: Plan) -> Plan:
     host = plan.peak_bytes.get("host", 0)
-    why = f"the host holds {gib(host)} without it; read {plan.disk_lookahead} region(s) before it is fetched"
+    when = "fetched straight" if plan.disk_direct else f"read {plan.disk_lookahead} region(s) before it is fetched"
+    why = f"the host holds {gib(host)} without it; {when}"
     decisions = (replace(d, reason=why) if d.kind == "params" and d.choice == "disk" else d for d in plan.decisions)
     return replace(plan, decisions=tuple(decisions))

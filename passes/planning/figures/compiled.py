@@ -22,7 +22,7 @@ from mtcompile.passes.planning.figures.times import Measures
 from mtcompile.passes.planning.pace import Arriving
 from mtcompile.runtime.schedule import ALIGNMENT
 
-_VERSION = 3  # of the interface of c/
+_VERSION = 4  # of the interface of c/
 _QUEUES = "compute", "h2d", "d2h", "host", "disk_read"
 _BITS = {  # of what is decided about a home
     **{("params", "device"): 1, ("params", "disk"): 2, ("fetch", "keep"): 4},
@@ -48,7 +48,7 @@ class _Step(ctypes.Structure):
 class _Costs(ctypes.Structure):
     _fields_ = (
         *(("gbps", ctypes.c_double * len(_QUEUES)), ("scale", ctypes.c_double * len(_QUEUES))),
-        *_fields(ctypes.c_double, "disk_write_gbps disk_write_scale host_gbps row_us"),
+        *_fields(ctypes.c_double, "disk_write_gbps disk_write_scale direct_gbps direct_scale host_gbps row_us"),
         *_fields(ctypes.c_double, "passes updating_gbps memory_gbps on_disk_copies workspace_copies"),
         ("alignment", ctypes.c_int64),
     )
@@ -56,7 +56,7 @@ class _Costs(ctypes.Structure):
 
 class _Choices(ctypes.Structure):
     _fields_ = (
-        *_fields(ctypes.c_int64, "lookahead disk_lookahead pooled updates patient sets run_ahead"),
+        *_fields(ctypes.c_int64, "lookahead disk_lookahead disk_direct pooled updates patient sets run_ahead"),
         *_fields(ctypes.c_void_p, "home at_host rank"),
     )
 
@@ -117,7 +117,8 @@ class CompiledStep:
         due, first = array("q", bytes(8 * len(names))), array("q", bytes(8 * len(names)))
         when = (False, False, 2, False) if updates is None else (True, updates.patient, updates.sets, bool(updates.run_ahead))
         decided = homes, at_host, rank
-        choices = _Choices(plan.lookahead, plan.disk_lookahead, plan.pooled, *when, *map(_address, decided))
+        ahead = plan.lookahead, plan.disk_lookahead, plan.disk_direct
+        choices = _Choices(*ahead, plan.pooled, *when, *map(_address, decided))
         result = _Result(**{name: _address(of) for name, of in (("there", there), ("us", us), ("due", due), ("name", first))})
         if self._library.mt_figures(self._step, self._costs_of(updates or _NO_UPDATES), choices, result):
             raise MemoryError("expected memory for the figures of a plan, found none; close other programs")
@@ -150,7 +151,8 @@ class CompiledStep:
             passes = 3 + updates.checked + 2 * updates.state_copies
             self._costs[key] = _Costs(
                 *((ctypes.c_double * count)(*gbps), (ctypes.c_double * count)(*map(machine.scale, _QUEUES))),
-                *(machine.disk_write_gbps, machine.scale("disk_write"), machine.host_gbps, ROW_COPY_US),
+                *(machine.disk_write_gbps, machine.scale("disk_write")),
+                *(machine.gbps("direct"), machine.scale("direct"), machine.host_gbps, ROW_COPY_US),
                 *(passes, machine.host_gbps * machine.updating_ranks, machine.memory_gbps),
                 *(1 + updates.state_copies, updates.workspace_copies, ALIGNMENT),
             )

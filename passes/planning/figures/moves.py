@@ -117,7 +117,11 @@ class Moves:
                 kind = POOLED if plan.pooled or stays else ON_DEVICE
                 fetch = Call(H2D, us, region.phase, copied=total)
                 ahead = 0 if region.phase and plan.returns_late(home) else plan.lookahead
-                if home in self.on_disk:
+                if home in self.on_disk and plan.disk_direct and operands[0].rows is None:
+                    fetch.us = self.machine.copy_us(total, "direct")
+                    fetch.inputs = [operand.number for operand in operands]
+                    fetch.drive = total, 0
+                elif home in self.on_disk:
                     fetch.reads = self._read(position, operands, ahead)
                 else:
                     fetch.inputs = [operand.number for operand in operands]

@@ -39,6 +39,7 @@ class LateCopies(FakeCuda):
         with self.lock:
             self.blocked += 1
             self._reach(event, event.recorded)
+        DEVICE.synchronize()  # what was run here went to a stream of the device, and is there now
 
     def _reach(self, event: fake_cuda.Event, times: int) -> None:
         """Run what the event comes after, and nothing else."""

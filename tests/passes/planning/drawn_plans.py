@@ -110,9 +110,11 @@ def varied(candidates: Candidates, rnd: random.Random) -> Plan:
 
 
 def with_homes_on_disk(plan: Plan, rnd: random.Random) -> Plan:
-    """The plan with some of the homes on the host on disk instead, read a random number of regions ahead."""
+    """The plan with some of the homes on the host on disk instead, read a random number of regions ahead, or straight to the
+    device."""
     decisions = [
         replace(d, choice="disk") if d.kind == "params" and d.choice == "host" and rnd.random() < 0.6 else d
         for d in plan.decisions
     ]
-    return replace(plan, decisions=tuple(decisions), disk_lookahead=rnd.choice([0, 1, 2, 4]))
+    ahead = rnd.choice([0, 1, 2, 4])
+    return replace(plan, decisions=tuple(decisions), disk_lookahead=ahead, disk_direct=rnd.random() < 0.5)

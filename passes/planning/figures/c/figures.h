@@ -51,7 +51,7 @@ typedef struct {
 
 /* What copies and updates cost. gbps, scale: by queue; passes: over what an update moves, in sizes of its parameter. */
 typedef struct {
-    double gbps[QUEUES], scale[QUEUES], disk_write_gbps, disk_write_scale, host_gbps, row_us;
+    double gbps[QUEUES], scale[QUEUES], disk_write_gbps, disk_write_scale, direct_gbps, direct_scale, host_gbps, row_us;
     double passes, updating_gbps, memory_gbps, on_disk_copies, workspace_copies;
     int64_t alignment;
 } Costs;
@@ -59,7 +59,7 @@ typedef struct {
 /* What a plan decides. home: bits by home; at_host: by name of an activation, whether it waits there; rank: of patient updates,
  * by the first of what leaves. */
 typedef struct {
-    int64_t lookahead, disk_lookahead, pooled, updates, patient, sets, run_ahead;
+    int64_t lookahead, disk_lookahead, disk_direct, pooled, updates, patient, sets, run_ahead;
     const uint8_t *home, *at_host;
     const int64_t *rank;
 } Choices;

@@ -30,6 +30,10 @@ static double copy_us(const Costs *costs, int64_t nbytes, int queue) {
     return costs->scale[queue] * ((double)nbytes / costs->gbps[queue] / 1e3);
 }
 
+static double direct_us(const Costs *costs, int64_t nbytes) { /* from disk to the device */
+    return costs->direct_scale * ((double)nbytes / costs->direct_gbps / 1e3);
+}
+
 static double drive_us(const Costs *costs, int64_t nbytes) { /* read and written */
     return copy_us(costs, nbytes, DISK_READ) + costs->disk_write_scale * ((double)nbytes / costs->disk_write_gbps / 1e3);
 }
@@ -117,7 +121,11 @@ static void fetch_group(Work *w, Around *around, int64_t position, List operands
     double us = in_rows ? rows_us(w->costs, first->row_count, first->row_nbytes, nbytes, H2D) : copy_us(w->costs, nbytes, H2D);
     int32_t fetch = new_call(w, H2D, us, phase);
     w->calls[fetch].copied = in_rows ? first->row_nbytes : nbytes;
-    if (home & AT_DISK) {
+    if (home & AT_DISK && w->choices->disk_direct && !in_rows) {
+        w->calls[fetch].us = direct_us(w->costs, nbytes);
+        w->calls[fetch].inputs = operands;
+        w->calls[fetch].read = nbytes;
+    } else if (home & AT_DISK) {
         List reads = read_from_disk(w, around, position, operands, nbytes, ahead);
         w->calls[fetch].reads = reads;
     } else {
