@@ -107,7 +107,8 @@ class Updates:
     as ``sets`` says take turns. ``order``: of patient updates on the host, each by the name of its first parameter; the others
     follow as their gradients arrive. ``checked``: an update reads its gradient once before, for values that are not finite.
     ``norm_copies``: what the norm of a gradient reads and writes on the host, in sizes of the gradient. ``sharded``: the home
-    blocks of which each rank updates a share; of several hosts, each has the optimizer state of its ranks' shares alone."""
+    blocks of which each rank updates a share; of several hosts, each has the optimizer state of its ranks' shares alone.
+    ``in_turn``: updates come in the order of the gradients, never patient, as ranks of other hosts gather what they change."""
 
     state_copies: float = 2.0
     workspace_copies: float = 0.0
@@ -119,6 +120,7 @@ class Updates:
     checked: bool = False
     norm_copies: float = 1.0
     sharded: tuple[str, ...] = ()
+    in_turn: bool = False
 
     def __str__(self) -> str:
         when = "once all gradients and their norm are there" if self.held else "as gradients arrive"

@@ -305,7 +305,7 @@ class RanksDoor(ModelDoor):
         if updates is not None and self.updates_in_shares:  # a rank waits for the shares of the others after each backward
             every = hosts == self.ranks.hosts  # rank updates a share of its own; else those with one place on several hosts
             sharded = sorted(self._common_blocks(step, updated=True) & {*fixed.keys()}) if every else ()
-            updates = replace(updates, run_ahead=False, sharded=tuple(sharded))
+            updates = replace(updates, run_ahead=False, sharded=tuple(sharded), in_turn=hosts > 1)
         once = self._common_blocks(step, updated=self.ranks_here == 1)
         budgets = replace(budgets, updates=updates, sharing=self.ranks_here, once=once, hosts=hosts)
         if self._settled:

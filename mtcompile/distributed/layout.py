@@ -43,7 +43,7 @@ class RankLayout:
         updates, sharing = of_host.updates, self.gpus if once else 1
         hosts = self.hosts if once and knobs.ranks_shard() else 1
         if once and self.gpus * hosts > 1 and updates is not None:
-            updates = replace(updates, run_ahead=False)
+            updates = replace(updates, run_ahead=False, in_turn=hosts > 1)
         exchange = placed(-(-exchange_nbytes(self.gpus) // self.gpus)) + staging_nbytes(self.gpus, self.hosts)
         return replace(of_host, host=host, updates=updates, sharing=sharing, exchange=exchange, hosts=hosts)
 

@@ -204,7 +204,8 @@ class Ranks:
         if others := [rank for rank, digest in enumerate(alike) if digest != alike[0]]:
             raise StoppedTogether(
                 f"expected all ranks to combine the same gradients in the same order in this {phase}, found that rank "
-                f"{others[0]} does not do what rank 0 does: give all ranks batches that run the same operations, as often"
+                f"{others[0]} does not do what rank 0 does: give all ranks batches that run the same operations, as often, and "
+                "numbers for loss_chunks and tiles; of one size, with weights in parts (MT_RANKS_SHARD=weights)"
             )
         if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             self._parted = f"rank {others[0]} has other weights than rank 0"

@@ -143,7 +143,7 @@ class Program:
                 f"accumulate={batch.count}: the model returns an input, or a view of another output; return copies (clone)"
             )
         if split not in self._of_micro_batches:
-            micro = Micro(batch.count, split, len(first), batch.wide)
+            micro = Micro(batch.count, split, len(first), batch.wide, not self.session.door.alone)
             self._of_micro_batches[split] = Program(self.session, self.description, self.collector, micro)
         return self._of_micro_batches[split](*first, *(other[i] for _, other in others for i in split))
 

@@ -194,7 +194,8 @@ def _micro(joint: fx.GraphModule, request: ForecastRequest) -> Micro:
     taken = [(spec, node.meta["val"]) for spec, node in inputs_of(joint) if spec.role not in ("tangent", "constant")]
     batch = max((val.shape[0] for spec, val in taken if spec.role == "input" and val.dim()), default=1)
     split = tuple(spec.index for spec, val in taken if spec.role == "input" and val.dim() and val.shape[0] == batch)
-    return Micro(request.accumulate, split, 1 + max(spec.index for spec, _ in taken), request.precision.split)
+    inputs = 1 + max(spec.index for spec, _ in taken)
+    return Micro(request.accumulate, split, inputs, request.precision.split, request.ranks.count > 1)
 
 
 def _captured(request: ForecastRequest, batch: int, seq: int) -> tuple[fx.GraphModule, Mapping[str, Any]]:

@@ -23,7 +23,7 @@ from torch import fx
 
 from mtcompile.passes.joint.loss_head import Add, adder, total
 from mtcompile.passes.joint.loss_weights import Weights, weights
-from mtcompile.passes.joint.regions import assign, in_order
+from mtcompile.passes.joint.regions import assign, cut_by, in_order
 from mtcompile.passes.lazy_graph import LazyGraphModule
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, inputs_of, outputs_of
 
@@ -34,12 +34,14 @@ Region = tuple[str, int]
 @dataclass(frozen=True, slots=True)
 class Micro:
     """``count`` micro-batches. ``split``: the inputs, by index, of which each has its own; ``inputs``: how many a program of
-    one takes. ``wide``: gradients of half-precision parameters are summed, and leave, in fp32."""
+    one takes. ``wide``: gradients of half-precision parameters are summed, and leave, in fp32. ``alike``: several ranks
+    cut each micro-batch alike."""
 
     count: int
     split: tuple[int, ...]
     inputs: int
     wide: bool = False
+    alike: bool = False
 
     def index(self, index: int, micro: int) -> int:
         """The index at which the program of all takes what a program of one takes at ``index``."""
@@ -113,7 +115,7 @@ class _Repeat:
 
     def __init__(self, joint: fx.GraphModule, micro: Micro, weights: Mapping[int, Weights]) -> None:
         self.joint, self.micro, self.weights = joint, micro, weights
-        regions, self.blocks = assign(joint.graph)
+        regions, self.blocks = assign(joint.graph, (), cut_by(joint, micro.alike))
         self.region = dict(regions)
         self.graph = fx.Graph()
         self.env: list[dict[fx.Node, fx.Node]] = [{} for _ in range(micro.count)]

@@ -17,7 +17,7 @@ from mtcompile.passes.analysis.rows import Rows
 from mtcompile.passes.analysis.slices import grouped_operands, read_by_slices, rows_of, slice_nbytes
 from mtcompile.passes.generators import generator_nbytes, save_rng
 from mtcompile.passes.insert import add_call
-from mtcompile.passes.joint.regions import assign, in_order
+from mtcompile.passes.joint.regions import assign, cut_by, in_order
 from mtcompile.passes.lazy_graph import LazyGraphModule
 from mtcompile.passes.step_graph import (
     fragments_of,
@@ -76,7 +76,9 @@ def build(
         region: Mapping[fx.Node, RegionId] = {n: n.meta["region"] for n in joint.graph.nodes if "region" in n.meta}
         blocks = joint.meta["cut"]
     else:
-        region, blocks = assign((like or joint).graph, _starts(like or joint, sliced))
+        region, blocks = assign(
+            (like or joint).graph, _starts(like or joint, sliced), cut_by(like or joint, input_homes.ranks > 1)
+        )
     if like is not None:
         region = _cut_alike(joint.graph, like.graph, region)
     homes = {} if input_homes.all_on_device else _homes(joint, region, blocks, input_homes)

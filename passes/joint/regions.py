@@ -11,11 +11,12 @@ from __future__ import annotations
 import itertools
 import operator
 import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import fx
 
-from mtcompile.passes.step_graph import is_random, is_view, iter_tensors, span_nbytes
+from mtcompile.passes.step_graph import inputs_of, is_random, is_view, iter_tensors, span_nbytes
 from mtcompile.runtime.schedule import PHASES
 
 STARTS_BLOCK = "starts_block"  # in the meta of a forward call at which a rewrite wants a block to start
@@ -24,14 +25,18 @@ _MIN_PIECE_NODES = 6
 _FEWEST_PIECES = 6
 
 
-def assign(graph: fx.Graph, starts: Collection[fx.Node] = ()) -> tuple[Mapping[fx.Node, tuple[str, int]], tuple[str, ...]]:
+def assign(
+    graph: fx.Graph, starts: Collection[fx.Node] = (), parameters: Collection[fx.Node] | None = None
+) -> tuple[Mapping[fx.Node, tuple[str, int]], tuple[str, ...]]:
     """The region (phase, block) of every call in a normalized joint graph, and the names of the blocks in forward order.
-    ``starts``: forward calls at each of which a block starts.
+    ``starts``: forward calls at each of which a block starts. ``parameters``: where to cut is to depend on these inputs and on
+    the operations alone, so that ranks with batches of other sizes have the same blocks; None: also on sizes of activations.
 
     Backward regions run in the opposite order of their blocks. A getitem belongs to the call it reads.
     """
     forward = [n for n in graph.nodes if n.op == "call_function" and n.meta["phase"] == "forward"]
-    segments = [piece for label, nodes in _segments(forward) for piece in _cut_at(label, nodes, starts)]
+    sizes = _Sizes() if parameters is None else _even_sizes(forward, parameters)
+    segments = [piece for label, nodes in _segments(forward, sizes) for piece in _cut_at(label, nodes, starts)]
     if any(STARTS_BLOCK in node.meta for node in forward):
         segments = _joined_views(segments)
     region: dict[fx.Node, tuple[str, int]] = {}
@@ -45,6 +50,11 @@ def assign(graph: fx.Graph, starts: Collection[fx.Node] = ()) -> tuple[Mapping[f
             by_path[module_path(node)] = block
     _assign_backward(graph, region, by_seq, by_path, max(len(segments) - 1, 0))
     return region, _unique([name for name, _ in segments])
+
+
+def cut_by(joint: fx.GraphModule, alike: bool) -> set[fx.Node] | None:
+    """Returns the inputs by which ranks cut it ``alike``, whatever their batches; else None."""
+    return {node for spec, node in inputs_of(joint) if spec.role == "param"} if alike else None
 
 
 def _assign_backward(
@@ -87,7 +97,7 @@ def in_order(graph: fx.Graph, region: Mapping[fx.Node, tuple[str, int]]) -> list
 # -------------------------------------------------------------------------------------------------------- forward blocks
 
 
-def _segments(nodes: list[fx.Node]) -> list[tuple[str, list[fx.Node]]]:
+def _segments(nodes: list[fx.Node], sizes: _Sizes) -> list[tuple[str, list[fx.Node]]]:
     """Cuts forward nodes into contiguous runs of one block each: small ones merged, large ones without layers cut."""
     runs: list[tuple[str, list[fx.Node]]] = []
     for node in nodes:
@@ -97,30 +107,32 @@ def _segments(nodes: list[fx.Node]) -> list[tuple[str, list[fx.Node]]]:
             runs[-1][1].append(node)
         else:
             runs.append((label, [node]))
-    layers = [_weight(run) for label, run in runs if label]
+    layers = [sizes.weight(run) for label, run in runs if label]
     if layers:
-        runs = _merge_small(runs, statistics.median(layers) / 4)
+        runs = _merge_small(runs, statistics.median(layers) / 4, sizes)
         parts = -(-_FEWEST_PIECES // len(layers))
         if parts > 1:  # so few layers that one alone holds much of what the step holds
             target = int(statistics.median(layers) / parts)
-            runs = [piece for label, run in runs for piece in (_cut_narrow(label, run, target) if label else [(label, run)])]
+            runs = [
+                piece for label, run in runs for piece in (_cut_narrow(label, run, target, sizes) if label else [(label, run)])
+            ]
         limit = 4 * max(layers)
     else:
-        limit = max(1, sum(_weight(run) for _, run in runs) // _MAX_PIECES)
+        limit = max(1, sum(sizes.weight(run) for _, run in runs) // _MAX_PIECES)
     return [
         piece
         for label, run in runs
-        for piece in (_cut_narrow(label, run, limit) if _weight(run) > limit and not label else [(label, run)])
+        for piece in (_cut_narrow(label, run, limit, sizes) if sizes.weight(run) > limit and not label else [(label, run)])
     ]
 
 
-def _merge_small(runs: list[tuple[str, list[fx.Node]]], least: float) -> list[tuple[str, list[fx.Node]]]:
+def _merge_small(runs: list[tuple[str, list[fx.Node]]], least: float, sizes: _Sizes) -> list[tuple[str, list[fx.Node]]]:
     """Joins each run below ``least`` bytes to its neighbour (the next; the last one to the one before)."""
     merged: list[tuple[str, list[fx.Node]]] = []
     carried: list[fx.Node] = []
     for label, run in runs:
         run, carried = carried + run, []
-        if _weight(run) < least:
+        if sizes.weight(run) < least:
             carried = run
         else:
             merged.append((label, run))
@@ -130,20 +142,20 @@ def _merge_small(runs: list[tuple[str, list[fx.Node]]], least: float) -> list[tu
     return merged
 
 
-def _cut_narrow(label: str, run: list[fx.Node], target: int) -> list[tuple[str, list[fx.Node]]]:
+def _cut_narrow(label: str, run: list[fx.Node], target: int, sizes: _Sizes) -> list[tuple[str, list[fx.Node]]]:
     """Cuts a run into pieces of about ``target`` bytes, each ending where the fewest bytes cross."""
-    crossing = _crossing_nbytes(run)
+    crossing = _crossing_nbytes(run, sizes)
     pieces: list[list[fx.Node]] = []
     start, filled, best = 0, 0, -1
     for position, node in enumerate(run[:-1]):
-        filled += _node_nbytes(node)
+        filled += _node_nbytes(node, sizes)
         if filled < target / 2 or position - start + 1 < _MIN_PIECE_NODES:
             continue
         if best < 0 or crossing[position] <= crossing[best]:
             best = position
         if filled >= target * 3 / 2:
             pieces.append(run[start : best + 1])
-            filled = sum(_node_nbytes(n) for n in run[best + 1 : position + 1])
+            filled = sum(_node_nbytes(n, sizes) for n in run[best + 1 : position + 1])
             start, best = best + 1, -1
     pieces.append(run[start:])
     return [(f"{label or 'part'}.{i}" if len(pieces) > 1 else label, piece) for i, piece in enumerate(pieces)]
@@ -167,7 +179,7 @@ def _joined_views(segments: list[tuple[str, list[fx.Node]]]) -> list[tuple[str, 
     return joined
 
 
-def _crossing_nbytes(run: list[fx.Node]) -> list[int]:
+def _crossing_nbytes(run: list[fx.Node], sizes: _Sizes) -> list[int]:
     """Bytes made in ``run`` and still needed by its forward nodes after each position; views count as their base."""
     index = {node: i for i, node in enumerate(run)}
     crossing = [0] * len(run)
@@ -176,7 +188,7 @@ def _crossing_nbytes(run: list[fx.Node]) -> list[int]:
             continue
         last = max((index[u] for u in _users_through_views(node) if u in index), default=i)
         for position in range(i, last):
-            crossing[position] += _own_nbytes(node)
+            crossing[position] += sizes.own(node)
     return crossing
 
 
@@ -193,14 +205,37 @@ def _own_nbytes(node: fx.Node) -> int:
     return 0 if is_view(node) else sum(span_nbytes(val) for val in iter_tensors(node))
 
 
-def _node_nbytes(node: fx.Node) -> int:
-    parameters = sum(span_nbytes(a.meta["val"]) for a in node.all_input_nodes if a.op == "placeholder" and "val" in a.meta)
-    return _own_nbytes(node) + parameters
+def _node_nbytes(node: fx.Node, sizes: _Sizes) -> int:
+    inputs = (a for a in node.all_input_nodes if a.op == "placeholder" and "val" in a.meta and sizes.counts(a))
+    return sizes.own(node) + sum(span_nbytes(a.meta["val"]) for a in inputs)
 
 
-def _weight(run: list[fx.Node]) -> int:
-    inputs = {a for node in run for a in node.all_input_nodes if a.op == "placeholder"}
-    return sum(_own_nbytes(n) for n in run) + sum(span_nbytes(v) for a in inputs for v in iter_tensors(a))
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """The bytes by which blocks are weighed. ``parameters``: the inputs that count; None: all. ``each``: what an operation
+    makes; None: as its results have."""
+
+    parameters: Collection[fx.Node] | None = None
+    each: int | None = None
+
+    def own(self, node: fx.Node) -> int:
+        return _own_nbytes(node) if self.each is None or is_view(node) else self.each
+
+    def read(self, nodes: Sequence[fx.Node]) -> int:
+        read = {a for node in nodes for a in node.all_input_nodes if a.op == "placeholder"}
+        return sum(span_nbytes(v) for a in read if self.counts(a) for v in iter_tensors(a))
+
+    def counts(self, node: fx.Node) -> bool:
+        return self.parameters is None or node in self.parameters
+
+    def weight(self, run: Sequence[fx.Node]) -> int:
+        return sum(map(self.own, run)) + self.read(run)
+
+
+def _even_sizes(nodes: Sequence[fx.Node], parameters: Collection[fx.Node]) -> _Sizes:
+    """Sizes that no batch changes: all operations together make as many bytes as there are of parameters."""
+    operations = sum(not is_view(node) for node in nodes)
+    return _Sizes(parameters, max(1, _Sizes(parameters).read(nodes) // max(1, operations)))
 
 
 def module_path(node: fx.Node) -> str:

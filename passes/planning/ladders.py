@@ -148,7 +148,7 @@ def decided(problem: PlanningProblem, sizes: Mapping[str, int]) -> Plan:
         plan = replace(plan, disk_lookahead=1, disk_direct=budgets.disk_direct is True)
     # Gradients wait on the host rather than make the device wait for their updates; see ``impatient`` for less of it.
     updates = budgets.updates
-    return replace(plan, updates=None if updates is None else replace(updates, patient=not updates.held))
+    return replace(plan, updates=None if updates is None else replace(updates, patient=not (updates.held or updates.in_turn)))
 
 
 def blocks_of(step: fx.GraphModule, machine: Machine) -> list[Block]:

@@ -33,7 +33,7 @@ def paced(
     """Evaluates a plan with patient updates as gradients arrive. If they add to the step, also in the order in which they are
     due, and without waiting gradients where the host casts as well. Returns the fastest; of equal ones, that which needs
     least of the host. ``due_first``: gives that order for a plan whose host casts nothing; None: only the schedule tells."""
-    if plan.updates is None or plan.updates.held:
+    if plan.updates is None or plan.updates.held or plan.updates.in_turn:
         return evaluate(plan)
     candidate = evaluate(with_pace(plan, True, ()))
     if candidate.plan.update_us < _EXPOSED * candidate.plan.step_time_us:
@@ -58,7 +58,11 @@ def impatient(plan: Plan) -> Plan | None:
 def with_pace(plan: Plan, patient: bool, order: tuple[str, ...]) -> Plan:
     """Returns the plan with that patience and that order of its updates; as it is if it has none."""
     updates = plan.updates
-    return plan if updates is None else replace(plan, updates=replace(updates, patient=patient, order=order))
+    return (
+        plan
+        if updates is None
+        else replace(plan, updates=replace(updates, patient=patient and not updates.in_turn, order=order))
+    )
 
 
 def _due_first(schedule: Schedule) -> tuple[str, ...]:

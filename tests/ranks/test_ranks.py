@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,27 @@ def elsewhere(ours: nn.Module) -> list[str]:
         dist.all_reduce(differs)
         names += [name] if int(differs) else []
     return names
+
+
+def uneven(update: str, rank: int, count: int) -> list[str]:
+    """Ranks have batches of other sizes, the larger one now on one of them, now on another."""
+    steps = batches(4, count, rows=9)
+    sizes = [[1 + 8 * ((number + rank) % 2) for rank in range(count)] for number in range(4)]
+    cut = [[tuple(t[:n] for t in one) for one, n in zip(*row, strict=True)] for row in zip(steps, sizes, strict=True)]
+    return differing(train(rank, cut, update=update, memory="300KB"), trained(model(), cut, hosts=len({*os.environ["HOSTS"]})))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("update", "hosts"),
+    [("step", "aa"), *(pytest.param(*way, marks=pytest.mark.long) for way in (("backward", "aa"), ("backward", "aabb")))],
+)
+def test_ranks_may_have_batches_of_other_sizes(
+    update: str, hosts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOSTS", hosts)
+    count = len(hosts)
+    assert job.run(functools.partial(uneven, update), count, tmp_path, tuple(hosts)) == [[]] * count
 
 
 @pytest.mark.long
