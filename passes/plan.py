@@ -332,13 +332,13 @@ def plan_from_json(text: str) -> Plan:
         data: Any = json.loads(text)
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
             raise ValueError(f"expected a plan of format {FORMAT!r}; write one with plan.to_json()")
-        decisions = tuple(Decision(**_checked(Decision, row)) for row in data.pop("decisions"))
+        decisions = tuple(Decision(**checked(Decision, row)) for row in data.pop("decisions"))
         updates, certificate = data.pop("updates", None), data.pop("certificate", None)
         return Plan(
             decisions=decisions,
-            updates=None if updates is None else Updates(**_checked(Updates, updates)),
-            certificate=None if certificate is None else Certificate(**_checked(Certificate, certificate)),
-            **_checked(Plan, data),
+            updates=None if updates is None else Updates(**checked(Updates, updates)),
+            certificate=None if certificate is None else Certificate(**checked(Certificate, certificate)),
+            **checked(Plan, data),
         )
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"expected a plan, found a field that is missing or of the wrong type: {error!r}") from None
@@ -359,8 +359,9 @@ _IS_TYPE: dict[str, Callable[[Any], bool]] = {  # by annotation; all other annot
 }
 
 
-def _checked(kind: type[Any], row: Any) -> dict[str, Any]:
-    """Returns the fields of one object, with lists as tuples. Raises TypeError where a value is not of its field's type."""
+def checked(kind: type[Any], row: Any) -> dict[str, Any]:
+    """Returns the fields of one object that text gave, with lists as tuples. Raises TypeError where a value is not of its
+    field's type."""
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
     for f in fields(kind):
         if f.name in values and not _IS_TYPE.get(str(f.type), lambda v: type(v) is str)(values[f.name]):

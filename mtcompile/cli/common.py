@@ -121,8 +121,9 @@ def progress_bar(title: str) -> Iterator[Callable[[str, int, int], None]]:
 
 
 @contextlib.contextmanager
-def _ending_soon() -> Iterator[None]:
-    """Leaves the garbage of what runs inside to the end of the process: looking for it takes seconds after a search."""
+def ending_soon() -> Iterator[None]:
+    """Leaves the garbage of what is imported and runs inside to the end of the process: looking for it takes a third of the
+    time of imports, and seconds after a search."""
     if not gc.isenabled() or gc.get_freeze_count():
         yield
         return
@@ -138,10 +139,10 @@ def _ending_soon() -> Iterator[None]:
 
 def forecast_of(model: str, options: StepOptions, **more: Any) -> Forecast:
     """Plans a step of a model named on the command line; ``more``: further options of ``mtcompile.plan``."""
-    from mtcompile.forecast.solve import plan
-    from mtcompile.models.loading import model_named
+    with ending_soon(), progress_bar("planning") as progress:
+        from mtcompile.forecast.solve import plan
+        from mtcompile.models.loading import model_named
 
-    with progress_bar("planning") as progress, _ending_soon():
         return plan(model_named(model), progress=progress, **values(options), **more)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from mtcompile.cli.common import DOES_NOT_FIT, FINE, Model, forecast_of
+from mtcompile.cli.common import DOES_NOT_FIT, FINE, Model, ending_soon, forecast_of
 from mtcompile.cli.options import Json, StepOptions
 
 Solve = Literal["batch", "seq", "memory"]
@@ -33,11 +33,12 @@ def plan(
 
     Exit code 0: it fits; 3: it does not; 2: invalid argument or file.
     """
-    from mtcompile.passes.planning.policies import POLICIES
+    with ending_soon():
+        from mtcompile.passes.planning.policies import POLICIES
 
-    policies = tuple(POLICIES) if "all" in (policy or ()) else tuple(policy or ())
-    forecast = forecast_of(
-        model, options, policies=policies, solve=solve, force=force, advise=True, gpus=gpus, hosts=hosts, network=network
-    )
+        policies = tuple(POLICIES) if "all" in (policy or ()) else tuple(policy or ())
+        forecast = forecast_of(
+            model, options, policies=policies, solve=solve, force=force, advise=True, gpus=gpus, hosts=hosts, network=network
+        )
     print(forecast.to_json(indent=1) if as_json else forecast)
     raise typer.Exit(FINE if forecast.feasible else DOES_NOT_FIT)

@@ -69,7 +69,8 @@ def most_helpful(request: ForecastRequest, sized: SizedStep, forecast: Forecast)
     best: dict[str, Advice] = {}
     for change in _gains(request, sized, forecast.planned.plan, forecast.busy or {}):
         request.progress(f"planning with {change.what}", 0, 0)
-        if (step_time_us := _quickly(change, *([forecast.planned.plan] if change.aim in _FASTER else []))) is None:
+        known = [forecast.planned.plan] if change.aim in _FASTER else []
+        if (step_time_us := _quickly(change, sized.candidates, *known)) is None:
             continue
         tokens_per_s = change.times * sized.tokens / step_time_us * 1e6
         advice = Advice(change.what, step_time_us, tokens_per_s, tokens_per_s / forecast.tokens_per_s - 1)
@@ -78,11 +79,12 @@ def most_helpful(request: ForecastRequest, sized: SizedStep, forecast: Forecast)
     return tuple(sorted(best.values(), key=lambda each: -each.gain)[:_MOST_ADVICE])
 
 
-def _quickly(change: Change, *known: Plan) -> float | None:
-    """Returns the time of a changed step, in µs; None if it is not possible or does not fit."""
+def _quickly(change: Change, candidates: Candidates, *known: Plan) -> float | None:
+    """Returns the time of a changed step, in µs; None if it is not possible or does not fit. ``candidates``: of the step before
+    the change."""
     with suppress(*_REFUSALS):
         problem = change.problem()
-        candidate = QuickCandidates(problem).quickly(known)
+        candidate = QuickCandidates.like(candidates, problem).quickly(known)
         if candidate is not None and fits(candidate.plan, problem.budgets):
             return candidate.plan.total_us
     return None

@@ -19,6 +19,7 @@ from mtcompile.passes.planning.figures.climb import Climbs, Ways, limits_between
 from mtcompile.passes.planning.figures.evaluator import Evaluator
 from mtcompile.passes.planning.figures.lean import lean_plans, slower_than_some
 from mtcompile.passes.planning.figures.room import rooms
+from mtcompile.passes.planning.figures.stored import searched_from_json, searched_to_json
 from mtcompile.passes.planning.frontier import (
     Frontier,
     Point,
@@ -29,14 +30,12 @@ from mtcompile.passes.planning.frontier import (
     missing_nbytes,
     most_promising_gap,
     pareto,
-    points_from_json,
-    points_to_json,
     undominated,
 )
 from mtcompile.passes.planning.ladders import Block, Ladder, blocks_of, decided, everything, ladders
 from mtcompile.passes.planning.linear.homes import HomeCost, home_costs
 from mtcompile.passes.planning.linear.program import Infeasible
-from mtcompile.passes.planning.linear.relaxation import Relaxed, Solve, relaxation
+from mtcompile.passes.planning.linear.relaxation import Relaxed, Solve, certificate, relaxation
 from mtcompile.passes.planning.linear.seeds import Rounding, seed_ladders
 from mtcompile.passes.planning.pace import impatient, paced
 from mtcompile.passes.planning.policies import POLICIES
@@ -49,7 +48,6 @@ from mtcompile.runtime.schedule import Schedule
 _REGIONS_PER_LADDER = 150  # regions to evaluate per ladder, but ...
 _FEWEST_POINTS, MOST_POINTS = 6, 12  # ... at least and at most this many plans
 _FRONTIERS = 3  # whose gaps are looked into: of all points, and of those within two limits on the host
-_GIB = 1 << 30
 _REFINED = 100  # plans evaluated between two of a ladder
 _SEARCHED, MOST_SEARCHED = 4_000_000, 300  # plans of local search: the first over the square of a step's operations; at most
 _PATIENCE = 4  # at most: times as many plans that climbs evaluate of small steps
@@ -76,6 +74,8 @@ class Candidates:
         self._points: list[Point] = []
         self._varied_points: list[Point] | None = None
         self._improved: Climbs | None = None
+        self._climbed: dict[int, Plan] = {}  # plans that climbs of earlier runs found, by limit
+        self._kept = -1  # how many climbs are stored; -1: not even points
         self._bounding: Relaxed | None = None  # the bound that was asked for last; the next one is near
 
     def evaluate(self, plan: Plan) -> Candidate:
@@ -107,7 +107,7 @@ class Candidates:
     def go_by_schedules(self) -> bool:
         """Forgets all figures of summaries, and makes no more. Tells whether there were any."""
         could, self._evaluator.able, self._varied_points, self._improved = self._evaluator.able, False, None, None
-        self._figures, self._paces, self._points = {}, {}, []
+        self._figures, self._paces, self._points, self._climbed = {}, {}, [], {}
         self.__dict__.pop("_everything", None)
         return could
 
@@ -169,16 +169,7 @@ class Candidates:
 
     def certificate(self, device: int | None, host: int | None) -> Certificate | None:
         """How fast any plan within these bytes could be; None without a solver."""
-        with contextlib.suppress(Infeasible):
-            limits = {"device": device, "host": host, "disk": self.problem.budgets.disk}
-            relaxed = self._relaxed(limits)
-            gains_us = relaxed.gains_us()
-            for tier, nbytes in limits.items():
-                if nbytes is not None and tier != "disk":
-                    with_more = self._relaxed({**limits, tier: nbytes + _GIB})
-                    gains_us[f"{tier} memory"] = relaxed.bound_us - with_more.bound_us
-            return Certificate(relaxed.bound_us, {what: us for what, us in gains_us.items() if us > 1e-3})
-        return None
+        return certificate(self._relaxed, {"device": device, "host": host, "disk": self.problem.budgets.disk})
 
     @exact
     def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:
@@ -192,11 +183,15 @@ class Candidates:
             if fits(resident.plan, problem.budgets):  # no search is needed; the floor is reported anyway
                 minimum = min(self.floor, resident.plan.peak_bytes["device"])
                 return completed(problem, resident, minimum, self.certificate(device, host))
-            self._points, self._varied_points = self._stored_points() or self._search(resident.plan), None
-        with contextlib.suppress(_Stale):
+            if not self._recall():
+                self._search(resident.plan)
+        try:
+            with contextlib.suppress(_Stale):
+                return self._chosen(problem)
+            self._search(self._everything.plan)
             return self._chosen(problem)
-        self._points, self._varied_points = self._search(self._everything.plan), None
-        return self._chosen(problem)
+        finally:
+            self._keep()
 
     def least(self) -> Planned:
         """Returns the plan that needs least device memory, whatever the budgets."""
@@ -324,20 +319,27 @@ class Candidates:
 
     # ------------------------------------------------------------------------------------------------------- searching
 
-    def _stored_points(self) -> list[Point]:
-        """Returns the points that an earlier search stored; none if there are none or they cannot be read."""
+    def _recall(self) -> bool:
+        """Takes what earlier searches stored. Tells whether there was anything that can be read."""
         text = self.store.read() if self.store else None
         with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
-            return points_from_json(text, self.ladders) if text else []
-        return []
+            self._points, self._climbed = searched_from_json(text, self.base, self.ladders) if text else ([], {})
+            self._kept = len(self._climbed) if text else -1
+        return bool(self._points)
 
-    def _search(self, resident: Plan) -> list[Point]:
+    def _keep(self) -> None:
+        """Stores what the search has found, if that is more than was stored before."""
+        climbed = self._climbed if self._improved is None else self._improved.plans
+        if self.store and self._points and len(climbed) != self._kept:
+            self.store.write(searched_to_json(self._points, climbed, self.ladders))
+            self._kept = len(climbed)
+
+    def _search(self, resident: Plan) -> None:
         """Evaluates plans spread over every ladder, then varies them by local search."""
-        self._improved = None
+        self._improved, self._climbed, self._kept, self._varied_points = None, {}, -1, None
         for ladder in self._by_density:  # before ``_floor`` asks for figures alone: pacing also needs the schedules
             self._paced(ladder[0])
-        step_regions = regions(self.problem.step)
-        per_ladder = min(max(_FEWEST_POINTS, _REGIONS_PER_LADDER // len(step_regions)), MOST_POINTS)
+        per_ladder = min(max(_FEWEST_POINTS, _REGIONS_PER_LADDER // len(regions(self.problem.step))), MOST_POINTS)
         points = [Point(resident, (resident,), 0)]
         sampled = []
         remaining = self._most_varied
@@ -350,9 +352,7 @@ class Candidates:
             points.append(Point(self._paced(ladder[position]).plan, ladder, position))
         self._refine(points, min(MOST_SEARCHED, _REFINED))
         self._explore(points, remaining)
-        if self.store:
-            self.store.write(points_to_json(points, self.ladders))
-        return points
+        self._points = points
 
     @cached_property
     def _most_varied(self) -> int:
@@ -381,6 +381,7 @@ class Candidates:
             making_room = rooms(self.blocks, self.open_params, held_nbytes(self.problem.step, self.problem.budgets), host)
             ways = Ways(moves(self.blocks, self.open_params, host), making_room, patience)
             self._improved = Climbs(frontier, limits, ways, lambda plan: self._paced(plan).plan, self._bound_us)
+            self._improved.plans |= {limit: self.evaluate(plan).plan for limit, plan in self._climbed.items()}
         return self._improved
 
     def _bound_us(self, device: int) -> float:

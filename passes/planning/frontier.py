@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf, log
 
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.plan import Plan, Updates, plan_from_json
+from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.ladders import Ladder
-from mtcompile.passes.planning.pace import with_pace
 
 # Between what fits and the frontier's next point: rounds, ladders tried, plans of each.
 ROUNDS, _MOST_CROSSING, _POINTS_BETWEEN = 3, 2, 3
@@ -167,28 +165,3 @@ def _crossing(points: list[Point], fitting: Point, following: Point) -> list[tup
         if low.peak < following.peak and high.peak > fitting.peak and high.time_us < fitting.time_us
     ]
     return sorted(pairs, key=lambda pair: pair[0].time_us + pair[1].time_us)[:_MOST_CROSSING]
-
-
-def points_to_json(points: Sequence[Point], ladders: Sequence[Ladder]) -> str:
-    """Writes points with their peaks and times as text: those on ``ladders`` by ladder and position, all others by plan."""
-    numbers = {id(ladder): number for number, ladder in enumerate(ladders)}
-    rows = []
-    for point in points:
-        number = numbers.get(id(point.ladder))
-        place = point.plan.to_json() if number is None else [number, point.position]
-        updates = point.plan.updates or Updates()
-        figures = dict(point.plan.peak_bytes), point.plan.step_time_us, point.plan.update_us
-        rows.append([place, *figures, updates.patient, updates.order])
-    return json.dumps(rows)
-
-
-def points_from_json(text: str, ladders: Sequence[Ladder]) -> list[Point]:
-    """Reads the points that ``points_to_json`` wrote. Raises ValueError, TypeError, KeyError or IndexError for any text that it
-    did not write for these ladders."""
-    points = []
-    for place, peaks, step_time_us, update_us, patient, order in json.loads(text):
-        ladder = (plan_from_json(place),) if isinstance(place, str) else ladders[place[0]]
-        position = 0 if isinstance(place, str) else place[1]
-        plan = replace(ladder[position], peak_bytes=peaks, step_time_us=step_time_us, update_us=update_us)
-        points.append(Point(with_pace(plan, patient, tuple(order)), ladder, position))
-    return points

@@ -6,8 +6,10 @@ to keep. Most plans of a search differ from others in a few blocks, so nearly al
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -39,6 +41,10 @@ class Drawn:
     makes: Sequence[Any]
     renamed: bool = False
     memo: dict[Any, Any] = field(default_factory=dict)
+    read_once: frozenset[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.read_once = frozenset(self.reads)
 
     def reading(self, reads: Sequence[Any]) -> Drawn:
         """Returns the region with other operands."""
@@ -129,16 +135,13 @@ class Sketches:
 
     def _trimmed(self, drawn: Sequence[Drawn]) -> list[Drawn]:
         """Returns the regions without what nothing reads."""
-        readers: dict[Any, int] = dict.fromkeys(self._outputs, 1)
-        for region in drawn:
-            for value in {*region.reads}:
-                readers[value] = readers.get(value, 0) + 1
+        readers: Counter[Any] = Counter(chain(self._outputs, *[region.read_once for region in drawn]))
         left: list[Drawn] = []
         for region in reversed(drawn):
             used = [position for position, value in enumerate(region.makes) if readers.get(value)]
             less = region.trimmed(self.draft, tuple(used))
             if less is None or len(less.reads) != len(region.reads):
-                for value in {*region.reads}.difference(() if less is None else less.reads):
+                for value in region.read_once.difference(() if less is None else less.reads):
                     readers[value] -= 1
             if less is not None:
                 left.append(less)

@@ -115,13 +115,15 @@ class Summary:
 class Outline:
     """The inputs and outputs of a step. ``inputs``: with what operands of one summary share. ``leaving``: values -> their place
     among the outputs, home and input, and whether they update it. ``returned``: values that the caller receives. ``tangents``:
-    bytes of these. ``operands``: of all summaries, by what is alike and the inputs."""
+    bytes of these. ``operands``: of all summaries, by what is alike and the inputs; ``reading``: those of inputs, by what reads
+    them."""
 
     inputs: Mapping[fx.Node, _About]
     leaving: Mapping[fx.Node, tuple[int, str, fx.Node, bool]]
     returned: frozenset[fx.Node]
     tangents: int
     operands: dict[tuple[object, ...], Operand] = field(default_factory=dict)
+    reading: dict[object, dict[fx.Node, Operand]] = field(default_factory=dict)
 
 
 class _About(NamedTuple):
@@ -206,11 +208,15 @@ def summary_of(sketch: Sketch, outline: Outline, machine: Machine, workspace: Wo
             if result.leaving is not None and result.leaving[3]:
                 making.setdefault(result.leaving[2], []).append(position)
     readers = {value: tuple(positions) for value, positions in reading.items()}
-    operands = _operands(outline, readers, making)
+    used = tuple([readers.get(node, ()) for node in outline.inputs]), tuple([(n, *places) for n, places in making.items()])
+    if used not in outline.reading:
+        outline.reading[used] = _operands(outline, readers, making)
+    operands = outline.reading[used]
 
     summarised = []
     for region, shape in zip(sketch.regions, shapes, strict=True):
-        reads = list(dict.fromkeys([operands[node] for node in shape.inputs]))
+        if (reads := region.memo.get(id(operands))) is None:
+            reads = region.memo[id(operands)] = list(dict.fromkeys([operands[node] for node in shape.inputs]))
         activations, others = _staying(region, shape, readers)
         leaving = _leaving(region, shape, readers, operands) if shape.leaves else []
         about = PHASES.index(region.phase), kernel_us(region.kernel, machine), workspace(region.kernel)

@@ -8,22 +8,26 @@ whole decisions, it is a plan to start from.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
 from mtcompile.passes.analysis.state import held_nbytes, on_disk_nbytes, trained_nbytes
+from mtcompile.passes.plan import Certificate
 from mtcompile.passes.planning.ladders import Block
 from mtcompile.passes.planning.linear.blocks import Choices, place_blocks
 from mtcompile.passes.planning.linear.homes import HomeCost
 from mtcompile.passes.planning.linear.memory import hold_memory, live_at
-from mtcompile.passes.planning.linear.program import gains_us
+from mtcompile.passes.planning.linear.program import Infeasible, gains_us
 from mtcompile.passes.planning.linear.queues import take_time
 from mtcompile.passes.planning.linear.solver import Solution
 from mtcompile.passes.planning.linear.terms import Load, Terms, terms_of
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.runtime.schedule import PHASES
+
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,19 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
         )
 
     return solve
+
+
+def certificate(solve: Solve, limits: Mapping[str, int | None]) -> Certificate | None:
+    """How fast any plan within ``limits`` could be, in bytes per tier; None without a solver. ``solve``: see ``relaxation``."""
+    with suppress(Infeasible):
+        relaxed = solve(limits)
+        gains_us = relaxed.gains_us()
+        for tier, nbytes in limits.items():
+            if nbytes is not None and tier != "disk":
+                with_more = solve({**limits, tier: nbytes + _GIB})
+                gains_us[f"{tier} memory"] = relaxed.bound_us - with_more.bound_us
+        return Certificate(relaxed.bound_us, {what: us for what, us in gains_us.items() if us > 1e-3})
+    return None
 
 
 def _place_homes(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: Terms) -> None:

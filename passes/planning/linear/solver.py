@@ -67,6 +67,7 @@ class _Highs:
     equal: int
     _highs: Any = field(init=False)
     _module: Any = field(init=False)
+    _bounds: Array = field(init=False)  # of the program that was solved last
 
     def __post_init__(self) -> None:
         import highspy
@@ -86,14 +87,16 @@ class _Highs:
         for name, value in settings.items():
             self._highs.setOptionValue(name, value)
         self._highs.passModel(program)
+        self._bounds = numpy.zeros((matrix.columns, 2))
 
     def __call__(self, limits: Array, bounds: Array, like: Any = None) -> Solution | None:
-        highs, columns, rows = self._highs, self.matrix.columns, len(limits)
+        highs, rows = self._highs, len(limits)
         lowest = numpy.full(rows, -numpy.inf)
         lowest[: self.equal] = limits[: self.equal]
-        low, high = (numpy.ascontiguousarray(bounds[:, side]) for side in (0, 1))
+        changed = numpy.flatnonzero((bounds != self._bounds).any(axis=1)).astype(numpy.int32)
+        self._bounds = bounds
         highs.clearSolver()  # what was solved before must not show: of several optima, the same one is taken every time
-        highs.changeColsBounds(columns, numpy.arange(columns, dtype=numpy.int32), low, high)
+        highs.changeColsBounds(len(changed), changed, *(numpy.ascontiguousarray(bounds[changed, side]) for side in (0, 1)))
         highs.changeRowsBounds(rows, numpy.arange(rows, dtype=numpy.int32), lowest, limits)
         if like is not None:
             highs.setBasis(like)

@@ -17,7 +17,7 @@ from mtcompile.passes.plan import Decision, Plan, Updates
 from mtcompile.passes.planning import candidates as candidates_module
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.evaluate import identity
-from mtcompile.passes.planning.frontier import points_from_json, points_to_json
+from mtcompile.passes.planning.figures.stored import searched_from_json, searched_to_json
 from mtcompile.passes.planning.ladders import waiting_less
 from mtcompile.passes.planning.linear.relaxation import relaxation
 from mtcompile.passes.planning.pace import impatient, paced
@@ -199,8 +199,9 @@ def test_updates_that_need_not_wait_for_the_last_cast_are_seen() -> None:
     assert candidates.best(least.peak_bytes["device"], host).plan.total_us <= least.total_us
     points = candidates._points
     assert any(point.plan.updates and not point.plan.updates.patient for point in points)
-    again = points_from_json(points_to_json(points, candidates.ladders), candidates.ladders)
-    assert [point.plan for point in again] == [point.plan for point in points]
+    climbs = {7: points[-1].plan}
+    again = searched_from_json(searched_to_json(points, climbs, candidates.ladders), candidates.base, candidates.ladders)
+    assert [point.plan for point in again[0]] == [point.plan for point in points] and again[1] == climbs
 
 
 @pytest.mark.parametrize("way", ["as gradients arrive", pytest.param("behind the forward", marks=pytest.mark.long)])

@@ -1,0 +1,58 @@
+"""Searched plans as text: the points of a frontier and the plans that climbs found, with their figures, for the next run.
+
+A decision is written once, however many plans make it, so that reading all of them takes less time than to make one anew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, fields, replace
+from typing import Any
+
+from mtcompile.passes.plan import Decision, Decisions, Plan, Updates, checked
+from mtcompile.passes.planning.frontier import Point
+from mtcompile.passes.planning.ladders import Ladder
+from mtcompile.passes.planning.pace import with_pace
+
+_DECISION = [field.name for field in fields(Decision)]
+_SCALARS = "lookahead", "span", "pooled", "narrow", "disk_lookahead", "disk_direct", "peak_bytes", "step_time_us", "update_us"
+
+
+def searched_to_json(points: Sequence[Point], climbs: Mapping[int, Plan], ladders: Sequence[Ladder]) -> str:
+    """Writes ``points``, with their places on ``ladders``, and the plans of ``climbs``, by limit."""
+    numbers = {id(ladder): number for number, ladder in enumerate(ladders)}
+    decisions, known, orders = dict[Decision, int](), dict[int, int](), dict[tuple[str, ...], int]()
+
+    def row(plan: Plan) -> list[Any]:
+        for decision in plan.decisions:
+            if id(decision) not in known:
+                known[id(decision)] = decisions.setdefault(decision, len(decisions))
+        updates = plan.updates or Updates()
+        order = orders.setdefault(updates.order, len(orders))
+        made = [known[id(decision)] for decision in plan.decisions]
+        return [made, [getattr(plan, name) for name in _SCALARS], updates.patient, order]
+
+    of_points = [[numbers.get(id(point.ladder)), point.position, *row(point.plan)] for point in points]
+    of_climbs = [[limit, *row(plan)] for limit, plan in climbs.items()]
+    return json.dumps([[astuple(decision) for decision in decisions], list(orders), of_points, of_climbs])
+
+
+def searched_from_json(text: str, base: Plan, ladders: Sequence[Ladder]) -> tuple[list[Point], dict[int, Plan]]:
+    """Reads what ``searched_to_json`` wrote. ``base``: of which all plans of the search are made. Raises ValueError, TypeError,
+    LookupError or AttributeError for any text that it did not write for these ladders."""
+    table, orders, of_points, of_climbs = json.loads(text)
+    decisions = [Decision(**checked(Decision, dict(zip(_DECISION, row, strict=True)))) for row in table]
+
+    def plan(numbers: Sequence[int], scalars: Sequence[Any], patient: bool, order: int) -> Plan:
+        about = checked(Plan, dict(zip(_SCALARS, scalars, strict=True)))
+        paced = checked(Updates, {"patient": patient, "order": orders[order]})
+        made = replace(base, decisions=Decisions(decisions[number] for number in numbers), **about)
+        return with_pace(made, **paced)
+
+    points = []
+    for number, position, *row in of_points:
+        evaluated = plan(*row)
+        ladder = (evaluated,) if number is None else ladders[number]
+        points.append(Point(evaluated, ladder, range(len(ladder))[position]))
+    return points, {int(limit): plan(*row) for limit, *row in of_climbs}
