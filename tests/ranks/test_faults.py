@@ -91,8 +91,14 @@ def interrupted(rank: int, count: int) -> dict[str, Any]:
     connection = ours._mt_model.door.ranks.connection
     combine = connection.exchange.reduce_scatter
 
+    ended = threading.Event()
+
+    def interrupt() -> None:
+        while not ended.wait(1):  # an interrupt in a callback of a weak reference is lost
+            os.kill(os.getpid(), signal.SIGINT)
+
     def waiting(*given: Any) -> Any:
-        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        threading.Thread(target=interrupt, daemon=True).start()
         return combine(*given)
 
     connection.exchange.reduce_scatter = waiting if rank == 0 else lambda *_: time.sleep(60)
@@ -100,6 +106,7 @@ def interrupted(rank: int, count: int) -> dict[str, Any]:
     try:
         loss.backward()
     except (KeyboardInterrupt, StepError) as error:
+        ended.set()
         found["end"] = type(error).__name__
     os.kill(connection.meeting.processes[1], signal.SIGKILL)
     return found
@@ -109,6 +116,25 @@ def interrupted(rank: int, count: int) -> dict[str, Any]:
 def test_an_interrupt_ends_the_wait_for_a_rank_that_hangs(tmp_path: Path) -> None:
     first, killed = job.ended(job.start(interrupted, 2, tmp_path), tmp_path)
     assert killed is None and first == {"end": "KeyboardInterrupt"}
+
+
+def read_by_one(rank: int, count: int) -> str:
+    """Rank 0 alone reads optimizer state that both hosts have parts of."""
+    plain = small()
+    optimizer = adamw(plain)
+    ours: Any = mtcompile.compile(plain, memory="100KB", optimizer=optimizer)
+    ours(*batches_of(0, count)[rank]).backward()
+    optimizer.step()
+    with pytest.raises(StepError) as error:
+        optimizer.state_dict() if rank == 0 else ours(*batches_of(1, count)[rank]).backward()
+    return str(error.value)
+
+
+@pytest.mark.long
+def test_a_state_dict_that_one_rank_reads_is_told_to_all(tmp_path: Path) -> None:
+    for told in job.run(read_by_one, 2, tmp_path, ("a", "b")):
+        assert "calls optimizer.state_dict(), or reads other state" in told and "begins a phase of a step" in told
+        assert told.endswith("MT_RANKS_SHARD=0 leaves all of the state on each host")
 
 
 def killed_among_updates(update: str, rank: int, count: int) -> dict[str, Any]:
