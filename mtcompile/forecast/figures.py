@@ -107,6 +107,7 @@ def _with_plan(unplanned: Forecast, candidates: Candidates, planned: Planned) ->
         disk_read_bytes=plan.disk_read_bytes,
         disk_write_bytes=plan.disk_write_bytes,
         disk_days=plan.disk_days,
+        disk_direct=plan.disk_direct,
         certificate=plan.certificate,
         gap=plan.gap,
         planned=planned,

@@ -71,7 +71,8 @@ class Forecast:
     ``update_us`` is what the update adds. ``certificate``: how fast any plan within the budgets could be; ``gap``: the share by
     which this one is slower. ``busy``: share of the step in which each queue works. ``exposed_us``: how long each queue works
     while compute is idle. ``disk_read_bytes``, ``disk_write_bytes``: of one step; ``disk_days``: of such steps in a row, after
-    which the drive has been written as often as it is rated for.
+    which the drive has been written as often as it is rated for; ``disk_direct``: whether weights on disk are read straight to
+    the device.
     ``advice``: if the step fits, the changes that would gain most; None if that was not asked for. ``ways_out``: what would
     help if nothing fits, or if the disk makes no sense; ``refusal``: why it does not. ``solved``: the size that ``solve``
     found. ``peak_expressions``: with ``solve``, the bytes that the leanest plan needs in each tier, as sympy expressions.
@@ -107,6 +108,7 @@ class Forecast:
     disk_read_bytes: int = 0
     disk_write_bytes: int = 0
     disk_days: float | None = None
+    disk_direct: bool = False
     refusal: str = ""
     certificate: Certificate | None = None
     gap: float = 0.0
@@ -164,7 +166,8 @@ def _lines(f: Forecast) -> list[str]:
         if f.scaling is not None:
             lines.append(f"  {f.scaling}")
         if f.disk_read_bytes or f.disk_write_bytes:
-            lines.append(f"  {disk_traffic(f.disk_read_bytes, f.disk_write_bytes, f.disk_days)}")
+            direct = "; weights go straight to the device" if f.disk_direct else ""
+            lines.append(f"  {disk_traffic(f.disk_read_bytes, f.disk_write_bytes, f.disk_days)}{direct}")
         if f.certificate is not None:
             lines.append(f"  {f.certificate.of(f.step_time_us)}")
         if f.advice is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtcompile.passes.plan import Plan
-from mtcompile.runtime.schedule import QUEUES, TIERS, Instruction, Queue, Schedule
+from mtcompile.runtime.schedule import QUEUES, TIERS, Instruction, Queue, Schedule, is_direct
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import Trace, busy_us, exposed_us, moments, span_us, takes_time, time_of
 from mtcompile.runtime.usage import over_time
@@ -229,7 +229,8 @@ def _text(schedule: Schedule, instruction: Instruction) -> str:
         return instruction.op
     if instruction.op == "copy":
         moved = "+".join(_roles(schedule, instruction)[:2])
-        return " ".join(filter(None, (VERBS.get(instruction.queue, "copy"), instruction.block, moved)))
+        whence = "from disk" if is_direct(instruction, schedule.buffers) else ""
+        return " ".join(filter(None, (VERBS.get(instruction.queue, "copy"), instruction.block, moved, whence)))
     if not instruction.block:
         return instruction.label or instruction.kernel
     if instruction.work == "collective":

@@ -39,6 +39,20 @@ def test_a_forecast_with_a_disk_has_parts_that_add_up() -> None:
 
 
 @pytest.mark.slow
+def test_what_goes_straight_to_the_device_needs_no_slots_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"memory": "800KB", "host": "2.3MB", "disk": "1GB"}
+    for way in ("0", "1"):
+        monkeypatch.setenv("MT_DISK_DIRECT", way)
+        planned = forecast(precision="bf16-master32", update="backward", **sizes)
+        assert planned.feasible and planned.ledger is not None and planned.disk_direct == (way == "1")
+        assert ("weights go straight to the device" in str(planned)) == planned.disk_direct
+        assert (planned.ledger["host"]["staging"] == 0) == planned.disk_direct
+        assert sum(planned.ledger["host"].values()) == planned.peak_bytes["host"]
+        assert planned.planned is not None and planned.planned.plan.certificate is not None
+        assert planned.planned.plan.certificate.bound_us <= planned.step_time_us
+
+
+@pytest.mark.slow
 def test_one_search_finds_a_plan_with_a_disk_and_its_bound_counts_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     searches, search = [], Candidates._search
 

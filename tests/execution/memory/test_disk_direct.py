@@ -86,11 +86,20 @@ def reads(model: Any) -> list[int]:
     return [i for i, each in enumerate(schedule.instructions) if is_direct(each, schedule.buffers)]
 
 
+def reads_to_host(model: Any) -> list[str]:
+    """The weights that are read from disk to the host. Activations are read there too."""
+    schedule: Schedule = model.schedule
+    reads = (i for i in schedule.instructions if i.work == "read")
+    return [name for each in reads for name in each.reads if schedule.buffers[name].role == "param"]
+
+
 def check_ledger(model: Any) -> None:
     report, counters = model.memory_report(), 64 * len(list(model.parameters()))  # the plan rounds step counters up
     for tier in ("device", "host", "disk"):
         measured, planned = report[f"peak_{tier}_bytes"], report[f"planned_peak_{tier}_bytes"]
-        assert planned - (counters if tier == "host" else 256) <= measured <= planned <= report[f"budget_{tier}_bytes"], tier
+        assert 0 < measured <= planned <= report[f"budget_{tier}_bytes"], tier
+        if tier != "disk":  # where the state of masters is rounded up
+            assert planned - (counters if tier == "host" else 256) <= measured, tier
     store = model._mt_model.session.parameters.disk
     assert store.read_nbytes > 0
 
@@ -115,7 +124,7 @@ def test_frozen_weights_train_with_the_bits_of_plain_pytorch(
         x = torch.randn(16, WIDTH)
         assert torch.equal(model(x), plain(x))
     check_ledger(model)
-    assert on_disk(model) and reads(model) and not any(i.queue == "disk_read" for i in model.schedule.instructions)
+    assert on_disk(model) and reads(model) and not reads_to_host(model)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +156,7 @@ def test_weights_that_train_have_the_bits_of_a_resident_run(
             value is states[1][index][key] is None or torch.equal(value, states[1][index][key]) for key, value in entry.items()
         )
     check_ledger(model)
-    assert reads(model) and any(i.work == "update" for i in model.schedule.instructions)
+    assert reads(model) and not reads_to_host(model) and any(i.work == "update" for i in model.schedule.instructions)
 
 
 def least_host(folder: Path, kind: str) -> int:
