@@ -322,14 +322,15 @@ def plan_for(joint: JointStep, target: Target, placement: RunnablePlacement) -> 
     sends these home and plans again. Raises BudgetError."""
     options, machine, workspace = target.options, target.machine, target.toolchain.eager.workspace
     serves_others = options.policy == FASTEST and not target.beside and options.disk is None and "cut" not in joint.graph.meta
-    key = structure(joint.graph)
-    apart = options.disk is None  # with one, what is frozen has homes of its own where these may go there
+    key, apart = structure(joint.graph), options.disk is None  # with one, frozen weights are apart if they may go there
     while True:
         if serves_others and (similar := target.searched.get(key)) is not None:
             alike = planning_problem(joint, placement, machine, workspace, like=similar.joint)
             if (planned := plan_like(alike, similar.plan)) is not None:
                 return alike, planned
         problem = planning_problem(joint, placement, machine, workspace, apart=apart)
+        if "cut" in joint.graph.meta:  # what lies on disk is read whole
+            problem = replace(problem, budgets=replace(problem.budgets, disk=None))
         placement.expect(problem)
         if options.fuses and options.policy == FASTEST and may_be_resident(problem):
             whole = planning_problem(joint, placement, machine, workspace, whole=True)
@@ -340,7 +341,7 @@ def plan_for(joint: JointStep, target: Target, placement: RunnablePlacement) -> 
             roomy = functools.partial(leaves_room, problem.budgets, beside=target.beside)
             problem, planned = within_disk(problem, find, roomy, apart)
         except DoesNotFit as error:
-            if not apart and error.tier == "host":
+            if not apart and error.tier == "host" and problem.budgets.disk is not None:
                 placement.separate_frozen()
                 apart = True
             elif not placement.give_up_residents(error):

@@ -111,9 +111,11 @@ class Options:
         if self.policy in KEEP_STATE:
             return self
         clipped = self.updates is not None and self.updates.needs_all_gradients
-        may_cut &= self.fragments == "auto" and self.disk is None and self.tiles == 1 and not clipped
+        may_cut &= self.fragments == "auto" and self.tiles == 1 and not clipped
         embeddings = "used" if self.embeddings == "auto" else self.embeddings
-        return replace(self, embeddings=embeddings, fragments="exact" if may_cut else self.fragments)
+        if not may_cut:
+            return replace(self, embeddings=embeddings)
+        return replace(self, embeddings=embeddings, fragments="exact", disk=None)  # what lies on disk is read whole
 
     @property
     def fuses(self) -> bool:

@@ -201,7 +201,7 @@ class ModelDoor(Door):
         return True
 
     def may_cut_weights(self) -> bool:
-        return self.alone and (self.updates is None or is_elementwise(self.optimizer))
+        return self.alone and self.disk is None and (self.updates is None or is_elementwise(self.optimizer))
 
     def separate_frozen(self) -> None:
         if not self.frames.waiting():  # these read what is at home

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from mtcompile import knobs
 from mtcompile.execution.compiled import LiveFrames
+from mtcompile.execution.memory.fragments import parameter_homes
 from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.options import DiskBudget
 from mtcompile.runtime.devices.protocol import Device
@@ -65,7 +66,7 @@ def movable(
 ) -> tuple[str, ...]:
     """Returns the homes on the host that may go to disk now: also those that have no place yet, which a step takes rows of or
     which are new beside others. ``named``: the model's parameters."""
-    homes = step.meta["homes"]
+    homes = parameter_homes(step)
     unplaced = homes if parameters.places else step.meta["rows"]
     new = {homes[n] for n in unplaced if n in homes and n not in parameters.places and not shares_storage(named[n])}
     evicted = frames.waiting() if frames.leaving else ()

@@ -75,3 +75,23 @@ def test_frozen_weights_leave_the_homes_of_those_that_train_when_a_larger_batch_
     assert not on_disk[0] and on_disk[1] and on_disk[1] == on_disk[2]
     report = model.memory_report()
     assert report["peak_host_bytes"] <= report["budget_host_bytes"]
+
+
+def test_a_layer_larger_than_the_device_trains_in_fragments_beside_a_disk_that_is_not_needed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain, x = nn.Linear(WIDTH, 4096), torch.randn(4, WIDTH)
+    torch.compiler.reset()
+    model = copy.deepcopy(plain)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, plain)]
+    options: dict[str, Any] = {"memory": "1536KiB", "host": "16MB", "disk": f"{tmp_path}:64MiB", "update": "backward"}
+    ours: Any = mtcompile.compile(model, optimizer=optimizers[0], device="cpu", **options)
+    for _ in range(2):
+        losses = []
+        for one, optimizer in zip((ours, plain), optimizers, strict=True):
+            losses.append(one(x).square().mean())
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(*losses)
+    assert torch.equal(ours.weight, plain.weight) and "fragments" in str(ours.plan)
+    assert ours.memory_report()["peak_device_bytes"] < plain.weight.nbytes
