@@ -172,7 +172,9 @@ def _lines(f: Forecast) -> list[str]:
             lines.append(f"  {f.certificate.of(f.step_time_us)}")
         if f.advice is not None:
             lines += _advice(f.advice)
-        lines.append(f"  smallest device memory that works: {gib(f.minimum_device_bytes)}")
+        lines.append(
+            f"  smallest device memory that works, cut as here: {gib(f.minimum_device_bytes)} (--solve memory tries every cut)"
+        )
         lines.append(f"  numerics: {f.numerics}")
     for tier, expression in (f.peak_expressions or {}).items():
         lines.append(f"  bytes of {tier}, at least needed: {expression}")

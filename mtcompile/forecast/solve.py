@@ -154,9 +154,9 @@ def plan(
     with collecting_later():
         if solve in ("batch", "seq"):
             return _largest(request, solve, batch, seq)
-        forecast, sized = _forecast(request, batch, seq)
         if solve == "memory":
-            return _least_memory(request, sized)
+            return _least_memory(request, batch, seq)
+        forecast, sized = _forecast(request, batch, seq)
         if ranks.count > 1:
             return with_scaling(request, forecast, described, lambda: _forecast(alone, batch, seq)[0])
         if advise and forecast.feasible:
@@ -176,8 +176,9 @@ def _with_disk(budgets: Budgets, disk: str | int | None, precision: Precision, f
 
 
 def _forecast(request: ForecastRequest, batch: int, seq: int) -> tuple[Forecast, SizedStep]:
-    """Forecasts one size. Cuts the loss head into more chunks, and what works token by token into tiles, if the first choice
-    leaves too little device memory; then tries the cuts of weights that ``fragments`` allows."""
+    """Forecasts one size. Cuts the loss head into more chunks if the first choice leaves too little device memory. If that is
+    not enough, cuts what works token by token into tiles, or weights into fragments, whichever is the faster; or tries the cuts
+    of weights that ``fragments`` asks for."""
     forecast, sized = _with_or_without_rows(request, sized_step(request, batch, seq))
     while not forecast.feasible and forecast.minimum_device_bytes and (form := sized.joint.form).chunks < MOST_CHUNKS:
         chunks = min(MOST_CHUNKS, 4 * form.chunks)
@@ -185,6 +186,7 @@ def _forecast(request: ForecastRequest, batch: int, seq: int) -> tuple[Forecast,
         if finer.joint.form.chunks != chunks:  # there is no head that can be cut
             break
         forecast, sized = _with_or_without_rows(request, finer)
+    cuts_last = request.cuts_last and not forecast.feasible and forecast.minimum_device_bytes
     most = MOST_TILES if request.fragments in (None, "auto") else 1  # a training step goes with tiles or fragments
     while not forecast.feasible and forecast.minimum_device_bytes and (form := sized.joint.form).tiles < most:
         finer = in_form(request, sized, replace(form, tiles=4 * form.tiles))
@@ -194,7 +196,6 @@ def _forecast(request: ForecastRequest, batch: int, seq: int) -> tuple[Forecast,
         if other.minimum_device_bytes >= forecast.minimum_device_bytes:
             break
         sized, forecast = finer, other
-    cuts_last = request.cuts_last and not forecast.feasible and forecast.minimum_device_bytes
     for cut in possible_cuts(sized.captured, "exact" if cuts_last else None if most > 1 else request.fragments)[1:]:
         form = replace(sized.joint.form, cut=cut, tiles=1)
         other, finer = _with_or_without_rows(request, in_form(request, sized, form))
@@ -223,19 +224,18 @@ def _merit(forecast: Forecast) -> tuple[bool, float]:
     return forecast.feasible, -(forecast.step_time_us if forecast.feasible else forecast.minimum_device_bytes)
 
 
-def _least_memory(request: ForecastRequest, sized: SizedStep) -> Forecast:
-    """Plans the step in the least device memory that works, however many chunks its loss head is cut into."""
-    sized = sized_in_rows(request, sized, "used") or sized
-    least, leanest = sized.candidates.least().schedule.peak_nbytes["device"], sized
-    while (form := sized.joint.form).chunks < MOST_CHUNKS:
-        chunks = min(MOST_CHUNKS, 4 * form.chunks)
-        sized = in_form(request, sized, replace(form, chunks=chunks))
-        sized = sized_in_rows(request, sized, "used") or sized
-        if sized.joint.form.chunks != chunks or (peak := sized.candidates.least().schedule.peak_nbytes["device"]) >= least:
-            break
-        least, leanest = peak, sized
-    within = replace(request, budgets=replace(request.budgets, device=least))
-    return replace(figures(within, leanest), solved={"memory": least})
+def _least_memory(request: ForecastRequest, batch: int, seq: int) -> Forecast:
+    """Plans the step in the least device memory that works in any form: with a byte less, none fits. Where none fits however
+    much memory there is, as with too small a host, returns that refusal."""
+
+    def within(device: int) -> Forecast:
+        budgets = replace(request.budgets, device=device)
+        return _forecast(replace(request, budgets=budgets, force=False), batch, seq)[0]
+
+    least = within(1).minimum_device_bytes
+    while least > 1 and (leaner := within(least - 1)).feasible:  # in a form that one byte did not lead to
+        least = leaner.minimum_device_bytes
+    return replace(within(least), solved={"memory": least}) if least else within(1)
 
 
 def _largest(request: ForecastRequest, what: str, batch: int, seq: int) -> Forecast:

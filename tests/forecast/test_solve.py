@@ -162,6 +162,19 @@ def test_solve_memory_says_the_least_that_works() -> None:
     assert not mtcompile.plan("small", seq=64, memory=forecast.solved["memory"] - 1).feasible
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("points", [6, pytest.param(20, marks=pytest.mark.long)])
+def test_more_memory_is_never_slower_and_no_refusal_names_another_least(points: int) -> None:
+    """Also where the loss head has to be cut, or weights or tokens are."""
+    least = mtcompile.plan("small", seq=256, memory=1).minimum_device_bytes
+    assert mtcompile.plan("small", seq=256, solve="memory").solved == {"memory": least}
+    budgets = [int(least * 20 ** (point / points)) for point in range(points + 1)]
+    forecasts = [mtcompile.plan("small", seq=256, memory=budget) for budget in budgets]
+    times = [forecast.step_time_us for forecast in forecasts if forecast.feasible]
+    assert len(times) == len(budgets) and times == sorted(times, reverse=True)
+    assert {forecast.minimum_device_bytes < least for forecast in forecasts} == {False}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("memory", ["24GB", "8GB"])
 def test_8b_with_adapters_fits_a_host_of_20_gb(memory: str) -> None:
