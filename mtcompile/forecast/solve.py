@@ -186,6 +186,10 @@ def _forecast(request: ForecastRequest, batch: int, seq: int) -> tuple[Forecast,
         if finer.joint.form.chunks != chunks:  # there is no head that can be cut
             break
         forecast, sized = _with_or_without_rows(request, finer)
+    if not forecast.feasible and forecast.minimum_device_bytes and sized.joint.form.chunks > 1:  # chunks add up their sums
+        other, whole = _with_or_without_rows(request, in_form(request, sized, replace(sized.joint.form, chunks=1)))
+        if _merit(other) > _merit(forecast):
+            sized, forecast = whole, other
     cuts_last = request.cuts_last and not forecast.feasible and forecast.minimum_device_bytes
     most = MOST_TILES if request.fragments in (None, "auto") else 1  # a training step goes with tiles or fragments
     while not forecast.feasible and forecast.minimum_device_bytes and (form := sized.joint.form).tiles < most:
