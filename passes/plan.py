@@ -57,7 +57,7 @@ class Decisions(tuple[Decision, ...]):
 
     @cached_property
     def recomputed(self) -> int:
-        """As ``identity``, of what is kept for the backward and what is run again."""
+        """A number like ``identity``, for what is kept for the backward and what is run again alone."""
         return sum(map(_recomputed, self.by_subject.values()))
 
     def replaced(self, new: Iterable[Decision], behind: bool = True) -> Decisions:
@@ -210,11 +210,11 @@ class Plan:
         return self.decisions.by_subject.get((kind, subject))
 
     def choices(self, kind: Kind, subjects: Iterable[str]) -> list[Choice | None]:
-        """What is decided about each subject; None where nothing is."""
+        """The choice about each subject; None where there is none."""
         return [d and d.choice for d in map(self.decisions.by_subject.get, zip(repeat(kind), subjects))]
 
     def tiers(self, blocks: Iterable[str]) -> list[Choice]:
-        """As ``params``, of each block."""
+        """The home tier of each block's parameters, as ``params`` says it."""
         return [choice or "host" for choice in self.choices("params", blocks)]
 
     def keeps(self, block: str, value: str) -> bool:

@@ -73,7 +73,7 @@ class Hosts:
 class Connection:
     """The connection of a rank with the others. ``rank``: its place among ``count``; ``host``: the ranks of its host, in order.
     ``exchange_nbytes``: its part of the host's memory for exchanges. ``records``: two tables in shared memory, with a row for
-    each rank. ``gather``: returns the number that each rank passed to it; ``gather_here``: those of this host's."""
+    each rank. ``gather``: returns the number that each rank passed to it."""
 
     rank: int
     count: int
@@ -84,7 +84,6 @@ class Connection:
     exchange_nbytes: int
     records: torch.Tensor
     gather: Callable[[int], list[int]]
-    gather_here: Callable[[int], list[int]]
 
 
 def connect(process_group: Any = None) -> Connection | None:
@@ -131,7 +130,7 @@ def connect(process_group: Any = None) -> Connection | None:
     exchange = Exchange(pieces, meeting, hosts, len(members), rank)
     tables = records[: 2 * len(members) * RECORD_NBYTES].view(2, len(members), RECORD_NBYTES)
     own_nbytes = placed(-(-sum(nbytes) // len(host))) + staging_nbytes(len(host), len(by_host))
-    return Connection(rank, len(members), host, hosts, meeting, exchange, own_nbytes, tables, gather, gather_here)
+    return Connection(rank, len(members), host, hosts, meeting, exchange, own_nbytes, tables, gather)
 
 
 def _gloo(members: Sequence[int]) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -189,20 +189,23 @@ class RanksDoor(ModelDoor):
         # What is gathered is copied by the host, and never by a device.
         return Slab("host", self.device.reach(memory) if together and not parts else memory, common, together, parts)
 
+    @contextlib.contextmanager
+    def _sharing(self, step: fx.GraphModule, parts: Collection[str]) -> Iterator[None]:
+        """Has homes that are made inside in common with the other ranks of the host. ``parts``: those that it has a part of."""
+        with self.ranks.sharing([*sorted({*self._common_names(step), *self._common_names(step, updated=True)}), *parts]):
+            self._parts = frozenset(name for name, block in step.meta["homes"].items() if block in parts)
+            self.parameters.common = self._new_slab
+            try:
+                yield
+            finally:
+                self.parameters.common = lambda block, nbytes, fill: None
+
     def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
         """Puts the weights of the first step that trains where all ranks of the host have them in common: each of them has
         such a step. Until then, every rank may compute with its own."""
         settles = not self._settled and any(spec.kind in ("grad", "update") for spec in step.meta["outputs"])
-        parts = {*planned.plan.parts} if settles else set()
-        together = {*self._common_names(step), *self._common_names(step, updated=True)} if settles else set()
-        with self.ranks.sharing([*sorted(together), *planned.plan.parts]) if settles else contextlib.nullcontext():
-            if settles:
-                self.parameters.common = self._new_slab
-                self._parts = frozenset(name for name, block in step.meta["homes"].items() if block in parts)
-            try:
-                super().adopt(step, planned)
-            finally:
-                self.parameters.common = lambda block, nbytes, fill: None
+        with self._sharing(step, planned.plan.parts) if settles else contextlib.nullcontext():
+            super().adopt(step, planned)
         scattered = {name for call in calls(planned.step) if call.target is reduce_scatter for name in call.meta["names"]}
         if alone := sorted(scattered - (set() if self.shares is None else self.shares.names)):
             raise StepError(f"expected all of the gradient of {alone[0]}, which no rank updates in shares, found a share of it")

@@ -83,8 +83,7 @@ class ModelDoor(Door):
         """Gives parameters, and the state that is on disk, memory of their own."""
         self.parameters.forget()
         if self.disk is not None:
-            entries = () if self.optimizer is None else self.optimizer.state.values()
-            self.disk.give_back(entries, self.masters or ())
+            self.disk.give_back(() if self.optimizer is None else self.optimizer.state.values(), self.masters or ())
         torch_private.allow_clipping(self._parameters().values())
 
     def release(self) -> None:
@@ -190,7 +189,8 @@ class ModelDoor(Door):
         """Returns the device budget, less waiting forwards and resident parameters that this program does not read."""
         if self.options.memory is None:
             return None
-        unread = {b: s for b, s in self.parameters.slabs.items() if s.tier == "device" and b not in step.meta["homes"].values()}
+        read = set(step.meta["homes"].values())
+        unread = {block: s for block, s in self.parameters.slabs.items() if s.tier == "device" and block not in read}
         self._beside = self.frames.nbytes() + sum(slab.memory.numel() for slab in unread.values())
         for name, place in self.parameters.places.items():
             if place.block in unread:

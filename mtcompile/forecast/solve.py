@@ -236,10 +236,11 @@ def _least_memory(request: ForecastRequest, batch: int, seq: int) -> Forecast:
         budgets = replace(request.budgets, device=device)
         return _forecast(replace(request, budgets=budgets, force=False), batch, seq)[0]
 
-    least = within(1).minimum_device_bytes
+    refusal = within(1)
+    least = refusal.minimum_device_bytes
     while least > 1 and (leaner := within(least - 1)).feasible:  # in a form that one byte did not lead to
         least = leaner.minimum_device_bytes
-    return replace(within(least), solved={"memory": least}) if least else within(1)
+    return replace(within(least), solved={"memory": least}) if least else refusal
 
 
 def _largest(request: ForecastRequest, what: str, batch: int, seq: int) -> Forecast:

@@ -58,11 +58,9 @@ def impatient(plan: Plan) -> Plan | None:
 def with_pace(plan: Plan, patient: bool, order: tuple[str, ...]) -> Plan:
     """Returns the plan with that patience and that order of its updates; as it is if it has none."""
     updates = plan.updates
-    return (
-        plan
-        if updates is None
-        else replace(plan, updates=replace(updates, patient=patient and not updates.in_turn, order=order))
-    )
+    if updates is None:
+        return plan
+    return replace(plan, updates=replace(updates, patient=patient and not updates.in_turn, order=order))
 
 
 def _due_first(schedule: Schedule) -> tuple[str, ...]:

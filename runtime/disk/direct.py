@@ -34,7 +34,7 @@ class DirectReader(Protocol):
 
 
 class Reading(Protocol):
-    """What has direct readers: a device."""
+    """Makes direct readers, as a device does."""
 
     def direct(self, store: DiskStore) -> DirectReader: ...
 

@@ -19,7 +19,7 @@ from mtcompile.checkpoint import load, save
 from mtcompile.errors import BudgetError, CaptureError
 from mtcompile.runtime.disk.errors import DiskCorrupt, DiskError, DiskFull
 from mtcompile.runtime.schedule import gib
-from tests.helpers.stacks import WIDTH, Adapted, Residual
+from tests.helpers.stacks import WIDTH, Adapted, Residual, on_disk, same_weights, step
 
 LAYERS = 5
 
@@ -47,29 +47,12 @@ def compiled(folder: Path, plain: nn.Module, **options: Any) -> tuple[Any, torch
     return mtcompile.compile(model, optimizer=optimizer, **options), optimizer
 
 
-def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-    loss = model(x)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()  # type: ignore[no-any-return]
-
-
 def same_training(model: Any, optimizer: torch.optim.Optimizer, plain: nn.Module, steps: int = 3) -> None:
     other = torch.optim.AdamW(trained(plain), lr=1e-2)
     for _ in range(steps):
         x = torch.randn(16, WIDTH)
         assert torch.equal(step(model, optimizer, x), step(plain, other, x))
     same_weights(model, plain)
-
-
-def same_weights(model: Any, plain: nn.Module) -> None:
-    for (name, one), (_, two) in zip(model.state_dict().items(), plain.state_dict().items(), strict=True):
-        assert torch.equal(one, two), name
-
-
-def on_disk(model: Any) -> list[str]:
-    return [d.subject for d in model.plan.decisions if d.kind == "params" and d.choice == "disk"]
 
 
 def test_frozen_weights_on_disk_train_with_the_bits_of_plain_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,3 +117,22 @@ class Residual(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x.square().mean()
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    """Trains a ``Residual`` by one step, and returns its loss."""
+    loss = model(x.to(next(model.parameters()).dtype))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()  # type: ignore[no-any-return]
+
+
+def same_weights(model: Any, other: Any) -> None:
+    for (name, one), (_, two) in zip(model.state_dict().items(), other.state_dict().items(), strict=True):
+        assert torch.equal(one, two), name
+
+
+def on_disk(model: Any) -> list[str]:
+    """The homes that the plan of a compiled model has on disk."""
+    return [d.subject for d in model.plan.decisions if d.kind == "params" and d.choice == "disk"]

@@ -269,8 +269,8 @@ def _with_more_sets(
 
 
 def _other_choices(problem: PlanningProblem, sent: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """As many homes of the step as those ``sent``, in equal distances, from one of the last ones on, so that updates on disk
-    begin and end early; and the last, and the first, homes that take as many bytes."""
+    """Yields as many homes of the step as those ``sent``, in equal distances, from one of the last ones on, so that updates on
+    disk begin and end early; and the last, and the first, homes that take as many bytes."""
     frozen, trained = _may_move(problem)
     held, limit = held_nbytes(problem.step, problem.budgets), problem.budgets.disk or 0
     nbytes = sum(held[home] for home in sent)

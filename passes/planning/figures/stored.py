@@ -30,8 +30,8 @@ def searched_to_json(points: Sequence[Point], climbs: Mapping[int, Plan], ladder
                 known[id(decision)] = decisions.setdefault(decision, len(decisions))
         updates = plan.updates or Updates()
         order = orders.setdefault(updates.order, len(orders))
-        made = [known[id(decision)] for decision in plan.decisions]
-        return [made, [getattr(plan, name) for name in _SCALARS], updates.patient, order]
+        numbered = [known[id(decision)] for decision in plan.decisions]
+        return [numbered, [getattr(plan, name) for name in _SCALARS], updates.patient, order]
 
     of_points = [[numbers.get(id(point.ladder)), point.position, *row(point.plan)] for point in points]
     of_climbs = [[limit, *row(plan)] for limit, plan in climbs.items()]
@@ -47,8 +47,7 @@ def searched_from_json(text: str, base: Plan, ladders: Sequence[Ladder]) -> tupl
     def plan(numbers: Sequence[int], scalars: Sequence[Any], patient: bool, order: int) -> Plan:
         about = checked(Plan, dict(zip(_SCALARS, scalars, strict=True)))
         paced = checked(Updates, {"patient": patient, "order": orders[order]})
-        made = replace(base, decisions=Decisions(decisions[number] for number in numbers), **about)
-        return with_pace(made, **paced)
+        return with_pace(replace(base, decisions=Decisions(decisions[number] for number in numbers), **about), **paced)
 
     points = []
     for number, position, *row in of_points:

@@ -20,7 +20,7 @@ from mtcompile.passes.proof.schedule import Given, check_schedule
 from mtcompile.runtime.disk.errors import DiskCorrupt, DiskError
 from mtcompile.runtime.schedule import Schedule, is_direct
 from mtcompile.runtime.verify import ScheduleError, verify
-from tests.helpers.stacks import WIDTH, Adapted, Residual
+from tests.helpers.stacks import WIDTH, Adapted, Residual, on_disk, same_weights, step
 
 pytestmark = pytest.mark.slow  # it compiles models
 SPLITS: dict[str, dict[str, Any]] = {  # budgets with which some weights are on disk
@@ -48,29 +48,12 @@ def compiled(folder: Path, plain: nn.Module, kind: str = "frozen", **options: An
     return mtcompile.compile(model, optimizer=optimizer, **options), optimizer
 
 
-def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-    loss = model(x.to(next(model.parameters()).dtype))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()  # type: ignore[no-any-return]
-
-
 def same_training(model: Any, optimizer: torch.optim.Optimizer, plain: nn.Module, steps: int = 3) -> None:
     other = adamw(plain)
     for _ in range(steps):
         x = torch.randn(16, WIDTH)
         assert torch.equal(step(model, optimizer, x), step(plain, other, x))
     same_weights(model, plain)
-
-
-def same_weights(model: Any, other: Any) -> None:
-    for (name, one), (_, two) in zip(model.state_dict().items(), other.state_dict().items(), strict=True):
-        assert torch.equal(one, two), name
-
-
-def on_disk(model: Any) -> list[str]:
-    return [d.subject for d in model.plan.decisions if d.kind == "params" and d.choice == "disk"]
 
 
 @pytest.fixture(autouse=True)

@@ -11,19 +11,7 @@ import torch
 from torch import nn
 
 import mtcompile
-from tests.helpers.stacks import WIDTH, Residual, ResidualBlock
-
-
-class Adapted(ResidualBlock):
-    """Frozen weights, and an adapter that trains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
-        self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + self.adapter(x)
+from tests.helpers.stacks import WIDTH, Adapted, Residual, ResidualBlock, step
 
 
 def compiled(plain: nn.Module, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
@@ -31,14 +19,6 @@ def compiled(plain: nn.Module, **options: Any) -> tuple[Any, torch.optim.Optimiz
     model = copy.deepcopy(plain)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     return mtcompile.compile(model, optimizer=optimizer, device="cpu", memory="1MiB", **options), optimizer
-
-
-def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-    loss = model(x)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
