@@ -10,7 +10,8 @@ from torch import Tensor
 from mtcompile.capture.refusals import first_line
 
 _LENGTHS = 5, 7  # of the two documents of the check
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest logit; narrower numbers: 0.05
+# Of the largest logit; narrower numbers: 0.05. Models in float64 often compute their softmax in float32.
+_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4}
 
 
 def document_mask(config: Any, documents: Tensor, dtype: torch.dtype) -> Any:

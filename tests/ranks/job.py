@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +21,7 @@ from mtcompile.passes.planning import candidates, frontier
 from mtcompile.passes.planning.linear import seeds
 
 Work = Callable[[int, int], Any]  # rank, how many there are -> what JSON can hold
-_LONGEST_S = 240
+_LONGEST_S = 300
 
 
 def start(work: Work, count: int, folder: Path, hosts: Sequence[str] = (), timeout_s: float = 60) -> list[Any]:
@@ -32,10 +35,17 @@ def start(work: Work, count: int, folder: Path, hosts: Sequence[str] = (), timeo
 
 def ended(processes: Sequence[Any], folder: Path) -> list[Any]:
     """Waits for a job, and returns what each rank has found: a dict with its error for one that failed, None for one that was
-    killed."""
+    killed. Fails where ranks hang: they print their stacks and are killed, for a test process that ends waits for them."""
+    deadline = time.monotonic() + _LONGEST_S
     for process in processes:
-        process.join(_LONGEST_S)
-        assert process.exitcode is not None, "a rank hangs"
+        process.join(max(0.0, deadline - time.monotonic()))
+    if hanging := [rank for rank, process in enumerate(processes) if process.exitcode is None]:
+        for sent in (signal.SIGUSR1, signal.SIGKILL):
+            for rank in hanging:
+                os.kill(processes[rank].pid, sent)
+            time.sleep(1)
+        stacks = "\n".join((folder / f"{rank}.stacks").read_text() for rank in hanging if (folder / f"{rank}.stacks").exists())
+        raise AssertionError(f"ranks {hanging} hang after {_LONGEST_S} s:\n{stacks}")
     paths = [folder / f"{rank}.json" for rank in range(len(processes))]
     return [json.loads(path.read_text()) if path.exists() else None for path in paths]
 
@@ -50,6 +60,7 @@ def run(work: Work, count: int, folder: Path, hosts: Sequence[str] = (), timeout
 
 
 def _rank(work: Work, rank: int, count: int, folder: Path, hosts: Sequence[str], timeout_s: float) -> None:
+    faulthandler.register(signal.SIGUSR1, (folder / f"{rank}.stacks").open("w"))
     torch.set_num_threads(1)
     os.environ.update(MT_RANKS_TIMEOUT=str(timeout_s), MT_PROGRESS="0")
     if hosts:
