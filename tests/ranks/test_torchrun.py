@@ -88,16 +88,18 @@ def test_mtcompile_train_has_the_bits_of_a_plain_job(update: str, tmp_path: Path
 
 
 TRAINER = """
+import os
 import sys
 from pathlib import Path
 
 import torch
 
-folder, order = Path(sys.argv[1]), sys.argv[2]
+folder, order, hosts = Path(sys.argv[1]), *sys.argv[2:]
+os.environ["MT_RANKS_HOST"] = hosts[int(os.environ["RANK"])]
 sys.path.insert(0, "examples")
 from hf_trainer import train
 
-options = {"use_cpu": True, "disable_tqdm": True, "ddp_backend": "gloo", "save_strategy": "no", "steps": 3}
+options = {"use_cpu": True, "disable_tqdm": True, "ddp_backend": "gloo", "steps": 4}
 runs = {}
 for name in order.split("-"):
     trainer = train(str(folder / name), {"plain": None, "compiled": "2MiB"}[name], **options)
@@ -113,12 +115,19 @@ equal &= all(torch.equal(plain[key], compiled[key]) for key in plain)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("order", ["plain-compiled", "compiled-plain"])
-def test_the_transformers_trainer_has_the_bits_of_a_plain_model(order: str, tmp_path: Path) -> None:
-    """Compiled after or before the process group is there, in two processes; each is wrapped in DistributedDataParallel."""
+@pytest.mark.parametrize(("order", "hosts"), [("plain-compiled", "aa"), ("compiled-plain", "aa"), ("compiled-plain", "ab")])
+def test_the_transformers_trainer_has_the_bits_of_a_plain_model(order: str, hosts: str, tmp_path: Path) -> None:
+    """Compiled after or before the process group is there, in two processes; each is wrapped in DistributedDataParallel. The
+    optimizer state that it saves is a plain run's."""
     pytest.importorskip("accelerate")
     pytest.importorskip("transformers")
     (script := tmp_path / "program.py").write_text(TRAINER)
-    torchrun(str(script), str(tmp_path), order)
+    torchrun(str(script), str(tmp_path), order, hosts)
     found = [(tmp_path / f"{rank}-{order}").read_text().split() for rank in range(2)]
     assert [each[0] for each in found] == ["True", "True"] and all(int(each[1]) > 10 for each in found)
+    saved, plain = (
+        torch.load(tmp_path / name / "checkpoint-4" / "optimizer.pt", weights_only=True)["state"]
+        for name in ("compiled", "plain")
+    )
+    assert saved.keys() == plain.keys()
+    assert all(torch.equal(saved[number][key], value) for number in plain for key, value in plain[number].items())
