@@ -171,7 +171,8 @@ class Plan:
     ``pooled``: what is fetched comes from the device's allocator, beside what regions make, and both share its bytes; otherwise
     it has slots, whose bytes are held at all times. What stays from the forward to the backward is pooled in any case.
     ``parts``: the home blocks of which each of several hosts has a part of the weights; they are gathered before each fetch.
-    ``fetched``: parameters that a step fetches, in so many ``copies``: neighbours at home cross together.
+    ``fetched``: parameters that a step fetches, in so many ``copies``: neighbours at home cross together. ``all_resident``: the
+    step was lowered, computes nothing again, and moves nothing but what it is given and what buffers become.
     ``notes``: what else a reader should know, such as how kernels were measured. ``numerics``: the contract in words."""
 
     decisions: Decisions = field(default_factory=Decisions)
@@ -198,6 +199,7 @@ class Plan:
     disk_days: float | None = None
     fetched: int = 0
     copies: int = 0
+    all_resident: bool = False
     parts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -256,11 +258,6 @@ class Plan:
     def gap(self) -> float:
         """The share of the bound by which the step is longer than it; 0 without a certificate."""
         return self.certificate.gap(self.total_us) if self.certificate else 0.0
-
-    @property
-    def all_resident(self) -> bool:
-        """True where nothing moves and nothing is computed again."""
-        return not self.fetched and all(d.choice in ("device", "save") for d in self.decisions)
 
     def with_decision(self, decision: Decision) -> Plan:
         """The same plan with this decision in place of the one about the same subject."""

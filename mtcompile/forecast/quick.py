@@ -11,7 +11,7 @@ from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.linear.program import Infeasible
 from mtcompile.passes.planning.linear.seeds import Rounding, Rule, seed
 from mtcompile.passes.planning.pace import impatient
-from mtcompile.passes.planning.problem import Candidate, PlanningProblem
+from mtcompile.passes.planning.problem import Candidate
 
 _SHARES = (0.97, 0.9, 0.8, 0.6)  # of the device budget that linear programs get: rounding may add to what they need
 _AHEAD = (1, 2)  # blocks ahead that their plans fetch
@@ -19,14 +19,6 @@ _AHEAD = (1, 2)  # blocks ahead that their plans fetch
 
 class QuickCandidates(Candidates):
     """The candidate plans of a changed problem. ``Candidates.best`` may find a faster plan, and takes many times as long."""
-
-    @classmethod
-    def like(cls, known: Candidates, problem: PlanningProblem) -> QuickCandidates:
-        """Returns the candidates of a problem with all that is ``known`` of another one that differs in its budgets' limits."""
-        quick, limits = cls(problem), known.problem.budgets
-        if replace(problem, budgets=replace(problem.budgets, device=limits.device, host=limits.host)) == known.problem:
-            vars(quick).update(vars(known) | {"problem": problem, "store": None})
-        return quick
 
     def quickly(self, known: Sequence[Plan] = ()) -> Candidate | None:
         """Returns the fastest plan within the problem's budgets, of ``known`` ones and of a few that linear programs give. If

@@ -1,4 +1,4 @@
-"""Counts what fetches of parameters cost the link: how many copies cross it."""
+"""Counts what fetches of parameters cost the link: how many copies cross it; and tells whether any do."""
 
 from __future__ import annotations
 
@@ -37,6 +37,14 @@ def fetches(step: fx.GraphModule, schedule: Schedule) -> tuple[int, int]:
             joint = joined(Copied(*target, *source, nbytes) for target, source, nbytes in both)
             copies += len(pairs) if apart else sum(1 for _ in joint)
     return values, copies
+
+
+def is_resident(schedule: Schedule) -> bool:
+    """Tells whether a step computes nothing again and moves nothing but what it is given and what buffers become."""
+    if any(i.work == "recompute" for i in schedule.instructions):
+        return False
+    moved = {schedule.buffers[name].role for i in schedule.instructions if i.op == "copy" for name in i.writes}
+    return moved.isdisjoint(("param", "grad", "activation", "rng"))
 
 
 def _fetched(schedule: Schedule, instruction: Instruction) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from functools import cached_property
+from typing import TypeVar
 
 from mtcompile.passes.analysis.state import Budgets, held_nbytes, param_nbytes
 from mtcompile.passes.draft import draft_of
@@ -33,7 +34,7 @@ from mtcompile.passes.planning.frontier import (
     undominated,
 )
 from mtcompile.passes.planning.ladders import Block, Ladder, blocks_of, decided, everything, ladders
-from mtcompile.passes.planning.linear.homes import HomeCost, home_costs
+from mtcompile.passes.planning.linear.homes import home_costs
 from mtcompile.passes.planning.linear.program import Infeasible
 from mtcompile.passes.planning.linear.relaxation import Relaxed, Solve, certificate, relaxation
 from mtcompile.passes.planning.linear.seeds import Rounding, seed_ladders
@@ -52,6 +53,7 @@ _REFINED = 100  # plans evaluated between two of a ladder
 _SEARCHED, MOST_SEARCHED = 4_000_000, 300  # plans of local search: the first over the square of a step's operations; at most
 _PATIENCE = 4  # at most: times as many plans that climbs evaluate of small steps
 _FEW_SEARCHED = 30  # fewer are no search of a step: plans are improved by moves that its equal blocks share
+C = TypeVar("C", bound="Candidates")
 
 
 class _Stale(Exception):
@@ -78,6 +80,14 @@ class Candidates:
         self._kept = -1  # how many climbs are stored; -1: not even points
         self._bounding: Relaxed | None = None  # the bound that was asked for last; the next one is near
 
+    @classmethod
+    def like(cls: type[C], known: Candidates, problem: PlanningProblem) -> C:
+        """Returns the candidates of a problem, with all that is ``known`` if it is of one that differs in its limits alone."""
+        candidates = cls(problem)
+        if problem.differs_in_limits(known.problem):
+            vars(candidates).update(vars(known) | {"problem": problem, "store": None})
+        return candidates
+
     def evaluate(self, plan: Plan) -> Candidate:
         """Returns the plan with its figures. Evaluates it, and counts that, unless one that decides the same was: many do."""
         key = identity(plan)
@@ -85,16 +95,13 @@ class Candidates:
             self.evaluations += 1
             figures = self._evaluator.figures(plan)
             if figures is None:
-                return self._with_schedule(plan)
+                known = (candidate := evaluate(self.problem, self.draft, plan)).plan
+                self._figures[key] = known.peak_bytes, known.step_time_us, known.update_us
+                return candidate
             self._figures[key] = figures
         peaks, step_time_us, update_us = self._figures[key]
         again = replace(plan, peak_bytes=dict(peaks), step_time_us=step_time_us, update_us=update_us)
         return Candidate(again, lambda: evaluate(self.problem, self.draft, plan).schedule)
-
-    def _with_schedule(self, plan: Plan) -> Candidate:
-        known = (candidate := evaluate(self.problem, self.draft, plan)).plan
-        self._figures[identity(plan)] = known.peak_bytes, known.step_time_us, known.update_us
-        return candidate
 
     def _paced(self, plan: Plan) -> Candidate:
         """Returns the plan as ``paced`` chooses it; the choice is remembered."""
@@ -145,10 +152,6 @@ class Candidates:
         return blocks_of(self.problem.step, self.problem.machine)
 
     @cached_property
-    def _home_costs(self) -> dict[str, HomeCost]:
-        return home_costs(self.problem, self._streamed, self._everything.schedule)
-
-    @cached_property
     def _streamed(self) -> Schedule:
         """A schedule with every home on the host."""
         plan = POLICIES["megatrain"](self.problem.step, self.base, self.open_params)
@@ -159,13 +162,12 @@ class Candidates:
         return Evaluator(self.problem, self.draft, self._casts)
 
     @cached_property
-    def _casts(self) -> bool:
-        """True if the host may cast anything."""
+    def _casts(self) -> bool:  # whether the host may cast anything
         return any(i.work == "convert" for i in self._streamed.instructions)
 
     @cached_property
     def _relaxed(self) -> Solve:
-        return relaxation(self.problem, self.blocks, self._home_costs)
+        return relaxation(self.problem, self.blocks, home_costs(self.problem, self._streamed, self._everything.schedule))
 
     def certificate(self, device: int | None, host: int | None) -> Certificate | None:
         """How fast any plan within these bytes could be; None without a solver."""
@@ -175,7 +177,7 @@ class Candidates:
     def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:
         """Returns the fastest candidate within these bytes. ``known``: the plan found for the same request before; it is taken
         without a search if it still fits. Raises DoesNotFit."""
-        problem = self._within(device, host)
+        problem = replace(self.problem, budgets=replace(self.problem.budgets, device=device, host=host))
         if known is not None and fits((again := self.evaluate(known)).plan, problem.budgets):
             return completed(problem, again, known.minimum_device_bytes, known.certificate)
         if not self._points:
@@ -224,9 +226,6 @@ class Candidates:
         return min((candidate, self.evaluate(less)), key=lambda one: missing_nbytes(one.plan, budgets))
 
     # -------------------------------------------------------------------------------------------------------- choosing
-
-    def _within(self, device: int | None, host: int | None) -> PlanningProblem:
-        return replace(self.problem, budgets=replace(self.problem.budgets, device=device, host=host))
 
     def resident_fits(self, budgets: Budgets) -> bool:
         """Tells whether everything fits on the device."""

@@ -11,7 +11,7 @@ from torch import fx
 
 from mtcompile.passes import rewrite, rewritten_draft
 from mtcompile.passes.analysis.cost import Machine
-from mtcompile.passes.analysis.fetches import fetches
+from mtcompile.passes.analysis.fetches import fetches, is_resident
 from mtcompile.passes.analysis.state import drive_nbytes, persistent_nbytes, state_by_tier, times_us, trained_nbytes
 from mtcompile.passes.draft import bundle
 from mtcompile.passes.lower import lower_without_deps
@@ -89,6 +89,7 @@ def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, cert
     told = [f"{name}: the device holds the rows that a batch names, at most {r.count} of {r.rows}" for name, r in rows.items()]
     plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *told))))
     plan = replace(plan, **dict(zip(("fetched", "copies"), fetches(step, schedule), strict=True)))
+    plan = replace(plan, all_resident=is_resident(schedule))
     stated = {tier: nbytes for tier, nbytes in limits.items() if nbytes is not None}
     return Planned(plan, step, replace(schedule, budget_nbytes=stated))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import fx
@@ -30,6 +30,14 @@ class PlanningProblem:
     workspace: Workspace = workspace_nbytes
     fixed_homes: Mapping[str, str] = field(default_factory=dict)
     numerics: str = BIT_EQUAL
+
+    def differs_in_limits(self, other: PlanningProblem) -> bool:
+        """Tells whether it differs from another problem at most in the bytes of its device and its host."""
+        return self.step is other.step and self._without_limits() == other._without_limits()
+
+    def _without_limits(self) -> tuple[object, ...]:
+        budgets = replace(self.budgets, device=None, host=None)
+        return self.machine, budgets, self.workspace, self.fixed_homes, self.numerics
 
 
 @dataclass(frozen=True, slots=True)

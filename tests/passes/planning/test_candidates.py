@@ -19,6 +19,7 @@ from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.evaluate import identity
 from mtcompile.passes.planning.figures.stored import searched_from_json, searched_to_json
 from mtcompile.passes.planning.ladders import waiting_less
+from mtcompile.passes.planning.linear.homes import home_costs
 from mtcompile.passes.planning.linear.relaxation import relaxation
 from mtcompile.passes.planning.pace import impatient, paced
 from mtcompile.passes.planning.planner import make_plan
@@ -130,11 +131,12 @@ def test_one_program_serves_all_budgets() -> None:
     limits = [{"device": least + (most - least) * i // 3, "host": host} for i in (1, 2, 3) for host in (None, 1 << 30)]
     home = next(iter(candidates.sizes))
     asked = [(limit, decided, ahead) for limit in limits for decided in ({}, {home: True}) for ahead in (0, 1)]
+    costs = home_costs(candidates.problem, candidates._streamed, candidates._everything.schedule)
     first = [candidates._relaxed(*each).bound_us for each in asked]
     assert [candidates._relaxed(*each).bound_us for each in reversed(asked)] == first[::-1]
     for each, bound_us in zip(asked, first, strict=True):
         problem = replace(candidates.problem, step=crossing())
-        fresh = relaxation(problem, candidates.blocks, candidates._home_costs)(*each).bound_us
+        fresh = relaxation(problem, candidates.blocks, costs)(*each).bound_us
         assert fresh == bound_us
     assert all(with_ahead >= without * (1 - 1e-9) for without, with_ahead in zip(first[::2], first[1::2], strict=True))
 
@@ -265,3 +267,28 @@ def test_gradients_do_not_wait_for_an_update_on_disk_where_there_are_slots_for_t
     times, hosts = ([value(one) for one in plans] for value in (lambda p: p.total_us, lambda p: p.peak_bytes["host"]))
     assert times[0] > 1.02 * times[1] > 1.04 * times[2], times
     assert hosts[0] < hosts[1] < hosts[2], hosts
+
+
+def test_candidates_of_another_budget_start_with_all_that_is_known() -> None:
+    problem = PlanningProblem(trace(Residual(layers=2), {"x": torch.randn(64, WIDTH)}).step, Machine(), Budgets())
+    known = Candidates(problem)
+    plan = known.least().plan
+    smaller = replace(problem, budgets=Budgets(device=plan.peak_bytes["device"]))
+    like = Candidates.like(known, smaller)
+    assert like.evaluate(plan).plan.total_us == plan.total_us and like.evaluations == known.evaluations
+    assert like.problem is smaller and known.problem is problem
+    slower = Candidates.like(known, replace(smaller, machine=replace(Machine(), h2d_gbps=1.0)))
+    assert slower.evaluate(plan).plan.total_us > plan.total_us and slower.evaluations == 1
+
+
+def test_a_plan_is_all_resident_only_if_nothing_is_computed_again_or_moves() -> None:
+    traced = trace(Residual(layers=2), {"x": torch.randn(64, WIDTH)})
+    candidates = Candidates(PlanningProblem(traced.step, Machine(), Budgets()))
+    resident = candidates.best(None, None).plan
+    assert resident.all_resident and not Plan().all_resident
+    variants = [each for each in resident.decisions if each.kind == "variant"]
+    activations = [each for each in resident.decisions if each.kind == "activation"]
+    for without in (variants, activations):
+        rest = replace(resident, decisions=tuple(each for each in resident.decisions if each not in without))
+        changed = candidates.planned(rest).plan
+        assert without and not changed.fetched and changed.total_us > resident.total_us and not changed.all_resident
