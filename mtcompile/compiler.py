@@ -35,7 +35,7 @@ from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts.form import WHOLE, Form, cut_joint, in_rows, possible_forms
 from mtcompile.passes.cuts.fragments.cut import UNCUT, has_resident_fragments
-from mtcompile.passes.cuts.fragments.figures import streamed_whole, streaming, told_fragments
+from mtcompile.passes.cuts.fragments.figures import cut_on_disk, streamed_whole, streaming, told_fragments
 from mtcompile.passes.joint.accumulate import Micro, repeat, weights_of
 from mtcompile.passes.joint.build import InputHomes, build
 from mtcompile.passes.joint.exceptions import contract
@@ -242,7 +242,8 @@ def fastest_form(joint: fx.GraphModule, captured: CapturedStep, target: Target, 
     options, tried = target.options, set[tuple[Form, Collection[str]]]()
     candidates, refusals = _plans(joint, captured, target, placement, tried)
     last = options.last_resort(placement.may_cut_weights())
-    if not candidates and last != options and all(error.tier == "device" for error in refusals):
+    tiers = ("device",) if options.disk is None else ("device", "host")  # what is on disk passes through the host
+    if not candidates and last != options and all(error.tier in tiers for error in refusals):
         candidates, more = _plans(joint, captured, replace(target, options=last), placement, tried)
         refusals = more or refusals
     if not candidates:  # what fits the device has the smallest way to go
@@ -253,7 +254,8 @@ def fastest_form(joint: fx.GraphModule, captured: CapturedStep, target: Target, 
 
     def streamed() -> Schedule:
         uncut = rewrite_joint(joint, options.precision, options.fuses, replace(best.joint.form, cut=UNCUT), captured.micro)
-        return streamed_whole(planning_problem(uncut, placement, target.machine, target.toolchain.eager.workspace))
+        problem = planning_problem(uncut, placement, target.machine, target.toolchain.eager.workspace)
+        return streamed_whole(problem, cut_on_disk(best.planned.step, best.planned.plan))
 
     whole = next((each.planned.schedule for each in candidates if not fragments_of(each.joint.graph)), None)
     told = told_fragments(best.planned, streamed() if whole is None else whole, fits=whole is not None)
@@ -274,7 +276,7 @@ def _plans(
     forms, trusted, where = set[Form](), options.fragments == "exact", target.device.where
     # Forms with more chunks or tiles have the same cuts, whose products are computed to tell.
     keeps_bits = functools.cache(lambda cut: options.fuses or has_same_bits(joint, cut, where, options.memory, trusted))
-    for form in possible_forms(joint, options.loss_chunks, options.tiles, options.cuts):
+    for form in possible_forms(joint, options.loss_chunks, options.tiles, options.cuts, placement.fragments_begin()):
         if not keeps_bits(form.cut):
             continue
         rewritten = rewrite_joint(joint, options.precision, options.fuses, form, captured.micro)
@@ -329,8 +331,6 @@ def plan_for(joint: JointStep, target: Target, placement: RunnablePlacement) -> 
             if (planned := plan_like(alike, similar.plan)) is not None:
                 return alike, planned
         problem = planning_problem(joint, placement, machine, workspace, apart=apart)
-        if "cut" in joint.graph.meta:  # what lies on disk is read whole
-            problem = replace(problem, budgets=replace(problem.budgets, disk=None))
         placement.expect(problem)
         if options.fuses and options.policy == FASTEST and may_be_resident(problem):
             whole = planning_problem(joint, placement, machine, workspace, whole=True)

@@ -92,7 +92,7 @@ class Options:
                 f"elastic=True changes plans while a model trains; expected policy={FASTEST!r}, and kernels='eager', whose "
                 f"bits no plan changes, found policy={self.policy!r} and kernels={self.kernels!r}"
             )
-        check_fragments(self.fragments, self.updates, self.disk is not None)
+        check_fragments(self.fragments, self.updates)
         if self.cuts is not None and self.tiles != 1:
             raise ValueError(f"expected tiles or fragments, found both: tiles={self.tiles!r}, fragments={self.fragments!r}")
         if self.disk is not None and self.host is None:
@@ -115,7 +115,7 @@ class Options:
         embeddings = "used" if self.embeddings == "auto" else self.embeddings
         if not may_cut:
             return replace(self, embeddings=embeddings)
-        return replace(self, embeddings=embeddings, fragments="exact", disk=None)  # what lies on disk is read whole
+        return replace(self, embeddings=embeddings, fragments="exact")
 
     @property
     def fuses(self) -> bool:
@@ -123,15 +123,13 @@ class Options:
         return self.kernels == "inductor"
 
 
-def check_fragments(fragments: str | None, updates: UpdateOptions | None, on_disk: bool) -> None:
+def check_fragments(fragments: str | None, updates: UpdateOptions | None) -> None:
     """Raises ValueError for ``fragments=`` that is not known, or that the other options do not allow."""
     if fragments is None or fragments == "auto":
         return
     if fragments not in FRAGMENTS:
         close = did_you_mean(str(fragments), FRAGMENTS)
         raise ValueError(f"expected fragments to be None or one of {', '.join(FRAGMENTS)}, found {fragments!r}{close}")
-    if on_disk:
-        raise ValueError("fragments= cuts weights that are at home in host memory; expected no disk= beside it, found one")
     if updates is not None and updates.needs_all_gradients:
         raise ValueError(
             'fragments= with update="backward" updates each fragment as its gradient arrives; expected no max_grad_norm= '

@@ -18,7 +18,7 @@ from mtcompile.errors import BudgetError, CaptureError, StepError
 from mtcompile.execution.compiled import Frame, LiveFrames
 from mtcompile.execution.door import Door
 from mtcompile.execution.memory import fragments
-from mtcompile.execution.memory.disk_room import direct_reader, limits, movable, room_nbytes
+from mtcompile.execution.memory.disk_room import limits, movable, opened_store, requests_nbytes, room_nbytes
 from mtcompile.execution.memory.host_room import check_plan, checked_before_first_step
 from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, disk_error, host_error, random_reserve_nbytes
@@ -36,7 +36,7 @@ from mtcompile.passes.step_graph import inputs_of
 from mtcompile.references import weakly
 from mtcompile.runtime.devices.arena import overlaps, span_nbytes
 from mtcompile.runtime.devices.protocol import Device
-from mtcompile.runtime.disk.store import DiskStore, piece_nbytes, staging_nbytes
+from mtcompile.runtime.disk.store import staging_nbytes
 from mtcompile.runtime.schedule import placed
 from mtcompile.torch_private import shares_storage
 
@@ -201,7 +201,11 @@ class ModelDoor(Door):
         return True
 
     def may_cut_weights(self) -> bool:
-        return self.alone and self.disk is None and (self.updates is None or is_elementwise(self.optimizer))
+        return self.alone and (self.updates is None or is_elementwise(self.optimizer))
+
+    def fragments_begin(self) -> int:
+        disk, parameters = self.options.disk, self.parameters
+        return super().fragments_begin() if disk is None else requests_nbytes(parameters, self.parameters_nbytes())
 
     def separate_frozen(self) -> None:
         if not self.frames.waiting():  # these read what is at home
@@ -248,18 +252,14 @@ class ModelDoor(Door):
 
     def _open_disk(self, step: fx.GraphModule, planned: Planned) -> None:
         """Makes sure that there is room on disk, and on the host for updates of what is there, before anything moves."""
-        parameters, budgets, where = self.parameters, self.constraints(step)[0], self.options.disk
+        budgets, where = self.constraints(step)[0], self.options.disk
         assert where is not None
-        if parameters.disk is None:
-            parameters.disk = DiskStore(where.folder, piece_nbytes(self.parameters_nbytes()), summed=knobs.disk_verified())
-            self.disk = DiskState(parameters.disk, weakly(self._wrote_on_disk), knobs.disk_verified)
+        store = opened_store(where, self.parameters, self.parameters_nbytes(), planned)
+        if self.disk is None:
+            self.disk = DiskState(store, weakly(self._wrote_on_disk), knobs.disk_verified)
             if self.updates is not None:
                 self.updates.disk = self.disk
-        if planned.plan.disk_direct:
-            direct_reader(parameters)
-        parameters.disk.reserve(planned.schedule.resident_nbytes.get("disk", 0))  # activations have a file of their own
-        if self.disk is not None:
-            self.disk.make_room(update_staging_nbytes(step, planned.plan, budgets))
+        self.disk.make_room(update_staging_nbytes(step, planned.plan, budgets))
 
     def _wrote_on_disk(self, name: str) -> None:
         self.parameters.wrote(name)

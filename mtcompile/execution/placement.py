@@ -11,6 +11,7 @@ from torch import fx
 from mtcompile.errors import BudgetError
 from mtcompile.options import FEWEST, Options
 from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.cuts.fragments.cut import UNCUT
 from mtcompile.passes.generators import generator_nbytes
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.plan import Plan
@@ -40,6 +41,10 @@ class RunnablePlacement(Placement, Protocol):
     def may_cut_weights(self) -> bool:
         """Tells whether weights may be cut into fragments where nothing fits otherwise."""
         return False
+
+    def fragments_begin(self) -> int:
+        """Returns the bytes at multiples of which fragments of a weight begin."""
+        return UNCUT.begins
 
     def separate_frozen(self) -> None:
         """Takes frozen parameters that lie with others that train out of their homes: they may have homes of their own now."""

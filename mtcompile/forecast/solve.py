@@ -112,7 +112,7 @@ def plan(
     if lora < 0:
         raise ValueError(f"expected lora to be a rank of 1 or more, or 0 for none, found {lora}")
     options = update_options(update, max_grad_norm, run_ahead, "stop")
-    check_fragments(fragments, options, disk is not None)
+    check_fragments(fragments, options)
     if fragments not in (None, "auto") and (solve is not None or gpus * hosts > 1):
         raise ValueError("expected fragments= without solve= and with one rank: plan single sizes with it")
     if accumulate < 1 or (isinstance(model, str) and batch % accumulate):

@@ -53,23 +53,35 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """The state of one parameter on disk. ``entry``: its live entry in the optimizer; ``remainder``: of a split master. With
-    a remainder, an update may see a few of its elements at a time, ``start`` to ``stop``: the written formula gives them the
-    same bits."""
+    """The state of one parameter on disk. ``entry``: its live entry in the optimizer; ``remainder``: of a split master.
+    ``start``, ``stop``: the elements that are updated; None: all. ``ends``: whether all others have been, then. With a
+    remainder, an update may see a few of them at a time: the written formula gives them the same bits."""
 
     name: str
     parameter: nn.Parameter
     entry: MutableMapping[str, Any]
     remainder: Tensor | None
     start: int = 0
-    stop: int = 0
+    stop: int | None = None
+    ends: bool = True
+
+    @property
+    def end(self) -> int:
+        return self.parameter.numel() if self.stop is None else self.stop
 
     def pieces(self) -> Iterator[OnDisk]:
         """Yields the parts that are updated one after the other."""
-        count = self.parameter.numel()
-        size = PIECE if self.remainder is not None else max(1, count)
-        for start in range(0, count, size):
-            yield replace(self, start=start, stop=min(count, start + size))
+        size = max(1, PIECE if self.remainder is not None else self.end - self.start)
+        for start in range(self.start, self.end, size):
+            stop = min(self.end, start + size)
+            yield replace(self, start=start, stop=stop, ends=self.ends and stop == self.end)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """Returns the elements of one piece, in one row, or all of what is updated at once."""
+        count = self.end - self.start
+        if self.remainder is None and count == self.parameter.numel():
+            return whole
+        return whole.as_strided((count,), (1,), whole.storage_offset() + self.start)
 
 
 class DiskState:
@@ -170,7 +182,7 @@ class DiskState:
 
         def arriving(key: str, whole: Tensor) -> Tensor:
             nonlocal start
-            home = _part(state, whole)
+            home = state.part(whole)
             tensor = view(self._memory, start, layout_of(home))
             start += whole_blocks(span_nbytes(home))
             if start > end:
@@ -180,8 +192,7 @@ class DiskState:
             if not self.holds(home):  # such as after load_state_dict
                 tensor.copy_(home)
             elif nbytes := span_nbytes(home):
-                if self._verified() and whole._version != self._versions.get((state.name, key), whole._version):
-                    self.store.note(home.data_ptr(), nbytes, state.name)
+                self._note_writes(state.name, key, whole)
                 moves.append((tensor.data_ptr(), home.data_ptr(), nbytes, _title(state.name, key)))
             return tensor
 
@@ -189,7 +200,7 @@ class DiskState:
         remainder = None if state.remainder is None else arriving(REMAINDER, state.remainder)
         entry = {k: arriving(k, v) if self._goes(v, state.parameter) else v for k, v in state.entry.items()}
         self.store.read(moves, self._verified())
-        return Staged(state.name, state.parameter, state.start, state.stop, values, remainder, entry)
+        return Staged(state.name, state.parameter, state.start, state.end, values, remainder, entry)
 
     def _write(self, state: OnDisk, staged: Staged) -> None:
         """Writes all that an update changed, in one request."""
@@ -201,16 +212,26 @@ class DiskState:
             moves += self._move(state.name, REMAINDER, state.remainder, staged.remainder, state)
         else:
             for key, value in staged.state.items():
-                if self._goes(value, state.parameter):
-                    state.entry[key] = home = self._home(state.name, key, layout_of(value))
-                    moves += self._move(state.name, key, home, value) if value is not home else []
+                if self._goes(value, staged.values):
+                    whole = value if value.shape == state.parameter.shape else state.parameter
+                    layout = replace(layout_of(whole), dtype=value.dtype)
+                    state.entry[key] = home = self._home(state.name, key, layout)
+                    moves += self._move(state.name, key, home, value, state)
                 else:
                     state.entry[key] = value
         moves += self._move(state.name, VALUES, state.parameter.detach(), staged.values, state)
         self.store.write(moves)
-        if state.stop == state.parameter.numel():
+        if state.ends:
             torch.autograd.graph.increment_version(state.parameter)
+            self._versions[state.name, VALUES] = state.parameter._version
             self._wrote(state.name)
+
+    def _note_writes(self, name: str, key: str, home: Tensor) -> None:
+        """Takes the checksums of a home that the user has written to since they were taken."""
+        version = home._version
+        if self._verified() and version != self._versions.get((name, key), version):
+            self.store.note(home.data_ptr(), span_nbytes(home), _title(name, key))
+            self._versions[name, key] = version
 
     def _there(self, state: OnDisk, key: str, value: Tensor) -> Tensor:
         """Returns the home on disk of a tensor that may be elsewhere, such as after load_state_dict; all of it is there
@@ -240,17 +261,10 @@ class DiskState:
 
     def _move(self, name: str, key: str, home: Tensor, value: Tensor, state: OnDisk | None = None) -> list[Move]:
         """Returns the request that writes a value to its home, or to a part of it; none for a value without elements."""
-        target = home if state is None else _part(state, home)
+        target = home if state is None else state.part(home)
         self._versions[name, key] = home._version
         nbytes = span_nbytes(value)
         return [(value.data_ptr(), target.data_ptr(), nbytes, _title(name, key))] if nbytes else []
-
-
-def _part(state: OnDisk, whole: Tensor) -> Tensor:
-    """Returns the elements of one piece, in one row, or all of what is updated at once."""
-    if state.remainder is None:
-        return whole
-    return whole.as_strided((state.stop - state.start,), (1,), whole.storage_offset() + state.start)
 
 
 def _title(name: str, key: str) -> str:

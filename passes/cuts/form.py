@@ -31,13 +31,15 @@ class Form:
 WHOLE = Form()
 
 
-def possible_forms(joint: fx.GraphModule, chunks: int | str, tiles: int | str, fragments: str | None) -> list[Form]:
-    """Returns the forms that options allow, the coarsest first. ``chunks``, ``tiles``: a number or "auto"; ``fragments``: as
-    ``possible_cuts`` takes it."""
+def possible_forms(
+    joint: fx.GraphModule, chunks: int | str, tiles: int | str, fragments: str | None, begins: int = UNCUT.begins
+) -> list[Form]:
+    """Returns the forms that options allow, the coarsest first. ``chunks``, ``tiles``: a number or "auto"; ``fragments``,
+    ``begins``: as ``possible_cuts`` takes them."""
     forms = list[Form]()
     for number in AUTO if "auto" in (chunks, tiles) else (1,):
         of_head, of_tokens = (number if each == "auto" else int(each) for each in (chunks, tiles))
-        forms += [Form(of_head, of_tokens, cut) for cut in possible_cuts(joint, fragments)]
+        forms += [Form(of_head, of_tokens, cut) for cut in possible_cuts(joint, fragments, begins)]
     return forms
 
 

@@ -70,6 +70,11 @@ class DiskStore:
         return self._requests.staging_nbytes
 
     @property
+    def piece_nbytes(self) -> int:
+        """The bytes of a piece of a request, from the start of a value on: each has a checksum."""
+        return self._requests.chunk
+
+    @property
     def all_reserved_nbytes(self) -> int:
         """The space on the disk of this store and of those beside it."""
         return self.reserved_nbytes + sum(other.reserved_nbytes for other in self._others)

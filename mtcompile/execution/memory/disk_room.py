@@ -13,10 +13,12 @@ from mtcompile.execution.compiled import LiveFrames
 from mtcompile.execution.memory.fragments import parameter_homes
 from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.options import DiskBudget
+from mtcompile.passes.planning.problem import Planned
+from mtcompile.passes.step_graph import fragments_of
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.disk import direct
 from mtcompile.runtime.disk.file import free_nbytes
-from mtcompile.runtime.disk.store import DEPTH
+from mtcompile.runtime.disk.store import DEPTH, DiskStore, piece_nbytes
 from mtcompile.torch_private import shares_storage
 
 
@@ -49,6 +51,21 @@ def _reads_directly(disk: DiskBudget, device: Device, parameters: ParameterStore
     return None if parameters.direct_works else False
 
 
+def requests_nbytes(parameters: ParameterStore, model_nbytes: int) -> int:
+    """Returns the bytes of a piece of the requests to the disk, for a model of that size."""
+    return piece_nbytes(model_nbytes) if parameters.disk is None else parameters.disk.piece_nbytes
+
+
+def opened_store(disk: DiskBudget, parameters: ParameterStore, model_nbytes: int, planned: Planned) -> DiskStore:
+    """Returns the store of a model of that size, with room for what a plan keeps there. Raises DiskError."""
+    if parameters.disk is None:
+        parameters.disk = DiskStore(disk.folder, piece_nbytes(model_nbytes), summed=knobs.disk_verified())
+    if planned.plan.disk_direct:
+        direct_reader(parameters)
+    parameters.disk.reserve(planned.schedule.resident_nbytes.get("disk", 0))  # activations have a file of their own
+    return parameters.disk
+
+
 def direct_reader(parameters: ParameterStore) -> direct.DirectReader:
     """Returns what reads the disk straight to the device. Raises DiskError."""
     if parameters.direct is None:
@@ -64,10 +81,11 @@ def movable(
     parameters: ParameterStore,
     frames: LiveFrames,
 ) -> tuple[str, ...]:
-    """Returns the homes on the host that may go to disk now: also those that have no place yet, which a step takes rows of or
-    which are new beside others. ``named``: the model's parameters."""
+    """Returns the homes on the host that may go to disk now: also those that have no place yet, which a step takes rows of, or
+    takes in fragments, or which are new beside others. ``named``: the model's parameters."""
     homes = parameter_homes(step)
-    unplaced = homes if parameters.places else step.meta["rows"]
+    apart = *step.meta["rows"], *(part.parameter for part in fragments_of(step).values())
+    unplaced = homes if parameters.places else apart
     new = {homes[n] for n in unplaced if n in homes and n not in parameters.places and not shares_storage(named[n])}
     evicted = frames.waiting() if frames.leaving else ()
     passing = [tensor for frame in evicted for tensor in frame.memory.tensors.values()]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mtcompile.optim.backward.kernels import Backward, update_plain
-from mtcompile.optim.disk_state import Staged
+from mtcompile.optim.disk_state import REMAINDER, DiskState, Homes, OnDisk, Staged
 from mtcompile.optim.master_weights import Master, Masters
 from mtcompile.optim.written_update import flat
 from mtcompile.passes.step_graph import Fragment
@@ -43,13 +43,16 @@ class FragmentUpdates:
             part = self.parts[name]
             parameter = backward.parameters[part.parameter]
             begun = self._begun.setdefault(part.parameter, _Begun())
+            begun.rows += part.end - part.start
+            ends = begun.rows == len(parameter)
             master = None if backward.masters is None else backward.masters.by_parameter.get(id(parameter))
-            if backward.masters is not None and master is not None:
+            if backward.disk is not None and backward.disk.holds(parameter):
+                _update_on_disk(backward, backward.disk, begun, (part, master, grad), factor, ends)
+            elif backward.masters is not None and master is not None:
                 _update_master(backward, backward.masters, begun, (part, master, grad))
             else:
                 _update_rows(backward, begun, part, grad, factor)
-            begun.rows += part.end - part.start
-            if begun.rows == len(parameter):
+            if ends:
                 backward.optimizer.state[parameter].update(begun.entry)
                 if backward.masters is not None:
                     backward.masters.wrote(parameter)
@@ -61,10 +64,7 @@ def _update_rows(backward: Backward, begun: _Begun, part: Fragment, grad: Tensor
     parameter = backward.parameters[part.parameter]
     values = parameter.detach()[part.start : part.end]
     known = backward.optimizer.state.get(parameter) or {}
-    state = {
-        key: value if not isinstance(value, Tensor) else _rows(value, part) if _is_whole(value, parameter) else value.clone()
-        for key, value in known.items()
-    }
+    state = {key: _rows(value, part) if _is_whole(value, parameter) else value for key, value in _entry(known).items()}
     staged = Staged(part.parameter, parameter, 0, values.numel(), values, None, state)
     update_plain(backward, {part.parameter: grad}, factor, staged)
     for key, value in state.items():
@@ -81,15 +81,59 @@ def _update_rows(backward: Backward, begun: _Begun, part: Fragment, grad: Tensor
 def _update_master(backward: Backward, masters: Masters, begun: _Begun, rows: tuple[Fragment, Master, Tensor]) -> None:
     """Updates rows of a parameter, of its remainder and of its fp32 state by the written formula."""
     part, master, grad = rows
-    parameter, optimizer = master.parameter, backward.optimizer
-    if begun.apply is None:
-        group = backward.groups[id(parameter)][1]
-        backward.allocated_state |= not optimizer.state.get(parameter)
-        begun.apply = masters.staged_update(optimizer, parameter, group, 1.0, _HOST)
-    tensors = {k: v for k, v in optimizer.state[parameter].items() if isinstance(v, Tensor) and _is_whole(v, parameter)}
+    parameter = master.parameter
+    apply = _written(backward, masters, begun, parameter, _HOST)
+    tensors = {k: v for k, v in backward.optimizer.state[parameter].items() if _is_whole(v, parameter)}
     state = {key: flat(_rows(value, part)) for key, value in tensors.items()}
     values, remainder = flat(_rows(parameter.detach(), part)), flat(_rows(master.remainder, part))
-    begun.apply(Staged(part.parameter, parameter, 0, values.numel(), values, remainder, state), grad)
+    apply(Staged(part.parameter, parameter, 0, values.numel(), values, remainder, state), grad)
+
+
+def _update_on_disk(
+    backward: Backward,
+    disk: DiskState,
+    begun: _Begun,
+    rows: tuple[Fragment, Master | None, Tensor],
+    factor: Tensor | None,
+    ends: bool,
+) -> None:
+    """Updates rows of a parameter on disk, and of its state there, while they are in host memory. ``ends``: all others have
+    been updated."""
+    part, master, grad = rows
+    parameter, grad = backward.parameters[part.parameter], flat(grad)
+    if backward.masters is not None and master is not None:
+        apply = _written(backward, backward.masters, begun, parameter, disk)
+        if not disk.holds(master.remainder):  # of a parameter that was frozen when it went to disk
+            master.remainder = disk.write_home(part.parameter, REMAINDER, master.remainder)
+        entry: Any = backward.optimizer.state[parameter]
+    else:
+        entry = begun.entry = _entry(backward.optimizer.state.get(parameter) or {})
+    first, stop = (row * (parameter.numel() // len(parameter)) for row in (part.start, part.end))
+
+    def change(staged: Staged) -> None:
+        if master is not None:
+            apply(staged, grad[staged.start - first : staged.stop - first])
+        else:
+            update_plain(backward, {part.parameter: grad}, factor, staged)
+
+    remainder = None if master is None else master.remainder
+    disk.update([OnDisk(part.parameter, parameter, entry, remainder, first, stop, ends)], change)
+
+
+def _written(
+    backward: Backward, masters: Masters, begun: _Begun, parameter: nn.Parameter, homes: Homes
+) -> Callable[[Staged, Tensor], None]:
+    """Returns the written formula of a parameter, whose step is counted up before its first rows. ``homes``: of new state."""
+    if begun.apply is None:
+        backward.allocated_state |= not backward.optimizer.state.get(parameter)
+        group = backward.groups[id(parameter)][1]
+        begun.apply = masters.staged_update(backward.optimizer, parameter, group, 1.0, homes)
+    return begun.apply
+
+
+def _entry(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a parameter's state for an update of some rows: what is counted, such as steps, is a copy."""
+    return {key: value.clone() if isinstance(value, Tensor) and not value.dim() else value for key, value in state.items()}
 
 
 class _HostMemory:
@@ -102,8 +146,8 @@ class _HostMemory:
 _HOST = _HostMemory()
 
 
-def _is_whole(value: Tensor, parameter: nn.Parameter) -> bool:
-    return value.shape == parameter.shape
+def _is_whole(value: Any, parameter: nn.Parameter) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
 def _rows(value: Tensor, part: Fragment) -> Tensor:

@@ -53,20 +53,21 @@ Weight = Linear | Stacked | Grouped
 class Cut:
     """Says which linear weights are cut: those of more than ``nbytes``, into fragments of about as many at most; 0: none.
     Of weights whose input receives a gradient, ``gathers`` cuts those too and makes the whole again for that gradient;
-    ``splits`` cuts them and sums it over fragments."""
+    ``splits`` cuts them and sums it over fragments. A fragment begins at a multiple of ``begins`` bytes."""
 
     nbytes: int = 0
     splits: bool = False
     gathers: bool = False
+    begins: int = placed(1)
 
 
 UNCUT = Cut()
 
 
-def possible_cuts(joint: fx.GraphModule, fragments: str | None) -> tuple[Cut, ...]:
+def possible_cuts(joint: fx.GraphModule, fragments: str | None, begins: int = UNCUT.begins) -> tuple[Cut, ...]:
     """Returns the cuts to choose among, the coarsest first: none, and fragments of half of the largest weight, a quarter, and
     so on. ``fragments``: "exact": where no sum is split, first without weights that are made whole again; "split": any; None:
-    no cut."""
+    no cut. ``begins``: as in ``Cut``."""
     if fragments is None:
         return (UNCUT,)
     kinds = (Cut(splits=True),) if fragments == "split" else (Cut(), Cut(gathers=True))
@@ -75,7 +76,7 @@ def possible_cuts(joint: fx.GraphModule, fragments: str | None) -> tuple[Cut, ..
         weights = _whole(joint, kind)
         if (names := [weight.spec.name for weight in weights]) != before:
             largest = max(weight.nbytes for weight in weights)
-            cuts += [replace(kind, nbytes=-(-largest // parts)) for parts in _PARTS]
+            cuts += [replace(kind, nbytes=-(-largest // parts), begins=begins) for parts in _PARTS]
         before = names
     return tuple(cuts)
 
@@ -113,15 +114,15 @@ def _whole(joint: fx.GraphModule, cut: Cut) -> list[Weight]:
 
 def _rows(weight: Weight, cut: Cut) -> list[tuple[int, int]]:
     """Returns where each fragment starts and ends. A fragment begins where a slot may, so that fragments lie side by side in
-    the memory of the whole, and each has about as many bytes as the others. Those of a linear weight begin at a multiple of
-    ``_TILE`` rows, and fewer rows than that at the end belong to the fragment before; but where a sum is split anyway, a weight
-    of few rows is cut finer."""
+    the memory of the whole, or where a disk may read, and each has about as many bytes as the others. Those of a linear weight
+    begin at a multiple of ``_TILE`` rows, and fewer rows than that at the end belong to the fragment before; but where a sum is
+    split anyway, a weight of few rows is cut finer."""
     val = weight.weight.meta["val"]
     rows, row_nbytes = val.shape[0], math.prod(val.shape[1:]) * val.element_size()
     count = -(-weight.nbytes // cut.nbytes)
     finer = cut.splits and weight.has_input_gradient and rows < count * _TILE
     fewest = _TILE if isinstance(weight, Linear) and not finer else 1
-    step = math.lcm(placed(1) // math.gcd(placed(1), row_nbytes), fewest)
+    step = math.lcm(cut.begins // math.gcd(cut.begins, row_nbytes), fewest)
     share = rows // count if fewest > 1 else -(-rows // count) + step - 1
     size = max(step, share // step * step)
     starts = [start for start in range(0, rows, size) if start == 0 or rows - start >= fewest]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
 
+from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
 from mtcompile.passes.step_graph import fragments_of
@@ -47,9 +48,18 @@ def streaming(schedule: Schedule, starts: Mapping[int, float] | None = None) -> 
     return Streaming(min(first, default=0.0), most)
 
 
-def streamed_whole(problem: PlanningProblem) -> Schedule:
-    """Returns the schedule of a step that streams its weights whole, one region ahead, on a device that has room for that."""
-    return make_plan(replace(problem, budgets=replace(problem.budgets, device=None)), "megatrain").schedule
+def streamed_whole(problem: PlanningProblem, on_disk: Collection[str] = ()) -> Schedule:
+    """Returns the schedule of a step that streams its weights whole, one region ahead, on a device that has room for that.
+    ``on_disk``: the parameters that are there."""
+    homes, budgets = problem.step.meta["homes"], replace(problem.budgets, device=None, host=None)
+    fixed = {**problem.fixed_homes, **{homes[name]: "disk" for name in on_disk if name in homes}}
+    return make_plan(replace(problem, budgets=budgets, fixed_homes=fixed), "megatrain").schedule
+
+
+def cut_on_disk(step: fx.GraphModule, plan: Plan) -> set[str]:
+    """Returns the parameters that a step takes in fragments and a plan keeps on disk."""
+    homes = step.meta["homes"]
+    return {part.parameter for name, part in fragments_of(step).items() if plan.params(homes.get(name, "")) == "disk"}
 
 
 def told_fragments(planned: Planned, whole: Schedule, fits: bool) -> str:
