@@ -28,14 +28,15 @@ from mtcompile.options import FASTEST
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets, is_trained, with_parts
 from mtcompile.passes.cuts.form import Form, in_rows
+from mtcompile.passes.cuts.fragments.cut import UNCUT
 from mtcompile.passes.joint.accumulate import Micro
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.planner import homes_of_rows
 from mtcompile.passes.planning.problem import Planned, PlanningProblem, Progress
-from mtcompile.passes.step_graph import inputs_of, storage_nbytes
-from mtcompile.runtime.disk.store import staging_nbytes
+from mtcompile.passes.step_graph import inputs_of, span_nbytes, storage_nbytes
+from mtcompile.runtime.disk.store import piece_nbytes, staging_nbytes
 from mtcompile.torch_private import building_without_memory, without_memory
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -64,8 +65,12 @@ class ForecastRequest:
     @property
     def cuts_last(self) -> bool:
         """True if weights may be cut into fragments where nothing fits otherwise."""
-        plain = self.budgets.disk is None and self.ranks.count == 1
-        return self.fragments == "auto" and plain and (self.budgets.updates is None or not self.budgets.updates.held)
+        plain = self.budgets.updates is None or not self.budgets.updates.held
+        return self.fragments == "auto" and self.ranks.count == 1 and plain
+
+    def fragments_begin(self, joint: fx.GraphModule) -> int:
+        """Returns the bytes at multiples of which fragments of a step's weights begin, as ``compile`` would cut them."""
+        return UNCUT.begins if self.budgets.disk is None else piece_nbytes(_parameters_nbytes(joint))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +100,8 @@ class AssumedPlacement:
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
         budgets = self.budgets
         if budgets.disk is not None:
-            parameters_nbytes = sum(node.meta["nbytes"] for spec, node in inputs_of(step) if spec.role == "param")
-            rows = tuple(homes_off_device(step))  # there are no fragments beside a disk
-            budgets = replace(budgets, disk_staging=staging_nbytes(parameters_nbytes), disk_takes=rows)
+            takes = tuple(homes_off_device(step))
+            budgets = replace(budgets, disk_staging=staging_nbytes(_parameters_nbytes(step)), disk_takes=takes)
         fixed = dict.fromkeys(step.meta["homes"].values(), "host") if self.ranks.count > 1 else homes_off_device(step)
         if budgets.sharing * budgets.hosts > 1:
             sharded = tuple(sorted(fixed)) if budgets.hosts == self.ranks.hosts else ()
@@ -117,6 +121,10 @@ class AssumedPlacement:
         elementwise = budgets.disk_updates and is_elementwise(optimizer)
         budgets = replace(budgets, state=state, state_copies=copies, updates=updates, disk_updates=elementwise)
         return with_parts(step, budgets, knobs.ranks_shard_weights()), fixed
+
+
+def _parameters_nbytes(graph: fx.GraphModule) -> int:
+    return sum(span_nbytes(node.meta["val"]) for spec, node in inputs_of(graph) if spec.role == "param")
 
 
 def sized_step(request: ForecastRequest, batch: int, seq: int, like: SizedStep | None = None) -> SizedStep:

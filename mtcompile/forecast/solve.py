@@ -190,7 +190,8 @@ def _forecast(request: ForecastRequest, batch: int, seq: int) -> tuple[Forecast,
         other, whole = _with_or_without_rows(request, in_form(request, sized, replace(sized.joint.form, chunks=1)))
         if _merit(other) > _merit(forecast):
             sized, forecast = whole, other
-    cuts_last = request.cuts_last and not forecast.feasible and forecast.minimum_device_bytes
+    short = forecast.minimum_device_bytes or (request.budgets.disk is not None and forecast.short_bytes)
+    cuts_last = request.cuts_last and not forecast.feasible and short
     most = MOST_TILES if request.fragments in (None, "auto") else 1  # a training step goes with tiles or fragments
     while not forecast.feasible and forecast.minimum_device_bytes and (form := sized.joint.form).tiles < most:
         finer = in_form(request, sized, replace(form, tiles=4 * form.tiles))
@@ -200,7 +201,8 @@ def _forecast(request: ForecastRequest, batch: int, seq: int) -> tuple[Forecast,
         if other.minimum_device_bytes >= forecast.minimum_device_bytes:
             break
         sized, forecast = finer, other
-    for cut in possible_cuts(sized.captured, "exact" if cuts_last else None if most > 1 else request.fragments)[1:]:
+    kind, begins = "exact" if cuts_last else None if most > 1 else request.fragments, request.fragments_begin(sized.captured)
+    for cut in possible_cuts(sized.captured, kind, begins)[1:]:
         form = replace(sized.joint.form, cut=cut, tiles=1)
         other, finer = _with_or_without_rows(request, in_form(request, sized, form))
         if _merit(other) > _merit(forecast):

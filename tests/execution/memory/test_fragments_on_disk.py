@@ -162,6 +162,17 @@ def test_a_checkpoint_has_whole_weights_and_goes_on_with_the_same_bits(tmp_path:
     assert_same(ours, theirs)
 
 
+def test_a_forecast_cuts_what_is_to_be_on_disk() -> None:
+    options: dict[str, Any] = {"memory": WEIGHT // 2, "host": WEIGHT * 15 // 16, "disk": "64MiB", "update": "backward"}
+    data = {"x": torch.randn(4, WIDTH)}
+    assert not mtcompile.plan(First(), data, fragments=None, machine="rtx4090", **options).feasible
+    forecast = mtcompile.plan(First(), data, machine="rtx4090", force=True, **options)  # however slow the disk makes it
+    assert forecast.feasible and forecast.ledger is not None
+    for tier, parts in forecast.ledger.items():
+        assert sum(parts.values()) == forecast.peak_bytes[tier] <= forecast.budget_bytes[tier], tier
+    assert forecast.ledger["disk"]["weights"] == WEIGHT and forecast.ledger["disk"]["optimizer"] == 2 * WEIGHT
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "momentum": {"make": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9)},
     "amsgrad": {"make": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True), "host": 2 * WEIGHT},
