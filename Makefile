@@ -72,6 +72,7 @@ $(READY): pyproject.toml constraints.txt hashes.txt setup.py runtime/optim/updat
 		$(PIP) install --require-hashes --no-deps --only-binary :all: -r hashes.txt; fi
 	@$(PIP) install -c constraints.txt torch setuptools wheel
 	@$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev]"
+	@$(BIN)/python -m compileall -q mtcompile passes runtime  # else each command compiles them anew where Python writes no bytecode
 	@touch $@
 
 lint: $(READY)

@@ -20,7 +20,7 @@ from mtcompile.passes.planning.pace import earliest_due
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import ranks_of
 
-_MOST_SUMMARIES = 64  # that are remembered
+_MOST_SUMMARIES = 256  # that are remembered
 _FIGURES: Any = {"decisions": (), "peak_bytes": {}, "step_time_us": 0.0, "update_us": 0.0}
 
 
