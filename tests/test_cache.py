@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -223,3 +225,14 @@ def test_links_and_folders_give_the_same_digest_and_circles_end(checkout: Path, 
     assert source_digest(checkout) == before
     (checkout / "passes" / "rewrites" / "added.py").write_text("")
     assert source_digest(checkout) != before
+
+
+def test_a_plan_of_a_known_shape_loads_neither_dynamo_nor_sympy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They take as long to load as torch itself, and only a trace or a search for sizes needs them."""
+    monkeypatch.setenv("MT_CACHE", str(tmp_path))
+    options = {"batch": 32, "seq": 1024, "machine": "rtx3090", "update": "backward", "advise": True}
+    assert mtcompile.plan("gpt-11m", memory="12GiB", **options).feasible  # all of it, its head in chunks
+    plan = f"mtcompile.plan('gpt-11m', memory='12.1GiB', **{options!r})"
+    program = f"import mtcompile, sys; print({plan}.feasible, 'torch._dynamo' in sys.modules, 'sympy' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["True", "False", "False"]

@@ -208,11 +208,10 @@ def _micro(joint: fx.GraphModule, request: ForecastRequest) -> Micro:
 
 def _captured(request: ForecastRequest, batch: int, seq: int) -> tuple[fx.GraphModule, Mapping[str, Any]]:
     model, data = request.model, request.data
+    if isinstance(model, str):
+        return _captured_shape(model, request, batch, seq)
     own = _same_values(model, bool(request.lora)) if isinstance(model, nn.Module) else None
     with building_without_memory() as built:
-        if isinstance(model, str):
-            tokens = torch.zeros((batch, seq), dtype=torch.int64)
-            return _captured_shape(model, request.precision, tokens, request.lora, built)
         module = own if own is not None else model(batch, seq) if takes_sizes(model) else model()
         if isinstance(module, tuple):
             module, data = module
@@ -239,24 +238,25 @@ def _traced(
     return trace_joint(module.train(), data, repeated=repeated, own=own)[0]
 
 
-def _captured_shape(
-    name: str, precision: Precision, tokens: torch.Tensor, lora: int, built: Callable[[nn.Module], None]
-) -> tuple[fx.GraphModule, Mapping[str, Any]]:
+def _captured_shape(name: str, request: ForecastRequest, batch: int, seq: int) -> tuple[fx.GraphModule, Mapping[str, Any]]:
     """Captures the step of a built-in shape. Its sources are ours, so its trace is cached between runs, and that of a few of
-    its blocks says what the others are. ``built`` is called with the model."""
-    data = {"tokens": tokens, "targets": tokens}
-    key = repr((SHAPES[name], precision, tuple(tokens.shape), lora, trace_settings(tokens.device)))
-    joint = cache.read_joint(key)
+    its blocks says what the others are."""
+    shape, precision, lora = SHAPES[name], request.precision, request.lora
+    tokens = torch.empty((batch, seq), dtype=torch.int64, device="meta")
+    key = repr((shape, precision, tuple(tokens.shape), lora, trace_settings(torch.device("cpu"))))
+    joint = cache.read_joint(key)  # before there is a fake mode: the first one loads Dynamo
     if joint is None:
-        shape = SHAPES[name]
-        stamped = shape.layers > TRACED
-        module = fake(shape.shortened(TRACED) if stamped else shape)
-        if lora:
-            add_lora(module, lora)
-        built(module)
-        joint = _traced(module, data, precision, ("blocks", shape.layers) if stamped else None, own=not lora)
+        with building_without_memory() as built:
+            stamped = shape.layers > TRACED
+            module = fake(shape.shortened(TRACED) if stamped else shape)
+            if lora:
+                add_lora(module, lora)
+            built(module)
+            tokens = torch.zeros((batch, seq), dtype=torch.int64)
+            data = {"tokens": tokens, "targets": tokens}
+            joint = _traced(module, data, precision, ("blocks", shape.layers) if stamped else None, own=not lora)
         cache.write_joint(key, joint)
-    return joint, data
+    return joint, {"tokens": tokens, "targets": tokens}
 
 
 def _same_values(module: nn.Module, frozen: bool) -> nn.Module:

@@ -40,7 +40,6 @@ from mtcompile.passes.plan import NORM_COPIES, Updates
 from mtcompile.passes.planning.planner import may_be_resident
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Progress, no_progress
-from mtcompile.passes.planning.symbolic import MONOMIALS, evaluated, peak_expressions
 
 _LEFT_FREE = 0.08  # of a machine's device memory when no budget is given
 _GRAIN = 128  # tokens of a sequence that is solved for
@@ -248,6 +247,8 @@ def _least_memory(request: ForecastRequest, batch: int, seq: int) -> Forecast:
 def _largest(request: ForecastRequest, what: str, batch: int, seq: int) -> Forecast:
     """Plans the largest batch or sequence that fits: takes the size that the expression of the leanest plan's peak gives, then
     confirms it by planning that size and the next. Raises ValueError if the model cannot be traced at the sizes this needs."""
+
+    from mtcompile.passes.planning.symbolic import MONOMIALS, evaluated, peak_expressions  # loads sympy: only here
 
     def at(n: int) -> tuple[int, int]:
         return (n, seq) if what == "batch" else (batch, n * _GRAIN)

@@ -149,11 +149,11 @@ def _rewrite(graph: fx.Graph, head: _Head, chunks: int) -> None:
         for start, end in bounds:
             logarithms = _logarithms(add, head, start, end)
             labels = _rows(add, target, start, end)
-            loss = add(aten.nll_loss_forward.default, logarithms, labels, None, SUM, ignored)
+            loss = add(aten.nll_loss_forward.default, logarithms, labels, None, SUM, ignored, val=_val(head.loss))
             sums.append(add(operator.getitem, loss, 0))
             weights.append(add(operator.getitem, loss, 1))
         weight = total(add, weights)
-        loss = add(aten.div.Tensor, total(add, sums), weight)
+        loss = add(aten.div.Tensor, total(add, sums), weight, val=_val(head.loss)[0])
     for user in list(head.loss.users):
         user.replace_all_uses_with(loss if user.args[1] == 0 else weight)
 
@@ -167,20 +167,25 @@ def _rewrite(graph: fx.Graph, head: _Head, chunks: int) -> None:
             logarithms = _logarithms(add, head, start, end)
             tangent, counted = back.loss.args[0], back.loss.args[6]
             labels = _rows(add, target, start, end)
-            gradient = add(aten.nll_loss_backward.default, tangent, logarithms, labels, None, MEAN, ignored, counted)
-            gradient = add(aten._log_softmax_backward_data.default, gradient, logarithms, *back.softmax.args[2:])
+            rows, operands = end - start, (tangent, logarithms, labels, None, MEAN, ignored, counted)
+            gradient = add(aten.nll_loss_backward.default, *operands, val=_alike(back.loss, rows))
+            operands = (gradient, logarithms, *back.softmax.args[2:])
+            gradient = add(aten._log_softmax_backward_data.default, *operands, val=_alike(back.softmax, rows))
             for cast in back.casts:
-                gradient = add(cast.target, gradient, **cast.kwargs)
+                gradient = add(cast.target, gradient, val=_alike(cast, rows), **cast.kwargs)
             for node in back.for_x:
-                pieces[node].append(add(aten.mm.default, gradient, viewed(add, node.args[1])))
+                operands = (gradient, viewed(add, node.args[1]))
+                pieces[node].append(add(aten.mm.default, *operands, val=_alike(node, rows)))
             for node in back.for_weight:
                 turned = add(aten.t.default, gradient)
                 operands = (*pieces[node], turned, _rows(add, head.x, start, end))
-                pieces[node] = [add(aten.addmm.default if pieces[node] else aten.mm.default, *operands)]
+                product = aten.addmm.default if pieces[node] else aten.mm.default
+                pieces[node] = [add(product, *operands, val=_alike(node))]
             for node in back.for_bias:
-                pieces[node].append(add(node.target, gradient, *node.args[1:], **node.kwargs))
+                pieces[node].append(add(node.target, gradient, *node.args[1:], val=_alike(node), **node.kwargs))
         for node, parts in pieces.items():
-            node.replace_all_uses_with(add(aten.cat.default, parts) if node in back.for_x else total(add, parts))
+            whole = add(aten.cat.default, parts, val=_alike(node)) if node in back.for_x else total(add, parts)
+            node.replace_all_uses_with(whole)
 
 
 def _backward_point(graph: fx.Graph, back: _Backward | None) -> fx.Node | None:
@@ -200,14 +205,15 @@ Add = Callable[..., fx.Node]
 
 
 def adder(graph: fx.Graph, like: fx.Node) -> Add:
-    """A function that appends an operation, whose result is known by running it on tensors without content (fake ones of a
-    trace, or those of a graph read from text); phase and place are those of ``like``."""
+    """A function that appends an operation, whose result is ``val`` or, without one, known by running it on tensors without
+    content (fake ones of a trace, or those of a graph read from text); phase and place are those of ``like``."""
     mode: Any = getattr(_val(like), "fake_mode", None) or nullcontext()
 
-    def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def add(target: Any, *args: Any, val: Any = None, **kwargs: Any) -> fx.Node:
         node = graph.call_function(target, args, kwargs)
-        with mode, torch.no_grad():
-            val = target(*fx.node.map_arg(args, _val), **{k: v for k, v in kwargs.items() if k != "device"})
+        if val is None:
+            with mode, torch.no_grad():
+                val = target(*fx.node.map_arg(args, _val), **{k: v for k, v in kwargs.items() if k != "device"})
         node.meta.update({k: v for k, v in like.meta.items() if k in ("phase", "seq_nr", "module_path")}, val=val)
         return node
 
@@ -216,15 +222,22 @@ def adder(graph: fx.Graph, like: fx.Node) -> Add:
 
 def _logarithms(add: Add, head: _Head, start: int, end: int) -> fx.Node:
     """The chunk's log-softmax, from its rows of x."""
-    rows = _rows(add, head.x, start, end)
-    logits = add(head.product.target, *head.product.args[:-2], rows, head.product.args[-1])
+    operands = (*head.product.args[:-2], _rows(add, head.x, start, end), head.product.args[-1])
+    logits = add(head.product.target, *operands, val=_alike(head.product, end - start))
     for cast in head.casts:
-        logits = add(cast.target, logits, **cast.kwargs)
-    return add(head.softmax.target, logits, *head.softmax.args[1:])
+        logits = add(cast.target, logits, val=_alike(cast, end - start), **cast.kwargs)
+    return add(head.softmax.target, logits, *head.softmax.args[1:], val=_alike(head.softmax, end - start))
 
 
 def _rows(add: Add, node: fx.Node, start: int, end: int) -> fx.Node:
     return add(aten.slice.Tensor, node, 0, start, end)
+
+
+def _alike(node: fx.Node, rows: int | None = None) -> torch.Tensor | None:
+    """The value of ``node``, of so many rows of a matrix; None if it is not in row-major order. Shape functions need not be called for it:
+    many are written in Python, and they load Dynamo."""
+    val = _val(node)
+    return val.new_empty(val.shape if rows is None else (rows, val.shape[-1])) if val.is_contiguous() else None
 
 
 def viewed(add: Add, node: fx.Node) -> fx.Node:
@@ -234,7 +247,7 @@ def viewed(add: Add, node: fx.Node) -> fx.Node:
 
 def total(add: Add, parts: list[fx.Node]) -> fx.Node:
     """The sum of the parts, added in their order one after the other."""
-    return functools.reduce(lambda one, other: add(aten.add.Tensor, one, other), parts)
+    return functools.reduce(lambda one, other: add(aten.add.Tensor, one, other, val=_alike(one)), parts)
 
 
 def _val(node: Any) -> torch.Tensor:
