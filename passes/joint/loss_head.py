@@ -234,8 +234,8 @@ def _rows(add: Add, node: fx.Node, start: int, end: int) -> fx.Node:
 
 
 def _alike(node: fx.Node, rows: int | None = None) -> torch.Tensor | None:
-    """The value of ``node``, of so many rows of a matrix; None if it is not in row-major order. Shape functions need not be called for it:
-    many are written in Python, and they load Dynamo."""
+    """The value of ``node``, of so many rows of a matrix; None if it is not in row-major order. Shape functions need not be
+    called for it: many are written in Python, and they load Dynamo."""
     val = _val(node)
     return val.new_empty(val.shape if rows is None else (rows, val.shape[-1])) if val.is_contiguous() else None
 
