@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from mtcompile.passes.step_graph import calls, is_move, results
+from mtcompile.passes.step_graph import calls, is_move, read, results, write
 from mtcompile.runtime.schedule import placed
 
 _NUMBERED = re.compile(r"(.*?)(?:_(\d+))?$")
@@ -68,8 +68,9 @@ def bundle(draft: fx.GraphModule) -> fx.GraphModule:
             if first is not item:
                 first_of[item] = first
                 meta = first.meta
-                tier = meta["tier"]
-                meta["slot_nbytes"] = meta.get("slot_nbytes", placed(meta["nbytes"], tier)) + placed(item.meta["nbytes"], tier)
+                where = meta["tier"], call.target is read or any(user.target is write for user in item.users)
+                before = meta.get("slot_nbytes", placed(meta["nbytes"], *where))
+                meta["slot_nbytes"] = before + placed(item.meta["nbytes"], *where)
                 meta["nbytes"] += item.meta["nbytes"]
     for call in calls(draft):
         if not first_of.keys().isdisjoint(call.args):

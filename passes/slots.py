@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mtcompile.runtime.schedule import TIERS, Buffer, Instruction, placed
+from mtcompile.runtime.schedule import TIERS, Buffer, Instruction, placed, used_by_disk
 
 
 def assign_offsets(
@@ -13,27 +13,27 @@ def assign_offsets(
     """Returns all buffers, the placed ones with an offset in their tier's arena, and the size of each arena in bytes.
 
     Slots are placed largest first, each at the lowest offset that is free during its whole life (by list order), which is
-    deterministic.
+    deterministic. Those on the host that a disk reads or writes begin where it does so without a copy.
     """
-    slots = slots_of(instructions, buffers)
+    slots, by_disk = slots_of(instructions, buffers), used_by_disk(instructions)
     start = {i.writes[0]: position for position, i in enumerate(instructions) if i.op == "alloc"}
-    nbytes = {first: sum(_room(buffers[name]) for name in names) for first, names in slots.items()}
+    rooms = {name: _room(buffers[name], name in by_disk) for names in slots.values() for name in names}
+    nbytes = {first: sum(rooms[name] for name in names) for first, names in slots.items()}
     ranges: dict[str, tuple[int, int]] = {}  # offset and end offset of each slot that has its place
     arenas = {"device": 0, "host": 0, **{b.tier: 0 for b in buffers.values() if b.kind == "placed"}}
     located: dict[str, Buffer] = {}
     beside = _beside(instructions, buffers, slots)
     for slot in sorted(slots, key=lambda name: (-nbytes[name], start[name], name)):
-        size, offset = nbytes[slot], 0
+        size, offset, tier = nbytes[slot], 0, buffers[slot].tier
         for low, high in sorted([ranges[other] for other in beside[slot] if other in ranges]):
             if offset + size <= low:
                 break
-            offset = max(offset, high)
+            offset = max(offset, placed(high, tier, by_disk=True) if slot in by_disk else high)
         ranges[slot] = offset, offset + size
-        tier = buffers[slot].tier
         arenas[tier] = max(arenas[tier], offset + size)
         for name in slots[slot]:
             located[name] = _at(buffers[name], offset)
-            offset += _room(buffers[name])
+            offset += rooms[name]
     return {name: located.get(name, buffer) for name, buffer in buffers.items()}, arenas
 
 
@@ -75,9 +75,9 @@ def _beside(
     return beside
 
 
-def _room(buffer: Buffer) -> int:
+def _room(buffer: Buffer, by_disk: bool) -> int:
     """The bytes from the start of a buffer to where the next one may start."""
-    return placed(buffer.nbytes, buffer.tier)
+    return placed(buffer.nbytes, buffer.tier, by_disk)
 
 
 def _at(b: Buffer, offset: int) -> Buffer:

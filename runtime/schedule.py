@@ -37,6 +37,7 @@ ALIGNMENT = 64  # bytes; what torch's CPU allocator aligns to, so that a slot gi
 # tensor with its own storage always has.
 PLACEMENT = 256
 BLOCK = 4096  # bytes; where values on disk start, so that no two share a block
+SECTOR = 512  # bytes; memory at multiples of this is read from disk and written there without a copy
 
 FORMAT = "mtcompile-schedule-2"
 MOST_NBYTES = 2**62  # of anything in a schedule that is read: sums of them fit into 64 bits
@@ -47,9 +48,10 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def placed(nbytes: int, tier: str = "host") -> int:
-    """Rounds ``nbytes`` up to where the next value in an arena or slab of ``tier`` may start."""
-    step = BLOCK if tier == "disk" else PLACEMENT
+def placed(nbytes: int, tier: str = "host", by_disk: bool = False) -> int:
+    """Rounds ``nbytes`` up to where the next value in an arena or slab of ``tier`` may start. ``by_disk``: of host memory that
+    a disk reads or writes."""
+    step = BLOCK if tier == "disk" else SECTOR if by_disk else PLACEMENT
     return -(-nbytes // step) * step
 
 
@@ -154,6 +156,13 @@ class Instruction:
     previous_step_deps: tuple[int, ...] = ()
     ends: str = ""
     rows: tuple[str, ...] = ()
+
+
+def used_by_disk(instructions: Iterable[Instruction]) -> set[str]:
+    """Returns the buffers on the host that a disk fills, or whose bytes it takes."""
+    copies = [each for each in instructions if each.op == "copy"]
+    filled = {name for each in copies if each.queue == "disk_read" for name in each.writes}
+    return filled.union(name for each in copies if each.queue == "disk_write" for name in each.reads)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ from mtcompile.passes.step_graph import (
     update,
     write,
 )
-from mtcompile.runtime.schedule import BLOCK, Buffer, Instruction, Schedule, aligned, placed
+from mtcompile.runtime.schedule import BLOCK, Buffer, Instruction, Schedule, aligned, placed, used_by_disk
 from mtcompile.runtime.verify import peak
 
 
@@ -313,12 +313,13 @@ def _totals(step: fx.GraphModule, schedule: Schedule, given: Given) -> None:
     limits = {tier: nbytes for tier, nbytes in given.budgets.nbytes.items() if nbytes is not None}
     _same_bytes("budget", limits, schedule.budget_nbytes)
     _same_bytes("resident", _resident(step, given), schedule.resident_nbytes)
-    arenas = {"device": 0, "host": 0}
+    arenas, by_disk = {"device": 0, "host": 0}, used_by_disk(schedule.instructions)
     if any(buffer.offset is not None and buffer.tier == "disk" for buffer in schedule.buffers.values()):
         arenas["disk"] = 0
     for buffer in schedule.buffers.values():
         if buffer.offset is not None:
-            arenas[buffer.tier] = max(arenas[buffer.tier], buffer.offset + placed(buffer.nbytes, buffer.tier))
+            end = buffer.offset + placed(buffer.nbytes, buffer.tier, buffer.name in by_disk)
+            arenas[buffer.tier] = max(arenas[buffer.tier], end)
     _same_bytes("arena", arenas, schedule.arena_nbytes)
     _same_bytes("peak", peak(schedule), schedule.peak_nbytes)
 

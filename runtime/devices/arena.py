@@ -29,12 +29,13 @@ def same_strides(size: Sequence[int], one: Sequence[int], other: Sequence[int]) 
     return 0 in size or all(n == 1 or a == b for n, a, b in zip(size, one, other, strict=True))
 
 
-def arena(nbytes: int, device: torch.device | None = None) -> torch.Tensor:
-    """Allocates ``nbytes``, aligned to ALIGNMENT as torch's own tensors are; on the host unless ``device`` is given."""
+def arena(nbytes: int, device: torch.device | None = None, alignment: int = ALIGNMENT) -> torch.Tensor:
+    """Allocates ``nbytes``, aligned to ALIGNMENT as torch's own tensors are, or as asked for; on the host unless ``device`` is
+    given."""
     memory = torch.empty(nbytes, dtype=torch.uint8, device=device or "cpu")
-    if nbytes and memory.data_ptr() % ALIGNMENT:
-        memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=memory.device)
-        skip = -memory.data_ptr() % ALIGNMENT
+    if nbytes and memory.data_ptr() % alignment:
+        memory = torch.empty(nbytes + alignment, dtype=torch.uint8, device=memory.device)
+        skip = -memory.data_ptr() % alignment
         memory = memory[skip : skip + nbytes]
     return memory
 

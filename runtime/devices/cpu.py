@@ -15,7 +15,7 @@ from mtcompile.runtime.devices.joining import NO_SLABS, bytes_of
 from mtcompile.runtime.devices.rows import stretches_of
 from mtcompile.runtime.disk.direct import Arrival, DirectReader, StoreReader
 from mtcompile.runtime.disk.store import DiskStore
-from mtcompile.runtime.schedule import ALIGNMENT, Queue, Schedule, Tier, gib
+from mtcompile.runtime.schedule import ALIGNMENT, SECTOR, Queue, Schedule, Tier, gib
 
 POISON = 0xFF  # every float type reads NaN, every index far out of range
 
@@ -292,7 +292,7 @@ class CpuDevice:
     memory = CpuMemory
 
     def arena(self, tier: Tier, nbytes: int) -> torch.Tensor:
-        return arena(nbytes)
+        return arena(nbytes, alignment=SECTOR if tier == "host" else ALIGNMENT)
 
     def reach(self, memory: torch.Tensor) -> torch.Tensor:
         return memory

@@ -24,7 +24,7 @@ from mtcompile.runtime.devices.joining import bytes_of, runs_of_bytes
 from mtcompile.runtime.devices.pinned import NotPinned, Staging
 from mtcompile.runtime.disk.direct import DirectReader, KvikioReader
 from mtcompile.runtime.disk.store import DiskStore
-from mtcompile.runtime.schedule import BLOCK, HOST_AWAITS, HOST_QUEUES, Queue, Tier
+from mtcompile.runtime.schedule import BLOCK, HOST_AWAITS, HOST_QUEUES, SECTOR, Queue, Tier
 from mtcompile.runtime.trace import Record
 
 _COPYING: tuple[Queue, ...] = ("h2d", "d2h")
@@ -244,7 +244,7 @@ class CudaDevice:
             raise
         except NotPinned:
             self._stage()
-            return arena(nbytes)
+            return arena(nbytes, alignment=SECTOR)
 
     def reach(self, memory: torch.Tensor) -> torch.Tensor:
         """Pin host memory that is mapped already, such as what processes share: each registers what it has mapped."""

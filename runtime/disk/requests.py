@@ -21,9 +21,8 @@ from mtcompile.runtime.disk.checksums import Checksums
 from mtcompile.runtime.disk.errors import DiskError, DiskFull
 from mtcompile.runtime.disk.file import Descriptors
 from mtcompile.runtime.disk.pages import pages
-from mtcompile.runtime.schedule import BLOCK
+from mtcompile.runtime.schedule import BLOCK, SECTOR
 
-_MEMORY = 512  # bytes; the alignment of memory that disks read and write directly
 _DIRECT = 8 << 20  # bytes of a piece whose memory is aligned: the system splits it into as many requests as keep a disk busy
 
 
@@ -106,7 +105,7 @@ class Requests:
         """Yields what is carried at a time, in whole chunks: aligned memory in as few pieces as keep the disk busy."""
         direct = max(self.chunk, _DIRECT // self.chunk * self.chunk)
         for transfer in transfers:
-            yield from _parts(transfer, direct if transfer.address % _MEMORY == 0 else self.chunk)
+            yield from _parts(transfer, direct if transfer.address % SECTOR == 0 else self.chunk)
 
     def _all(self, one: Callable[[Transfer, int], None], transfers: Sequence[Transfer]) -> None:
         """Carries all pieces, and ends when all have ended. Raises the first error."""
@@ -149,7 +148,7 @@ class Requests:
             self._buffers.put(buffer)
 
     def _read(self, piece: Transfer, buffer: int) -> None:
-        direct = piece.nbytes // BLOCK * BLOCK if piece.address % _MEMORY == 0 else 0
+        direct = piece.nbytes // BLOCK * BLOCK if piece.address % SECTOR == 0 else 0
         if direct:
             _whole(os.preadv, self.file, piece, piece.address, piece.at, direct, "read")
         if rest := piece.nbytes - direct:
@@ -157,7 +156,7 @@ class Requests:
             ctypes.memmove(piece.address + direct, buffer, rest)
 
     def _write(self, piece: Transfer, buffer: int) -> None:
-        direct = piece.nbytes // BLOCK * BLOCK if piece.address % _MEMORY == 0 else 0
+        direct = piece.nbytes // BLOCK * BLOCK if piece.address % SECTOR == 0 else 0
         if direct:
             _whole(os.pwritev, self.file, piece, piece.address, piece.at, direct, "write")
         if rest := piece.nbytes - direct:

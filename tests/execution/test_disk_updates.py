@@ -23,7 +23,7 @@ import mtcompile
 from mtcompile.checkpoint import load, save
 from mtcompile.errors import BudgetError, StepError
 from mtcompile.runtime.disk.errors import DiskError
-from mtcompile.runtime.schedule import Schedule
+from mtcompile.runtime.schedule import SECTOR, Schedule, used_by_disk
 from mtcompile.runtime.verify import ScheduleError, verify
 from tests.helpers.stacks import WIDTH, Residual
 
@@ -105,6 +105,8 @@ def test_weights_and_state_on_disk_train_with_the_bits_of_plain_pytorch(
     report = model.memory_report()
     for tier in ("device", "host", "disk"):
         assert 0 < report[f"peak_{tier}_bytes"] <= report[f"planned_peak_{tier}_bytes"] <= model.plan.budget_bytes[tier], tier
+    arena, slots = model._mt_model.session.arenas._arenas["host"], used_by_disk(model.schedule.instructions)
+    assert slots and all((arena.data_ptr() + model.schedule.buffers[name].offset) % SECTOR == 0 for name in slots)
 
 
 @pytest.mark.slow

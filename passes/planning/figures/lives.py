@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtcompile.passes.planning.figures.moves import COMPUTE, D2H, POOLED, Buffer, Call
+from mtcompile.runtime import schedule
 
 Touched = tuple[list[int], list[int], list[int]]  # of ranges in order: first bytes, ends, and the buffers that had them last
 
@@ -36,7 +37,7 @@ def lives_of(calls: Sequence[Call], buffers: Sequence[Buffer], lookahead: int, t
         if call.phase and not backward:
             live, backward, until_backward = live + tangents, True, len(placed)
         for name in call.writes:
-            kind, nbytes, _ = buffers[name]
+            kind, nbytes = buffers[name][:2]
             if kind == POOLED:
                 live += nbytes
             else:
@@ -44,7 +45,7 @@ def lives_of(calls: Sequence[Call], buffers: Sequence[Buffer], lookahead: int, t
                 placed.append((name, True))
         most = max(most, live + call.workspace)
         for name, _ in freed[place]:
-            kind, nbytes, _ = buffers[name]
+            kind, nbytes = buffers[name][:2]
             if kind == POOLED:
                 live -= nbytes
             else:
@@ -109,14 +110,14 @@ def _offsets(
     arenas, ranges = [0, 0, 0], dict[int, tuple[int, int]]()
     located: list[list[tuple[int, int, int, int]]] = [[], [], []]  # by kind: bytes and life of slots, by rising bytes
     for name in sorted(start, key=lambda name: (-buffers[name].nbytes, start[name])):
-        kind, size, _ = buffers[name]
+        kind, size, _, by_disk = buffers[name]
         offset, begins, ends = 0, start[name], until[name]
         for low, high, first, last in located[kind]:
             if first < ends and begins < last:
                 if offset + size <= low:
                     break
                 if high > offset:
-                    offset = high
+                    offset = schedule.placed(high, by_disk=True) if by_disk else high
         ranges[name] = offset, offset + size
         insort(located[kind], (offset, offset + size, begins, ends))
         arenas[kind] = max(arenas[kind], offset + size)

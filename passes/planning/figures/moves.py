@@ -19,11 +19,12 @@ POOLED, ON_DEVICE, ON_HOST = range(3)  # kinds of buffers: of the allocator, in 
 
 
 class Buffer(NamedTuple):
-    """Bytes with one lifetime. ``returned``: never freed."""
+    """Bytes with one lifetime. ``returned``: never freed; ``by_disk``: a disk fills it."""
 
     kind: int
     nbytes: int
     returned: bool
+    by_disk: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -75,8 +76,8 @@ class Moves:
             self._make(position)
         self._in_order()
 
-    def _buffer(self, kind: int, nbytes: int, slot: int, returned: bool = False) -> int:
-        self.buffers.append(Buffer(kind, slot if kind else nbytes, returned))
+    def _buffer(self, kind: int, nbytes: int, slot: int, returned: bool = False, by_disk: bool = False) -> int:
+        self.buffers.append(Buffer(kind, slot if kind else nbytes, returned, by_disk))
         return len(self.buffers) - 1
 
     def _first(self, position: int, ahead: int) -> int:
@@ -145,14 +146,14 @@ class Moves:
         return read.writes
 
     def _by_role(self, kind: int, operands: Sequence[Operand]) -> list[int]:
-        """A buffer for the operands of each role: those are used together."""
+        """A buffer for the operands of each role: those are used together. On the host, a disk fills it."""
         by_role: dict[str, list[int]] = {}
         for operand in operands:
             sizes = by_role.setdefault(operand.role, [0, 0])
-            nbytes, slot = (operand.nbytes, operand.slot) if kind == ON_HOST else operand.there()
+            nbytes, slot = (operand.nbytes, operand.read_slot) if kind == ON_HOST else operand.there()
             sizes[0] += nbytes
             sizes[1] += slot
-        return [self._buffer(kind, *sizes) for sizes in by_role.values()]
+        return [self._buffer(kind, *sizes, by_disk=kind == ON_HOST) for sizes in by_role.values()]
 
     # ---------------------------------------------------------------------------------------------- what regions make
 

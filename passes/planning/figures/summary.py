@@ -48,6 +48,11 @@ class Operand(Size):
     tier: str = ""
     weights: bool = False  # parameters, whose tier the plan decides
     rows: Rows | None = None
+    read_slot: int = 0  # bytes of a slot on the host that a disk fills
+
+    def add(self, nbytes: int) -> None:
+        Size.add(self, nbytes)
+        self.read_slot += placed(nbytes, by_disk=True)
 
     def there(self) -> tuple[int, int]:
         """The bytes on the device, in the allocator and in a slot."""

@@ -13,6 +13,7 @@
 
 enum queue { COMPUTE, H2D, D2H, HOST, DISK_READ, QUEUES };
 enum kind { POOLED, ON_DEVICE, ON_HOST, KINDS };
+enum { SECTOR = 512 }; /* as in runtime/schedule.py */
 enum home { AT_DEVICE = 1, AT_DISK = 2, STAYS = 4, LATE = 8, EARLY = 16 }; /* bits of what a plan decides about a home */
 
 /* ------------------------------------------------------------------- from ../compiled.py, which has the same structures */
@@ -23,9 +24,10 @@ typedef struct {
     int64_t nbytes, slot, first_reader, readers, returned, group, name;
 } Value;
 
-/* nbytes, slot: at home; there_*: on the device. row_count: -1 where whole values cross. */
+/* nbytes: at home; read_slot: on the host, where a disk fills it; there_*: on the device. row_count: -1 where whole values
+ * cross. */
 typedef struct {
-    int64_t nbytes, slot, there_nbytes, there_slot, home, role, on_device, weights, row_count, row_nbytes;
+    int64_t nbytes, read_slot, there_nbytes, there_slot, home, role, on_device, weights, row_count, row_nbytes;
 } Operand;
 
 /* at_home_*: once it is there; crossing, whole: of rows, the bytes that cross and those that they are filled up to. */
@@ -85,7 +87,7 @@ typedef struct {
 } Link;
 
 typedef struct {
-    int32_t kind, returned;
+    int32_t kind, returned, by_disk; /* by_disk: a disk fills it */
     int64_t nbytes;
 } Buffer;
 

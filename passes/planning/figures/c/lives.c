@@ -71,7 +71,7 @@ static List *freed_of(Work *w) {
 
 typedef struct {
     int64_t nbytes, low, high;
-    int32_t name, kind, begins, ends;
+    int32_t name, kind, by_disk, begins, ends;
 } Slot;
 
 static int larger_first(const void *one, const void *other) {
@@ -104,7 +104,7 @@ static void place_slots(Work *w, Slot *slots, int64_t count, int64_t *arenas) {
                 if (offset + slot->nbytes <= others[j].low)
                     break;
                 if (others[j].high > offset)
-                    offset = others[j].high;
+                    offset = slot->by_disk ? (others[j].high + SECTOR - 1) / SECTOR * SECTOR : others[j].high;
             }
         slot->low = offset;
         slot->high = offset + slot->nbytes;
@@ -190,7 +190,8 @@ Lives mt_lives(Work *w) {
                 live += buffer->nbytes;
             } else {
                 index[name] = (int32_t)count;
-                slots[count++] = (Slot){.nbytes = buffer->nbytes, .name = name, .kind = buffer->kind, .begins = moment++};
+                slots[count++] = (Slot){.nbytes = buffer->nbytes, .name = name, .kind = buffer->kind,
+                                         .by_disk = buffer->by_disk, .begins = moment++};
             }
         }
         if (live + call->workspace > lives.most)

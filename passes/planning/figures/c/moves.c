@@ -5,7 +5,7 @@
 static int32_t new_buffer(Work *w, int kind, int64_t nbytes, int64_t slot, int returned) {
     if (w->buffer_count == w->buffer_room)
         w->buffers = mt_grown(w, w->buffers, &w->buffer_room, w->buffer_count, sizeof(Buffer));
-    w->buffers[w->buffer_count] = (Buffer){kind, returned, kind ? slot : nbytes};
+    w->buffers[w->buffer_count] = (Buffer){kind, returned, 0, kind ? slot : nbytes};
     return (int32_t)w->buffer_count++;
 }
 
@@ -89,9 +89,11 @@ static void by_role(Work *w, int kind, List operands, List *list) {
             const Operand *alike = &operand[w->links[other].value];
             if (alike->role == role)
                 nbytes += kind == ON_HOST ? alike->nbytes : alike->there_nbytes,
-                    slot += kind == ON_HOST ? alike->slot : alike->there_slot;
+                    slot += kind == ON_HOST ? alike->read_slot : alike->there_slot;
         }
-        mt_push(w, list, new_buffer(w, kind, nbytes, slot, 0), 0);
+        const int32_t buffer = new_buffer(w, kind, nbytes, slot, 0);
+        w->buffers[buffer].by_disk = kind == ON_HOST;
+        mt_push(w, list, buffer, 0);
     }
 }
 
