@@ -24,6 +24,7 @@ from mtcompile.distributed.meeting import RanksParted
 from mtcompile.distributed.ranks import Ranks
 from mtcompile.errors import BudgetError, StepError
 from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames
+from mtcompile.execution.memory.fragments import parameter_homes
 from mtcompile.execution.memory.parameters import Slab, offsets_in_slab
 from mtcompile.execution.model_door import ModelDoor
 from mtcompile.optim.state_sizes import is_elementwise
@@ -193,7 +194,7 @@ class RanksDoor(ModelDoor):
     def _sharing(self, step: fx.GraphModule, parts: Collection[str]) -> Iterator[None]:
         """Has homes that are made inside in common with the other ranks of the host. ``parts``: those that it has a part of."""
         with self.ranks.sharing([*sorted({*self._common_names(step), *self._common_names(step, updated=True)}), *parts]):
-            self._parts = frozenset(name for name, block in step.meta["homes"].items() if block in parts)
+            self._parts = frozenset(name for name, block in parameter_homes(step).items() if block in parts)
             self.parameters.common = self._new_slab
             try:
                 yield
@@ -220,7 +221,7 @@ class RanksDoor(ModelDoor):
 
     def _common_names(self, step: fx.GraphModule, updated: bool = False) -> dict[str, str]:
         """Returns the parameters of a step that will lie once for all ranks of this host -> their home blocks."""
-        parameters, blocks, homes = self._parameters(), dict[str, dict[str, nn.Parameter]](), step.meta["homes"]
+        parameters, blocks, homes = self._parameters(), dict[str, dict[str, nn.Parameter]](), parameter_homes(step)
         for name, block in homes.items():
             blocks.setdefault(block, {})[name] = parameters[name]
         common = {block for block, members in blocks.items() if self._is_common(members)[updated]}
@@ -232,8 +233,7 @@ class RanksDoor(ModelDoor):
         if not self._settled:
             return frozenset(self._common_names(step, updated).values())
         if updated or self.ranks_here == 1:
-            names = set() if self.shares is None else self.shares.names
-            return frozenset(block for name, block in step.meta["homes"].items() if name in names)
+            return frozenset(home for name, home in parameter_homes(step).items() if self.shares and name in self.shares.names)
         return frozenset(block for block, slab in self.parameters.slabs.items() if slab.common)
 
     def state_nbytes(self) -> dict[str, int]:

@@ -57,8 +57,11 @@ class CompiledModel:
             raise ValueError(
                 f"expected memory of at most the {total} bytes ({gib(total)}) of {device.where}, found {options.memory}"
             )
-        if options.cuts is not None and ranks is not None:
-            raise ValueError("fragments= is for a model that one rank trains; expected none of it where several ranks train")
+        if options.cuts is not None and ranks is not None and (ranks.hosts > 1 or options.updates is not None):
+            raise ValueError(
+                'fragments= where several ranks train: expected one host and update="step", since ranks update shares, and '
+                "hosts have parts, of whole weights; leave fragments= out"
+            )
         self.options = options if options.memory is not None else replace(options, memory=free_nbytes(device))
         self.device = device
         frames = LiveFrames()
