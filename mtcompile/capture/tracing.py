@@ -77,8 +77,8 @@ def trace_joint(
     """The normalized joint graph of ``model(**data)`` whose loss (its scalar outputs) receives a gradient, and the tensors it
     takes. ``device``: where it would compute; tensors may be fake, so that a model of any size can be traced. ``observe``: as
     for ``normalize``. ``repeated``: (name of a list of modules, number): the graph is that of a model with this many of them,
-    all like those of ``model``, which has ``blocks.TRACED``. ``own``: the model's sources are ours, so that nothing of its
-    forward is hidden from a recording; ``data`` is then fake too. Raises CaptureError."""
+    all like those of ``model``, which has at least ``blocks.FEWEST``. ``own``: the model's sources are ours, so that nothing of
+    its forward is hidden from a recording; ``data`` is then fake too. Raises CaptureError."""
     where = device or torch.device("cpu")
     traces: list[tuple[fx.GraphModule, tuple[torch.Tensor, ...]]] = []
     names: dict[int, tuple[str, str]] = {id(b): ("buffer", n) for n, b in model.named_buffers()}

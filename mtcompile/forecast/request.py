@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from mtcompile import cache, knobs
 from mtcompile.capture.joint import trace_settings
-from mtcompile.capture.stamping.blocks import TRACED
+from mtcompile.capture.stamping.blocks import FEWEST
 from mtcompile.capture.tracing import trace_joint
 from mtcompile.compiler import JointStep, planning_problem, recalled, rewrite_joint, search_store
 from mtcompile.distributed.layout import ALONE, RankLayout
@@ -247,8 +247,8 @@ def _captured_shape(name: str, request: ForecastRequest, batch: int, seq: int) -
     joint = cache.read_joint(key)  # before there is a fake mode: the first one loads Dynamo
     if joint is None:
         with building_without_memory() as built:
-            stamped = shape.layers > TRACED
-            module = fake(shape.shortened(TRACED) if stamped else shape)
+            stamped = shape.layers > FEWEST
+            module = fake(shape.shortened(FEWEST) if stamped else shape)
             if lora:
                 add_lora(module, lora)
             built(module)

@@ -12,7 +12,7 @@ from mtcompile.passes.step_graph import InputSpec, inputs_of
 
 INNER = range(1, 3)  # traced blocks that must be alike; the last of them is what others are copies of
 FIRST, LAST = INNER.stop, 2  # how many blocks are traced at the beginning, and at the end
-TRACED = FIRST + LAST
+TRACED, FEWEST = FIRST + LAST, FIRST + 1  # fewest: where no sum of gradients goes through all blocks
 Place = tuple[int, Hashable]  # the number of a block, and what it is within that block
 
 
@@ -35,27 +35,33 @@ def structure(node: fx.Node) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which of ``count`` equal blocks are traced: ``FIRST`` at the beginning and ``LAST`` at the end, numbered from 0 to
-    ``TRACED - 1`` then. (In the backward, which begins at the last block, the sums of gradients are different there.)"""
+    """Which of ``count`` equal blocks are traced: ``FIRST`` at the beginning and ``last`` at the end, numbered from 0 then. (In
+    the backward, which begins at the last block, the sums of gradients are different there.)"""
 
     count: int
+    last: int = LAST
 
     @property
     def inner(self) -> range:
         """The blocks of the whole model that are like ``INNER``."""
-        return range(INNER.start, self.count - LAST)
+        return range(INNER.start, self.count - self.last)
+
+    @property
+    def left_out(self) -> int:
+        """How many blocks are not traced."""
+        return self.count - FIRST - self.last
 
     def removed(self, block: int) -> bool:
         """Tells whether a block is not traced."""
-        return FIRST <= block < self.count - LAST
+        return FIRST <= block < self.count - self.last
 
     def as_traced(self, block: int) -> int:
         """Returns the number that a block which is traced has then."""
-        return block if block < FIRST else block - self.count + TRACED
+        return block if block < FIRST else block - self.left_out
 
     def in_whole(self, block: int) -> int:
         """Returns the number in the whole model of a traced block."""
-        return block if block < FIRST else block + self.count - TRACED
+        return block if block < FIRST else block + self.left_out
 
     def template(self, block: int) -> int:
         """Returns the traced block that a block of the whole model is, or is a copy of."""
@@ -81,12 +87,16 @@ class Blocks:
 
 
 def numbered(traced: fx.GraphModule, name: str, count: int) -> Blocks:
-    """Describes a model with ``count`` blocks by the joint graph of one with ``TRACED``, whose names are ``{name}.0.…`` to
-    ``{name}.4.…``, and whose inputs are in the order of the blocks."""
-    selection, place_in = Selection(count), re.compile(rf"{re.escape(name)}\.(\d+)\b(.*)")
+    """Describes a model with ``count`` blocks by the joint graph of one with ``FEWEST`` or more, whose names are ``{name}.0.…``
+    and so on, and whose inputs are in the order of the blocks."""
+    place_in = re.compile(rf"{re.escape(name)}\.(\d+)\b(.*)")
     inputs: list[InputSpec] = []
     own, shared, inputs_at = dict[int, Place](), dict[int, int](), dict[Place, int]()
     specs = [(spec, place_in.fullmatch(spec.name)) for spec, _ in inputs_of(traced) if spec.role != "tangent"]
+    those = {int(match[1]) for _, match in specs if match}
+    if len(those) < FEWEST or those != set(range(len(those))):
+        raise ValueError(f"expected {FEWEST} modules or more in {name}, found inputs of {sorted(those)}")
+    selection = Selection(count, len(those) - FIRST)
     template = [(spec, match[2]) for spec, match in specs if match and int(match[1]) == INNER[-1]]
     left_out = [(block, *one) for block in range(count) if selection.removed(block) for one in template]
     for spec, match in specs:
@@ -101,8 +111,6 @@ def numbered(traced: fx.GraphModule, name: str, count: int) -> Blocks:
         for in_whole, like, within in added:
             inputs_at[in_whole, within] = len(inputs)
             inputs.append(replace(like, name=f"{name}.{in_whole}{within}", index=len(inputs)))
-    if {block for block, _ in own.values()} != set(range(TRACED)):
-        raise ValueError(f"expected {TRACED} modules in {name}, found inputs of {sorted({block for block, _ in own.values()})}")
     every = {str(node.meta.get("module_path", "")) for node in traced.graph.nodes}
     paths: dict[str, Place] = {path: (int(match[1]), match[2]) for path in every if (match := place_in.fullmatch(path))}
     paths_at: dict[Place, str] = {(b, rest): f"{name}.{b}{rest}" for _, rest in paths.values() for b in range(count)}

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import fx
 
-from mtcompile.capture.stamping.blocks import FIRST, INNER, TRACED, Blocks
+from mtcompile.capture.stamping.blocks import FIRST, INNER, Blocks
 from mtcompile.capture.stamping.segments import Phase, Read, Segment, Segments, Unlike, segments_of
 from mtcompile.passes.lazy_graph import LazyGraphModule
 from mtcompile.passes.step_graph import OutputSpec, inputs_of, outputs_of
@@ -164,7 +164,7 @@ class _Stamping:
     def _number_beside(self, number: int, side: Side) -> int:
         """Returns the sequence number of a call outside the inner blocks, after those that are written between."""
         highest = self.segments.highest
-        added = (self.blocks.selection.count - TRACED) * self.segments.numbers
+        added = self.blocks.selection.left_out * self.segments.numbers
         if side == "last":
             return number + added if number > highest[-2] else number
         if highest[-2] < number <= highest[-1]:
