@@ -12,6 +12,7 @@ package, without those that open files.
 
 from __future__ import annotations
 
+import functools
 import json
 import keyword
 import operator
@@ -175,7 +176,7 @@ def _module(data: Mapping[str, Any]) -> fx.GraphModule:
         node = graph.create_node(op, target, args, kwargs, name=_identifier(row["name"]))
         node.meta = {key: value for key, value in row["meta"].items() if key in _META}
         if "val" in row["meta"]:
-            about = json.dumps(row["meta"]["val"])
+            about = repr(row["meta"]["val"])
             if about not in tensors:
                 tensors[about] = _tensors(row["meta"]["val"])
             node.meta["val"] = tensors[about]
@@ -219,6 +220,7 @@ def _identifier(name: str) -> str:
     return name
 
 
+@functools.cache
 def _operator(name: str) -> Any:
     namespace, packet, overload = name.split(".")
     overloads = getattr(getattr(torch.ops, namespace), packet) if namespace in _NAMESPACES else None
@@ -228,6 +230,7 @@ def _operator(name: str) -> Any:
     return overloaded
 
 
+@functools.cache
 def _allowed(overloaded: Any) -> bool:
     return overloaded.namespace in _NAMESPACES and all(a.name != _OPENS_FILES for a in overloaded._schema.arguments)
 

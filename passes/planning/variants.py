@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -60,13 +61,14 @@ def _trade_off(
     sizes = [item.meta["nbytes"] for item in items]
     states = {name: _size(region, position) for name, position in saved_states(body).items()}
     alone = Cost() if reader is None else kernel_cost(kernel_of(step, reader))
+    cost_of = functools.cache(node_cost)  # each operation is made again by many variants
 
     def variant(positions: Iterable[int]) -> Variant:
         positions = tuple(sorted(positions))
         again = recomputed([n for i, n in enumerate(saved) if i not in positions], {saved[i] for i in positions})
         random = {node.meta["rng_state"] for node in again if is_random(node)}
         nbytes = sum(sizes[i] for i in positions) + sum(states[name] for name in random)
-        together = sum(map(node_cost, again), alone)
+        together = sum(map(cost_of, again), alone)
         return Variant(positions, nbytes, together.time_us(machine) - alone.time_us(machine))
 
     everything = variant(range(len(saved)))
@@ -80,7 +82,7 @@ def _trade_off(
     for flops in (1.0, 0.5, 0.0):
         work: dict[_Makes, int] = {}  # ns
         for makes, nodes in together.items():
-            costs = map(node_cost, nodes)
+            costs = [cost_of(node) for node in nodes]
             work[makes] = sum(round(1e3 * (flops * c.flops_us(machine) + (1 - flops) * c.traffic_us(machine))) for c in costs)
 
         def cheapest(ns: int, nbytes: int, work: Mapping[_Makes, int] = work) -> tuple[Variant, int]:

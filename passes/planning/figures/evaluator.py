@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import fx
 
 from mtcompile.passes.analysis.state import Traffic, persistent_of, trained_nbytes, update_figures
 from mtcompile.passes.plan import Plan
+from mtcompile.passes.planning.evaluate import identity
 from mtcompile.passes.planning.figures.compiled import CompiledStep, library
 from mtcompile.passes.planning.figures.moves import ON_DEVICE, ON_HOST
 from mtcompile.passes.planning.figures.sketch import Sketches
@@ -21,7 +21,6 @@ from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import ranks_of
 
 _MOST_SUMMARIES = 256  # that are remembered
-_FIGURES: Any = {"decisions": (), "peak_bytes": {}, "step_time_us": 0.0, "update_us": 0.0}
 
 
 class Figures(NamedTuple):
@@ -105,4 +104,4 @@ class Evaluator:
 
 def _same(one: Plan, other: Plan) -> bool:
     """Tells whether two plans are one but for their figures."""
-    return one.decisions is other.decisions and replace(one, **_FIGURES) == replace(other, **_FIGURES)
+    return one.decisions is other.decisions and identity(one) == identity(other)

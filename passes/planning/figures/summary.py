@@ -224,7 +224,10 @@ def summary_of(sketch: Sketch, outline: Outline, machine: Machine, workspace: Wo
             reads = region.memo[id(operands)] = list(dict.fromkeys([operands[node] for node in shape.inputs]))
         activations, others = _staying(region, shape, readers)
         leaving = _leaving(region, shape, readers, operands) if shape.leaves else []
-        about = PHASES.index(region.phase), kernel_us(region.kernel, machine), workspace(region.kernel)
+        about: tuple[int, float, int] | None = region.memo.get("about")
+        if about is None:  # sketches are of one problem: of one machine
+            about = PHASES.index(region.phase), kernel_us(region.kernel, machine), workspace(region.kernel)
+            region.memo["about"] = about
         summarised.append(Region(*about, reads, activations, others, leaving))
     first = next((position for position, region in enumerate(summarised) if region.phase), len(summarised))
     return Summary(summarised, list(dict.fromkeys(operands.values())), outline.tangents, first)

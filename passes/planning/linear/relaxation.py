@@ -74,6 +74,7 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
     choices = place_blocks(problem, blocks, terms)
     take_time(problem, costs, terms)
     lives = live_at(blocks, terms, choices)
+    known: dict[object, tuple[Relaxed, Relaxed | None]] = {}  # with what each began at, whose identity is in its key
 
     def solve(
         limits: Mapping[str, int | None],
@@ -82,12 +83,15 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
         like: Relaxed | None = None,
         again: bool = True,
     ) -> Relaxed:
+        key = *limits.items(), frozenset(decided.items()), ahead, again, id(like)
+        if key in known:
+            return known[key][0]
         if (counted := (ahead, again)) not in terms.program.held:
             hold_memory(problem, blocks, terms, choices, lives, counted)
         fixed = {terms.away[home]: 0.0 if resident else 1.0 for home, resident in decided.items()}
         solution, rows = terms.program.solve(limits, fixed, counted, None if like is None else like.solution)
         values: list[float] = solution.values.tolist()
-        return Relaxed(
+        relaxed = Relaxed(
             solution.optimum,
             {home: 1.0 - values[variable] for home, variable in terms.away.items()},
             {home: values[variable] for home, variable in terms.staying.items()},
@@ -96,6 +100,8 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
             partial(gains_us, rows, values, solution.prices[len(solution.prices) - len(rows) :]),
             solution,
         )
+        known[key] = relaxed, like
+        return relaxed
 
     return solve
 
