@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from mtcompile.forecast.advice import ways_on_host
-from mtcompile.forecast.request import ForecastRequest, SizedStep, fastest
+from mtcompile.forecast.request import ForecastRequest, SizedStep, budgets_of
 from mtcompile.forecast.result import Forecast, Row
 from mtcompile.optim.precision import PRECISIONS
 from mtcompile.passes.analysis.cost import kernel_cost
@@ -35,11 +35,10 @@ from mtcompile.runtime.usage import most_in_slots, pooled_weights, walk
 from mtcompile.runtime.verify import verify
 
 
-def figures(request: ForecastRequest, sized: SizedStep) -> Forecast:
-    """Plans a step within the request's budgets, and returns the plan's bytes and time; if nothing fits, what would help."""
+def figures(request: ForecastRequest, sized: SizedStep, planned: Planned | DoesNotFit) -> Forecast:
+    """Returns the bytes and time of a step's plan within the request's budgets; if nothing fits, what would help."""
     candidates, model = sized.candidates, request.model
-    measured = candidates.problem.budgets  # with the optimizer's state
-    budgets = replace(measured, device=request.budgets.device, host=request.budgets.host)
+    budgets = budgets_of(request, sized)
     unplanned = Forecast(
         model=model if isinstance(model, str) else getattr(model, "__name__", type(model).__name__),
         machine=request.machine.name,
@@ -58,10 +57,8 @@ def figures(request: ForecastRequest, sized: SizedStep) -> Forecast:
         joint=sized.joint.graph,
         problem=candidates.problem,
     )
-    try:
-        planned = fastest(candidates, budgets.device, budgets.host)
-    except DoesNotFit as error:
-        refused = _refused(request, sized, unplanned, budgets, error)
+    if isinstance(planned, DoesNotFit):
+        refused = _refused(request, sized, unplanned, budgets, planned)
         if not request.force:
             return refused
         least = candidates.least()

@@ -27,7 +27,7 @@ class QuickCandidates(Candidates):
         within_device = replace(budgets, host=None)
         candidates = [self._paced(plan) for plan in known]
         if budgets.device is None:
-            candidates.append(self._everything)
+            candidates.append(self.resident)
         else:
             candidates += self._by_linear_programs(budgets.device)
         if budgets.host is not None:
@@ -38,8 +38,8 @@ class QuickCandidates(Candidates):
         return min(within, key=lambda one: one.plan.peak_bytes["host"], default=None)
 
     def _by_linear_programs(self, device: int) -> list[Candidate]:
-        if fits(self._everything.plan, replace(self.problem.budgets, host=None)):
-            return [self._everything]
+        if fits(self.resident.plan, replace(self.problem.budgets, host=None)):
+            return [self.resident]
         least, first = self._by_density[0][0], next(iter(self.open_params), None)
         decided = {} if first is None else {first: True}  # it is updated last and read first: compute would wait for it
         plans, rounding = [], Rounding(self.blocks, self.sizes)

@@ -6,7 +6,6 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import ceil, log2
 from typing import Any
 
 import torch
@@ -27,7 +26,8 @@ from mtcompile.optim.state_sizes import average_copies, is_elementwise, state_nb
 from mtcompile.options import FASTEST
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets, is_trained, with_parts
-from mtcompile.passes.cuts.form import Form, in_rows
+from mtcompile.passes.cuts.compare import SMALL
+from mtcompile.passes.cuts.form import AUTO, WHOLE, Form, in_rows
 from mtcompile.passes.cuts.fragments.cut import UNCUT
 from mtcompile.passes.joint.accumulate import Micro
 from mtcompile.passes.joint.build import InputHomes
@@ -40,7 +40,7 @@ from mtcompile.runtime.disk.store import piece_nbytes, staging_nbytes
 from mtcompile.torch_private import building_without_memory, without_memory
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-_LARGE_HEAD, MOST_CHUNKS, MOST_TILES = 0.02, 64, 64  # a loss head is cut if its logits take more than this share of the device
+_LARGE_HEAD = 0.02  # a loss head is cut if its logits take more than this share of the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,11 @@ class ForecastRequest:
     fragments: str | None = "auto"
 
     @property
-    def cuts_last(self) -> bool:
-        """True if weights may be cut into fragments where nothing fits otherwise."""
-        plain = self.budgets.updates is None or not self.budgets.updates.held
-        return self.fragments == "auto" and self.ranks.count == 1 and plain
+    def cuts(self) -> str | None:
+        """The weights that may be cut into fragments, as ``possible_cuts`` takes it."""
+        if self.fragments != "auto":
+            return self.fragments
+        return "exact" if self.ranks.count == 1 and (self.budgets.updates is None or not self.budgets.updates.held) else None
 
     def fragments_begin(self, joint: fx.GraphModule) -> int:
         """Returns the bytes at multiples of which fragments of a step's weights begin, as ``compile`` would cut them."""
@@ -82,6 +83,10 @@ class SizedStep:
     joint: JointStep
     tokens: int
     size: tuple[int, int]
+
+    @property
+    def form(self) -> Form:
+        return self.joint.form
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +132,15 @@ def _parameters_nbytes(graph: fx.GraphModule) -> int:
     return sum(span_nbytes(node.meta["val"]) for spec, node in inputs_of(graph) if spec.role == "param")
 
 
-def sized_step(request: ForecastRequest, batch: int, seq: int, like: SizedStep | None = None) -> SizedStep:
-    """Captures a step at one size. ``like``: the same step at another size, whose form and regions are reused."""
+def sized_step(
+    request: ForecastRequest, batch: int, seq: int, like: SizedStep | None = None, compared: bool = False
+) -> SizedStep:
+    """Captures a step at one size. ``like``: the same step at another size, whose form and regions are reused. ``compared``:
+    the step of other forms will be planned too, so that a small one is whole."""
     request.progress("capturing the step", 0, 0)
     captured, data = _captured(request, batch // request.accumulate, seq)
-    form = like.joint.form if like else Form(_chunks(captured, request.budgets.device))
+    whole = compared and len(captured.graph.nodes) <= SMALL
+    form = like.joint.form if like else WHOLE if whole else Form(_chunks(captured, request.budgets.device))
     return _in_form(request, captured, (tokens_of(data) * request.accumulate, (batch, seq)), form, like)
 
 
@@ -178,6 +187,11 @@ def _candidates(
     placement = AssumedPlacement(request.budgets, request.make_optimizer, request.ranks)
     problem = planning_problem(joint, placement, request.machine, like=like.joint.graph if like else None)
     return SizedStep(Candidates(problem, request.progress, search_store(problem)), captured, joint, *tokens_and_size)
+
+
+def budgets_of(request: ForecastRequest, sized: SizedStep) -> Budgets:
+    """Returns the budgets of a step, with its optimizer's state, within the request's limits."""
+    return replace(sized.candidates.problem.budgets, device=request.budgets.device, host=request.budgets.host)
 
 
 def fastest(candidates: Candidates, device: int | None, host: int | None) -> Planned:
@@ -326,7 +340,7 @@ def _chunks(joint: fx.GraphModule, device: int | None) -> int:
     nbytes = logits_nbytes(joint)
     if device is None or nbytes < device * _LARGE_HEAD:
         return 1
-    return int(min(MOST_CHUNKS, 2 ** ceil(log2(nbytes / max(1.0, device * _LARGE_HEAD)))))
+    return next((chunks for chunks in AUTO if chunks * device * _LARGE_HEAD >= nbytes), AUTO[-1])
 
 
 def logits_nbytes(joint: fx.GraphModule) -> int:

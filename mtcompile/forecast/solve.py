@@ -14,17 +14,8 @@ from mtcompile.distributed.layout import layout_named, updates_once
 from mtcompile.errors import did_you_mean
 from mtcompile.forecast.advice import most_helpful
 from mtcompile.forecast.figures import figures
-from mtcompile.forecast.request import (
-    MOST_CHUNKS,
-    MOST_TILES,
-    ForecastRequest,
-    SizedStep,
-    in_form,
-    sized_in_rows,
-    sized_step,
-    takes_sizes,
-    with_disk,
-)
+from mtcompile.forecast.forms import StepForms, forms_of, planned_form
+from mtcompile.forecast.request import ForecastRequest, SizedStep, sized_step, takes_sizes, with_disk
 from mtcompile.forecast.result import Forecast
 from mtcompile.forecast.scaling import with_scaling
 from mtcompile.machine.presets import named
@@ -35,11 +26,9 @@ from mtcompile.optim.update_options import update_options
 from mtcompile.options import check_fragments, parse_bytes, parse_disk
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.cuts.fragments.cut import possible_cuts
 from mtcompile.passes.plan import NORM_COPIES, Updates
-from mtcompile.passes.planning.planner import may_be_resident
 from mtcompile.passes.planning.policies import POLICIES
-from mtcompile.passes.planning.problem import Progress, no_progress
+from mtcompile.passes.planning.problem import DoesNotFit, Planned, Progress, no_progress
 
 _LEFT_FREE = 0.08  # of a machine's device memory when no budget is given
 _GRAIN = 128  # tokens of a sequence that is solved for
@@ -91,7 +80,7 @@ def plan(
     update     ``step``: updates in optimizer.step(), after the backward; ``backward``: as gradients arrive, so that none are
                kept; with ``max_grad_norm``: once all gradients are there; with ``run_ahead``: also during the next forward
     accumulate  micro-batches per batch, run region by region
-    fragments  as for ``compile``; ``"exact"`` and ``"split"``: without ``solve``
+    fragments  as for ``compile``; ``"exact"`` and ``"split"``: one rank, and no ``solve``
     gpus       GPUs of a host that train together, each with ``batch`` sequences, and a link, of its own; they share the host's
                memory and its speed
     hosts      such hosts
@@ -112,8 +101,8 @@ def plan(
         raise ValueError(f"expected lora to be a rank of 1 or more, or 0 for none, found {lora}")
     options = update_options(update, max_grad_norm, run_ahead, "stop")
     check_fragments(fragments, options)
-    if fragments not in (None, "auto") and (solve is not None or hosts > 1 or (gpus > 1 and options is not None)):
-        raise ValueError('expected fragments= without solve=, and with one rank, or several of one host and update="step"')
+    if fragments not in (None, "auto") and (solve is not None or gpus * hosts > 1):
+        raise ValueError("expected fragments= without solve= and with one rank: plan single sizes with it")
     if accumulate < 1 or (isinstance(model, str) and batch % accumulate):
         raise ValueError(f"expected accumulate to divide the batch of {batch}, found {accumulate}")
     if accumulate > 1 and solve in ("batch", "seq"):
@@ -174,74 +163,27 @@ def _with_disk(budgets: Budgets, disk: str | int | None, precision: Precision, f
     return with_disk(budgets, taken.nbytes if taken is not None else parse_bytes(disk, "disk"), precision, force)
 
 
-def _forecast(request: ForecastRequest, batch: int, seq: int) -> tuple[Forecast, SizedStep]:
-    """Forecasts one size. Cuts the loss head into more chunks if the first choice leaves too little device memory. If that is
-    not enough, cuts what works token by token into tiles, or weights into fragments, whichever is the faster; or tries the cuts
-    of weights that ``fragments`` asks for."""
-    forecast, sized = _with_or_without_rows(request, sized_step(request, batch, seq))
-    while not forecast.feasible and forecast.minimum_device_bytes and (form := sized.joint.form).chunks < MOST_CHUNKS:
-        chunks = min(MOST_CHUNKS, 4 * form.chunks)
-        finer = in_form(request, sized, replace(form, chunks=chunks))
-        if finer.joint.form.chunks != chunks:  # there is no head that can be cut
-            break
-        forecast, sized = _with_or_without_rows(request, finer)
-    if not forecast.feasible and forecast.minimum_device_bytes and sized.joint.form.chunks > 1:  # chunks add up their sums
-        other, whole = _with_or_without_rows(request, in_form(request, sized, replace(sized.joint.form, chunks=1)))
-        if _merit(other) > _merit(forecast):
-            sized, forecast = whole, other
-    short = forecast.minimum_device_bytes or (request.budgets.disk is not None and forecast.short_bytes)
-    cuts_last = request.cuts_last and not forecast.feasible and short
-    most = MOST_TILES if request.fragments in (None, "auto") else 1  # a training step goes with tiles or fragments
-    while not forecast.feasible and forecast.minimum_device_bytes and (form := sized.joint.form).tiles < most:
-        finer = in_form(request, sized, replace(form, tiles=4 * form.tiles))
-        if finer.joint.form == form:  # there is nothing that can be cut
-            break
-        other, finer = _with_or_without_rows(request, finer)
-        if other.minimum_device_bytes >= forecast.minimum_device_bytes:
-            break
-        sized, forecast = finer, other
-    kind, begins = "exact" if cuts_last else None if most > 1 else request.fragments, request.fragments_begin(sized.captured)
-    for cut in possible_cuts(sized.captured, kind, begins)[1:]:
-        form = replace(sized.joint.form, cut=cut, tiles=1)
-        other, finer = _with_or_without_rows(request, in_form(request, sized, form))
-        if _merit(other) > _merit(forecast):
-            sized, forecast = finer, other
-    return forecast, sized
-
-
-def _with_or_without_rows(request: ForecastRequest, sized: SizedStep) -> tuple[Forecast, SizedStep]:
-    """Forecasts a step with all rows of embeddings or with those alone that a batch names, whichever is the better."""
-    rows = sized_in_rows(request, sized)
-    variants = list[tuple[Forecast, SizedStep]]()
-    if rows is None or may_be_resident(sized.candidates.problem):
-        variants.append((forecast := figures(request, sized), sized))
-        if forecast.planned is not None and forecast.planned.plan.all_resident:
-            return variants[0]
-    if rows is None and not forecast.feasible and forecast.minimum_device_bytes:
-        rows = sized_in_rows(request, sized, "used")
-    if rows is not None:
-        variants.append((figures(request, rows), rows))
-    return max(variants, key=lambda variant: _merit(variant[0]))
-
-
-def _merit(forecast: Forecast) -> tuple[bool, float]:
-    """Orders forecasts of one size: those that fit by their time, others by the memory they need."""
-    return forecast.feasible, -(forecast.step_time_us if forecast.feasible else forecast.minimum_device_bytes)
+def _forecast(request: ForecastRequest, batch: int, seq: int, forms: StepForms | None = None) -> tuple[Forecast, SizedStep]:
+    """Forecasts one size, in the form that is the fastest. ``forms``: of that size, made before."""
+    sized, planned = planned_form(request, forms or forms_of(request, batch, seq))
+    return figures(request, sized, planned), sized
 
 
 def _least_memory(request: ForecastRequest, batch: int, seq: int) -> Forecast:
     """Plans the step in the least device memory that works in any form: with a byte less, none fits. Where none fits however
     much memory there is, as with too small a host, returns that refusal."""
+    forms = forms_of(request, batch, seq)
 
-    def within(device: int) -> Forecast:
-        budgets = replace(request.budgets, device=device)
-        return _forecast(replace(request, budgets=budgets, force=False), batch, seq)[0]
+    def within(device: int) -> tuple[ForecastRequest, SizedStep, Planned | DoesNotFit]:
+        limited = replace(request, budgets=replace(request.budgets, device=device), force=False)
+        return limited, *planned_form(limited, forms)
 
-    refusal = within(1)
-    least = refusal.minimum_device_bytes
-    while least > 1 and (leaner := within(least - 1)).feasible:  # in a form that one byte did not lead to
-        least = leaner.minimum_device_bytes
-    return replace(within(least), solved={"memory": least}) if least else refusal
+    least, (limited, sized, planned) = 1, within(1)
+    while isinstance(planned, DoesNotFit) and planned.tier == "device" and planned.minimum > least:
+        least = planned.minimum
+        limited, sized, planned = within(least)
+    forecast = figures(limited, sized, planned)
+    return replace(forecast, solved={"memory": least}) if forecast.feasible else forecast
 
 
 def _largest(request: ForecastRequest, what: str, batch: int, seq: int) -> Forecast:

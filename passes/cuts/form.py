@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -41,6 +42,18 @@ def possible_forms(
         of_head, of_tokens = (number if each == "auto" else int(each) for each in (chunks, tiles))
         forms += [Form(of_head, of_tokens, cut) for cut in possible_cuts(joint, fragments, begins)]
     return forms
+
+
+def chains_of_forms(cuts: Sequence[Cut], tiles: bool) -> Iterator[list[Form]]:
+    """Yields forms, finer and finer in each list, which begins with the whole: with the loss head in chunks and, with it whole
+    or in many chunks, weights ``cuts`` into fragments, or ``tiles``."""
+    yield [Form(chunks) for chunks in AUTO]
+    for coarsest in ([WHOLE], [WHOLE, Form(AUTO[-1])]):
+        chunks = coarsest[-1].chunks
+        for gathers in dict.fromkeys(cut.gathers for cut in cuts):
+            yield [*coarsest, *(Form(chunks, 1, cut) for cut in cuts if cut.gathers == gathers)]
+        if tiles:
+            yield [*coarsest, *(Form(chunks, number) for number in AUTO[1:])]
 
 
 def cut_joint(joint: fx.GraphModule, form: Form) -> tuple[fx.GraphModule, Form, list[str]]:

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from functools import cached_property
+from math import inf
 from typing import TypeVar
 
 from mtcompile.passes.analysis.state import Budgets, held_nbytes, param_nbytes
@@ -68,8 +69,7 @@ class Candidates:
         self.problem, self.progress, self.store = problem, progress, store
         self.sizes = param_nbytes(problem.step)
         self.open_params = {b: nbytes for b, nbytes in self.sizes.items() if b not in problem.fixed_homes}
-        self.base = decided(problem, self.sizes)
-        self.draft = draft_of(problem.step)
+        self.base, self.draft = decided(problem, self.sizes), draft_of(problem.step)
         self.evaluations = 0
         self._figures: dict[Hashable, tuple[Mapping[str, int], float, float]] = {}  # peaks, times; schedules would fill memory
         self._paces: dict[Hashable, Updates | None] = {}
@@ -115,7 +115,7 @@ class Candidates:
         """Forgets all figures of summaries, and makes no more. Tells whether there were any."""
         could, self._evaluator.able, self._varied_points, self._improved = self._evaluator.able, False, None, None
         self._figures, self._paces, self._points, self._climbed = {}, {}, [], {}
-        self.__dict__.pop("_everything", None)
+        self.__dict__.pop("resident", None)
         return could
 
     @exact
@@ -127,7 +127,7 @@ class Candidates:
     @cached_property
     def ladders(self) -> tuple[Ladder, ...]:
         """Lists of candidates from the floor up: by density, and by linear programs."""
-        least, device = self._by_density[0][0], (self.floor, self._everything.plan.peak_bytes["device"])
+        least, device = self._by_density[0][0], (self.floor, self.resident.plan.peak_bytes["device"])
         about = Rounding(self.blocks, self.sizes), device, list(self.open_params), self._most_varied < _FEW_SEARCHED
         return (*self._by_density, *seed_ladders(self._relaxed, least, *about))
 
@@ -167,11 +167,17 @@ class Candidates:
 
     @cached_property
     def _relaxed(self) -> Solve:
-        return relaxation(self.problem, self.blocks, home_costs(self.problem, self._streamed, self._everything.schedule))
+        return relaxation(self.problem, self.blocks, home_costs(self.problem, self._streamed, self.resident.schedule))
 
     def certificate(self, device: int | None, host: int | None) -> Certificate | None:
         """How fast any plan within these bytes could be; None without a solver."""
         return certificate(self._relaxed, {"device": device, "host": host, "disk": self.problem.budgets.disk})
+
+    def bound_us(self, device: int | None, host: int | None) -> float:
+        """The µs of the fastest plan that could be within these bytes; infinite if there can be none."""
+        with contextlib.suppress(Infeasible):
+            return self._relaxed({"device": device, "host": host, "disk": self.problem.budgets.disk}).bound_us
+        return inf
 
     @exact
     def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:
@@ -181,7 +187,7 @@ class Candidates:
         if known is not None and fits((again := self.evaluate(known)).plan, problem.budgets):
             return completed(problem, again, known.minimum_device_bytes, known.certificate)
         if not self._points:
-            resident = self._everything
+            resident = self.resident
             if fits(resident.plan, problem.budgets):  # no search is needed; the floor is reported anyway
                 minimum = min(self.floor, resident.plan.peak_bytes["device"])
                 return completed(problem, resident, minimum, self.certificate(device, host))
@@ -190,7 +196,7 @@ class Candidates:
         try:
             with contextlib.suppress(_Stale):
                 return self._chosen(problem)
-            self._search(self._everything.plan)
+            self._search(self.resident.plan)
             return self._chosen(problem)
         finally:
             self._keep()
@@ -225,14 +231,9 @@ class Candidates:
             return candidate
         return min((candidate, self.evaluate(less)), key=lambda one: missing_nbytes(one.plan, budgets))
 
-    # -------------------------------------------------------------------------------------------------------- choosing
-
-    def resident_fits(self, budgets: Budgets) -> bool:
-        """Tells whether everything fits on the device."""
-        return fits(self._everything.plan, budgets)
-
     @cached_property
-    def _everything(self) -> Candidate:
+    def resident(self) -> Candidate:
+        """The plan with everything on the device."""
         return self._paced(everything(self.problem.step, self.base, self.open_params))
 
     def _chosen(self, problem: PlanningProblem) -> Planned:

@@ -54,7 +54,7 @@ def plan_like(problem: PlanningProblem, similar: Plan) -> Planned | None:
     where a search may give more: if the plan does not fit or is farther from its bound than there, or if everything fits."""
     candidates, limits = Candidates(problem), problem.budgets
     plan = resized(similar, candidates.base, candidates.blocks, candidates.sizes)
-    if plan is None or candidates.resident_fits(limits):
+    if plan is None or fits(candidates.resident.plan, limits):
         return None
     candidate = evaluate(problem, candidates.draft, plan)
     certificate = candidates.certificate(limits.device, limits.host)

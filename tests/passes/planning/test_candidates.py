@@ -131,7 +131,7 @@ def test_one_program_serves_all_budgets() -> None:
     limits = [{"device": least + (most - least) * i // 3, "host": host} for i in (1, 2, 3) for host in (None, 1 << 30)]
     home = next(iter(candidates.sizes))
     asked = [(limit, decided, ahead) for limit in limits for decided in ({}, {home: True}) for ahead in (0, 1)]
-    costs = home_costs(candidates.problem, candidates._streamed, candidates._everything.schedule)
+    costs = home_costs(candidates.problem, candidates._streamed, candidates.resident.schedule)
     first = [candidates._relaxed(*each).bound_us for each in asked]
     assert [candidates._relaxed(*each).bound_us for each in reversed(asked)] == first[::-1]
     for each, bound_us in zip(asked, first, strict=True):
@@ -239,7 +239,7 @@ def test_climbs_make_no_budget_slower_and_do_not_depend_on_what_was_asked_before
     def times_us(least_searched: int, shares: Sequence[float]) -> list[float]:
         monkeypatch.setattr(candidates_module, "_FEW_SEARCHED", least_searched)
         candidates = Candidates(problem)
-        low, high = candidates.floor, candidates._everything.plan.peak_bytes["device"]
+        low, high = candidates.floor, candidates.resident.plan.peak_bytes["device"]
         found = []
         for share in shares:
             budget = int(low + share * (high - low - 1))

@@ -1,0 +1,80 @@
+"""The forms of a forecast's step: each is made once, for all budgets, and the fastest is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from mtcompile.forecast.request import ForecastRequest, SizedStep, budgets_of, fastest, in_form, sized_in_rows, sized_step
+from mtcompile.passes.cuts.compare import fastest_of_forms
+from mtcompile.passes.cuts.form import Form, chains_of_forms
+from mtcompile.passes.cuts.fragments.cut import possible_cuts
+from mtcompile.passes.planning.disk.limits import NotWorthwhile
+from mtcompile.passes.planning.planner import may_be_resident
+from mtcompile.passes.planning.problem import DoesNotFit, Planned
+
+
+@dataclass(frozen=True, slots=True)
+class StepForms:
+    """A step of one size in all its forms. ``first``: the one to plan first. ``made``: those that were made; None where nothing
+    could be cut so. ``in_rows``: those with few rows of embeddings, by what they take."""
+
+    first: SizedStep
+    made: dict[Form, SizedStep | None] = field(default_factory=dict)
+    in_rows: dict[tuple[Form, str], SizedStep | None] = field(default_factory=dict)
+
+
+def forms_of(request: ForecastRequest, batch: int, seq: int) -> StepForms:
+    """Captures a step of one size."""
+    first = sized_step(request, batch, seq, compared=True)
+    return StepForms(first, {first.joint.form: first})
+
+
+def planned_form(request: ForecastRequest, forms: StepForms) -> tuple[SizedStep, Planned | DoesNotFit]:
+    """Returns the step in the form that is fastest within the request's budgets, with its plan; where none fits, in that which
+    needs least, with the refusal."""
+    limits, first = budgets_of(request, forms.first), forms.first
+    rows = _in_rows(request, forms, first, "auto")
+    takes_all = rows is None or may_be_resident(replace(first.candidates.problem, budgets=limits))
+
+    def find(sized: SizedStep) -> Planned:
+        return fastest(sized.candidates, limits.device, limits.host)
+
+    def chain(finer: list[Form], in_rows: bool) -> Iterator[SizedStep]:
+        for form in finer:
+            sized = _made(request, forms, form)
+            if sized is not None and in_rows:
+                sized = _in_rows(request, forms, sized, "auto" if rows is not None else "used")
+            if sized is None:  # there is nothing more to cut
+                return
+            yield sized
+
+    def chains(kinds: list[list[Form]]) -> Iterator[Iterator[SizedStep]]:
+        return (chain(finer, in_rows) for in_rows in ((False, True) if takes_all else (True,)) for finer in kinds)
+
+    asked_for = request.fragments not in (None, "auto")  # a training step goes with tiles or fragments
+    cuts = possible_cuts(first.captured, request.cuts, request.fragments_begin(first.captured))[1:]
+    kinds = list(chains_of_forms(cuts, tiles=not asked_for))
+    coarsest = [each for each in (first if takes_all else None, rows) if each is not None]
+    sized, planned = fastest_of_forms(coarsest, chains(kinds), find, limits, asked_for)
+    short_of_host = isinstance(planned, DoesNotFit) and planned.tier != "device" and not isinstance(planned, NotWorthwhile)
+    if limits.disk is None or not short_of_host or not cuts:
+        return sized, planned
+    finer = [Form(cut=cut) for cut in cuts]  # fragments leave more room on the host
+    in_fragments, fitting = fastest_of_forms([], chains([finer]), find, limits)
+    return (sized, planned) if isinstance(fitting, DoesNotFit) else (in_fragments, fitting)
+
+
+def _made(request: ForecastRequest, forms: StepForms, form: Form) -> SizedStep | None:
+    """Returns the step in a form; None if it cannot be cut so."""
+    if form not in forms.made:
+        sized = in_form(request, forms.first, form)
+        forms.made[form] = sized if sized.joint.form == form else None
+    return forms.made[form]
+
+
+def _in_rows(request: ForecastRequest, forms: StepForms, sized: SizedStep, embeddings: str) -> SizedStep | None:
+    """Returns a step in that form which takes few rows of ``embeddings``; None if it takes all."""
+    if (key := (sized.joint.form, embeddings)) not in forms.in_rows:
+        forms.in_rows[key] = sized_in_rows(request, sized, embeddings)
+    return forms.in_rows[key]
