@@ -80,7 +80,7 @@ def plan(
     update     ``step``: updates in optimizer.step(), after the backward; ``backward``: as gradients arrive, so that none are
                kept; with ``max_grad_norm``: once all gradients are there; with ``run_ahead``: also during the next forward
     accumulate  micro-batches per batch, run region by region
-    fragments  as for ``compile``; ``"exact"`` and ``"split"``: one rank, and no ``solve``
+    fragments  as for ``compile``; ``"exact"`` and ``"split"``: without ``solve``
     gpus       GPUs of a host that train together, each with ``batch`` sequences, and a link, of its own; they share the host's
                memory and its speed
     hosts      such hosts
@@ -101,8 +101,8 @@ def plan(
         raise ValueError(f"expected lora to be a rank of 1 or more, or 0 for none, found {lora}")
     options = update_options(update, max_grad_norm, run_ahead, "stop")
     check_fragments(fragments, options)
-    if fragments not in (None, "auto") and (solve is not None or gpus * hosts > 1):
-        raise ValueError("expected fragments= without solve= and with one rank: plan single sizes with it")
+    if fragments not in (None, "auto") and (solve is not None or hosts > 1 or (gpus > 1 and options is not None)):
+        raise ValueError('expected fragments= without solve=, and with one rank, or several of one host and update="step"')
     if accumulate < 1 or (isinstance(model, str) and batch % accumulate):
         raise ValueError(f"expected accumulate to divide the batch of {batch}, found {accumulate}")
     if accumulate > 1 and solve in ("batch", "seq"):

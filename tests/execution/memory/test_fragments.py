@@ -170,5 +170,7 @@ def test_a_forecast_cuts_weights_too() -> None:
     assert forecast.feasible
     assert forecast.peak_bytes["device"] <= WEIGHT // 2
     assert forecast.parameters == sum(p.numel() for p in First().first.parameters())
-    with pytest.raises(ValueError, match="fragments"):
-        mtcompile.plan(First(), data, fragments="exact", solve="memory", **options)
+    assert mtcompile.plan(First(), data, fragments="exact", gpus=2, **options).feasible
+    for more in ({"solve": "memory"}, {"gpus": 2, "update": "backward"}, {"hosts": 2}):
+        with pytest.raises(ValueError, match="fragments"):
+            mtcompile.plan(First(), data, fragments="exact", **more, **options)
