@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import ceil, log2
 from typing import Any
 
 import torch
@@ -340,7 +341,7 @@ def _chunks(joint: fx.GraphModule, device: int | None) -> int:
     nbytes = logits_nbytes(joint)
     if device is None or nbytes < device * _LARGE_HEAD:
         return 1
-    return next((chunks for chunks in AUTO if chunks * device * _LARGE_HEAD >= nbytes), AUTO[-1])
+    return int(min(AUTO[-1], 2 ** ceil(log2(nbytes / max(1.0, device * _LARGE_HEAD)))))
 
 
 def logits_nbytes(joint: fx.GraphModule) -> int:
