@@ -211,7 +211,8 @@ class ParameterStore:
         mixed: dict[str, set[bool]] = {}
         for place in self.places.values():
             mixed.setdefault(place.block, set()).add(place.parameter.requires_grad)
-        self.forget([block for block, kinds in mixed.items() if len(kinds) > 1 and self.slabs[block].tier == "host"])
+        if blocks := [block for block, kinds in mixed.items() if len(kinds) > 1 and self.slabs[block].tier == "host"]:
+            self.forget(blocks)
 
     def release(self) -> None:
         """Lets go of all memory. Parameters keep what they have there."""

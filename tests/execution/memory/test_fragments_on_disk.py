@@ -15,6 +15,7 @@ from torch import nn
 
 import mtcompile
 from mtcompile.checkpoint import load, save
+from mtcompile.execution import session
 from mtcompile.passes.cuts.fragments import cut
 from mtcompile.runtime.disk.errors import DiskCorrupt
 from mtcompile.runtime.disk.store import DiskStore
@@ -160,6 +161,17 @@ def test_a_checkpoint_has_whole_weights_and_goes_on_with_the_same_bits(tmp_path:
     for seed in (2, 3):
         assert torch.equal(step(*ours, seed), step(*theirs, seed))
     assert_same(ours, theirs)
+
+
+def test_batches_of_two_sizes_take_turns_without_new_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each search begins with a whole weight, for which the host has no room."""
+    model, optimizer = on_disk(tmp_path, First(), memory=3 * WEIGHT)
+    plan, planned = session.compile_step, list[Any]()
+    monkeypatch.setattr(session, "compile_step", lambda *given: planned.append(plan(*given)) or planned[-1])
+    for rows in (4, 5, 4, 5, 4):
+        model(torch.randn(rows, WIDTH)).backward()
+        optimizer.step()
+    assert len(planned) == 2
 
 
 def test_a_forecast_cuts_what_is_to_be_on_disk() -> None:
