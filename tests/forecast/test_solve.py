@@ -59,7 +59,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_does_not_fit_says_how_much_is_short_and_what_would() -> None:
     def planned(memory: str | int, host: str | None = None) -> mtcompile.Forecast:
-        return mtcompile.plan("small", batch=4, seq=64, memory=memory, host=host)
+        return mtcompile.plan("small", batch=4, seq=16, memory=memory, host=host)
 
     forecast = planned("200KiB")
     assert not forecast.feasible and forecast.short_bytes > 0 and len(forecast.ways_out) == 3
