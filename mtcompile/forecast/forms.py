@@ -16,11 +16,11 @@ from mtcompile.passes.planning.problem import DoesNotFit, Planned
 
 @dataclass(frozen=True, slots=True)
 class StepForms:
-    """A step of one size in all its forms. ``first``: the one to plan first. ``made``: those that were made; None where nothing
-    could be cut so. ``in_rows``: those with few rows of embeddings, by what they take."""
+    """A step of one size in all its forms. ``first``: the one to plan first. ``by_form``: those seen so far; None where
+    nothing could be cut so. ``in_rows``: those with few rows of embeddings, by what they take."""
 
     first: SizedStep
-    made: dict[Form, SizedStep | None] = field(default_factory=dict)
+    by_form: dict[Form, SizedStep | None] = field(default_factory=dict)
     in_rows: dict[tuple[Form, str], SizedStep | None] = field(default_factory=dict)
 
 
@@ -42,7 +42,7 @@ def planned_form(request: ForecastRequest, forms: StepForms) -> tuple[SizedStep,
 
     def chain(finer: list[Form], in_rows: bool) -> Iterator[SizedStep]:
         for form in finer:
-            sized = _made(request, forms, form)
+            sized = _cut(request, forms, form)
             if sized is not None and in_rows:
                 sized = _in_rows(request, forms, sized, "auto" if rows is not None else "used")
             if sized is None:  # there is nothing more to cut
@@ -65,12 +65,12 @@ def planned_form(request: ForecastRequest, forms: StepForms) -> tuple[SizedStep,
     return (sized, planned) if isinstance(fitting, DoesNotFit) else (in_fragments, fitting)
 
 
-def _made(request: ForecastRequest, forms: StepForms, form: Form) -> SizedStep | None:
+def _cut(request: ForecastRequest, forms: StepForms, form: Form) -> SizedStep | None:
     """Returns the step in a form; None if it cannot be cut so."""
-    if form not in forms.made:
+    if form not in forms.by_form:
         sized = in_form(request, forms.first, form)
-        forms.made[form] = sized if sized.joint.form == form else None
-    return forms.made[form]
+        forms.by_form[form] = sized if sized.joint.form == form else None
+    return forms.by_form[form]
 
 
 def _in_rows(request: ForecastRequest, forms: StepForms, sized: SizedStep, embeddings: str) -> SizedStep | None:

@@ -1,8 +1,8 @@
 """Compares the forms of a step within a budget: of those that could be the fastest, each is planned, and no others are.
 
-More memory never makes a step slower, since a form is left out only if nothing that it allows is faster than the best plan:
-by the bound of its linear program, or by its time with everything on the device. Which forms there are does not depend on
-the budget. Others than the first are not made where it is so near to what any form could give that they are not worth it.
+A form is left out if no plan of it can be faster than the best one: by the bound of its linear program, or by its time with
+everything on the device. Others than the first are not made where it is so near to what any form could give that they are not
+worth it; there, a little more memory can be predicted to be slower by as much.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ class ParameterStore:
                     self._point(place.parameter, own.copy_(values))
                 del self.places[name]
             del self.slabs[block]
-        self.version += 1
+            self.version += 1
         self.provisional = False
 
     def separate_frozen(self) -> None:
@@ -211,8 +211,7 @@ class ParameterStore:
         mixed: dict[str, set[bool]] = {}
         for place in self.places.values():
             mixed.setdefault(place.block, set()).add(place.parameter.requires_grad)
-        if blocks := [block for block, kinds in mixed.items() if len(kinds) > 1 and self.slabs[block].tier == "host"]:
-            self.forget(blocks)
+        self.forget([block for block, kinds in mixed.items() if len(kinds) > 1 and self.slabs[block].tier == "host"])
 
     def release(self) -> None:
         """Lets go of all memory. Parameters keep what they have there."""
