@@ -54,16 +54,16 @@ class LateCopies(FakeCuda):
 
 
 def built(source: Path = SOURCE) -> Path:
-    """The shared library of a source, compiled once per version of it and of torch."""
+    """The shared library of a source, compiled once per version of it and of torch, and per torch: it names torch's folder."""
     from torch.utils import cpp_extension
 
-    key = hashlib.sha256(f"{torch.__version__} {sys.version} {source.read_text()}".encode()).hexdigest()[:16]
+    libraries = Path(torch.__file__).parent / "lib"
+    key = hashlib.sha256(f"{torch.__version__} {libraries} {sys.version} {source.read_text()}".encode()).hexdigest()[:16]
     library = Path(tempfile.gettempdir(), f"mtcompile-second-device-{os.getuid()}", f"{key}.so")
     if not library.exists():
         library.parent.mkdir(exist_ok=True)
         new = library.with_suffix(f".{os.getpid()}")
         abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-        libraries = Path(torch.__file__).parent / "lib"
         where = [f"-L{libraries}", f"-Wl,-rpath,{libraries}"]
         include = [f"-I{path}" for path in cpp_extension.include_paths()]
         command = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", abi, *include, str(source), "-o", str(new), *where]
