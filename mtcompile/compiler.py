@@ -46,13 +46,7 @@ from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.planner import homes_of_rows, may_be_resident, plan_among, plan_like, resident_plan, structure
 from mtcompile.passes.planning.policies import KEEP_STATE
-from mtcompile.passes.planning.problem import (
-    DoesNotFit,
-    Planned,
-    PlanningProblem,
-    leaves_room,
-    shortages,
-)
+from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem, leaves_room, shortages, way_to_go
 from mtcompile.passes.proof.same_computation import same_computation
 from mtcompile.passes.proof.schedule import Given, check_schedule
 from mtcompile.passes.rewrites.collectives import check_reads
@@ -246,8 +240,8 @@ def fastest_form(joint: fx.GraphModule, captured: CapturedStep, target: Target, 
     if not candidates and last != options and all(error.tier in tiers for error in refusals):
         candidates, more = _plans(joint, captured, replace(target, options=last), placement, tried)
         refusals = more or refusals
-    if not candidates:  # what fits the device has the smallest way to go
-        raise min(refusals, key=lambda error: (error.tier == "device", error.minimum_bytes))
+    if not candidates:
+        raise min(refusals, key=lambda error: way_to_go(error.tier, error.minimum_bytes))
     best = min(candidates, key=lambda candidate: candidate.planned.plan.total_us)
     if not fragments_of(best.joint.graph):
         return best

@@ -16,7 +16,7 @@ from mtcompile.passes.cuts.form import Form
 from mtcompile.passes.cuts.fragments.cut import UNCUT
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.problem import DoesNotFit, Planned
+from mtcompile.passes.planning.problem import DoesNotFit, Planned, way_to_go
 from mtcompile.passes.step_graph import kernel_of, regions
 
 SMALL = 3000  # operations of a step whose other forms are made in about a second each
@@ -45,8 +45,8 @@ def fastest_of_forms(
     limits: Budgets,
     always: bool = False,
 ) -> tuple[S, Planned | DoesNotFit]:
-    """Returns the form that is fastest within the limits, with its plan; if none fits, the form that needs least of the device,
-    with that refusal. ``first``: the coarsest forms. ``chains``: of finer and finer forms, each of which takes longer than the
+    """Returns the form that is fastest within the limits, with its plan; if none fits, the form with the smallest way to go,
+    with its refusal. ``first``: the coarsest forms. ``chains``: of finer and finer forms, each of which takes longer than the
     one before if memory does not matter. ``find``: plans a form, or raises DoesNotFit. ``always``: compares
     forms even if the first is near to what any could give."""
     best: tuple[S, Planned] | None = None
@@ -87,7 +87,7 @@ def fastest_of_forms(
     if best is not None and not always and is_near(best[0].candidates, limits, best[1].plan):
         return best
     if best is None and any(error.tier != "device" for _, error in refused):
-        return max(refused, key=lambda each: each[1].tier != "device")
+        return min(refused, key=lambda each: way_to_go(each[1].tier, each[1].minimum))
     for chain in chains:
         leanest = inf
         for form in chain:
@@ -128,9 +128,11 @@ def least_us(candidates: Candidates) -> float:
 def _least(
     refused: list[tuple[S, DoesNotFit]], unlikely: list[tuple[S, int]], find: Callable[[S], Planned]
 ) -> tuple[S, Planned | DoesNotFit]:
-    """Returns the form that needs least of the device, with its refusal. ``unlikely``: forms that were not planned since
-    they cannot fit: those that need less by their linear programs come first, until none can need less."""
-    best = min(refused, key=lambda each: each[1].minimum, default=None)
+    """Returns the form with the smallest way to go, with its refusal. ``unlikely``: forms that were not planned since they
+    cannot fit the device: those that need less of it by their linear programs come first, until none can need less."""
+    best = min(refused, key=lambda each: way_to_go(each[1].tier, each[1].minimum), default=None)
+    if best is not None and best[1].tier != "device":
+        return best
     for form, nbytes in sorted(unlikely, key=lambda each: each[1]):
         if best is not None and nbytes >= best[1].minimum:
             break

@@ -71,6 +71,12 @@ class DoesNotFit(Exception):
         self.tier, self.minimum, self.causes = tier, minimum, causes
 
 
+def way_to_go(tier: str, minimum: int) -> tuple[int, int]:
+    """Orders the refusals of several forms of a step: what lacks a better disk alone has the smallest way to go, and what
+    does not fit the device the largest. Of one tier, what needs least of it comes first."""
+    return ("disk", "host", "device").index(tier), minimum
+
+
 def leaves_room(budgets: Budgets, schedule: Schedule, beside: int) -> bool:
     """Tells whether the budgets hold a schedule, and what ``beside`` more forwards of it keep for their backward."""
     return not shortages(budgets, schedule, beside)

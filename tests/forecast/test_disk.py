@@ -164,6 +164,15 @@ def test_a_disk_that_is_too_slow_is_refused_with_figures() -> None:
     assert re.search(r"A step reads 0\.00\d+ GB at 0\.1 GB/s and writes 0\.00\d+ GB at 0\.05 GB/s", refused.refusal)
 
 
+def test_a_form_that_only_lacks_a_faster_disk_is_refused_before_one_that_lacks_device_memory() -> None:
+    """As ``compile`` does: the whole layer does not fit the device, its fragments fit everything."""
+    layer, x = torch.nn.Linear(64, 4096, bias=False), torch.randn(8, 64)
+    slow = replace(SLOW, disk_read_gbps=0.02)
+    refused = mtcompile.plan(layer, {"input": x}, machine=slow, update="backward", memory="600KiB", host="1MiB", disk="1GiB")
+    assert not refused.feasible
+    assert "makes no sense: a step would take" in str(refused), refused
+
+
 @pytest.mark.long
 def test_what_a_refusal_of_a_slow_disk_advises_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     host, speed, _ = forecast(SLOW, **SMALL).ways_out
