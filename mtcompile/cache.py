@@ -12,12 +12,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import stat
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from mtcompile import knobs
+from mtcompile.cached.files import own_sources
+from mtcompile.cached.files import path_of as _path
+from mtcompile.cached.files import read as _read
+from mtcompile.cached.files import write as _write
+from mtcompile.cached.files import write_whole as _write_whole
 from mtcompile.passes.analysis.state import is_trained
 from mtcompile.passes.graph_json import GraphFormatError, graph_from_json, graph_to_json
 from mtcompile.passes.plan import Plan, plan_from_json
@@ -34,8 +34,6 @@ from mtcompile.reading import parsed_json
 
 if TYPE_CHECKING:
     from mtcompile.passes.planning.problem import Planned
-
-_MOST_NBYTES = 1 << 30  # of a file that is read
 
 Times = Mapping[str, Mapping[str, tuple[float, float]]]  # queue -> operation -> microseconds: (measured, by formula)
 
@@ -126,65 +124,5 @@ def write_times(key: str, times: Times) -> bool:
 
 def _digest(text: str) -> str:
     """Hashes ``text`` with torch's version, the number of threads and these sources, so that a new version starts afresh."""
-    versions = f"{torch.__version__} {torch.get_num_threads()} {_own_sources()}"
+    versions = f"{torch.__version__} {torch.get_num_threads()} {own_sources()}"
     return hashlib.sha256(f"{versions}\n{text}".encode()).hexdigest()
-
-
-def _path(kind: str, key: str) -> Path | None:
-    folder = knobs.cache()
-    return Path(folder, kind, f"{key}.json" if kind == "machines" else f"{key}.txt") if folder else None
-
-
-def _read(kind: str, key: str | None) -> str | None:
-    path = _path(kind, key) if key else None
-    digest, _, content = ((own_text(path) if path else None) or "").partition("\n")
-    return content if key and content and digest == _seal(kind, key, content) else None
-
-
-def _write(kind: str, key: str, text: str) -> None:
-    if path := _path(kind, key):
-        _write_whole(path, f"{_seal(kind, key, text)}\n{text}")
-
-
-def _seal(kind: str, key: str, content: str) -> str:
-    return hashlib.sha256(f"{kind} {key}\n{content}".encode()).hexdigest()
-
-
-def own_text(path: Path) -> str | None:
-    """Returns the text of a regular file of this user's that nobody else can write, reached by no link; else None."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        number = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-        with open(number, encoding="utf-8") as file:
-            about = os.fstat(number)
-            ours = not hasattr(os, "geteuid") or (about.st_uid == os.geteuid() and not about.st_mode & 0o022)
-            return file.read() if ours and stat.S_ISREG(about.st_mode) and about.st_size <= _MOST_NBYTES else None
-    return None
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Writes the whole file or nothing. If the disk refuses, the next run has to do the work again."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".new", delete=False) as file:
-            file.write(text)
-        os.replace(file.name, path)
-
-
-@cache
-def _own_sources() -> str:
-    return source_digest(Path(__file__).parent)
-
-
-def source_digest(package: Path) -> str:
-    """Hashes the path and content of every file below a package's folder, its C source and built library included. Links are
-    followed and each folder is read once: passes and runtime are links in a checkout and folders in an installed wheel."""
-    digest, visited = hashlib.sha256(), set()
-    for folder, subfolders, names in os.walk(package, followlinks=True):
-        if (real := os.path.realpath(folder)) in visited:
-            subfolders.clear()
-            continue
-        visited.add(real)
-        subfolders[:] = sorted(name for name in subfolders if name != "__pycache__")
-        for path in (Path(folder, name) for name in sorted(names) if not name.startswith(".")):  # an editor's lock file
-            digest.update(f"{path.relative_to(package)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
-    return digest.hexdigest()

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import mtcompile
 from mtcompile import cache, compiler
-from mtcompile.cache import source_digest
+from mtcompile.cached.files import source_digest
 from mtcompile.capture.joint import joint_graph
 from mtcompile.passes.planning import candidates
 from tests.helpers.models import Gpt, tokens

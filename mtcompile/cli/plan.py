@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from mtcompile.cached.answers import Answer, keep_answer, key_of, known_answer
 from mtcompile.cli.common import DOES_NOT_FIT, FINE, Model, ending_soon, forecast_of
-from mtcompile.cli.options import Json, StepOptions
+from mtcompile.cli.options import Json, StepOptions, values
 
 Solve = Literal["batch", "seq", "memory"]
 
@@ -33,12 +34,15 @@ def plan(
 
     Exit code 0: it fits; 3: it does not; 2: invalid argument or file.
     """
-    with ending_soon():
-        from mtcompile.passes.planning.policies import POLICIES
+    more = {"solve": solve, "force": force, "gpus": gpus, "hosts": hosts, "network": network}
+    key = key_of(model, {**values(options), **more, "policy": policy})
+    if (answer := known_answer(key)) is None:
+        with ending_soon():
+            from mtcompile.passes.planning.policies import POLICIES
 
-        policies = tuple(POLICIES) if "all" in (policy or ()) else tuple(policy or ())
-        forecast = forecast_of(
-            model, options, policies=policies, solve=solve, force=force, advise=True, gpus=gpus, hosts=hosts, network=network
-        )
-    print(forecast.to_json(indent=1) if as_json else forecast)
-    raise typer.Exit(FINE if forecast.feasible else DOES_NOT_FIT)
+            policies = tuple(POLICIES) if "all" in (policy or ()) else tuple(policy or ())
+            forecast = forecast_of(model, options, policies=policies, advise=True, **more)
+        answer = Answer(str(forecast), forecast.to_json(indent=1), forecast.feasible)
+        keep_answer(key, answer)
+    print(answer.as_json if as_json else answer.text)
+    raise typer.Exit(FINE if answer.feasible else DOES_NOT_FIT)

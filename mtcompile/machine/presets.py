@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mtcompile import cache, knobs, progress
+from mtcompile.cached.files import own_text
 from mtcompile.errors import did_you_mean, nearest_file
 from mtcompile.machine.cards import difference, scaled
 from mtcompile.machine.device import choose
@@ -132,7 +133,7 @@ def _measured_before(where: torch.device) -> Machine | None:
     """Reads the machine that ``remember`` wrote last; None if there is none or it cannot be read."""
     path = cache.machine_path(identity(where))
     with suppress(ValueError):
-        return _from_text(text, path) if path and (text := cache.own_text(path)) else None
+        return _from_text(text, path) if path and (text := own_text(path)) else None
     return None
 
 

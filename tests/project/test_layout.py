@@ -24,8 +24,8 @@ ROOT_FILES = {
     )
 } | {"py.typed"}  # fmt: skip
 ROOMS = {
-    "capture", "checkpoint", "cli", "data", "distributed", "execution", "forecast", "kernels", "machine", "models", "optim",
-    "parity", "report", "torch_private", "trainer", "viz",
+    "cached", "capture", "checkpoint", "cli", "data", "distributed", "execution", "forecast", "kernels", "machine", "models",
+    "optim", "parity", "report", "torch_private", "trainer", "viz",
 }  # fmt: skip
 LINKS = {"passes", "runtime"}
 MOST_FILES, MOST_LINES, MOST_PARAMETERS = 12, 400, 7
