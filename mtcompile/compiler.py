@@ -34,8 +34,8 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts.form import WHOLE, Form, cut_joint, in_rows, possible_forms
-from mtcompile.passes.cuts.fragments.cut import UNCUT, has_resident_fragments
-from mtcompile.passes.cuts.fragments.figures import cut_on_disk, streamed_whole, streaming, told_fragments
+from mtcompile.passes.cuts.fragments.cut import UNCUT, has_misplaced_fragments
+from mtcompile.passes.cuts.fragments.figures import cut_on_disk, streamed_whole, streaming, told_fragments, told_off_disk
 from mtcompile.passes.joint.accumulate import Micro, repeat, weights_of
 from mtcompile.passes.joint.build import InputHomes, build
 from mtcompile.passes.joint.exceptions import contract
@@ -232,14 +232,18 @@ def prove(joint: fx.GraphModule, built: BuiltStep, budgets: Budgets, input_homes
 
 def fastest_form(joint: fx.GraphModule, captured: CapturedStep, target: Target, placement: RunnablePlacement) -> PlannedStep:
     """Returns the plan of the form that was asked for; of those that "auto" and ``fragments`` allow, the fastest that fits.
-    Where none fits, tries what "auto" keeps for that: few rows of embeddings, and fragments that split no sum."""
+    Where none fits, tries what "auto" keeps for that: few rows of embeddings, and fragments that split no sum; then finer
+    fragments than a disk could read."""
     options, tried = target.options, set[tuple[Form, Collection[str]]]()
-    candidates, refusals = _plans(joint, captured, target, placement, tried)
+    candidates, refusals = _plans(joint, captured, target, placement, tried, begins := placement.fragments_begin())
     last = options.last_resort(placement.may_cut_weights())
     tiers = ("device",) if options.disk is None else ("device", "host")  # what is on disk passes through the host
     if not candidates and last != options and all(error.tier in tiers for error in refusals):
-        candidates, more = _plans(joint, captured, replace(target, options=last), placement, tried)
+        candidates, more = _plans(joint, captured, replace(target, options=last), placement, tried, begins)
         refusals = more or refusals
+    if not candidates and last.cuts and begins != UNCUT.begins and all(error.tier in tiers for error in refusals):
+        candidates, more = _plans(joint, captured, replace(target, options=last), placement, tried, UNCUT.begins)
+        refusals = [*refusals, *more]
     if not candidates:
         raise min(refusals, key=lambda error: way_to_go(error.tier, error.minimum_bytes))
     best = min(candidates, key=lambda candidate: candidate.planned.plan.total_us)
@@ -253,7 +257,7 @@ def fastest_form(joint: fx.GraphModule, captured: CapturedStep, target: Target, 
 
     whole = next((each.planned.schedule for each in candidates if not fragments_of(each.joint.graph)), None)
     told = told_fragments(best.planned, streamed() if whole is None else whole, fits=whole is not None)
-    notes = (*best.planned.plan.notes, told)
+    notes = (*best.planned.plan.notes, told, *told_off_disk(best.planned.step, begins))
     return best._replace(planned=replace(best.planned, plan=replace(best.planned.plan, notes=notes)))
 
 
@@ -263,14 +267,16 @@ def _plans(
     target: Target,
     placement: RunnablePlacement,
     tried: set[tuple[Form, Collection[str]]],
+    begins: int,
 ) -> tuple[list[PlannedStep], list[BudgetError]]:
     """Plans the forms that options allow, each with all rows of embeddings or with few, but for those ``tried`` before, to
-    which it adds its own. Returns the plans that fit, and why others do not."""
+    which it adds its own. ``begins``: bytes, at multiples of which fragments begin. Returns the plans that fit, and why
+    others do not."""
     options, candidates, refusals = target.options, list[PlannedStep](), list[BudgetError]()
     forms, trusted, where = set[Form](), options.fragments == "exact", target.device.where
     # Forms with more chunks or tiles have the same cuts, whose products are computed to tell.
     keeps_bits = functools.cache(lambda cut: options.fuses or has_same_bits(joint, cut, where, options.memory, trusted))
-    for form in possible_forms(joint, options.loss_chunks, options.tiles, options.cuts, placement.fragments_begin()):
+    for form in possible_forms(joint, options.loss_chunks, options.tiles, options.cuts, begins):
         if not keeps_bits(form.cut):
             continue
         rewritten = rewrite_joint(joint, options.precision, options.fuses, form, captured.micro)
@@ -286,7 +292,7 @@ def _plans(
             tried.add(key)
             try:
                 planned = PlannedStep(variant, *plan_for(variant, target, placement))
-                if not has_resident_fragments(planned.problem.step, planned.planned.plan):
+                if not has_misplaced_fragments(planned.problem.step, planned.planned.plan, placement.fragments_begin()):
                     candidates.append(planned)
             except BudgetError as error:
                 refusals.append(error)

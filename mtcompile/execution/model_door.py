@@ -153,7 +153,7 @@ class ModelDoor(Door):
             disk_staging=staging_nbytes(self.parameters_nbytes()),
             disk_updates=self.updates is not None and is_elementwise(self.optimizer),
             update_piece=2 * PIECE if self.options.precision.split else 0,
-            disk_takes=movable(step, fixed, self._parameters(), self.parameters, self.frames),
+            disk_takes=movable(step, fixed, self._parameters(), self.parameters, self.frames, self.fragments_begin()),
         )
 
     def _parameters(self) -> dict[str, nn.Parameter]:

@@ -9,9 +9,8 @@ from mtcompile.forecast.request import ForecastRequest, SizedStep, budgets_of, f
 from mtcompile.passes.cuts.compare import fastest_of_forms
 from mtcompile.passes.cuts.form import Form, chains_of_forms
 from mtcompile.passes.cuts.fragments.cut import possible_cuts
-from mtcompile.passes.planning.disk.limits import NotWorthwhile
 from mtcompile.passes.planning.planner import may_be_resident
-from mtcompile.passes.planning.problem import DoesNotFit, Planned
+from mtcompile.passes.planning.problem import DoesNotFit, Planned, way_to_go
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +56,15 @@ def planned_form(request: ForecastRequest, forms: StepForms) -> tuple[SizedStep,
     kinds = list(chains_of_forms(cuts, tiles=not asked_for))
     coarsest = [each for each in (first if takes_all else None, rows) if each is not None]
     sized, planned = fastest_of_forms(coarsest, chains(kinds), find, limits, asked_for)
-    short_of_host = isinstance(planned, DoesNotFit) and planned.tier != "device" and not isinstance(planned, NotWorthwhile)
-    if limits.disk is None or not short_of_host or not cuts:
+    if limits.disk is None or not cuts or not isinstance(planned, DoesNotFit) or planned.tier == "disk":
         return sized, planned
-    finer = [Form(cut=cut) for cut in cuts]  # fragments leave more room on the host
-    in_fragments, fitting = fastest_of_forms([], chains([finer]), find, limits)
-    return (sized, planned) if isinstance(fitting, DoesNotFit) else (in_fragments, fitting)
+    refused, finest = [(sized, planned)], possible_cuts(first.captured, request.cuts)[1:]
+    for finer in (cuts, finest) if planned.tier == "host" else (finest,):  # fragments leave more room on the host
+        sized, fitting = fastest_of_forms([], chains([[Form(cut=cut) for cut in finer]]), find, limits)
+        if not isinstance(fitting, DoesNotFit):
+            return sized, fitting
+        refused.append((sized, fitting))
+    return min(refused, key=lambda each: way_to_go(each[1].tier, each[1].minimum))
 
 
 def _cut(request: ForecastRequest, forms: StepForms, form: Form) -> SizedStep | None:

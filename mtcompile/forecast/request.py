@@ -29,7 +29,7 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets, is_trained, with_parts
 from mtcompile.passes.cuts.compare import SMALL
 from mtcompile.passes.cuts.form import AUTO, WHOLE, Form, in_rows
-from mtcompile.passes.cuts.fragments.cut import UNCUT
+from mtcompile.passes.cuts.fragments.cut import UNCUT, homes_between
 from mtcompile.passes.joint.accumulate import Micro
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.candidates import Candidates
@@ -106,8 +106,9 @@ class AssumedPlacement:
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
         budgets = self.budgets
         if budgets.disk is not None:
-            takes = tuple(homes_off_device(step))
-            budgets = replace(budgets, disk_staging=staging_nbytes(_parameters_nbytes(step)), disk_takes=takes)
+            torn = homes_between(step, piece_nbytes(nbytes := _parameters_nbytes(step)))
+            takes = tuple(home for home in homes_off_device(step) if home not in torn)
+            budgets = replace(budgets, disk_staging=staging_nbytes(nbytes), disk_takes=takes)
         fixed = dict.fromkeys(step.meta["homes"].values(), "host") if self.ranks.count > 1 else homes_off_device(step)
         if budgets.sharing * budgets.hosts > 1:
             sharded = tuple(sorted(fixed)) if budgets.hosts == self.ranks.hosts else ()

@@ -13,6 +13,7 @@ from mtcompile.execution.compiled import LiveFrames
 from mtcompile.execution.memory.fragments import parameter_homes
 from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.options import DiskBudget
+from mtcompile.passes.cuts.fragments.cut import homes_between
 from mtcompile.passes.planning.problem import Planned
 from mtcompile.passes.step_graph import fragments_of
 from mtcompile.runtime.devices.protocol import Device
@@ -80,14 +81,16 @@ def movable(
     named: Mapping[str, nn.Parameter],
     parameters: ParameterStore,
     frames: LiveFrames,
+    begins: int,
 ) -> tuple[str, ...]:
     """Returns the homes on the host that may go to disk now: also those that have no place yet, which a step takes rows of, or
-    takes in fragments, or which are new beside others. ``named``: the model's parameters."""
-    homes = parameter_homes(step)
+    takes in fragments, or which are new beside others. ``named``: the model's parameters; ``begins``: bytes, at
+    multiples of which fragments on disk begin."""
+    homes, torn = parameter_homes(step), homes_between(step, begins)
     apart = *step.meta["rows"], *(part.parameter for part in fragments_of(step).values())
     unplaced = homes if parameters.places else apart
     new = {homes[n] for n in unplaced if n in homes and n not in parameters.places and not shares_storage(named[n])}
     evicted = frames.waiting() if frames.leaving else ()
     passing = [tensor for frame in evicted for tensor in frame.memory.tensors.values()]
-    at_home = (home for home in sorted(fixed) if fixed[home] == "host")
+    at_home = (home for home in sorted(fixed) if fixed[home] == "host" and home not in torn)
     return tuple(home for home in at_home if home in new or parameters.may_go_to_disk(home, passing))

@@ -33,7 +33,7 @@ from mtcompile.passes.cuts.fragments.stacked import Stacked, matrices_of, stacks
 from mtcompile.passes.joint.loss_head import adder
 from mtcompile.passes.joint.regions import STARTS_BLOCK
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.step_graph import Fragment, InputSpec, OutputSpec, fragments_of, outputs_of
+from mtcompile.passes.step_graph import Fragment, InputSpec, OutputSpec, fragments_of, inputs_of, outputs_of
 from mtcompile.runtime.schedule import listed, placed
 
 aten = torch.ops.aten
@@ -289,7 +289,21 @@ def _return(joint: fx.GraphModule, linear: Weight, specs: list[InputSpec], gradi
     joint.meta["outputs"] = tuple(spec for spec, _ in outputs)
 
 
-def has_resident_fragments(step: fx.GraphModule, plan: Plan) -> bool:
-    """Tells whether a plan keeps a weight on the device that its step takes in fragments: its gradients would be there too,
-    each by itself."""
-    return any(plan.params(step.meta["homes"].get(name, "")) == "device" for name in fragments_of(step))
+def has_misplaced_fragments(step: fx.GraphModule, plan: Plan, begins: int) -> bool:
+    """Tells whether a plan keeps a weight that its step takes in fragments where it cannot be: on the device, where its
+    gradients would be too, each by itself, or on disk although not all its fragments begin at multiples of ``begins`` bytes."""
+    homes, torn = step.meta["homes"], homes_between(step, begins)
+    tiers = {home: plan.params(home) for name in fragments_of(step) if (home := homes.get(name))}
+    return any(tier == "device" or (tier == "disk" and home in torn) for home, tier in tiers.items())
+
+
+def homes_between(step: fx.GraphModule, begins: int) -> dict[str, str]:
+    """Returns the homes of the weights with a fragment that begins between multiples of ``begins`` bytes, where a disk cannot
+    read it, each with the weight."""
+    homes, torn = step.meta["homes"], dict[str, str]()
+    for spec, node in inputs_of(step):
+        if (part := spec.fragment) is not None and spec.name in homes:
+            val = node.meta["val"]
+            if part.start * math.prod(val.shape[1:]) * val.element_size() % begins:
+                torn[homes[spec.name]] = part.parameter
+    return torn

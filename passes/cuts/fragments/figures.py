@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from mtcompile.passes.cuts.fragments.cut import homes_between
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
@@ -69,6 +70,17 @@ def told_fragments(planned: Planned, whole: Schedule, fits: bool) -> str:
         f"in fragments: {_names(planned.step)}; the first layer's wait and the weights on the device at a time are "
         f"{streaming(planned.schedule)}, whole they are {streaming(whole)}{beside}"
     )
+
+
+def told_off_disk(step: fx.GraphModule, begins: int) -> list[str]:
+    """Says which weights in fragments no plan of a step can keep on disk, where fragments begin at multiples of ``begins``."""
+    names = list(dict.fromkeys(homes_between(step, begins).values()))
+    if not names:
+        return []
+    return [
+        f"not on disk: {listed(names, _MOST_NAMES)}; a fragment there begins at a multiple of {begins} bytes, and rows of this "
+        "size leave none as small as the device needs. Make the layer's width a multiple of 64"
+    ]
 
 
 def _names(step: fx.GraphModule) -> str:

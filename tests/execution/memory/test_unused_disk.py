@@ -57,9 +57,11 @@ def test_frozen_weights_leave_the_homes_of_those_that_train_when_a_larger_batch_
     assert report["peak_host_bytes"] <= report["budget_host_bytes"]
 
 
-def test_a_layer_larger_than_the_device_trains_in_fragments_beside_a_disk_that_is_not_needed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [WIDTH, WIDTH - 1])
+def test_a_layer_larger_than_the_device_trains_in_fragments_beside_an_unneeded_disk(width: int, tmp_path: Path) -> None:
+    """Also where rows of that size leave no fragment that a disk could read."""
     torch.manual_seed(0)
-    plain, x = nn.Linear(WIDTH, 4096), torch.randn(4, WIDTH)
+    plain, x = nn.Linear(width, 4096), torch.randn(4, width)
     torch.compiler.reset()
     model = copy.deepcopy(plain)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, plain)]
@@ -75,3 +77,5 @@ def test_a_layer_larger_than_the_device_trains_in_fragments_beside_a_disk_that_i
         assert torch.equal(*losses)
     assert torch.equal(ours.weight, plain.weight) and "fragments" in str(ours.plan)
     assert ours.memory_report()["peak_device_bytes"] < plain.weight.nbytes
+    assert any("not on disk: weight" in note for note in ours.plan.notes) == (width < WIDTH)
+    assert mtcompile.plan(plain, {"input": x}, machine="rtx4090", **options).feasible
