@@ -22,8 +22,8 @@ def run(*arguments: str) -> tuple[int, str]:
 
 
 def test_the_command_plans_shapes_factories_and_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SHAPES, "gpt-11m", replace(SHAPES["gpt-11m"], layers=2))
-    code, text = run("gpt-11m", "--batch", "2", "--seq", "64", "--memory", "30MiB", "--json", "--policy", "all")
+    monkeypatch.setitem(SHAPES, "gpt-11m", replace(SHAPES["gpt-11m"], layers=1, vocabulary=512))
+    code, text = run("gpt-11m", "--batch", "2", "--seq", "64", "--memory", "12MiB", "--json", "--policy", "all")
     printed = json.loads(text)
     assert code == 0 and printed["feasible"] and {row["policy"] for row in printed["rows"]} == set(POLICIES)
     for key in ("parameters", "state_bytes", "budget_bytes", "peak_bytes", "minimum_device_bytes", "step_time_us"):

@@ -176,6 +176,7 @@ _LONG = (
     "two losses, the second first",
     "two lengths",
     "two losses",
+    "siamese",
     "retained",
     "any order",
 )

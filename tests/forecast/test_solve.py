@@ -20,13 +20,13 @@ pytestmark = pytest.mark.slow  # it compiles many models
 
 
 def test_the_ledger_adds_up_and_names_every_byte() -> None:
-    forecast = mtcompile.plan("gpt-11m", batch=4, seq=64, memory="40MiB", machine="rtx4090")
+    forecast = mtcompile.plan("small", batch=4, seq=64, memory="4MiB", machine="rtx4090")
     assert forecast.feasible and forecast.ledger is not None and forecast.planned is not None
     for tier, parts in forecast.ledger.items():
         assert sum(parts.values()) == forecast.peak_bytes[tier]
         assert 0 <= parts["other"] <= 2**20
     assert forecast.busy is not None and all(0 < share <= 1 for share in forecast.busy.values())
-    assert forecast.peak_bytes["device"] <= 40 * 2**20
+    assert forecast.peak_bytes["device"] <= 4 * 2**20
     assert forecast.state_bytes == pytest.approx(4 * 4 * forecast.parameters, rel=0.01)
     assert forecast.step_time_us > forecast.update_us > 0 and forecast.tokens == 256
     assert forecast.tokens_per_s == pytest.approx(256 / forecast.step_time_us * 1e6)
@@ -164,7 +164,7 @@ def test_solve_memory_says_the_least_that_works() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seq", "points"), [(64, 4), pytest.param(256, 20, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("seq", "points"), [(64, 3), pytest.param(256, 20, marks=pytest.mark.long)])
 def test_more_memory_is_never_slower_and_no_refusal_names_another_least(seq: int, points: int) -> None:
     """Also where the loss head has to be cut, or weights or tokens are."""
     least = mtcompile.plan("small", seq=seq, memory=1).minimum_device_bytes

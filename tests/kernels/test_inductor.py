@@ -35,7 +35,7 @@ def data() -> dict[str, torch.Tensor]:
 
 def small() -> torch.nn.Module:
     torch.manual_seed(0)
-    return Gpt(layers=2)
+    return Gpt(layers=1)
 
 
 def run(model: torch.nn.Module, memory: int | None, kernels: str) -> tuple[Any, Any]:

@@ -152,7 +152,7 @@ def least_host(folder: Path, kind: str) -> int:
     return refusal.value.minimum_bytes
 
 
-@pytest.mark.parametrize("kind", ["frozen", "trained"])
+@pytest.mark.parametrize("kind", ["frozen", pytest.param("trained", marks=pytest.mark.long)])
 def test_less_of_the_host_is_needed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     straight = least_host(tmp_path, kind)
     monkeypatch.setenv("MT_DISK_DIRECT", "0")
