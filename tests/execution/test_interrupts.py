@@ -147,7 +147,8 @@ def interrupted_at(count: int) -> Iterator[list[int]]:
     calls = [0]
 
     def trace(frame: FrameType, event: str, argument: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE) and "tests" not in frame.f_code.co_filename[len(PACKAGE) :]:
+        path = frame.f_code.co_filename
+        if event == "call" and path.startswith(PACKAGE) and "tests" not in path[len(PACKAGE) :]:
             calls[0] += 1
             if calls[0] == count:
                 sys.settrace(None)
