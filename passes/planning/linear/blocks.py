@@ -34,13 +34,15 @@ class Option:
 class Choices:
     """The variables of blocks. By block: ``options`` for what it saves, and, for each value that leaves it (``crossing``), its
     bytes and its two places; bytes by variable that it saves on the device (``saved``), that leave it and wait there
-    (``leaving``), and that its backward gets back from the host (``back``)."""
+    (``leaving``), and that its backward gets back from the host (``back``). ``repeated``: the µs of making again what leaves a
+    block, each."""
 
     options: dict[int, list[tuple[Option, int]]] = field(default_factory=dict)
     crossing: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
     saved: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
     leaving: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
     back: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
+    repeated: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,7 @@ def _place_crossing(
     places = choices.crossing[index] = list[tuple[int, int, int]]()
     repeated, last = program.variable(None), max(block.index for block in blocks)  # µs of making any of them again
     terms.loads["compute", "backward"].append(Load(index, last, {repeated: 1.0}))
+    choices.repeated.append(repeated)
     for value in block.crossing:
         nbytes, read_in = value.meta["nbytes"], _read_in((value,), index)
         stays, again = program.variable(), program.variable()

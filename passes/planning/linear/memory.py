@@ -11,6 +11,7 @@ from mtcompile.passes.analysis.memory import body_lives, workspace_nbytes
 from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.planning.ladders import Block
 from mtcompile.passes.planning.linear.blocks import Choices
+from mtcompile.passes.planning.linear.exposed import Gap
 from mtcompile.passes.planning.linear.program import Counted, added
 from mtcompile.passes.planning.linear.terms import Terms
 from mtcompile.passes.planning.problem import PlanningProblem
@@ -45,6 +46,7 @@ def hold_memory(
     choices: Choices,
     lives: Sequence[dict[int, float]],
     counted: Counted,
+    gaps: Sequence[Gap] = (),
 ) -> None:
     """The rows that say what memory holds at each block's forward and backward: what is live then (``lives``), what it reads
     and makes, and what is on its way: weights, saved values and gradients of the blocks near by."""
@@ -61,6 +63,7 @@ def hold_memory(
         fewer = ({home: -nbytes for home, nbytes in each.items()} for each in (needs.grads, needs.cast_nbytes))
         needed[index] = added(*map(terms.by_share, (needs.read, needs.stored, *fewer)))
     insides: dict[tuple[str, tuple[int, ...]], int] = {}
+    whole_at: dict[int, list[tuple[dict[int, float], float]]] = {}  # rows of blocks whose backward is one region
     always = problem.budgets.reserve + sum(held_nbytes(problem.step, problem.budgets).values())
     for place, (block, live) in enumerate(zip(blocks, lives, strict=True)):
         index, back = block.index, choices.back
@@ -70,14 +73,22 @@ def hold_memory(
         near += [stored[other.index] for other in after]
         beyond = choices.leaving[index] if ahead else {}  # a plan may let it go later than it must
         own = [needed[index], back[index]] if whole else []
-        terms.program.holds(counted, "device", added(live, beyond, *own, *near), always + beside)
+        at_once = [(added(live, beyond, *own, *near), always + beside)]
         if whole and again_counts and (inside := _inside(problem, block, backward[index][0], insides)):
             others = {variable: -nbytes for variable, nbytes in choices.saved[index].items()}
-            terms.program.holds(counted, "device", added(live, others, beyond, needed[index], *near), always + inside)
+            at_once.append((added(live, others, beyond, needed[index], *near), always + inside))
+        whole_at[index] = at_once
+        for nbytes, fixed in at_once:
+            terms.program.holds(counted, "device", nbytes, fixed)
         if ahead:
             near = [weights[index], back[index], *(back[other.index] for other in before)]
             near += [weights[other.index] for other in after]
             terms.program.holds(counted, "device", added(live, choices.leaving[index], *near), always)
+    for gap in gaps if not ahead else ():
+        for at, moved, queue in ((gap.first, gap.fetched, "h2d"), (gap.then, gap.stored, "d2h")):
+            crossing = dict.fromkeys(gap.us, -1.0 / problem.machine.copy_us(1, queue))
+            for nbytes, fixed in whole_at.get(at, ()):
+                terms.program.holds(counted, "device", added(nbytes, moved, crossing), fixed)
     for tier in ("host", "disk"):
         terms.program.holds(counted, tier, terms.held[tier], 0.0)
 

@@ -28,7 +28,7 @@ def take_time(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: Te
     for phase in PHASES:
         program.takes({span[phase]: 1.0}, {"link": terms.work("d2h", phase)})
         program.takes({span[phase]: 1.0}, {"link": terms.work("h2d", phase)})
-        program.takes({span[phase]: 1.0}, {"compute": terms.work("compute", phase)})
+        program.takes({span[phase]: 1.0}, {"compute": terms.work("compute", phase), "link": terms.work("exposed", phase)})
         if terms.on_disk:
             program.takes({span[phase]: 1.0}, {"disk": terms.work("disk_read", phase)})
     copied = {phase: program.summed(nbytes, 1 << 30) for phase, nbytes in terms.copied.items()}
@@ -75,25 +75,30 @@ def _before_and_behind(
     whole = sum(region.meta["block"] == place for region in terms.of_phase("backward")) <= 1
     backward_from = terms.work("compute", "backward", place if whole else place + 1)
     backward_until = terms.work("compute", "backward", 0, place if whole else place - 1)
+    idle_from = terms.work("exposed", "backward", place if whole else place + 1)
+    idle_until = terms.work("exposed", "backward", 0, place if whole else place - 1)
     program.takes(forward, {"link": terms.work("h2d", "forward", 0, place), "compute": forward_from})
     program.takes(forward, {"link": terms.work("d2h", "forward", place), "compute": forward_until})
-    program.takes(backward, {"link": terms.work("h2d", "backward", place), "compute": backward_until})
-    program.takes(backward, {"link": terms.work("d2h", "backward", 0, place), "compute": backward_from}, turn)
+    link = _sum(terms.work("h2d", "backward", place), idle_until)
+    program.takes(backward, {"link": link, "compute": backward_until})
+    link = _sum(terms.work("d2h", "backward", 0, place), idle_from)
+    program.takes(backward, {"link": link, "compute": backward_from}, turn)
     homes = [variable for home, variable in terms.away.items() if terms.blocks[home] == (place, place)]  # this block's own
     if updates is not None and updates.run_ahead:
         outside = _sum(forward_from, backward_from)
         updated = terms.updates(0, place)
-        program.takes({time: 1.0}, {**updated, "compute": outside}, turn, contention)
+        program.takes({time: 1.0}, {**updated, "link": idle_from, "compute": outside}, turn, contention)
         # After the last of these updates, in the order of the blocks; of several homes in one block, any may be the last.
         fetched = terms.work("h2d", "forward", place if len(homes) <= 1 else place + 1)
-        program.takes({time: 1.0}, {**updated, "link": fetched, "compute": backward_from}, turn, contention)
+        link = _sum(fetched, idle_from)
+        program.takes({time: 1.0}, {**updated, "link": link, "compute": backward_from}, turn, contention)
         for home in homes:
             chain = _chain(terms, home, (*_HOME_AND_UPDATED, ("h2d", "forward")))
-            program.takes({time: 1.0}, {"compute": outside}, chain, turn, contention)
+            program.takes({time: 1.0}, {"link": idle_from, "compute": outside}, chain, turn, contention)
     elif updates is not None:
-        program.takes(backward, {**terms.updates(0, place), "compute": backward_from}, turn)
+        program.takes(backward, {**terms.updates(0, place), "link": idle_from, "compute": backward_from}, turn)
         for home in homes:
-            program.takes(backward, {"compute": backward_from}, _chain(terms, home, _HOME_AND_UPDATED), turn)
+            program.takes(backward, {"link": idle_from, "compute": backward_from}, _chain(terms, home, _HOME_AND_UPDATED), turn)
 
 
 def _chain(terms: Terms, home: int, ways: Sequence[tuple[str, str]]) -> dict[int, float]:

@@ -12,12 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mtcompile.passes.analysis.state import held_nbytes, on_disk_nbytes, trained_nbytes
 from mtcompile.passes.plan import Certificate
 from mtcompile.passes.planning.ladders import Block
 from mtcompile.passes.planning.linear.blocks import Choices, place_blocks
+from mtcompile.passes.planning.linear.exposed import Gap, gaps_between
 from mtcompile.passes.planning.linear.homes import HomeCost
 from mtcompile.passes.planning.linear.memory import hold_memory, live_at
 from mtcompile.passes.planning.linear.program import Infeasible, gains_us
@@ -69,11 +70,7 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
     blocks ahead prefetches are in memory, beside what must be there; the optimum bounds all plans only if it is 0. ``like``: an
     optimum for the same tiers and as many blocks ahead, from which it is not far to this one. ``again``: False leaves out the
     room for what backwards make again."""
-    terms = terms_of(problem.step, problem.budgets.disk is not None)
-    _place_homes(problem, costs, terms)
-    choices = place_blocks(problem, blocks, terms)
-    take_time(problem, costs, terms)
-    lives = live_at(blocks, terms, choices)
+    built: dict[bool, _Built] = {}  # by whether the optimum is to be a bound
     known: dict[object, tuple[Relaxed, Relaxed | None]] = {}  # with what each began at, whose identity is in its key
 
     def solve(
@@ -86,8 +83,11 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
         key = *limits.items(), frozenset(decided.items()), ahead, again, id(like)
         if key in known:
             return known[key][0]
+        if (bounds := not ahead) not in built:
+            built[bounds] = _build(problem, blocks, costs, bounds)
+        terms, choices, gaps, lives = built[bounds]
         if (counted := (ahead, again)) not in terms.program.held:
-            hold_memory(problem, blocks, terms, choices, lives, counted)
+            hold_memory(problem, blocks, terms, choices, lives, counted, gaps)
         fixed = {terms.away[home]: 0.0 if resident else 1.0 for home, resident in decided.items()}
         solution, rows = terms.program.solve(limits, fixed, counted, None if like is None else like.solution)
         values: list[float] = solution.values.tolist()
@@ -104,6 +104,26 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
         return relaxed
 
     return solve
+
+
+class _Built(NamedTuple):
+    """The program, but for the rows of memory."""
+
+    terms: Terms
+    choices: Choices
+    gaps: Sequence[Gap]
+    lives: Sequence[dict[int, float]]
+
+
+def _build(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str, HomeCost], bounds: bool) -> _Built:
+    """Builds the program. ``bounds``: with the time between two backwards, which those that fetch ahead do without: they have
+    the room for it, and a program with more variables has another of its optima."""
+    terms = terms_of(problem.step, problem.budgets.disk is not None)
+    _place_homes(problem, costs, terms)
+    choices = place_blocks(problem, blocks, terms)
+    gaps = gaps_between(problem, costs, terms, choices) if bounds else []
+    take_time(problem, costs, terms)
+    return _Built(terms, choices, gaps, live_at(blocks, terms, choices))
 
 
 def certificate(solve: Solve, limits: Mapping[str, int | None]) -> Certificate | None:

@@ -22,6 +22,7 @@ from mtcompile.passes.planning.ladders import waiting_less
 from mtcompile.passes.planning.linear.homes import home_costs
 from mtcompile.passes.planning.linear.relaxation import relaxation
 from mtcompile.passes.planning.pace import impatient, paced
+from mtcompile.passes.planning.linear import relaxation
 from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
@@ -108,6 +109,15 @@ def test_the_bound_is_never_above_a_plan_with_homes_on_disk(case: str, way: str,
         plan = rnd.choice([paced(plan, candidates.evaluate), candidates.evaluate(impatient(plan) or plan)]).plan
         certificate = candidates.certificate(plan.peak_bytes["device"], plan.peak_bytes["host"])
         assert certificate is not None and certificate.bound_us <= plan.total_us * (1 + 1e-9), machine.name
+
+
+def test_near_the_floor_the_bound_counts_copies_that_have_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = PlanningProblem(crossing(), SLOW, Budgets(updates=Updates(run_ahead=True)))
+    candidates = Candidates(problem)
+    least = candidates.least().plan
+    bound_us = candidates.bound_us(least.peak_bytes["device"], None)
+    monkeypatch.setattr(relaxation, "gaps_between", lambda *about: [])
+    assert Candidates(problem).bound_us(least.peak_bytes["device"], None) < bound_us <= least.total_us
 
 
 def test_near_the_floor_only_the_backward_waits() -> None:
