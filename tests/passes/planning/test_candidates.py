@@ -22,7 +22,6 @@ from mtcompile.passes.planning.ladders import waiting_less
 from mtcompile.passes.planning.linear.homes import home_costs
 from mtcompile.passes.planning.linear.relaxation import relaxation
 from mtcompile.passes.planning.pace import impatient, paced
-from mtcompile.passes.planning.linear import relaxation
 from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
@@ -116,7 +115,7 @@ def test_near_the_floor_the_bound_counts_copies_that_have_no_room(monkeypatch: p
     candidates = Candidates(problem)
     least = candidates.least().plan
     bound_us = candidates.bound_us(least.peak_bytes["device"], None)
-    monkeypatch.setattr(relaxation, "gaps_between", lambda *about: [])
+    monkeypatch.setattr("mtcompile.passes.planning.linear.relaxation.gaps_between", lambda *about: [])
     assert Candidates(problem).bound_us(least.peak_bytes["device"], None) < bound_us <= least.total_us
 
 
