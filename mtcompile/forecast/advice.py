@@ -70,7 +70,7 @@ def most_helpful(request: ForecastRequest, sized: SizedStep, forecast: Forecast)
     for change in _gains(request, sized, forecast.planned.plan, forecast.busy or {}):
         request.progress(f"planning with {change.what}", 0, 0)
         known = [forecast.planned.plan] if change.aim in _FASTER else []
-        if (step_time_us := _quickly(change, sized.candidates, *known)) is None:
+        if (step_time_us := _quickly(change, sized, *known)) is None:
             continue
         tokens_per_s = change.times * sized.tokens / step_time_us * 1e6
         advice = Advice(change.what, step_time_us, tokens_per_s, tokens_per_s / forecast.tokens_per_s - 1)
@@ -79,12 +79,15 @@ def most_helpful(request: ForecastRequest, sized: SizedStep, forecast: Forecast)
     return tuple(sorted(best.values(), key=lambda each: -each.gain)[:_MOST_ADVICE])
 
 
-def _quickly(change: Change, candidates: Candidates, *known: Plan) -> float | None:
-    """Returns the time of a changed step, in µs; None if it is not possible or does not fit. ``candidates``: of the step before
-    the change."""
+def _quickly(change: Change, sized: SizedStep, *known: Plan) -> float | None:
+    """Returns the time of a changed step, in µs; None if it is not possible or does not fit. ``sized``: before the change."""
     with suppress(*_REFUSALS):
         problem = change.problem()
-        candidate = QuickCandidates.like(candidates, problem).quickly(known)
+        alike = (one for one in (sized.candidates, *sized.changed) if problem.differs_in_limits(one.problem))
+        candidates = QuickCandidates.like(next(alike, sized.candidates), problem)
+        candidate = candidates.quickly(known)
+        if problem.step is sized.candidates.problem.step and not problem.differs_in_limits(sized.candidates.problem):
+            sized.changed[:] = [*(one for one in sized.changed if not problem.differs_in_limits(one.problem)), candidates]
         if candidate is not None and fits(candidate.plan, problem.budgets):
             return candidate.plan.total_us
     return None

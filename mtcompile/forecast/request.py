@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, log2
 from typing import Any
 
@@ -77,13 +77,15 @@ class ForecastRequest:
 
 @dataclass(frozen=True, slots=True)
 class SizedStep:
-    """A step of ``size``, which is (batch, seq), and its candidate plans. ``captured``: its joint graph before any rewrite."""
+    """A step of ``size``, which is (batch, seq), and its candidate plans. ``captured``: its joint graph before any rewrite.
+    ``changed``: candidates of the same step graph on another machine or with other updates, which were asked for before."""
 
     candidates: Candidates
     captured: fx.GraphModule
     joint: JointStep
     tokens: int
     size: tuple[int, int]
+    changed: list[Candidates] = field(default_factory=list)
 
     @property
     def form(self) -> Form:
@@ -141,9 +143,14 @@ def sized_step(
     the step of other forms will be planned too, so that a small one is whole."""
     request.progress("capturing the step", 0, 0)
     captured, data = _captured(request, batch // request.accumulate, seq)
-    whole = compared and len(captured.graph.nodes) <= SMALL
-    form = like.joint.form if like else WHOLE if whole else Form(_chunks(captured, request.budgets.device))
+    form = like.joint.form if like else first_form(request, captured, compared)
     return _in_form(request, captured, (tokens_of(data) * request.accumulate, (batch, seq)), form, like)
+
+
+def first_form(request: ForecastRequest, captured: fx.GraphModule, compared: bool) -> Form:
+    """Returns the form in which a captured step is planned first; for ``compared`` see ``sized_step``."""
+    whole = compared and len(captured.graph.nodes) <= SMALL
+    return WHOLE if whole else Form(_chunks(captured, request.budgets.device))
 
 
 def in_form(request: ForecastRequest, sized: SizedStep, form: Form) -> SizedStep:

@@ -115,7 +115,8 @@ def _with_whole_homes(
     are preferred least go first. ``relaxed``: the optimum before."""
     places = {home: float(-place) for place, home in enumerate(relaxed.resident)}
     preferred = places if rule.earliest else relaxed.resident
-    chosen = sorted(_chosen(relaxed.resident, sizes, preferred), key=lambda home: -preferred[home])
+    some = _chosen(relaxed.resident, sizes, preferred)
+    chosen = sorted((home for home in relaxed.resident if home in some), key=lambda home: -preferred[home])
     fewer = 0
     while True:
         on_device = set(chosen[: max(0, len(chosen) - fewer)])
