@@ -28,7 +28,7 @@ from mtcompile.passes.planning.disk.shortage import short_of_host, surely_short
 from mtcompile.passes.planning.evaluate import completed
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
-from mtcompile.runtime.schedule import gib
+from mtcompile.runtime.schedule import MOST_NBYTES, gib
 
 _SHIFTS = 3  # of homes in equal distances, that are tried
 # Regions that a read may be ahead of its fetch, and by how many more a fetch may be issued; by whether it is the read.
@@ -60,6 +60,35 @@ def within_disk(
 
 
 def _within_disk(problem: PlanningProblem, find: Find, roomy: Roomy, homes_move: bool) -> tuple[PlanningProblem, Planned]:
+    """Plans with any homes on disk. If none fits, plans once more with those on the host whose updates on disk would take more
+    of the host than they take there, such as a large embedding's."""
+    try:
+        return _with_any_on_disk(problem, find, roomy, homes_move)
+    except DoesNotFit as error:
+        if error.tier != "host" or problem.budgets.disk is None or not homes_move or not (dear := _dear(problem)):
+            raise
+        refused = error
+    takes = tuple(home for home in problem.budgets.disk_takes if home not in dear)
+    there = {**problem.fixed_homes, **dict.fromkeys(dear, "host")}
+    try:
+        return _with_any_on_disk(
+            replace(problem, fixed_homes=there, budgets=replace(problem.budgets, disk_takes=takes)), find, roomy, homes_move
+        )
+    except DoesNotFit as error:
+        raise min(refused, error, key=lambda each: (each.tier != "host", each.minimum)) from None
+
+
+def _dear(problem: PlanningProblem) -> list[str]:
+    """Returns the homes that train whose updates on disk go through more of the host than is freed: those of the largest
+    parameters, as many as leave least on the host once all others are on disk."""
+    held, (_, trained) = held_nbytes(problem.step, problem.budgets), _may_move(problem)
+    through = {home: update_staging_nbytes(problem.step, _on_disk([home]), problem.budgets) for home in trained}
+    order = sorted(trained, key=lambda home: -through[home])
+    taken = [sum(held[home] for home in order[:count]) + through[home] for count, home in enumerate(order)]
+    return order[: taken.index(min(taken))] if taken else []
+
+
+def _with_any_on_disk(problem: PlanningProblem, find: Find, roomy: Roomy, homes_move: bool) -> tuple[PlanningProblem, Planned]:
     budgets = problem.budgets
     if budgets.disk is None:
         return find(problem)
@@ -68,6 +97,7 @@ def _within_disk(problem: PlanningProblem, find: Find, roomy: Roomy, homes_move:
     frozen, trained = _may_move(problem)
     missing, more, order = 0, 1, [*_evenly(frozen), *_evenly(trained)]
     searched = False  # with nothing on disk
+    least = DoesNotFit("host", MOST_NBYTES, ())  # the refusal with the fewest bytes of the host that work
     refused: PlanningProblem | None = None  # the first that was, with all frozen weights on disk
     while True:
         fixed = _with_homes(problem, sent)
@@ -82,11 +112,13 @@ def _within_disk(problem: PlanningProblem, find: Find, roomy: Roomy, homes_move:
             if not all_sent and (short := short_of_host(fixed)) > 0:  # no search would find a plan
                 raise DoesNotFit("host", (budgets.host or 0) + short, ())
             searched = searched or not sent
-            part, planned = find(fixed) if "disk" in fixed.fixed_homes.values() else _without_homes_on_disk(fixed, find)
+            part, planned = _as_without(fixed, find)
             break
         except DoesNotFit as error:
             if error.tier != "host" or budgets.host is None or not homes_move:
                 raise
+            if error.causes:  # a plan was searched
+                least = min(least, error, key=lambda each: each.minimum)
             if refused is None and len(sent) >= len(frozen):
                 refused = fixed
             missing += error.minimum - budgets.host
@@ -100,10 +132,14 @@ def _within_disk(problem: PlanningProblem, find: Find, roomy: Roomy, homes_move:
                 if spilled.fastest is not None:
                     return _judged(*spilled.fastest, problem)
                 if not searched:  # what is sure is that lean plans do not fit without a disk: a search may find one that does
-                    with contextlib.suppress(DoesNotFit):
-                        return find(problem)
-                least = final.minimum if final.tier != "host" else min(final.minimum, spilled.least_host)
-                raise DoesNotFit(final.tier, least, final.causes) from None
+                    try:
+                        return _as_without(problem, find)
+                    except DoesNotFit as without:
+                        least = min(least, without, key=lambda each: each.minimum) if without.tier == "host" else least
+                if final.tier != "host":
+                    raise
+                least = min(final, least, key=lambda each: each.minimum)
+                raise DoesNotFit("host", min(least.minimum, spilled.least_host), least.causes) from None
     at_home: tuple[PlanningProblem, Planned] | None = None
     worth, bound = inf, 0.0
     try:
@@ -125,10 +161,12 @@ def _within_disk(problem: PlanningProblem, find: Find, roomy: Roomy, homes_move:
     return at_home
 
 
-def _without_homes_on_disk(problem: PlanningProblem, find: Find) -> tuple[PlanningProblem, Planned]:
-    """Returns the plan that is found where there is no disk, so that one that is not used changes nothing. Raises
-    DoesNotFit."""
+def _as_without(problem: PlanningProblem, find: Find) -> tuple[PlanningProblem, Planned]:
+    """Returns a problem's plan. If no home is on disk, that is the one that is found without a disk, so that a disk that is not
+    used changes nothing. Raises DoesNotFit."""
     budgets = problem.budgets
+    if "disk" in problem.fixed_homes.values():
+        return find(problem)
     part, found = find(replace(problem, budgets=replace(budgets, disk=None)))
     part = replace(part, budgets=replace(part.budgets, disk=budgets.disk))
     candidates = Candidates(part)
@@ -210,13 +248,16 @@ def _taken(problem: PlanningProblem) -> dict[str, int]:
     return {home: sizes[home] for home, tier in problem.fixed_homes.items() if tier == "disk" and home in sizes}
 
 
+def _on_disk(homes: Sequence[str]) -> Plan:
+    return Plan(tuple(Decision("params", home, "disk", 0, "") for home in homes))
+
+
 def _causes(problem: PlanningProblem, sent: Sequence[str], error: DoesNotFit) -> tuple[tuple[str, int], ...]:
     """Returns the bytes that the host holds although everything that may go to disk is there, by what holds them."""
     held, trains = held_nbytes(problem.step, problem.budgets), trained_nbytes(problem.step)
     trained = sum(nbytes for home, nbytes in held.items() if trains[home] and home not in sent)
     slots = next((part for part in error.causes if "slots" in part[0]), ("placed slots", 0))
-    plan = Plan(tuple(Decision("params", home, "disk", 0, "") for home in sent))
-    updates = update_staging_nbytes(problem.step, plan, problem.budgets)
+    updates = update_staging_nbytes(problem.step, _on_disk(sent), problem.budgets)
     beside = ("buffers of the disk's requests and updates", problem.budgets.disk_staging + updates)
     what = "weights that train, with gradients and optimizer state"
     if not problem.budgets.disk_updates:
