@@ -22,6 +22,7 @@ from mtcompile.passes.step_graph import regions, results
 from mtcompile.runtime.schedule import gib
 
 Ladder = Sequence[Plan]
+_AHEAD = 1, 2  # blocks ahead that plans fetch which keep more and more at home
 _BESIDE = 2  # homes before and behind one that may be on the device with it
 WaitKind = Literal["return", "gradients"]
 _NEAR_FLOOR = (1, 2)  # a little more kept than the fewest bytes: a kernel that recomputes less may need less
@@ -72,6 +73,8 @@ def ladders(
         everything_saved = _with(ahead, [variant_decision(b.name, b.saved, b.variants[-1], why) for b in blocks])
         searched.append((base, _with(base, everything_saved.decisions)))
         searched.append(_Upgraded(ahead, [*_by_density(crossing_upgrades + variant_upgrades), *param_upgrades]))
+        at_home = _by_density([u for b in blocks for u in _variant_upgrades(b, stays=False)])  # blocks wait for copies alike
+        searched += [_Upgraded(replace(ahead, lookahead=count), at_home) for count in _AHEAD]
         searched.append(_Upgraded(ahead, _by_density(param_upgrades + crossing_upgrades + variant_upgrades)))
         saved_upgrades = [u for b in blocks for u in _saved_upgrades(b, machine)]
         searched.append(_Upgraded(everything_saved, [*_by_density(crossing_upgrades + saved_upgrades), *param_upgrades]))
@@ -215,8 +218,8 @@ def variant_decision(block: str, saved: tuple[fx.Node, ...], variant: Variant, r
     return Decision("variant", block, choice, variant.nbytes, reason, () if choice == "save" else values)
 
 
-def _variant_upgrades(block: Block) -> list[_Upgrade]:
-    """Returns an upgrade to each next variant; the values that it additionally keeps stay on the device."""
+def _variant_upgrades(block: Block, stays: bool = True) -> list[_Upgrade]:
+    """Returns an upgrade to each next variant. ``stays``: the values that it additionally keeps stay on the device."""
     upgrades = []
     for step, (lighter, heavier) in enumerate(itertools.pairwise(block.variants)):
         gain, nbytes = lighter.time_us - heavier.time_us, max(0, heavier.nbytes - lighter.nbytes)
@@ -224,7 +227,7 @@ def _variant_upgrades(block: Block) -> list[_Upgrade]:
         stay = [
             activation_decision(block.saved[i], "device", "kept on the device")
             for i in heavier.positions
-            if i not in lighter.positions
+            if stays and i not in lighter.positions
         ]
         order = (2, step, -block.index)
         upgrades.append(_Upgrade(gain, nbytes, order, (variant_decision(block.name, block.saved, heavier, why), *stay)))
