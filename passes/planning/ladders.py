@@ -22,7 +22,6 @@ from mtcompile.passes.step_graph import regions, results
 from mtcompile.runtime.schedule import gib
 
 Ladder = Sequence[Plan]
-_AHEAD = 1, 2  # blocks ahead that plans fetch which keep more and more at home
 _BESIDE = 2  # homes before and behind one that may be on the device with it
 WaitKind = Literal["return", "gradients"]
 _NEAR_FLOOR = (1, 2)  # a little more kept than the fewest bytes: a kernel that recomputes less may need less
@@ -73,8 +72,10 @@ def ladders(
         everything_saved = _with(ahead, [variant_decision(b.name, b.saved, b.variants[-1], why) for b in blocks])
         searched.append((base, _with(base, everything_saved.decisions)))
         searched.append(_Upgraded(ahead, [*_by_density(crossing_upgrades + variant_upgrades), *param_upgrades]))
-        at_home = _by_density([u for b in blocks for u in _variant_upgrades(b, stays=False)])  # blocks wait for copies alike
-        searched += [_Upgraded(replace(ahead, lookahead=count), at_home) for count in _AHEAD]
+        at_home = _by_density([u for b in blocks for u in _variant_upgrades(b, stays=False)])
+        # One block that keeps more needs as much room as all of them, each beside its neighbours, and gains little.
+        starts = ahead, replace(ahead, lookahead=2), waiting_less(ahead, param_nbytes)[0]
+        searched += [_Upgraded(start, at_home) for start in starts]
         searched.append(_Upgraded(ahead, _by_density(param_upgrades + crossing_upgrades + variant_upgrades)))
         saved_upgrades = [u for b in blocks for u in _saved_upgrades(b, machine)]
         searched.append(_Upgraded(everything_saved, [*_by_density(crossing_upgrades + saved_upgrades), *param_upgrades]))

@@ -119,6 +119,21 @@ def test_near_the_floor_the_bound_counts_copies_that_have_no_room(monkeypatch: p
     assert Candidates(problem).bound_us(least.peak_bytes["device"], None) < bound_us <= least.total_us
 
 
+def test_all_blocks_keep_more_at_home_together() -> None:
+    """Each alone would need the room that all of them need."""
+    candidates = Candidates(PlanningProblem(crossing(), SLOW, Budgets(updates=Updates(run_ahead=True))))
+    kept = {block.name: tuple(block.saved[i].name for i in block.variants[-1].positions) for block in candidates.blocks}
+
+    def keeps_all_at_home(plan: Plan) -> bool:
+        return all(
+            plan.keeps(block, value) and plan.activation(value) == "host" for block, values in kept.items() for value in values
+        )
+
+    whole = [ladder[-1] for ladder in candidates.ladders if keeps_all_at_home(ladder[-1])]
+    assert {plan.lookahead for plan in whole} >= {1, 2}
+    assert any(plan.lookahead == 1 and all(map(plan.returns_late, candidates.open_params)) for plan in whole)
+
+
 def test_near_the_floor_only_the_backward_waits() -> None:
     """Between nothing fetched ahead and all of it are plans whose homes wait in the backward only: the leanest of these needs
     hardly more than the floor, and is faster than what is there without."""
