@@ -219,7 +219,6 @@ class CompiledModel:
         of the host and of the state are of all ranks of this host together."""
         session, here = self.session, self.door.ranks_here
         state = {name: nbytes * here for name, nbytes in self.door.state_nbytes().items()}
-        planned = session.last.schedule.peak_nbytes if session.last else {}
         session.note_host_bytes(session.last)
         return {
             "budget_device_bytes": self.options.memory,
@@ -228,8 +227,8 @@ class CompiledModel:
             **self._reserved_report(),
             "budget_host_bytes": self.door.options.host,
             "peak_host_bytes": session.peak_host_bytes * here,
-            "planned_peak_host_bytes": (planned.get("host", 0) + self.door.host_beside) * here if session.last else 0,
-            **self._disk_report(planned),
+            "planned_peak_host_bytes": session.arenas.planned_nbytes["host"] * here,
+            **self._disk_report(),
             **({} if session.replanner is None else {"plan_changes": list(session.replanner.changes)}),
             "state_bytes": sum(state.values()),
             **{f"{name}_bytes": nbytes for name, nbytes in state.items()},
@@ -243,14 +242,14 @@ class CompiledModel:
         planned = needed_nbytes(last.schedule) if last else 0
         return {"planned_reserved_device_bytes": planned, "peak_reserved_device_bytes": peak_reserved_nbytes(device)}
 
-    def _disk_report(self, planned: Mapping[str, int]) -> dict[str, Any]:
+    def _disk_report(self) -> dict[str, Any]:
         if self.options.disk is None:
             return {}
         disk = self.session.parameters.disk
         return {
             "budget_disk_bytes": self.options.disk.nbytes,
             "peak_disk_bytes": 0 if disk is None else disk.peak_nbytes,
-            "planned_peak_disk_bytes": planned.get("disk", 0),
+            "planned_peak_disk_bytes": self.session.arenas.planned_nbytes["disk"],
         }
 
 

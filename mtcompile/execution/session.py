@@ -326,6 +326,7 @@ class Session:
     def phase_ran(self, run: PhaseRun) -> None:
         compiled, frame = run.frame.compiled, run.frame
         self.note_planned(compiled.schedule.peak_nbytes["device"] + self.frames.nbytes())
+        self.arenas.note_planned(compiled.schedule, self.door.host_beside)
         # Optimizer state counts as resident from the start, so a backward that allocates it is not measured.
         if not (frame.measured and run.phase == "backward" and self.door.optimizer_state_was_made()):
             compiled.completed_phases.add(run.phase)

@@ -13,7 +13,7 @@ from mtcompile.execution.memory.host_room import host_arena
 from mtcompile.runtime.devices.cpu import Arenas, CpuMemory
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.disk.store import DiskStore
-from mtcompile.runtime.schedule import Tier
+from mtcompile.runtime.schedule import Schedule, Tier
 
 
 class ArenaPool:
@@ -21,7 +21,8 @@ class ArenaPool:
 
     Device slots never outlive a phase. Those on host and disk do, so while a training forward waits for its backward with
     values there, others get arenas of their own. ``drain``: waits for pending updates, which use the current arenas.
-    ``homes``: returns the store of what has its home on disk; an arena on disk is a file beside it.
+    ``homes``: returns the store of what has its home on disk; an arena on disk is a file beside it. ``planned_nbytes``: the
+    most that a program that has run may take of host and disk.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class ArenaPool:
         self._device, self._frames, self._drain, self._homes = device, frames, drain, homes
         self._scratch: tuple[torch.Tensor, DiskStore] | None = None  # the disk's arena, mapped from a file of its own
         self._arenas: dict[Tier, torch.Tensor] = {}
+        self.planned_nbytes = {"host": 0, "disk": 0}
         self._slot_views: list[dict[str, torch.Tensor]] = []  # those of all programs, which point into the arenas
 
     def nbytes(self, tier: Tier) -> int:
@@ -40,6 +42,13 @@ class ArenaPool:
         shared = self._arenas.get("host")
         own = (frame.memory.arenas.host for frame in self._frames.waiting())
         return self.nbytes("host") + sum(arena.numel() for arena in own if arena is not shared)
+
+    def note_planned(self, schedule: Schedule, beside: int) -> None:
+        """Notes the bytes of a program that runs. The host's arena stays as large as the largest one needs. ``beside``: bytes on
+        the host of parameters that the program does not read."""
+        persistent = schedule.peak_nbytes.get("host", 0) - schedule.arena_nbytes.get("host", 0) + beside
+        needed = {"host": persistent + self.all_host_nbytes(), "disk": schedule.peak_nbytes.get("disk", 0)}
+        self.planned_nbytes = {tier: max(nbytes, needed[tier]) for tier, nbytes in self.planned_nbytes.items()}
 
     def lend(self, compiled: CompiledStep) -> tuple[Arenas, dict[str, torch.Tensor] | None]:
         """Returns arenas that are large enough for a program, and its slot views in them (None: it makes its own)."""

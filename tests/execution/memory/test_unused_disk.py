@@ -54,7 +54,7 @@ def test_frozen_weights_leave_the_homes_of_those_that_train_when_a_larger_batch_
     assert all(torch.equal(one, two) for one, two in zip(model.parameters(), plain.parameters(), strict=True))
     assert not on_disk[0] and on_disk[1] and on_disk[1] == on_disk[2]
     report = model.memory_report()
-    assert report["peak_host_bytes"] <= report["budget_host_bytes"]
+    assert report["peak_host_bytes"] <= report["planned_peak_host_bytes"] <= report["budget_host_bytes"]  # of all programs
 
 
 @pytest.mark.parametrize("width", [WIDTH, WIDTH - 1])
