@@ -44,8 +44,8 @@ class ArenaPool:
         return self.nbytes("host") + sum(arena.numel() for arena in own if arena is not shared)
 
     def note_planned(self, schedule: Schedule, beside: int) -> None:
-        """Notes the bytes of a program that runs. The host's arena stays as large as the largest one needs. ``beside``: bytes on
-        the host of parameters that the program does not read."""
+        """Notes the bytes of a program that runs. The host's arena stays as large as the largest one needs. ``beside``: host
+        bytes of parameters that the program does not read."""
         persistent = schedule.peak_nbytes.get("host", 0) - schedule.arena_nbytes.get("host", 0) + beside
         needed = {"host": persistent + self.all_host_nbytes(), "disk": schedule.peak_nbytes.get("disk", 0)}
         self.planned_nbytes = {tier: max(nbytes, needed[tier]) for tier, nbytes in self.planned_nbytes.items()}
