@@ -33,6 +33,7 @@ from mtcompile.passes.step_graph import (
     InputSpec,
     OutputSpec,
     Places,
+    new_node,
     ranks_of,
     restride,
 )
@@ -173,7 +174,7 @@ def _module(data: Mapping[str, Any]) -> fx.GraphModule:
             _identifier(target)
         args = _decoded(row["args"], env)
         kwargs = {_identifier(key): _decoded(value, env) for key, value in row["kwargs"].items()}
-        node = graph.create_node(op, target, args, kwargs, name=_identifier(row["name"]))
+        node = new_node(graph, op, target, args, kwargs, _identifier(row["name"]))
         node.meta = {key: value for key, value in row["meta"].items() if key in _META}
         if "val" in row["meta"]:
             about = repr(row["meta"]["val"])

@@ -337,14 +337,23 @@ def source(value: fx.Node) -> fx.Node:
 # ------------------------------------------------------------------------------------------------------ copying a graph
 
 
+def new_node(graph: fx.Graph, op: str, target: Any, args: Any, kwargs: Any, name: str) -> fx.Node:
+    """Creates a node as ``Graph.create_node`` does, but does not look for symbolic numbers: that takes longer than the rest."""
+    node = graph.create_node(op, target, name=name)
+    node.args = args
+    if kwargs:
+        node.kwargs = kwargs
+    return node
+
+
 def copy_step(step: fx.GraphModule) -> fx.GraphModule:
     """A copy with a graph of its own and the same kernels."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    outputs = graph.graph_copy(step.graph, env)
-    graph.output(outputs)
-    for old, new in env.items():
-        new.meta = dict(old.meta)
+    for node in step.graph.nodes:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+        env[node] = new_node(graph, node.op, node.target, args, kwargs, node.name)
+        env[node].meta = dict(node.meta)
     kernels = {str(node.target): kernel_of(step, node) for node in graph.nodes if is_region(node)}
     copied = LazyGraphModule(kernels, graph, class_name="Step")
     copied.meta.update(step.meta)

@@ -25,6 +25,7 @@ from mtcompile.passes.step_graph import (
     is_random,
     is_seed,
     is_view,
+    new_node,
     outputs_of,
     span_nbytes,
     step_outputs,
@@ -242,7 +243,7 @@ def _body(
             state = body.create_node("call_function", save_rng, (states_of,), name=f"rng_{len(states)}")
             state.meta.update(val=torch.empty(generator_nbytes(states_of), dtype=torch.uint8, device="meta"), role="rng")
             states.append(state)
-        copied = body.create_node("call_function", node.target, *map_arg((node.args, node.kwargs), local), name=node.name)
+        copied = new_node(body, "call_function", node.target, *map_arg((node.args, node.kwargs), local), node.name)
         copied.meta = copy_meta(node)
         if states_of is not None and is_random(node):
             copied.meta.update(rng_state=states[-1].name, rng_device=states_of)

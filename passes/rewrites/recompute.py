@@ -22,7 +22,17 @@ from mtcompile.passes.analysis.saved import saved_values
 from mtcompile.passes.generators import replay, save_rng
 from mtcompile.passes.insert import add_call
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.step_graph import body_outputs, is_check, is_random, is_region, kernel_of, placeholders, regions, results
+from mtcompile.passes.step_graph import (
+    body_outputs,
+    is_check,
+    is_random,
+    is_region,
+    kernel_of,
+    new_node,
+    placeholders,
+    regions,
+    results,
+)
 
 # ------------------------------------------------------------------------------------------------- variants of a block
 
@@ -177,7 +187,7 @@ def _inline(
         if states is not None and is_random(node):
             state = states[node.meta["rng_state"]]
             operands, target = (state, node.meta["rng_device"], node.target, *operands), replay
-        env[node] = body.create_node("call_function", target, operands, keywords, name=node.name)
+        env[node] = new_node(body, "call_function", target, operands, keywords, node.name)
         env[node].meta = {"val": node.meta["val"]} if "val" in node.meta else {}
     return [env.get(node) for node in outputs]
 

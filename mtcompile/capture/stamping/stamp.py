@@ -12,7 +12,7 @@ from torch import fx
 from mtcompile.capture.stamping.blocks import FIRST, INNER, Blocks
 from mtcompile.capture.stamping.segments import Phase, Read, Segment, Segments, Unlike, segments_of
 from mtcompile.passes.lazy_graph import LazyGraphModule
-from mtcompile.passes.step_graph import OutputSpec, inputs_of, outputs_of
+from mtcompile.passes.step_graph import OutputSpec, inputs_of, new_node, outputs_of
 
 # What the joint graph has been annotated from; copies would have that of another block.
 _ANNOTATED_FROM = ("nn_module_stack", "fwd_nn_module_stack", "desc")
@@ -41,7 +41,7 @@ def named(joint: fx.GraphModule) -> fx.GraphModule:
 def _copy(graph: fx.Graph, node: fx.Node, copy_of: Callable[[fx.Node], fx.Node]) -> fx.Node:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), copy_of)
     name = node.name if node.op in ("placeholder", "output") else re.sub(r"_\d+$", "", node.name)
-    copy = graph.create_node(node.op, node.target, args, kwargs, name)  # with a number, if there is one of this name
+    copy = new_node(graph, node.op, node.target, args, kwargs, name)  # with a number, if there is one of this name
     copy.meta = _meta(node)
     return copy
 
