@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -40,21 +41,26 @@ class StepForms:
 
 def forms_of(request: ForecastRequest, batch: int, seq: int) -> StepForms:
     """Captures a step of one size, unless it is the one that was planned before this, within other limits."""
-    global _latest
     question = _question(request, batch, seq)
-    if question is not None and _latest is not None and _latest[0] == question:
-        return _within_limits(request, _latest[1])
-    if _latest is not None:  # two would take twice the memory, and graphs refer to themselves
-        _latest = None
+    if question is not None and _latest.step is not None and _latest.step[0] == question:
+        return _within_limits(request, _latest.step[1])
+    if _latest.step is not None:  # two would take twice the memory, and graphs refer to themselves
+        _latest.step = None
         gc.collect()
     first = sized_step(request, batch, seq, compared=True)
     forms = StepForms(first, {first.joint.form: first})
     if question is not None:
-        _latest = question, forms
+        _latest.step = question, forms
     return forms
 
 
-_latest: tuple[object, StepForms] | None = None  # the step that was planned last, and all that its forms depend on
+class _Latest(threading.local):
+    """The step that this thread planned last, and all that its forms depend on. Another thread may plan within other limits."""
+
+    step: tuple[object, StepForms] | None = None
+
+
+_latest = _Latest()
 
 
 def _question(request: ForecastRequest, batch: int, seq: int) -> object:

@@ -29,13 +29,13 @@ def test_further_budgets_of_a_step_get_the_plans_that_they_would_get_alone(monke
 
     def planned(memory: str, batch: int = 2, alone: bool = False) -> str:
         if alone:
-            monkeypatch.setattr(forms, "_latest", None)
+            monkeypatch.setattr(forms._latest, "step", None)
         forecast = mtcompile.plan("gpt-11m", batch=batch, seq=64, memory=memory, update="backward", advise=True)
         return forecast.to_json()
 
     apart = [planned(memory, alone=True) for memory in BUDGETS[:2]]
     assert apart[0] != apart[1]
-    monkeypatch.setattr(forms, "_latest", None)
+    monkeypatch.setattr(forms._latest, "step", None)
     captured.clear()
     assert [planned(memory) for memory in BUDGETS] == [*apart, apart[0]] and captured == [(2, 64)]
     assert planned(BUDGETS[0], batch=1) != apart[0] and captured == [(2, 64), (1, 64)]
