@@ -132,8 +132,9 @@ def check_fragments(fragments: str | None, updates: UpdateOptions | None) -> Non
         raise ValueError(f"expected fragments to be None or one of {', '.join(FRAGMENTS)}, found {fragments!r}{close}")
     if updates is not None and updates.needs_all_gradients:
         raise ValueError(
-            'fragments= with update="backward" updates each fragment as its gradient arrives; expected no max_grad_norm= '
-            'and nonfinite= other than "skip", or update="step"'
+            f'fragments={fragments!r} with update="backward" updates each fragment as its gradient arrives; expected no '
+            f'max_grad_norm= and nonfinite= "stop" or "continue", found max_grad_norm={updates.max_grad_norm} and '
+            f'nonfinite={updates.nonfinite!r}, which wait for all gradients. Leave that one out, or pass update="step"'
         )
 
 

@@ -238,7 +238,7 @@ class ModelDoor(Door):
         parameters, waiting = self._parameters(), self.frames.host_nbytes() + self.host_beside
         trained = sum(p.nbytes for p in parameters.values() if p.requires_grad) if self.updates is None else 0
         state = sum(self._optimizer_state(parameters).values())
-        return host_error(error, self.options, waiting, trained, state)
+        return host_error(error, self.options, waiting, trained, state, type(self.optimizer).__name__)
 
     def adopt(self, step: fx.GraphModule, planned: Planned) -> None:
         blocks = fragments.parameter_homes(step)

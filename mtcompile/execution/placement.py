@@ -106,16 +106,19 @@ def disk_error(error: DoesNotFit, folder: Path, nbytes: int, free: int) -> Budge
     return budget_error(error, "disk", nbytes, 0)
 
 
-def host_error(error: DoesNotFit, options: Options, waiting: int, gradients: int, state: int) -> BudgetError:
+def host_error(
+    error: DoesNotFit, options: Options, waiting: int, gradients: int, state: int, optimizer: str = ""
+) -> BudgetError:
     """Makes the error of a host that is too small. ``waiting``: bytes of forwards that wait; ``gradients``: those that are held
-    for optimizer.step(); ``state``: the optimizer's."""
+    for optimizer.step(); ``state``: those that the ``optimizer`` of that class keeps."""
     budget = options.host or 0
     plain = budget_error(error, "host", budget, waiting)
     ways = [f"pass host={plain.minimum_bytes} or more"]
     if gradients:
         ways.append(f'pass update="backward": no gradients are held, up to {gib(gradients)} less')
     if state:
-        ways.append(f"take an optimizer with less state than {gib(state)}, such as torch.optim.Adafactor")
+        if optimizer != "Adafactor":
+            ways.append(f"take an optimizer with less state than {gib(state)}, such as torch.optim.Adafactor")
         ways.append("train adapters (LoRA): of what is frozen, only the weights are held")
     if options.disk is None:
         ways.append('pass disk="/path:SIZE": frozen weights and activations go there, and with update="backward" what trains')

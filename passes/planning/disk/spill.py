@@ -261,7 +261,8 @@ def _causes(problem: PlanningProblem, sent: Sequence[str], error: DoesNotFit) ->
     beside = ("buffers of the disk's requests and updates", problem.budgets.disk_staging + updates)
     what = "weights that train, with gradients and optimizer state"
     if not problem.budgets.disk_updates:
-        what += ' (with update="backward" and an elementwise optimizer, they may go to disk)'
+        way = "an elementwise optimizer, such as AdamW" if problem.budgets.updates else 'update="backward"'
+        what += f" (with {way}, they may go to disk)"
     return tuple(part for part in ((what, trained), beside, slots) if part[1])
 
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from mtcompile.execution.placement import host_error
+from mtcompile.options import Options
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Updates
@@ -57,3 +59,19 @@ def test_what_is_updated_through_more_of_the_host_than_it_takes_there_stays(laye
         assert with_disk < without and plan.peak_bytes["disk"]
     else:
         assert with_disk == without and not plan.peak_bytes["disk"]
+
+
+@pytest.mark.parametrize(("updates", "missing"), [(None, 'update="backward"'), (Updates(), "an elementwise optimizer")])
+def test_a_refusal_names_what_keeps_weights_off_the_disk(updates: Updates | None, missing: str) -> None:
+    step = trace(Named(1), {"x": torch.zeros((2, 8), dtype=torch.int64)}).step
+    limits = Budgets(2_000_000, 1 << 16, updates=updates, disk=1 << 30, disk_staging=1 << 15)
+    with pytest.raises(DoesNotFit) as refused:
+        within_disk(PlanningProblem(step, Machine(), limits), lambda p: (p, make_plan(p, "offload-all")))
+    texts = [what for what, _ in refused.value.causes]
+    assert any(f"(with {missing}" in what for what in texts), texts
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adafactor"])
+def test_nobody_is_advised_to_take_the_optimizer_that_is_used(optimizer: str) -> None:
+    error = host_error(DoesNotFit("host", 10, ()), Options(host=5), 0, 0, 7, optimizer)
+    assert ("such as torch.optim.Adafactor" in str(error)) == (optimizer == "AdamW") and "LoRA" in str(error)
