@@ -21,11 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from mtcompile.cached.files import own_sources
-from mtcompile.cached.files import path_of as _path
-from mtcompile.cached.files import read as _read
-from mtcompile.cached.files import write as _write
-from mtcompile.cached.files import write_whole as _write_whole
+from mtcompile.cached import files
 from mtcompile.passes.analysis.state import is_trained
 from mtcompile.passes.graph_json import GraphFormatError, graph_from_json, graph_to_json
 from mtcompile.passes.plan import Plan, plan_from_json
@@ -40,7 +36,7 @@ Times = Mapping[str, Mapping[str, tuple[float, float]]]  # queue -> operation ->
 
 def read_joint(key: str | None) -> fx.GraphModule | None:
     """Reads a normalized joint graph; ``key`` comes from capture.joint_key. None if there is none or it cannot be read."""
-    text = _read("joints", key and _digest(key))
+    text = files.read("joints", key and _digest(key))
     try:
         return graph_from_json(text) if text else None
     except GraphFormatError:
@@ -52,7 +48,7 @@ def write_joint(key: str | None, joint: fx.GraphModule) -> None:
     if key is None or joint.meta["constants"]:
         return
     with contextlib.suppress(GraphFormatError):
-        _write("joints", _digest(key), graph_to_json(joint))
+        files.write("joints", _digest(key), graph_to_json(joint))
 
 
 def plan_key(step: fx.GraphModule, *constraints: Any) -> str:
@@ -66,12 +62,12 @@ def plan_key(step: fx.GraphModule, *constraints: Any) -> str:
 
 def through_cache(key: str, make_plan: Callable[[Plan | None], Planned]) -> Planned:
     """Calls ``make_plan`` with the cached plan of this key (None if there is none), and caches the plan it returns."""
-    text, cached = _read("plans", key), None
+    text, cached = files.read("plans", key), None
     with contextlib.suppress(ValueError, TypeError, KeyError):  # it cannot be read: as if there were none
         cached = plan_from_json(text) if text else None
     planned = make_plan(cached)
     if cached is None or planned.plan.decisions != cached.decisions:
-        _write("plans", key, planned.plan.to_json())
+        files.write("plans", key, planned.plan.to_json())
     return planned
 
 
@@ -82,21 +78,21 @@ class SearchedPlans:
     key: str
 
     def read(self) -> str | None:
-        return _read("points", self.key)
+        return files.read("points", self.key)
 
     def write(self, text: str) -> None:
-        _write("points", self.key, text)
+        files.write("points", self.key, text)
 
 
 def machine_path(identity: str) -> Path | None:
     """Returns the machine file for an ``identity``, which does not depend on these sources; None if the cache is off. It
     is JSON without a digest: people may read and change it."""
-    return _path("machines", hashlib.sha256(identity.encode()).hexdigest()[:16])
+    return files.path_of("machines", hashlib.sha256(identity.encode()).hexdigest()[:16])
 
 
 def write_machine(identity: str, text: str) -> None:
     if path := machine_path(identity):
-        _write_whole(path, text)
+        files.write_whole(path, text)
 
 
 def times_key(machine: str, device: str, kernels: str) -> str:
@@ -106,7 +102,7 @@ def times_key(machine: str, device: str, kernels: str) -> str:
 
 def read_times(key: str) -> Times | None:
     """Reads measured times; None if there are none, or if they are not all finite and at least 0."""
-    text = _read("times", key)
+    text = files.read("times", key)
     try:
         data = parsed_json(text, "times") if text else {}
         times = {q: {name: (float(us), float(formula)) for name, (us, formula) in rows.items()} for q, rows in data.items()}
@@ -118,11 +114,11 @@ def read_times(key: str) -> Times | None:
 
 def write_times(key: str, times: Times) -> bool:
     """Writes measured times. Returns whether they can be read back."""
-    _write("times", key, json.dumps(times, indent=1))
+    files.write("times", key, json.dumps(times, indent=1))
     return read_times(key) == times
 
 
 def _digest(text: str) -> str:
     """Hashes ``text`` with torch's version, the number of threads and these sources, so that a new version starts afresh."""
-    versions = f"{torch.__version__} {torch.get_num_threads()} {own_sources()}"
+    versions = f"{torch.__version__} {torch.get_num_threads()} {files.own_sources()}"
     return hashlib.sha256(f"{versions}\n{text}".encode()).hexdigest()

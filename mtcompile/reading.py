@@ -1,4 +1,4 @@
-"""Reads files that anybody may have written: regular ones, up to a size, and JSON that Python can hold."""
+"""Reads files that anybody may have written: regular ones, up to a size, JSON that Python can hold; and versions of packages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -94,3 +95,11 @@ def _whole(digits: str) -> int:
     if len(digits) > 20 or not -(2**63) <= (number := int(digits)) < 2**64:
         raise ValueError(f"a whole number of {len(digits)} digits, which 64 bits do not hold")
     return number
+
+
+def installed_version(package: str) -> str:
+    """Reads the version of an installed package, without importing it; empty if there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -17,7 +17,8 @@ import torch
 from torch.nn import functional as F
 
 import mtcompile
-from mtcompile import cache, compiler
+from mtcompile import compiler
+from mtcompile.cached import files
 from mtcompile.cached.files import source_digest
 from mtcompile.capture.joint import joint_graph
 from mtcompile.passes.planning import candidates
@@ -68,11 +69,11 @@ def test_the_second_run_does_not_search(searches: list[int], monkeypatch: pytest
 
     _, resident = run(model, 2**30)
     for file in tmp_path.glob("plans/*"):  # a plan that does not fit here
-        cache._write("plans", file.stem, resident.plan.to_json())
+        files.write("plans", file.stem, resident.plan.to_json())
     again, third = run(model, memory)
     assert len(searches) == 1 and same(expected, again) and rows(third) == rows(first)
     for file in tmp_path.glob("plans/*"):
-        cache._write("plans", file.stem, "{")
+        files.write("plans", file.stem, "{")
     assert same(expected, run(model, memory)[0]) and len(searches) == 1
 
 
@@ -94,8 +95,8 @@ def test_a_search_serves_every_budget(searches: list[int], monkeypatch: pytest.M
         for file in tmp_path.glob("plans/*"):
             file.unlink()
         for file in tmp_path.glob("points/*"):
-            points = json.loads(cache._read("points", file.stem) or "")
-            cache._write("points", file.stem, json.dumps(change(points)))
+            points = json.loads(files.read("points", file.stem) or "")
+            files.write("points", file.stem, json.dumps(change(points)))
 
     def light(points: list[Any]) -> list[Any]:  # what they needed once is not what they need
         return [[where, {tier: n // 2 for tier, n in peaks.items()}, *times] for where, peaks, *times in points]
@@ -119,7 +120,7 @@ def linked(file: Path, other: Path) -> None:
 
 
 def exchanged(file: Path, other: Path) -> None:
-    cache._write("plans", "1" * 64, "another plan")
+    files.write("plans", "1" * 64, "another plan")
     os.replace(file.with_stem("1" * 64), file)
 
 
@@ -127,11 +128,11 @@ def exchanged(file: Path, other: Path) -> None:
 def test_doubt_is_a_miss(spoil: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MT_CACHE", str(tmp_path / "cache"))
     key = "0" * 64
-    cache._write("plans", key, "a plan")
-    assert cache._read("plans", key) == "a plan"
+    files.write("plans", key, "a plan")
+    assert files.read("plans", key) == "a plan"
     (file,) = (tmp_path / "cache" / "plans").iterdir()
     spoil(file, tmp_path / "other")
-    assert cache._read("plans", key) is None
+    assert files.read("plans", key) is None
 
 
 class Scaled(torch.nn.Module):

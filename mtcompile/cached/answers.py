@@ -12,12 +12,13 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mtcompile import knobs
 from mtcompile.cached.files import own_sources, read, write
+from mtcompile.machine.system_files import text_of
+from mtcompile.reading import installed_version
 
 _KIND = "answers"
 _PACKAGES = ("torch", "numpy", "highspy", "scipy", "networkx")
@@ -41,10 +42,9 @@ def key_of(model: str, question: Mapping[str, Any]) -> str | None:
         return None
     if ":" in model or model.endswith((".py", ".json")) or machine == "this":
         return None
-    about = [sys.version, own_sources(), _processor(), *map(_version, _PACKAGES)]
+    about = [sys.version, own_sources(), _processor(), *map(installed_version, _PACKAGES)]
     about += [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(_SETTINGS) and name not in _SILENT]
-    with contextlib.suppress(OSError):  # it is no file, or there is none: planning says so
-        about.append(Path(machine).read_text() if machine.endswith(".json") else "")
+    about.append(text_of(Path(machine)) if machine.endswith(".json") else "")  # if there is none, planning says so
     return hashlib.sha256(repr((model, sorted(question.items()), about)).encode()).hexdigest()
 
 
@@ -61,16 +61,9 @@ def keep_answer(key: str | None, answer: Answer) -> None:
         write(_KIND, key, json.dumps(answer))
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
 def _processor() -> str:
     """Returns what says which of torch's CPU kernels are traced, and by how many threads."""
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-        flags = next((line for line in file if line.startswith(("flags", "Features"))), "")
-        return f"{os.cpu_count()} {len(os.sched_getaffinity(0))} {flags}"
-    return f"{os.cpu_count()}"
+    if not (lines := text_of(Path("/proc/cpuinfo")).splitlines()):
+        return f"{os.cpu_count()}"
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{os.cpu_count()} {len(os.sched_getaffinity(0))} {flags}"

@@ -8,7 +8,6 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from math import ceil
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from mtcompile.machine.measure import measure, name_of
 from mtcompile.machine.presets import remember, scratch_folder, to_json
 from mtcompile.machine.timing import FULL, QUICK, Measurement
 from mtcompile.passes.analysis.cost import Machine
+from mtcompile.reading import installed_version
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.optim.host_kernels import library, which
 
@@ -117,7 +117,7 @@ def hints_of(machine: Machine) -> tuple[str, ...]:
 def versions(root: Path = Path("/")) -> dict[str, str]:
     """Returns name -> version of the software on this machine."""
     software = {"mtcompile": mtcompile.__version__, "python": platform.python_version(), "torch": str(torch.__version__)}
-    software |= {name: version for name in ("triton", "transformers") if (version := _installed(name))}
+    software |= {name: version for name in ("triton", "transformers") if (version := installed_version(name))}
     if torch.version.cuda:
         software["CUDA runtime"] = torch.version.cuda
     if driver := driver_version(root):
@@ -135,26 +135,19 @@ def driver_version(root: Path) -> str:
     return match.group(1) if match else ""
 
 
-def _installed(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
 def parts(device: Device) -> tuple[Part, ...]:
     accelerator = "" if device.where.type == "cpu" else f"{name_of(device.where)} ({device.where})"
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), "")
     return (
         Part("accelerator", accelerator, "real device memory; without one it is emulated in the host's"),
-        Part("triton", _installed("triton"), 'kernels="inductor" on a GPU: pip install "mtcompile[triton]"'),
+        Part("triton", installed_version("triton"), 'kernels="inductor" on a GPU: pip install "mtcompile[triton]"'),
         Part(
             "C update kernels",
             which() if library() else "",
             "fast optimizer updates on the host: install gcc, then mtcompile again",
         ),
         Part("C++ compiler", compiler, 'kernels="inductor" on the CPU: install g++'),
-        Part("transformers", _installed("transformers"), "mtcompile plan config.json: pip install transformers"),
+        Part("transformers", installed_version("transformers"), "mtcompile plan config.json: pip install transformers"),
     )
 
 

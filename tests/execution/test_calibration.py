@@ -14,6 +14,7 @@ import torch
 
 import mtcompile
 from mtcompile import api, cache
+from mtcompile.cached import files
 from mtcompile.execution import calibration
 from mtcompile.execution.calibration import as_measured
 from mtcompile.machine.measure import MeasuredMachine
@@ -147,7 +148,7 @@ def test_bits_stay_the_same_and_the_same_times_give_the_same_plan(monkeypatch: p
     assert run(model, memory=memory)[1].plan == before
     monkeypatch.delenv("MT_MEASURED")
     for file in folder.glob("times/*"):
-        cache._write("times", file.stem, json.dumps({"compute": {"a": [-1.0, 1.0]}}))
+        files.write("times", file.stem, json.dumps({"compute": {"a": [-1.0, 1.0]}}))
     assert run(model, memory=memory)[1].plan == before
 
 

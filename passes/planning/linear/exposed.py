@@ -23,7 +23,7 @@ from mtcompile.runtime.schedule import PHASES
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """What is between two backwards, of the blocks ``first`` and ``then``. ``us``: the variables for its µs, idle and not.
+    """The gap between two backwards, of the blocks ``first`` and ``then``. ``us``: the variables for its µs, idle and not.
     ``fetched``: bytes, by variable, that the second needs and the first does not; ``stored``: of the gradients of the first."""
 
     first: int

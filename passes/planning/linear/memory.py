@@ -63,7 +63,7 @@ def hold_memory(
         fewer = ({home: -nbytes for home, nbytes in each.items()} for each in (needs.grads, needs.cast_nbytes))
         needed[index] = added(*map(terms.by_share, (needs.read, needs.stored, *fewer)))
     insides: dict[tuple[str, tuple[int, ...]], int] = {}
-    whole_at: dict[int, list[tuple[dict[int, float], float]]] = {}  # rows of blocks whose backward is one region
+    at_backward: dict[int, list[tuple[dict[int, float], float]]] = {}  # rows of each block's backward
     always = problem.budgets.reserve + sum(held_nbytes(problem.step, problem.budgets).values())
     for place, (block, live) in enumerate(zip(blocks, lives, strict=True)):
         index, back = block.index, choices.back
@@ -77,17 +77,17 @@ def hold_memory(
         if whole and again_counts and (inside := _inside(problem, block, backward[index][0], insides)):
             others = {variable: -nbytes for variable, nbytes in choices.saved[index].items()}
             at_once.append((added(live, others, beyond, needed[index], *near), always + inside))
-        whole_at[index] = at_once
+        at_backward[index] = at_once
         for nbytes, fixed in at_once:
             terms.program.holds(counted, "device", nbytes, fixed)
         if ahead:
             near = [weights[index], back[index], *(back[other.index] for other in before)]
             near += [weights[other.index] for other in after]
             terms.program.holds(counted, "device", added(live, choices.leaving[index], *near), always)
-    for gap in gaps if not ahead else ():
+    for gap in gaps:
         for at, moved, queue in ((gap.first, gap.fetched, "h2d"), (gap.then, gap.stored, "d2h")):
             crossing = dict.fromkeys(gap.us, -1.0 / problem.machine.copy_us(1, queue))
-            for nbytes, fixed in whole_at.get(at, ()):
+            for nbytes, fixed in at_backward.get(at, ()):
                 terms.program.holds(counted, "device", added(nbytes, moved, crossing), fixed)
     for tier in ("host", "disk"):
         terms.program.holds(counted, tier, terms.held[tier], 0.0)
