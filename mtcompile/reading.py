@@ -1,4 +1,4 @@
-"""Reads files that anybody may have written: regular ones, up to a size, JSON that Python can hold; and versions of packages."""
+"""Reads files that anybody may have written: regular ones, up to a size, JSON that Python can hold; versions of packages."""
 
 from __future__ import annotations
 
