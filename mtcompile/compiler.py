@@ -55,6 +55,7 @@ from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.verify import verify
 
+_TIERS = "device", "host"  # where less of a weight at a time needs less: its gradient passes through the host
 _PARTS = 8  # budgets to try between the smallest that works and all, where several forwards share one
 
 
@@ -237,11 +238,10 @@ def fastest_form(joint: fx.GraphModule, captured: CapturedStep, target: Target, 
     options, tried = target.options, set[tuple[Form, Collection[str]]]()
     candidates, refusals = _plans(joint, captured, target, placement, tried, begins := placement.fragments_begin())
     last = options.last_resort(placement.may_cut_weights())
-    tiers = ("device",) if options.disk is None else ("device", "host")  # what is on disk passes through the host
-    if not candidates and last != options and all(error.tier in tiers for error in refusals):
+    if not candidates and last != options and all(error.tier in _TIERS for error in refusals):
         candidates, more = _plans(joint, captured, replace(target, options=last), placement, tried, begins)
-        refusals = more or refusals
-    if not candidates and last.cuts and begins != UNCUT.begins and all(error.tier in tiers for error in refusals):
+        refusals = [*refusals, *more]
+    if not candidates and last.cuts and begins != UNCUT.begins and all(error.tier in _TIERS for error in refusals):
         candidates, more = _plans(joint, captured, replace(target, options=last), placement, tried, UNCUT.begins)
         refusals = [*refusals, *more]
     if not candidates:

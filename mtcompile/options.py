@@ -106,7 +106,7 @@ class Options:
         return None if self.fragments == "auto" else self.fragments
 
     def last_resort(self, may_cut: bool) -> Options:
-        """Returns the options to try where nothing fits the device: what "auto" may do then. ``may_cut``: whether weights may
+        """Returns the options to try where nothing fits: what "auto" may do then. ``may_cut``: whether weights may
         be cut."""
         if self.policy in KEEP_STATE:
             return self

@@ -22,6 +22,7 @@ from mtcompile.forecast.request import (
     sized_step,
 )
 from mtcompile.models.decoders import SHAPES
+from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts.compare import fastest_of_forms
 from mtcompile.passes.cuts.form import Form, chains_of_forms
 from mtcompile.passes.cuts.fragments.cut import possible_cuts
@@ -116,15 +117,23 @@ def planned_form(request: ForecastRequest, forms: StepForms) -> tuple[SizedStep,
     kinds = list(chains_of_forms(cuts, tiles=not asked_for))
     coarsest = [each for each in (first if takes_all else None, rows) if each is not None]
     sized, planned = fastest_of_forms(coarsest, chains(kinds), find, limits, asked_for)
-    if limits.disk is None or not cuts or not isinstance(planned, DoesNotFit) or planned.tier == "disk":
+    if not isinstance(planned, DoesNotFit) or not cuts or not _may_fit_in_fragments(planned, limits):
         return sized, planned
     refused, finest = [(sized, planned)], possible_cuts(first.captured, request.cuts)[1:]
-    for finer in (cuts, finest) if planned.tier == "host" else (finest,):  # fragments leave more room on the host
+    for finer in dict.fromkeys((cuts, finest) if planned.tier == "host" else (finest,)):
         sized, fitting = fastest_of_forms([], chains([[Form(cut=cut) for cut in finer]]), find, limits)
         if not isinstance(fitting, DoesNotFit):
             return sized, fitting
         refused.append((sized, fitting))
     return min(refused, key=lambda each: way_to_go(each[1].tier, each[1].minimum))
+
+
+def _may_fit_in_fragments(refusal: DoesNotFit, limits: Budgets) -> bool:
+    """Tells whether fragments that no chain had could help: beside a disk, finer ones than it reads; for a host that has room
+    for all but what passes through it, any."""
+    if limits.disk is not None:
+        return refusal.tier != "disk"
+    return refusal.tier == "host" and dict(refusal.causes).get("persistent state", 0) <= (limits.host or 0)
 
 
 def _cut(request: ForecastRequest, forms: StepForms, form: Form) -> SizedStep | None:

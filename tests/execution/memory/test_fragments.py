@@ -72,6 +72,19 @@ def test_a_layer_larger_than_the_device_trains_with_the_same_bits() -> None:
     assert compiled.memory_report()["peak_device_bytes"] <= WEIGHT // 2
 
 
+def test_a_host_without_room_for_a_whole_gradient_trains_in_fragments() -> None:
+    """By default, as beside a device that is too small; a forecast says the same."""
+    backward: dict[str, Any] = {"update": "backward", "host": 4 * WEIGHT + WEIGHT // 2}  # for the weights and AdamW's state
+    with pytest.raises(mtcompile.BudgetError, match="smallest host"):
+        trained(First, 6 * WEIGHT, fragments=None, **backward)
+    compiled, fragments, plain = trained(First, 6 * WEIGHT, **backward)
+    count = len([*compiled.parameters()])
+    assert same([[row[0], *row[-count:]] for row in fragments[:-1]], [[row[0], *row[-count:]] for row in plain[:-1]])
+    report = compiled.memory_report()
+    assert report["peak_host_bytes"] <= report["planned_peak_host_bytes"] <= backward["host"]
+    assert mtcompile.plan(First(), {"x": torch.randn(4, 64)}, memory=6 * WEIGHT, machine="rtx4090", **backward).feasible
+
+
 def test_a_weight_whose_input_gets_a_gradient_is_made_whole_again() -> None:
     slow = Machine("slow link", flops=1e10, memory_gbps=2.0, h2d_gbps=0.025, d2h_gbps=0.025, host_gbps=0.2, issue_us=20.0)
     compiled, fragments, plain = trained(Head, 3 * WEIGHT, fragments="exact", throttle=slow)
