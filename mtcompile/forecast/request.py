@@ -14,12 +14,13 @@ from torch import fx, nn
 
 from mtcompile import cache, knobs
 from mtcompile.capture.joint import trace_settings
+from mtcompile.capture.recording.joint import NotRecorded
 from mtcompile.capture.stamping.blocks import FEWEST
-from mtcompile.capture.tracing import trace_joint
+from mtcompile.capture.tracing import record_joint, trace_joint
 from mtcompile.compiler import JointStep, planning_problem, recalled, rewrite_joint, search_store
 from mtcompile.distributed.layout import ALONE, RankLayout
 from mtcompile.execution.memory.fragments import homes_off_device
-from mtcompile.models.decoders import SHAPES, fake
+from mtcompile.models.decoders import SHAPES, Shape, fake
 from mtcompile.models.lora import add_lora
 from mtcompile.optim.disk_state import PIECE
 from mtcompile.optim.precision import Precision
@@ -38,7 +39,7 @@ from mtcompile.passes.planning.planner import homes_of_rows
 from mtcompile.passes.planning.problem import Planned, PlanningProblem, Progress
 from mtcompile.passes.step_graph import inputs_of, span_nbytes, storage_nbytes
 from mtcompile.runtime.disk.store import piece_nbytes, staging_nbytes
-from mtcompile.torch_private import building_without_memory, without_memory
+from mtcompile.torch_private import building_on_meta, building_without_memory, without_memory
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 _LARGE_HEAD = 0.02  # a loss head is cut if its logits take more than this share of the device
@@ -252,13 +253,11 @@ def _traced(
     data: Mapping[str, Any],
     precision: Precision,
     repeated: tuple[str, int] | None = None,
-    own: bool = False,
 ) -> fx.GraphModule:
     if precision.weights is not None:
         _cast(module, precision.weights)
-    if not own:
-        torch.compiler.reset()
-    return trace_joint(module.train(), data, repeated=repeated, own=own)[0]
+    torch.compiler.reset()
+    return trace_joint(module.train(), data, repeated=repeated)[0]
 
 
 def _captured_shape(name: str, request: ForecastRequest, batch: int, seq: int) -> tuple[fx.GraphModule, Mapping[str, Any]]:
@@ -267,19 +266,38 @@ def _captured_shape(name: str, request: ForecastRequest, batch: int, seq: int) -
     shape, precision, lora = SHAPES[name], request.precision, request.lora
     tokens = torch.empty((batch, seq), dtype=torch.int64, device="meta")
     key = repr((shape, precision, tuple(tokens.shape), lora, trace_settings(torch.device("cpu"))))
-    joint = cache.read_joint(key)  # before there is a fake mode: the first one loads Dynamo
+    joint = cache.read_joint(key)
     if joint is None:
-        with building_without_memory() as built:
-            stamped = shape.layers > FEWEST
-            module = fake(shape.shortened(FEWEST) if stamped else shape)
-            if lora:
-                add_lora(module, lora)
-            built(module)
-            tokens = torch.zeros((batch, seq), dtype=torch.int64)
-            data = {"tokens": tokens, "targets": tokens}
-            joint = _traced(module, data, precision, ("blocks", shape.layers) if stamped else None, own=not lora)
+        repeated = ("blocks", shape.layers) if shape.layers > FEWEST else None
+        traced = shape.shortened(FEWEST) if repeated else shape
+        try:
+            joint = _recorded(traced, tokens, request, repeated)
+        except NotRecorded:
+            joint = _traced_shape(traced, tokens, request, repeated)
         cache.write_joint(key, joint)
     return joint, {"tokens": tokens, "targets": tokens}
+
+
+def _recorded(shape: Shape, tokens: torch.Tensor, request: ForecastRequest, repeated: tuple[str, int] | None) -> fx.GraphModule:
+    if request.lora:
+        raise NotRecorded("adapters")
+    with building_on_meta():
+        model = fake(shape)
+    if request.precision.weights is not None:
+        _cast(model, request.precision.weights)
+    return record_joint(model, {"tokens": tokens, "targets": tokens}, repeated)
+
+
+def _traced_shape(
+    shape: Shape, like: torch.Tensor, request: ForecastRequest, repeated: tuple[str, int] | None
+) -> fx.GraphModule:
+    with building_without_memory() as built:
+        module = fake(shape)
+        if request.lora:
+            add_lora(module, request.lora)
+        built(module)
+        tokens = torch.zeros(like.shape, dtype=torch.int64)
+        return _traced(module, {"tokens": tokens, "targets": tokens}, request.precision, repeated)
 
 
 def _same_values(module: nn.Module, frozen: bool) -> nn.Module:

@@ -65,6 +65,7 @@ from mtcompile.torch_private.lazy_modules import (
     initializing,
     lazy_modules,
 )
+from mtcompile.torch_private.light.tensors import building_on_meta
 from mtcompile.torch_private.numpy_calls import (
     computing_numpy,
 )
@@ -98,6 +99,7 @@ __all__ = [
     "allow_clipping",
     "attention_backend",
     "break_after",
+    "building_on_meta",
     "building_without_memory",
     "caches_casts",
     "capture_settings",

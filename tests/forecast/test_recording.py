@@ -1,7 +1,10 @@
-"""Recording a forward gives the graph that Dynamo gives, or leaves it to Dynamo."""
+"""Recording a forward and its backward gives the graph that torch's own tracing gives, or leaves it to that."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from mtcompile.capture import tracing
-from mtcompile.capture.tracing import NotRecorded, recorded
+from mtcompile.capture.recording.joint import NotRecorded, recorded_joint
+from mtcompile.capture.tracing import record_joint, trace_joint
 from mtcompile.models.decoders import SHAPES, Shape, fake
-from mtcompile.torch_private import building_without_memory
+from mtcompile.passes.graph_json import graph_to_json
+from mtcompile.torch_private import building_on_meta, building_without_memory
 
 _SMALL = Shape(64, 96, 3, 4, 2, 128, head_dim=16)
 _SHAPES = {
@@ -23,40 +27,57 @@ _SHAPES = {
 }
 
 
-def joint_of(shape: Shape, own: bool, batch: int = 2) -> fx.GraphModule:
+def traced(shape: Shape, batch: int, repeated: tuple[str, int] | None) -> fx.GraphModule:
     with building_without_memory() as built:
         built(model := fake(shape))
         tokens = torch.zeros((batch, 32), dtype=torch.int64)
         torch.compiler.reset()
-        return tracing.trace_joint(model, {"tokens": tokens, "targets": tokens}, own=own)[0]
+        return trace_joint(model, {"tokens": tokens, "targets": tokens}, repeated=repeated)[0]
 
 
-def listing(joint: fx.GraphModule) -> list[tuple[Any, ...]]:
-    rows: list[tuple[Any, ...]] = [(spec,) for spec in (*joint.meta["inputs"], *joint.meta["outputs"])]
-    for node in joint.graph.nodes:
-        value = node.meta.get("val")
-        about = (value.dtype, value.shape, value.stride(), value.device) if isinstance(value, Tensor) else value
-        called = node.op, node.name, str(node.target), str(node.args), str(node.kwargs)
-        rows.append((*called, node.meta.get("module_path"), node.meta.get("phase"), str(about)))
-    return rows
+def recorded(shape: Shape, batch: int, repeated: tuple[str, int] | None) -> fx.GraphModule:
+    with building_on_meta():
+        model = fake(shape)
+    tokens = torch.zeros((batch, 32), dtype=torch.int64, device="meta")
+    return record_joint(model, {"tokens": tokens, "targets": tokens}, repeated)
+
+
+def written(joint: fx.GraphModule) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
+    """All that the passes read of a graph. Numbers of autograd's steps count from the first, as they depend on what ran
+    before."""
+    graph = json.loads(graph_to_json(joint))
+    numbers = [node["meta"]["seq_nr"] for node in graph["nodes"] if "seq_nr" in node["meta"]]
+    for node in graph["nodes"]:
+        if "seq_nr" in node["meta"]:
+            node["meta"]["seq_nr"] -= min(numbers)
+    return graph, [joint.meta["told"], joint.meta["unordered"], joint.meta["constants"]]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("shape", _SHAPES.values(), ids=_SHAPES)
-def test_a_recorded_forward_is_traced_as_one_that_dynamo_captured(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
-    captured = listing(joint_of(shape, own=False))
-    monkeypatch.setattr(tracing, "front_end", None)  # Dynamo is not asked
-    assert listing(joint_of(shape, own=True)) == captured
-    assert listing(joint_of(shape, own=True, batch=3)) != captured
+def test_a_recorded_step_is_as_torch_traces_it(shape: Shape, batch: int) -> None:
+    expected = written(traced(shape, batch, None))
+    assert written(recorded(shape, batch, None)) == expected
+    assert written(recorded(shape, batch + 1, None)) != expected
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SHAPES)
-def test_built_in_shapes_are_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_built_in_shapes_are_recorded(name: str) -> None:
+    repeated = "blocks", SHAPES[name].layers
     shape = SHAPES[name].shortened(4)
-    captured = listing(joint_of(shape, own=False))
-    monkeypatch.setattr(tracing, "front_end", None)
-    assert listing(joint_of(shape, own=True)) == captured
+    assert written(recorded(shape, 2, repeated)) == written(traced(shape, 2, repeated))
+
+
+def test_recording_loads_no_tracing_of_torch() -> None:
+    """Loading it takes longer than all the rest of a recording."""
+    code = (
+        "import sys, tests.forecast.test_recording as t; t.recorded(t._SMALL, 2, None);"
+        "print([name for name in ('torch._dynamo', 'sympy', 'torch._functorch.aot_autograd') if name in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
 
 
 class Doing(nn.Module):
@@ -77,18 +98,26 @@ class Doing(nn.Module):
         lambda x: torch.add(x.detach(), 1, out=x.detach()).sum(),
         lambda x: x.T.sum(),  # reads an attribute
         lambda x: x.data.sum(),
+        lambda x: x.sum() if x.sum() > 0 else x.mean(),  # looks at a value
+        lambda x: nn.functional.dropout(x).sum(),  # draws random numbers
     ],
 )
 def test_what_cannot_be_recorded_is_left_to_dynamo(does: Callable[[Tensor], Any]) -> None:
-    with building_without_memory() as built:
-        built(model := Doing(does))
-        with pytest.raises(NotRecorded):
-            recorded(model, {"x": torch.zeros(2, 4)})
+    with building_on_meta():
+        model = Doing(does)
+    with pytest.raises(NotRecorded):
+        recorded_joint(model, {"x": torch.zeros(2, 4, device="meta")})
     assert not model._forward_pre_hooks and not model.linear._forward_hooks
 
 
-def test_a_value_in_python_is_refused() -> None:
-    with building_without_memory() as built:
-        built(model := Doing(lambda x: x.sum() if x.sum() > 0 else x.mean()))
-        with pytest.raises(Exception, match="scalar"):
-            recorded(model, {"x": torch.zeros(2, 4)})
+@pytest.mark.parametrize("shape", [replace(_SMALL, kv_heads=1), replace(_SMALL, heads=1, kv_heads=1)])
+def test_values_whose_strides_are_not_known_are_left_to_torch(shape: Shape) -> None:
+    with pytest.raises(NotRecorded, match=r"strides|row-major"):
+        recorded(shape, 2, None)
+
+
+def test_a_loss_is_needed() -> None:
+    with building_on_meta():
+        model = Doing(lambda x: x)
+    with pytest.raises(NotRecorded, match="a loss"):
+        recorded_joint(model, {"x": torch.zeros(2, 4, device="meta")})
