@@ -22,6 +22,7 @@ from torch import fx
 from mtcompile.passes.analysis.kernels import drop_dead
 from mtcompile.passes.analysis.memory import owner
 from mtcompile.passes.joint.loss_weights import MEAN, SUM
+from mtcompile.passes.joint.shapes import result_of
 from mtcompile.passes.step_graph import is_view
 
 aten = torch.ops.aten
@@ -207,13 +208,16 @@ Add = Callable[..., fx.Node]
 def adder(graph: fx.Graph, like: fx.Node) -> Add:
     """A function that appends an operation, whose result is ``val`` or, without one, known by running it on tensors without
     content (fake ones of a trace, or those of a graph read from text); phase and place are those of ``like``."""
-    mode: Any = getattr(_val(like), "fake_mode", None) or nullcontext()
+    fake_mode: Any = getattr(_val(like), "fake_mode", None)
+    mode, on_meta = fake_mode or nullcontext(), fake_mode is None
 
     def add(target: Any, *args: Any, val: Any = None, **kwargs: Any) -> fx.Node:
         node = graph.call_function(target, args, kwargs)
         if val is None:
+            vals: Any = fx.node.map_arg(args, _val)
+            known = {k: v for k, v in kwargs.items() if k != "device"}
             with mode, torch.no_grad():
-                val = target(*fx.node.map_arg(args, _val), **{k: v for k, v in kwargs.items() if k != "device"})
+                val = result_of(target, vals, known) if on_meta else target(*vals, **known)
         node.meta.update({k: v for k, v in like.meta.items() if k in ("phase", "seq_nr", "module_path")}, val=val)
         return node
 

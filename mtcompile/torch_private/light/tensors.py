@@ -19,13 +19,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mtcompile.passes.joint.shapes import Unsure, result_of
 from mtcompile.torch_private.autograd import storage_id
-from mtcompile.torch_private.light.shapes import NotNoted as NotNoted
-from mtcompile.torch_private.light.shapes import check_numbers_at_once, result_of
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _REFUSED = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # random only with dropout, its fourth argument
+
+
+class NotNoted(Exception):
+    """Raised for an operation that only torch's own tracing can trace."""
 
 
 class Light(torch.Tensor):
@@ -82,7 +85,7 @@ class Noting(TorchDispatchMode):
 
     def __init__(self, about: Callable[[], dict[str, Any]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        check_numbers_at_once()
+        _check_numbers_at_once()
         self.graph, self._about = fx.Graph(), about
         self._of_step: dict[int, dict[str, Any]] = {}  # further meta, by the number of the step
         self._step: int | None = None  # the number of that whose backward runs
@@ -105,7 +108,7 @@ class Noting(TorchDispatchMode):
         if any(isinstance(leaf, torch.Tensor) and getattr(leaf, "node", None) is None for leaf in leaves):
             raise NotNoted(f"{func} of a tensor from elsewhere")
         inner_args, inner_kwargs = pytree.tree_unflatten([_value(leaf) for leaf in leaves], spec)
-        result = result_of(func, inner_args, inner_kwargs, not lights)
+        result = _result(func, inner_args, inner_kwargs, not lights)
         node_args, node_kwargs = pytree.tree_unflatten([_operand(leaf) for leaf in leaves], spec)
         node = self._node(func, node_args, node_kwargs, func.overloadpacket.__name__, result)
         if isinstance(result, torch.Tensor):
@@ -179,6 +182,34 @@ def _value(leaf: Any) -> Any:
 
 def _operand(leaf: Any) -> Any:
     return leaf.node if isinstance(leaf, Light) else leaf
+
+
+def _result(func: Any, args: Any, kwargs: Any, makes: bool) -> Any:
+    """Calls an operation on tensors on the device "meta". ``makes``: it takes no tensors."""
+    if not makes:
+        try:
+            return result_of(func, args, kwargs, exact=True)
+        except Unsure as error:
+            raise NotNoted(str(error)) from None
+    if func.overloadpacket is torch.ops.aten.arange:  # on "meta", it loads Dynamo
+        like = func(*args, **{**kwargs, "device": _CPU})
+        return torch.empty(like.shape, dtype=like.dtype, device=_META)
+    return func(*args, **{**kwargs, "device": _META})
+
+
+@functools.cache
+def _check_numbers_at_once() -> None:
+    """Lets torch's shape functions check what is known without the package of symbolic numbers, which takes long to load."""
+    plain: Any = getattr(torch, "_check_with", None)
+    if plain is None:  # another torch, which checks as it can
+        return
+
+    @functools.wraps(plain)
+    def check(error_type: Any, cond: Any, message: Any) -> None:
+        if cond is not True:
+            plain(error_type, cond, message)
+
+    torch._check_with = check
 
 
 def _is_none(func: Any, name: str) -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from mtcompile.passes.analysis.kernels import drop_dead
+from mtcompile.passes.analysis.kernels import Operand, drop_dead
 from mtcompile.passes.analysis.memory import owner
 from mtcompile.passes.analysis.tiles import Program, Tiled, run_tiles
 from mtcompile.passes.cuts.tiles.layouts import Layout, Tiling, cut
@@ -30,8 +30,9 @@ from mtcompile.passes.cuts.tiles.pieces import Piece, Pieces, base_of, pieces_of
 from mtcompile.passes.cuts.tiles.rules import args_in_tile
 from mtcompile.passes.joint.loss_head import Add, adder, viewed
 from mtcompile.passes.joint.regions import STARTS_BLOCK
+from mtcompile.passes.joint.shapes import result_of
 from mtcompile.passes.lazy_graph import LazyGraphModule
-from mtcompile.passes.step_graph import is_random, is_view
+from mtcompile.passes.step_graph import is_random, is_view, iter_tensors
 
 aten = torch.ops.aten
 _MOST_ALIGNED = 64  # rows: kernels work on rows in groups, which a tile does not cut
@@ -48,9 +49,10 @@ def tile_tokens(joint: fx.GraphModule, tiles: int) -> int:
         return 1
     pieces = pieces_of(joint.graph, tiling)
     wholes: dict[fx.Node, fx.Node] = {}
+    texts: dict[tuple[Any, ...], str] = {}
     tiled: set[fx.Node] = set()
     for piece in (*pieces.forward, *pieces.backward):
-        if _rewrite(joint.graph, piece, pieces, wholes):
+        if _rewrite(joint.graph, piece, pieces, wholes, texts):
             tiled.update(piece.nodes)
     if not tiled:
         return 1
@@ -92,20 +94,21 @@ def tile_rows(rows: int, tiles: int) -> int:
     return -(-size // unit) * unit
 
 
-def _rewrite(graph: fx.Graph, piece: Piece, pieces: Pieces, wholes: dict[fx.Node, fx.Node]) -> bool:
+def _rewrite(
+    graph: fx.Graph, piece: Piece, pieces: Pieces, wholes: dict[fx.Node, fx.Node], texts: dict[tuple[Any, ...], str]
+) -> bool:
     """Puts the call that runs a piece in tiles behind its last operation, and what stands for each leaving operation into
-    ``wholes``. Returns False where the order of the graph does not allow that."""
-    inside = set(piece.nodes)
-    nodes = [node for node in graph.nodes if node in inside]
+    ``wholes``. ``texts``: those of programs so far. Returns False where the order of the graph does not allow that."""
+    nodes = sorted(piece.nodes)
     if not _make_way(nodes):
         return False
     needed = _needed(piece, pieces)
-    builder = _Builder(pieces, needed)
+    builder = _Builder(pieces, needed, texts)
     bases = list(dict.fromkeys(base_of(node, piece, pieces.uses) for node in piece.leaving))
-    operands, program = builder.program(bases)
+    operands, text = builder.program(bases)
     with graph.inserting_before(nodes[-1].next):
         values = [wholes.get(operand, operand) for operand in operands]
-        call = graph.call_function(run_tiles, (program.text(), *values))
+        call = graph.call_function(run_tiles, (text, *values))
         call.meta.update(_place(nodes[0], needed, pieces))
         call.meta["val"] = tuple(_alone(base.meta["val"]) for base in bases)
         add = adder(graph, call)
@@ -154,8 +157,7 @@ def _needed(piece: Piece, pieces: Pieces) -> list[fx.Node]:
             needed.add(node)
             takes = pieces.uses[node].takes
             stack += [each for each, layout in takes.items() if each in own or each in pieces.again or layout == "turned"]
-    order = {node: place for place, node in enumerate(piece.nodes[0].graph.nodes)}
-    return sorted(needed, key=order.__getitem__)
+    return sorted(needed)
 
 
 def _make_way(nodes: Sequence[fx.Node]) -> bool:
@@ -177,13 +179,15 @@ def _make_way(nodes: Sequence[fx.Node]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Builder:
-    """Makes the program of a piece. ``needed``: the operations of a tile, in their order."""
+    """Makes the program of a piece. ``needed``: the operations of a tile, in their order. ``texts``: of programs, by all that
+    they are made from, since those of equal layers are equal, and the shapes in a tile take long to find."""
 
     pieces: Pieces
     needed: Sequence[fx.Node]
+    texts: dict[tuple[Any, ...], str]
 
-    def program(self, bases: Sequence[fx.Node]) -> tuple[list[fx.Node], Program]:
-        """The operands of a program that makes ``bases``, and the program."""
+    def program(self, bases: Sequence[fx.Node]) -> tuple[list[fx.Node], str]:
+        """The operands of a program that makes ``bases``, and the program's text."""
         inside, uses, (rows, size) = set(self.needed), self.pieces.uses, astuple(self.pieces.tiling)
         taken = (
             (each, layout, uses[node].length * (layout == "repeated"))
@@ -193,9 +197,25 @@ class _Builder:
         )
         takes = {(each, layout): self._cut(each, layout, length) for each, layout, length in taken}
         makes = tuple(self._put_together(base) for base in bases)
-        tile = self._tile(takes, bases, size)
-        last = self._tile(takes, bases, rows % size) if rows % size else None
-        return [operand for operand, _ in takes], Program(rows, size, tuple(takes.values()), makes, tile, last)
+        key = self._key(takes, bases), makes, rows, size
+        if key not in self.texts:
+            tile = self._tile(takes, bases, size)
+            last = self._tile(takes, bases, rows % size) if rows % size else None
+            self.texts[key] = Program(rows, size, tuple(takes.values()), makes, tile, last).text()
+        return [operand for operand, _ in takes], self.texts[key]
+
+    def _key(self, takes: Mapping[tuple[fx.Node, Layout], Tiled], bases: Sequence[fx.Node]) -> tuple[Any, ...]:
+        """Returns what is equal for two programs of the same operations on operands alike."""
+        place = {node: position for position, node in enumerate(self.needed)}
+        given = {operand: f"x{position}" for position, operand in enumerate(takes)}
+        operands = [(_like(node), tiled) for (node, _), tiled in takes.items()]
+        rows: list[Any] = []
+        for node in self.needed:
+            layouts = self.pieces.uses[node].takes
+            names = {each: place[each] if each in place else given[each, layout] for each, layout in layouts.items()}
+            arguments = map_arg((node.args, node.kwargs), lambda operand, names=names: Operand(names[operand]))
+            rows.append((node.target, repr(arguments), _like(node)))
+        return tuple(operands), tuple(rows), tuple(place[base] for base in bases)
 
     def _cut(self, node: fx.Node, layout: Layout, length: int = 0) -> Tiled:
         tiled = cut(node.meta["val"], layout, self.pieces.tiling, length)
@@ -227,11 +247,15 @@ class _Builder:
         return LazyGraphModule(torch.nn.Module(), graph, class_name="Tile")
 
 
+def _like(node: fx.Node) -> Any:
+    """Returns what the shapes in a tile depend on of a value."""
+    return tuple((value.shape, value.stride(), value.dtype) for value in iter_tensors(node))
+
+
 def _result(node: fx.Node) -> Any:
     """Returns what an operation makes of operands without content."""
     vals, keywords = map_arg((node.args, dict(node.kwargs)), lambda operand: operand.meta["val"])
     if "device" in keywords or not node.all_input_nodes:
         keywords = {**keywords, "device": "meta"}
-    target: Any = node.target
     with torch.no_grad():
-        return target(*vals, **keywords)
+        return result_of(node.target, vals, keywords)

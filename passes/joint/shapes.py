@@ -1,5 +1,6 @@
-"""Shapes of the results of a few operations. torch's own functions for them are in Python and load Dynamo or the package of
-symbolic numbers, which takes longer than a trace of light tensors; where these here do not know, those are asked."""
+"""Values on the device "meta" that operations make, for the operations that are traced and added most. torch's own functions
+for them are in Python and load Dynamo or the package of symbolic numbers, which takes longer than a plan's own work; what these
+here do not know is left to those."""
 
 from __future__ import annotations
 
@@ -10,31 +11,44 @@ from typing import Any
 import torch
 
 aten = torch.ops.aten
-_CPU, _META = torch.device("cpu"), torch.device("meta")
+_META = torch.device("meta")
 
 
-class NotNoted(Exception):
-    """Raised for an operation that only torch's own tracing can trace."""
+class Unsure(Exception):
+    """Raised where torch's ways to trace give a value different strides."""
 
 
-def result_of(func: Any, args: Any, kwargs: Any, makes: bool) -> Any:
-    """Calls an operation on tensors on the device "meta". ``makes``: it takes no tensors."""
-    if makes:
-        return _made(func, args, kwargs)
-    rule = _RULES.get(func)
-    result = rule(*args) if rule is not None and not kwargs else None
-    return func(*args, **kwargs) if result is None else result
+def result_of(target: Any, args: Any, kwargs: Any, exact: bool = False) -> Any:
+    """Returns what an operation makes of tensors on the device "meta". ``exact``: raises Unsure where a trace under a
+    FakeTensorMode would have other strides."""
+    rule = _RULES.get(target) if not kwargs and all(map(_is_on_meta, args)) else None
+    try:
+        result = None if rule is None else rule(*args)
+    except Unsure:
+        if exact:
+            raise
+        result = None
+    return target(*args, **kwargs) if result is None else result
 
 
-def _made(func: Any, args: Any, kwargs: Any) -> Any:
-    if func.overloadpacket is aten.arange:
-        like = func(*args, **{**kwargs, "device": _CPU})
-        return _contiguous(like.shape, like.dtype)
-    return func(*args, **{**kwargs, "device": _META})
+def _is_on_meta(argument: Any) -> bool:
+    if isinstance(argument, (list, tuple)):
+        return all(map(_is_on_meta, argument))
+    return not isinstance(argument, torch.Tensor) or argument.is_meta
 
 
 def _contiguous(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=_META)
+
+
+def _in_order(tensor: torch.Tensor) -> bool:
+    """Tells whether a tensor is in row-major order, and its strides say so also where a dimension is 1."""
+    step = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != step:
+            return False
+        step *= size
+    return True
 
 
 def _pointwise(*operands: Any) -> torch.Tensor | None:
@@ -51,16 +65,23 @@ def _pointwise(*operands: Any) -> torch.Tensor | None:
         tensors = list(torch.broadcast_tensors(*tensors))
     first = tensors[0]
     if all(tensor.is_contiguous() for tensor in tensors):
-        result = _contiguous(first.shape, dtype)
-        if any(tensor.stride() != result.stride() for tensor in tensors):
-            raise NotNoted(f"a value of {tuple(first.shape)} with unusual strides")
-        return result
+        if not all(map(_in_order, tensors)):
+            raise Unsure(f"a value of {tuple(first.shape)} with unusual strides")
+        return _contiguous(first.shape, dtype)
     if any(map(_in_channels_last, tensors)):
         return None
-    if 1 in first.shape[1:]:  # where that is in memory, torch's ways to trace do not agree
-        raise NotNoted(f"a value of {tuple(first.shape)}, not in row-major order")
+    by_ones = 1 in first.shape[1:] or (first.shape[0] == 1 and not _is_outermost(tensors))
+    by_first = 0 in first.stride() and not all(0 in tensor.stride() or _in_order(tensor) for tensor in tensors)
+    if by_ones or by_first:
+        raise Unsure(f"a value of {tuple(first.shape)}, not in row-major order")
     strides = _strides(first.shape, [tensor.stride() for tensor in tensors])
     return torch.empty_strided(first.shape, strides, dtype=dtype, device=_META)
+
+
+def _is_outermost(tensors: Sequence[torch.Tensor]) -> bool:
+    """Tells whether the first dimension is the outermost one in memory of all tensors that have it."""
+    having = [tensor.stride() for tensor in tensors if tensor.stride(0)]
+    return bool(having) and all(strides[0] > max(strides[1:], default=0) for strides in having)
 
 
 def _strides(shape: Sequence[int], of_operands: Sequence[Sequence[int]]) -> list[int]:
@@ -99,7 +120,7 @@ def _in_channels_last(tensor: torch.Tensor) -> bool:
 
 def _reduced(x: torch.Tensor, dims: Any, keeps: bool = False) -> torch.Tensor | None:
     """Returns a value like that of a sum or mean over dimensions."""
-    if not x.is_floating_point() or not x.is_contiguous() or not dims:
+    if not x.is_floating_point() or not _in_order(x) or not dims:
         return None
     those = {dim % x.dim() for dim in dims}
     shape = [1 if dim in those else size for dim, size in enumerate(x.shape) if keeps or dim not in those]
@@ -117,11 +138,11 @@ def _joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor | Non
 
 
 def _log_softmax(x: torch.Tensor, dim: int, to_float: bool) -> torch.Tensor | None:
-    return None if to_float or not x.is_contiguous() else _contiguous(x.shape, x.dtype)
+    return None if to_float or not _in_order(x) else _contiguous(x.shape, x.dtype)
 
 
 def _log_softmax_backward(grad: torch.Tensor, output: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor | None:
-    return None if not grad.is_contiguous() or grad.dtype != dtype else _contiguous(grad.shape, grad.dtype)
+    return None if not _in_order(grad) or grad.dtype != dtype else _contiguous(grad.shape, grad.dtype)
 
 
 def _loss(x: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignored: int) -> Any:
@@ -131,7 +152,7 @@ def _loss(x: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ig
 
 
 def _loss_backward(grad: Any, x: torch.Tensor, target: Any, weight: Any, reduction: int, ignored: int, total: Any) -> Any:
-    if x.dim() != 2 or weight is not None or reduction == 0 or not x.is_contiguous():
+    if x.dim() != 2 or weight is not None or reduction == 0 or not _in_order(x):
         return None
     return _contiguous(x.shape, x.dtype)
 
@@ -161,18 +182,3 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten.nll_loss_backward.default: _loss_backward,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
 }
-
-
-@functools.cache
-def check_numbers_at_once() -> None:
-    """Lets torch's shape functions check what is known without the package of symbolic numbers."""
-    plain = getattr(torch, "_check_with", None)
-    if plain is None:  # another torch, which checks as it can
-        return
-
-    @functools.wraps(plain)
-    def check(error_type: Any, cond: Any, message: Any) -> None:
-        if cond is not True:
-            plain(error_type, cond, message)
-
-    torch._check_with = check
