@@ -312,7 +312,7 @@ class ModelDoor(Door):
             return
         outputs, planned = [ref() for ref in frame.outputs], fragments.without_fragments(frame.compiled.step)
         self.updates.begin_backward(planned, outputs, tangents, torch_private.accumulating(node))
-        with self.updates.marking_failure():
+        with self.updates.running():
             yield
         self.updates.end_backward()
 

@@ -1,24 +1,23 @@
 """Weights that train on disk, with their optimizer state and remainders: read, updated and written back, a parameter at a time.
 
-    reads     p0 | p1 | p2 | ...
-    updates        p0 | p1 | ...
-    writes              p0 | ...
-
-A parameter and its state pass through a set of host memory, of which there are ``UPDATE_SETS``. What an update reads and writes
-is that memory, with the layout of the parameter, so its bits are those of an update at home.
+A parameter and its state pass through a set of host memory, of which there are ``UPDATE_SETS``: while one is updated, the next
+is read and the one before is written (``Pipeline``), also across the calls of one backward. What an update reads and writes is
+that memory, with the layout of the parameter, so its bits are those of an update at home.
 """
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import contextlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from mtcompile.optim.pipeline import Pipeline
 from mtcompile.passes.analysis.state import UPDATE_SETS
 from mtcompile.runtime.devices.arena import Layout, layout_of, part, span_nbytes, view
 from mtcompile.runtime.disk.errors import DiskError
@@ -93,6 +92,7 @@ class DiskState:
         self._homes: dict[tuple[str, str], Tensor] = {}  # by the parameter's name and the key
         self._versions: dict[tuple[str, str], int] = {}  # of the homes when their checksums were taken
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pipeline: Pipeline[dict[str, Tensor]] | None = None  # of the updates of one backward
 
     @property
     def staging_nbytes(self) -> int:
@@ -125,7 +125,7 @@ class DiskState:
     def take(self, state: OnDisk) -> Tensor | None:
         """Sends the state of a parameter that is on disk now after it. Returns its remainder there."""
         for key, value in state.entry.items():
-            if self._goes(value, state.parameter):
+            if goes_along(value, state.parameter):
                 state.entry[key] = self.write_home(state.name, key, value)
         return None if state.remainder is None else self.write_home(state.name, REMAINDER, state.remainder)
 
@@ -137,90 +137,79 @@ class DiskState:
             self.store.note(home.data_ptr(), span_nbytes(home), _title(name, key))
         return home
 
-    def update(self, parameters: Sequence[OnDisk], change: Callable[[Staged], None]) -> None:
-        """Calls ``change`` with each parameter, or each piece of it, in host memory, in order, and writes it back. Raises
-        DiskError."""
-        states = [piece for parameter in parameters for piece in parameter.pieces()]
-        sets: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        size = self.staging_nbytes // UPDATE_SETS
-        for index in range(UPDATE_SETS):
-            sets.put(index * size)
+    def update(self, parameters: Sequence[OnDisk], change: Callable[[Staged], None], coming: Iterable[OnDisk] = ()) -> None:
+        """Calls ``change`` with each parameter, or each piece of it, in host memory, in order, and writes it back; the last
+        ones are still being written when this returns. ``coming``: what the next calls will update, which is read meanwhile.
+        Raises DiskError, also of writes that earlier calls have begun."""
+        if self._pipeline is None:
+            self._pipeline = Pipeline(UPDATE_SETS)
+        pieces = [piece for parameter in parameters for piece in parameter.pieces()]
+        ahead = islice((piece for parameter in coming for piece in parameter.pieces()), UPDATE_SETS - 1)
+        self._pipeline.expect([self._reading(piece) for piece in (*pieces, *ahead)])
+        for piece in pieces:
+            with self._pipeline.taken() as (tensors, submit):
+                staged = _staged(piece, tensors)
+                change(staged)
+                self.store.write_behind(self._written(piece, staged), submit, partial(self._note_end, piece, staged))
 
-        def read(state: OnDisk) -> tuple[int, Staged]:
-            start = sets.get()
-            if start is None:
-                raise DiskError(f"{state.name}: not read, as another one failed")
-            return start, self._read(state, start)
+    def finish(self) -> None:
+        """Waits until all that has been updated is on disk. Raises DiskError."""
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is not None:
+            pipeline.end()
 
-        def write(state: OnDisk, start: int, staged: Staged) -> None:
-            self._write(state, staged)
-            sets.put(start)
+    def settle(self) -> None:
+        """Waits as ``finish`` does, after an error, which is the one to report."""
+        with contextlib.suppress(Exception):
+            self.finish()
 
-        futures: list[Future[Any]] = []
-        with ThreadPoolExecutor(1, "mtcompile-disk-in") as reader, ThreadPoolExecutor(1, "mtcompile-disk-out") as writer:
-            try:
-                reads = [reader.submit(read, state) for state in states]
-                futures += reads
-                for state, arriving in zip(states, reads, strict=True):
-                    while not arriving.done():  # a write that failed gives no set back
-                        wait((arriving,), timeout=0.05)
-                        _raise_failed(futures)
-                    start, staged = arriving.result()
-                    change(staged)
-                    futures.append(writer.submit(write, state, start, staged))
-                for future in futures:
-                    future.result()
-            finally:
-                for future in futures:
-                    future.cancel()
-                for _ in states:
-                    sets.put(None)
+    def _reading(self, state: OnDisk) -> tuple[Hashable, Callable[[int], dict[str, Tensor]]]:
+        """Returns what reads a parameter's values and state into a set of host memory, and a key that says which these are."""
+        homes = {VALUES: state.parameter.detach()}
+        if state.remainder is not None:
+            homes[REMAINDER] = state.remainder
+        homes |= {key: value for key, value in state.entry.items() if goes_along(value, state.parameter)}
+        versions = tuple((key, home.data_ptr(), home._version) for key, home in homes.items())
+        return (state.name, state.start, state.end, versions), partial(self._read, state, homes)
 
-    def _read(self, state: OnDisk, start: int) -> Staged:
-        moves: list[Move] = []
-        end = start + self.staging_nbytes // UPDATE_SETS
-
-        def arriving(key: str, whole: Tensor) -> Tensor:
-            nonlocal start
+    def _read(self, state: OnDisk, homes: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
+        moves, tensors, size = list[Move](), dict[str, Tensor](), self.staging_nbytes // UPDATE_SETS
+        start = number * size
+        for key, whole in homes.items():
             home = state.part(whole)
-            tensor = view(self._memory, start, layout_of(home))
+            tensors[key] = tensor = view(self._memory, start, layout_of(home))
             start += whole_blocks(span_nbytes(home))
-            if start > end:
-                raise DiskError(
-                    f"{state.name}: expected state of {self.staging_nbytes // UPDATE_SETS} bytes at most, found more"
-                )
+            if start > (number + 1) * size:
+                raise DiskError(f"{state.name}: expected state of {size} bytes at most, found more")
             if not self.holds(home):  # such as after load_state_dict
                 tensor.copy_(home)
             elif nbytes := span_nbytes(home):
                 self._note_writes(state.name, key, whole)
                 moves.append((tensor.data_ptr(), home.data_ptr(), nbytes, _title(state.name, key)))
-            return tensor
-
-        values = arriving(VALUES, state.parameter.detach())
-        remainder = None if state.remainder is None else arriving(REMAINDER, state.remainder)
-        entry = {k: arriving(k, v) if self._goes(v, state.parameter) else v for k, v in state.entry.items()}
         self.store.read(moves, self._verified())
-        return Staged(state.name, state.parameter, state.start, state.end, values, remainder, entry)
+        return tensors
 
-    def _write(self, state: OnDisk, staged: Staged) -> None:
-        """Writes all that an update changed, in one request."""
+    def _written(self, state: OnDisk, staged: Staged) -> list[Move]:
+        """Returns the requests that write all that an update changed. The state's entry has what is new."""
         moves: list[Move] = []
         if state.remainder is not None and staged.remainder is not None:
             for key, value in staged.state.items():
-                if isinstance(home := state.entry.get(key), Tensor) and self._goes(home, state.parameter):
+                if isinstance(home := state.entry.get(key), Tensor) and goes_along(home, state.parameter):
                     moves += self._move(state.name, key, self._there(state, key, home), value, state)
             moves += self._move(state.name, REMAINDER, state.remainder, staged.remainder, state)
         else:
             for key, value in staged.state.items():
-                if self._goes(value, staged.values):
+                if goes_along(value, staged.values):
                     whole = value if value.shape == state.parameter.shape else state.parameter
                     layout = replace(layout_of(whole), dtype=value.dtype)
                     state.entry[key] = home = self._home(state.name, key, layout)
                     moves += self._move(state.name, key, home, value, state)
                 else:
                     state.entry[key] = value
-        moves += self._move(state.name, VALUES, state.parameter.detach(), staged.values, state)
-        self.store.write(moves)
+        return moves + self._move(state.name, VALUES, state.parameter.detach(), staged.values, state)
+
+    def _note_end(self, state: OnDisk, staged: Staged) -> None:
+        """Notes that an update has been written. ``staged``: what was, some of it in new memory, which had to last till now."""
         if state.ends:
             torch.autograd.graph.increment_version(state.parameter)
             self._versions[state.name, VALUES] = state.parameter._version
@@ -239,10 +228,6 @@ class DiskState:
         if not self.holds(value):
             value = state.entry[key] = self.write_home(state.name, key, value)
         return value
-
-    def _goes(self, value: Any, parameter: Tensor) -> bool:
-        """Tells whether an entry of an optimizer goes where its parameter is: what is as large, not a step counter."""
-        return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == parameter.numel()
 
     def write_home(self, name: str, key: str, value: Tensor) -> Tensor:
         """Writes a tensor to its home on disk, which is made for it the first time. Returns it as it is there."""
@@ -271,7 +256,11 @@ def _title(name: str, key: str) -> str:
     return f"{key} of {name}" if key else name
 
 
-def _raise_failed(futures: Sequence[Future[Any]]) -> None:
-    for future in futures:
-        if future.done():
-            future.result()
+def goes_along(value: Any, parameter: Tensor) -> bool:
+    """Tells whether an entry of an optimizer goes where its parameter is: what is as large, not a step counter."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == parameter.numel()
+
+
+def _staged(state: OnDisk, tensors: Mapping[str, Tensor]) -> Staged:
+    entry = {key: tensors.get(key, value) for key, value in state.entry.items()}
+    return Staged(state.name, state.parameter, state.start, state.end, tensors[VALUES], tensors.get(REMAINDER), entry)

@@ -10,6 +10,7 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ class DiskStore:
             beside._others.add(self)
         self.read_nbytes = self.written_nbytes = 0
         self._lock = threading.Lock()
+        self._behind: dict[Future[None], list[tuple[int, int]]] = {}  # the parts of the file that writes under way change
         self._starts: list[int] = []  # addresses of the mappings, ascending
         self._mappings: list[tuple[int, int]] = []  # of each, its place in the file and its bytes
 
@@ -126,6 +128,32 @@ class DiskStore:
         self._requests.write(transfers)
         self.written_nbytes += sum(transfer.nbytes for transfer in transfers)
 
+    def write_behind(
+        self, moves: Iterable[Move], submit: Callable[[Callable[[], None]], Future[None]], ended: Callable[[], None]
+    ) -> None:
+        """Writes memory to the disk in another thread, as ``submit`` does, and calls ``ended`` there. Until then, whoever reads
+        or writes these parts of the file through this store waits. Raises DiskError; the future has that of the write."""
+        transfers = [self.transfer(move) for move in moves]
+
+        def write() -> None:
+            self._requests.write(transfers)
+            self.written_nbytes += sum(transfer.nbytes for transfer in transfers)
+            ended()
+
+        with self._lock:
+            future = submit(write)
+            self._behind[future] = [(transfer.at, transfer.at + transfer.nbytes) for transfer in transfers]
+        future.add_done_callback(self._forget_written)
+
+    def _forget_written(self, future: Future[None]) -> None:
+        with self._lock:
+            self._behind.pop(future, None)
+
+    def _await_writes(self, at: int, nbytes: int) -> None:
+        with self._lock:
+            of_these = [f for f, parts in self._behind.items() if any(a < at + nbytes and at < b for a, b in parts)]
+        wait(of_these)
+
     def note(self, address: int, nbytes: int, name: str = "") -> None:
         """Takes the checksums of bytes that were written through their mapping."""
         self._requests.note(self.transfer((address, address, nbytes, name)))
@@ -140,11 +168,14 @@ class DiskStore:
         self._requests.compare(transfer, part)
 
     def transfer(self, move: Move) -> Transfer:
-        """Returns the request of a move. Raises DiskError if its home does not start at a block of the file."""
+        """Returns the request of a move, when nothing writes to that part any more. Raises DiskError if its home does not start
+        at a block of the file."""
         address, home, nbytes, name = move
         at = self.place_of(home)
         if at is None or at % BLOCK:
             raise DiskError(f"{name}: expected a home on disk that starts at a block, found {at}")
+        if self._behind:
+            self._await_writes(at, nbytes)
         return Transfer(at, address, nbytes, name)
 
 

@@ -6,14 +6,14 @@ parameter, such as its steps, changes with the last of its rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mtcompile.optim.backward.kernels import Backward, update_plain
+from mtcompile.optim.backward.kernels import Backward, coming_on_disk, elements_of, update_plain
 from mtcompile.optim.disk_state import REMAINDER, DiskState, Homes, OnDisk, Staged
 from mtcompile.optim.master_weights import Master, Masters
 from mtcompile.optim.written_update import flat
@@ -39,22 +39,25 @@ class FragmentUpdates:
 
     def update(self, backward: Backward, grads: Mapping[str, Tensor], factor: Tensor | None) -> None:
         """Updates the rows of fragments that have these gradients."""
-        for name, grad in grads.items():
+        names = [*grads, *backward.coming]
+        for place, (name, grad) in enumerate(grads.items(), 1):
             part = self.parts[name]
             parameter = backward.parameters[part.parameter]
             begun = self._begun.setdefault(part.parameter, _Begun())
             begun.rows += part.end - part.start
             ends = begun.rows == len(parameter)
             master = None if backward.masters is None else backward.masters.by_parameter.get(id(parameter))
-            if backward.disk is not None and backward.disk.holds(parameter):
-                _update_on_disk(backward, backward.disk, begun, (part, master, grad), factor, ends)
+            on_disk = backward.disk is not None and backward.disk.holds(parameter)
+            if backward.disk is not None and on_disk:
+                coming = coming_on_disk(backward, backward.disk, names[place:])
+                _update_on_disk(backward, backward.disk, begun, (part, master, grad), factor, ends, coming)
             elif backward.masters is not None and master is not None:
                 _update_master(backward, backward.masters, begun, (part, master, grad))
             else:
                 _update_rows(backward, begun, part, grad, factor)
             if ends:
                 backward.optimizer.state[parameter].update(begun.entry)
-                if backward.masters is not None:
+                if backward.masters is not None and not on_disk:  # else when it has been written
                     backward.masters.wrote(parameter)
                 del self._begun[part.parameter]
 
@@ -96,9 +99,10 @@ def _update_on_disk(
     rows: tuple[Fragment, Master | None, Tensor],
     factor: Tensor | None,
     ends: bool,
+    coming: Iterator[OnDisk],
 ) -> None:
     """Updates rows of a parameter on disk, and of its state there, while they are in host memory. ``ends``: all others have
-    been updated."""
+    been updated; ``coming``: what is updated next."""
     part, master, grad = rows
     parameter, grad = backward.parameters[part.parameter], flat(grad)
     if backward.masters is not None and master is not None:
@@ -108,7 +112,7 @@ def _update_on_disk(
         entry: Any = backward.optimizer.state[parameter]
     else:
         entry = begun.entry = _entry(backward.optimizer.state.get(parameter) or {})
-    first, stop = (row * (parameter.numel() // len(parameter)) for row in (part.start, part.end))
+    first, stop = elements_of(part, parameter)
 
     def change(staged: Staged) -> None:
         if master is not None:
@@ -117,7 +121,8 @@ def _update_on_disk(
             update_plain(backward, {part.parameter: grad}, factor, staged)
 
     remainder = None if master is None else master.remainder
-    disk.update([OnDisk(part.parameter, parameter, entry, remainder, first, stop, ends)], change)
+    state = OnDisk(part.parameter, parameter, entry, remainder, first, stop, ends)
+    disk.update([state], change, coming)
 
 
 def _written(

@@ -11,7 +11,7 @@ import math
 import threading
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -56,7 +56,8 @@ class Backward:
     ``number``: of the step, from 1. ``parameters``: those that are updated, in the model's order. ``groups``: by a parameter's
     id, the index of its group in the optimizer and the group's options as they were at the start. ``threads``: of the caller,
     whatever thread the backward runs in. ``disk``: of parameters that are there; ``shares``: of those that lie once for all
-    ranks of the host; ``fragments``: of those that are updated in fragments. ``cast_rooms``: by thread, for gradients on the
+    ranks of the host; ``fragments``: of those that are updated in fragments. ``coming``: the parameters and fragments that the
+    host updates after those of its current update, in order. ``cast_rooms``: by thread, for gradients on the
     host that are cast for their norm, until all norms are there.
     """
 
@@ -75,6 +76,7 @@ class Backward:
     disk: DiskState | None = None
     shares: Shares | None = None
     fragments: InFragments | None = None
+    coming: Sequence[str] = ()
     cast_rooms: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -214,7 +216,30 @@ def _update_on_disk(backward: Backward, disk: DiskState, grads: Mapping[str, Ten
         else:
             update_plain(backward, {staged.name: grads[staged.name]}, factor, staged)
 
-    disk.update(states, change)
+    disk.update(states, change, coming_on_disk(backward, disk, backward.coming))
+
+
+def coming_on_disk(backward: Backward, disk: DiskState, names: Iterable[str]) -> Iterator[OnDisk]:
+    """Yields those of parameters and fragments that will be updated on disk, as far as their state there has been made."""
+    parts = {} if backward.fragments is None else backward.fragments.parts
+    for name in names:
+        part = parts.get(name)
+        parameter = backward.parameters[name if part is None else part.parameter]
+        if not disk.holds(parameter):
+            continue
+        master = None if backward.masters is None else backward.masters.by_parameter.get(id(parameter))
+        entry = backward.optimizer.state.get(parameter) or {}
+        if master is not None and not (entry and disk.holds(master.remainder)):
+            return
+        first, stop = (0, None) if part is None else elements_of(part, parameter)
+        remainder = None if master is None else master.remainder
+        yield OnDisk(name if part is None else part.parameter, parameter, entry, remainder, first, stop)
+
+
+def elements_of(part: Fragment, parameter: Tensor) -> tuple[int, int]:
+    """Returns where the elements of a fragment start and end in the memory of its parameter."""
+    count = parameter.numel() // len(parameter)
+    return part.start * count, part.end * count
 
 
 def _update_masters(

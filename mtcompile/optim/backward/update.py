@@ -35,8 +35,9 @@ from mtcompile.optim.master_weights import Masters
 from mtcompile.optim.state_sizes import STATES, is_elementwise
 from mtcompile.optim.update_options import UpdateOptions
 from mtcompile.optim.wholeness import Wholeness
+from mtcompile.passes.analysis.state import UPDATE_SETS
 from mtcompile.passes.plan import NORM_COPIES, Updates
-from mtcompile.passes.step_graph import Fragment, calls, fragments_of, is_update
+from mtcompile.passes.step_graph import Fragment, calls, fragments_of, is_update, update
 from mtcompile.references import weakly
 
 Kernel = Callable[..., Sequence[Tensor]]
@@ -76,6 +77,7 @@ class UpdatesInBackward:
 
     def release(self) -> None:
         """Forgets the last backward."""
+        self.settle()
         self.disk = self.shares = self._backward = None
 
     # ---------------------------------------------------------------------------------------------------- for the plan
@@ -111,14 +113,27 @@ class UpdatesInBackward:
                 f'fragments= with update="backward" updates rows of a weight by themselves; {type(self.optimizer).__name__} '
                 f'may look at all of it. Expected one of torch.optim.{", ".join(STATES)}, or update="step"'
             )
+        nodes = [node for node in calls(step) if is_update(node)]
+        on_host = [node for node in nodes if node.target is update and node.meta["tier"] == "host"]  # in the order of one queue
+        coming = {
+            node: tuple(name for later in on_host[place : place + UPDATE_SETS] for name in later.meta["names"])
+            for place, node in enumerate(on_host, 1)
+        }
         return {
-            node.name: functools.partial(self._run, KERNELS[node.target], parts, node.meta["names"])
-            for node in calls(step)
-            if is_update(node)
+            node.name: functools.partial(self._run, KERNELS[node.target], parts, coming.get(node), node.meta["names"])
+            for node in nodes
         }
 
-    def _run(self, kernel: Kernel, parts: Mapping[str, Fragment], names: tuple[str, ...], *values: Tensor) -> Sequence[Tensor]:
-        """Run a kernel in any thread, with the settings of the caller of the backward. ``parts``: the fragments of its step."""
+    def _run(
+        self,
+        kernel: Kernel,
+        parts: Mapping[str, Fragment],
+        coming: tuple[str, ...] | None,
+        names: tuple[str, ...],
+        *values: Tensor,
+    ) -> Sequence[Tensor]:
+        """Run a kernel in any thread, with the settings of the caller of the backward. ``parts``: the fragments of its step.
+        ``coming``: what the host updates after it; None for other kernels."""
         backward = self._backward
         assert backward is not None
         if parts and backward.fragments is None:
@@ -126,7 +141,13 @@ class UpdatesInBackward:
         if torch.get_num_threads() != backward.threads:
             torch.set_num_threads(backward.threads)
         with self.marking_failure(), torch.no_grad():
-            return kernel(backward, names, *values)
+            if coming is None:
+                return kernel(backward, names, *values)
+            backward.coming = coming
+            updated = kernel(backward, names, *values)
+            if not coming and self.disk is not None:
+                self.disk.finish()
+            return updated
 
     # -------------------------------------------------------------------------------------------------- of one backward
 
@@ -184,6 +205,11 @@ class UpdatesInBackward:
         )
         self._backward.disk, self._backward.shares = self.disk, self.shares
 
+    def settle(self) -> None:
+        """Waits, after an error, until no update is read from disk or written there any more."""
+        if self.disk is not None:
+            self.disk.settle()
+
     def end_backward(self) -> None:
         """Note that all updates of the backward are done, or under way."""
         self.stepped = False
@@ -199,8 +225,19 @@ class UpdatesInBackward:
                 self._spoil(f"failed among its updates: some parameters have been updated, others not ({first_line(error)})")
             raise
 
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Notes whatever a backward raises, and ends what its updates have under way then."""
+        try:
+            with self.marking_failure():
+                yield
+        except BaseException:
+            self.settle()
+            raise
+
     def failed_behind(self) -> None:
         """Note that updates which ran behind a forward have failed, whatever failed: nobody knows which are done."""
+        self.settle()
         self._spoil("failed behind the forward after it: some parameters may have been updated, others not")
 
     def _spoil(self, why: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,11 @@ from torch import nn
 
 import mtcompile
 from mtcompile.checkpoint import load, save
+from mtcompile.errors import StepError
 from mtcompile.execution import session
 from mtcompile.passes.cuts.fragments import cut
-from mtcompile.runtime.disk.errors import DiskCorrupt
+from mtcompile.passes.step_graph import fragments_of
+from mtcompile.runtime.disk.errors import DiskCorrupt, DiskError, DiskFull
 from mtcompile.runtime.disk.store import DiskStore
 
 WIDTH, WEIGHT = 64, 1 << 20  # bytes
@@ -245,3 +249,71 @@ def test_frozen_weights_on_disk_are_read_in_fragments(tmp_path: Path) -> None:
     assert_same(ours, theirs)
     assert_within_plan(ours[0])
     assert ours[0].plan.disk_read_bytes >= WEIGHT and ours[0].plan.disk_write_bytes == 0
+
+
+def test_a_fragment_is_read_and_updated_while_the_one_before_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = First()
+    ours, theirs = on_disk(tmp_path, plain), (plain, adamw(plain.parameters()))
+    assert torch.equal(step(*ours, 0), step(*theirs, 0))
+    requests, parts = store_of(ours[0])._requests, fragments_of(ours[0]._mt_model.session.last.step)
+    read, write, changed = requests.read, requests.write, threading.Condition()
+    reads, overlapped = list[str](), list[bool]()
+
+    def reading(transfers: Any, verify: bool) -> None:
+        if any("exp_avg of" in each.name for each in transfers):  # for an update
+            with changed:
+                reads.append(transfers[0].name)
+                changed.notify_all()
+        read(transfers, verify)
+
+    def writing(transfers: Any) -> None:
+        wanted = min(len(overlapped) + 3, len(parts))  # this one, the one that is updated meanwhile, and the one after it
+        with changed:
+            overlapped.append(changed.wait_for(lambda: len(reads) >= wanted, timeout=2))
+        write(transfers)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(requests, "read", reading)
+        patch.setattr(requests, "write", writing)
+        assert torch.equal(step(*ours, 1), step(*theirs, 1))
+    assert len(overlapped) >= len(parts) > 8 and all(overlapped[: len(parts)])
+    assert torch.equal(step(*ours, 2), step(*theirs, 2))
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize(("number", "nth"), [(errno.ENOSPC, 1), pytest.param(errno.EIO, -1, marks=pytest.mark.long)])
+def test_a_write_that_fails_behind_is_told_in_its_step(
+    number: int, nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one, and the last one, behind which nothing is updated."""
+    plain = First()
+    ours, theirs = on_disk(tmp_path / "disk", plain), (plain, adamw(plain.parameters()))
+    written = list[int]()
+    real = os.pwritev
+
+    def failing(*args: Any) -> int:
+        written.append(1)
+        if fails and len(written) == (nth if nth > 0 else count):
+            raise OSError(number, os.strerror(number))
+        return real(*args)
+
+    fails = False
+    monkeypatch.setattr(os, "pwritev", failing)
+    assert torch.equal(step(*ours, 0), step(*theirs, 0))
+    save(tmp_path / "saved", *ours, step=1)
+    written.clear()
+    assert torch.equal(step(*ours, 1), step(*theirs, 1))
+    count, fails = len(written), True
+    written.clear()
+    with pytest.raises(DiskFull if number == errno.ENOSPC else DiskError, match=r"write of .*first\.weight.* failed"):
+        step(*ours, 2)
+    with pytest.raises(StepError, match="failed among its updates"):
+        step(*ours, 2)
+    fails = False
+    load(tmp_path / "saved", *ours)
+    for seed in (1, 2):
+        loss = step(*ours, seed)
+        assert seed == 1 or torch.equal(loss, step(*theirs, 2))
+    assert_same(ours, theirs)
