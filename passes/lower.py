@@ -204,7 +204,8 @@ def _with_lives(work: list[Instruction], buffers: Mapping[str, Buffer], lookahea
 
     A pooled value that is copied home is freed on the compute queue, which then waits for the copy: after its last use when
     memory is what counts (no lookahead), otherwise no sooner than as many regions after the copy as prefetches are ahead, so
-    that the copy hides behind these. What is ``early`` is freed as if there were no lookahead.
+    that the copy hides behind these. What is ``early`` is freed before the next region, but behind all that is fetched for
+    it: so copies home and fetches cross at the same time.
     """
     last = {name: position for position, user in enumerate(work) for name in (*user.reads, *user.writes)}
     ending: dict[int, list[str]] = {}
@@ -227,6 +228,9 @@ def _with_lives(work: list[Instruction], buffers: Mapping[str, Buffer], lookahea
                 deferred.remove((due, name, user))
                 life("free", name, user)
 
+    def computes(user: Instruction) -> bool:
+        return user.op == "run" and user.queue == "compute"
+
     for position, user in enumerate(work):
         for name in user.writes:
             if buffers[name].kind != "home":
@@ -234,15 +238,17 @@ def _with_lives(work: list[Instruction], buffers: Mapping[str, Buffer], lookahea
         instructions.append(user)
         if user.queue == "d2h":
             copied |= {name: ran for name in user.reads if name not in early}
-        if user.op == "run" and user.queue == "compute":
+        if computes(user):
             ran += 1
             free_deferred()
         for name in ending.get(position, ()):
             due = copied[name] + lookahead if name in copied and lookahead and buffers[name].kind == "pooled" else ran
-            if due > ran:
+            if due > ran or name in early:
                 deferred.append((due, name, user))
             else:
                 life("free", name, user)
         if position + 1 == len(work) or work[position + 1].phase != user.phase:
             free_deferred(whole=True)
+        elif computes(work[position + 1]):
+            free_deferred()
     return instructions

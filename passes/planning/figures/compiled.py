@@ -22,7 +22,7 @@ from mtcompile.passes.planning.figures.times import Measures
 from mtcompile.passes.planning.pace import Arriving
 from mtcompile.runtime.schedule import ALIGNMENT
 
-_VERSION = 5  # of the interface of c/
+_VERSION = 6  # of the interface of c/
 _QUEUES = "compute", "h2d", "d2h", "host", "disk_read"
 _BITS = {  # of what is decided about a home
     **{("params", "device"): 1, ("params", "disk"): 2, ("fetch", "keep"): 4},

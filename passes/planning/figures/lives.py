@@ -67,7 +67,7 @@ def lives_of(calls: Sequence[Call], buffers: Sequence[Buffer], lookahead: int, t
 
 def _freed(calls: Sequence[Call], buffers: Sequence[Buffer], lookahead: int) -> list[list[tuple[int, int]]]:
     """Returns the buffers that are freed behind each call: after the last use; those that are copied home no sooner than as
-    many regions later as fetches are ahead."""
+    many regions later as fetches are ahead, or, early ones, before the next region."""
     last: dict[int, int] = {}
     for place, call in enumerate(calls):
         last.update(dict.fromkeys(call.reads, place))
@@ -79,10 +79,13 @@ def _freed(calls: Sequence[Call], buffers: Sequence[Buffer], lookahead: int) -> 
     freed: list[list[tuple[int, int]]] = []
     deferred: list[tuple[int, int, int]] = []
     copied: dict[int, int] = {}
+    early: set[int] = set()
     ran, count = 0, len(calls)
     for place, call in enumerate(calls):
         here: list[tuple[int, int]] = []
-        if call.queue == D2H and not call.early:
+        if call.queue == D2H and call.early:
+            early.update(call.reads)
+        elif call.queue == D2H:
             for name in call.reads:
                 copied[name] = ran
         elif call.queue == COMPUTE:
@@ -91,13 +94,18 @@ def _freed(calls: Sequence[Call], buffers: Sequence[Buffer], lookahead: int) -> 
                 here += [(name, user) for due, name, user in deferred if due <= ran]
                 deferred = [each for each in deferred if each[0] > ran]
         for name in ending.get(place, ()):
-            if lookahead and name in copied and copied[name] + lookahead > ran and buffers[name].kind == POOLED:
+            if name in early:
+                deferred.append((ran, name, place))
+            elif lookahead and name in copied and copied[name] + lookahead > ran and buffers[name].kind == POOLED:
                 deferred.append((copied[name] + lookahead, name, place))
             else:
                 here.append((name, place))
         if deferred and (place + 1 == count or calls[place + 1].phase != call.phase):
             here += [(name, user) for _, name, user in deferred]
             deferred = []
+        elif early and deferred and calls[place + 1].queue == COMPUTE:
+            here += [(name, user) for due, name, user in deferred if due <= ran]
+            deferred = [each for each in deferred if each[0] > ran]
         freed.append(here)
     return freed
 

@@ -11,16 +11,28 @@ typedef struct {
     int32_t due, name, user;
 } Deferred;
 
+/* Frees behind the call at a place what is due once as many regions have run. Returns how many buffers still wait. */
+static int64_t free_due(Work *w, List *freed, Deferred *deferred, int64_t waiting, int32_t ran) {
+    int64_t left = 0;
+    for (int64_t i = 0; i < waiting; i++)
+        if (deferred[i].due <= ran)
+            mt_push(w, freed, deferred[i].name, deferred[i].user);
+        else
+            deferred[left++] = deferred[i];
+    return left;
+}
+
 static List *freed_of(Work *w) {
     const int64_t count = w->length, buffers = w->buffer_count;
     int32_t *last = mt_room(w, buffers, sizeof *last), *seen = mt_room(w, buffers, sizeof *seen);
-    int32_t *copied = mt_room(w, buffers, sizeof *copied); /* regions that had run when it was copied home; -1: it was not */
+    int32_t *copied = mt_room(w, buffers, sizeof *copied); /* regions that had run when it was copied home */
+    enum { NOT_COPIED = -1, EARLY = -2 };
     List *ending = mt_room(w, count, sizeof *ending), *freed = mt_room(w, count, sizeof *freed);
     Deferred *deferred = mt_room(w, buffers, sizeof *deferred);
     int64_t seen_count = 0, waiting = 0;
     int32_t ran = 0;
     for (int64_t i = 0; i < buffers; i++)
-        last[i] = copied[i] = -1;
+        last[i] = copied[i] = NOT_COPIED;
     for (int32_t place = 0; place < count; place++) {
         ending[place] = freed[place] = EMPTY;
         const List lists[] = {w->calls[w->order[place]].reads, w->calls[w->order[place]].writes};
@@ -38,31 +50,26 @@ static List *freed_of(Work *w) {
     const int64_t lookahead = w->choices->lookahead;
     for (int32_t place = 0; place < count; place++) {
         const Call *call = &w->calls[w->order[place]];
-        if (call->queue == D2H && !call->early) {
+        if (call->queue == D2H) {
             for EACH(link, call->reads, w)
-                copied[w->links[link].value] = ran;
+                copied[w->links[link].value] = call->early ? EARLY : ran;
         } else if (call->queue == COMPUTE) {
-            int64_t left = 0;
             ran++;
-            for (int64_t i = 0; i < waiting; i++)
-                if (deferred[i].due <= ran)
-                    mt_push(w, &freed[place], deferred[i].name, deferred[i].user);
-                else
-                    deferred[left++] = deferred[i];
-            waiting = left;
+            waiting = free_due(w, &freed[place], deferred, waiting, ran);
         }
         for EACH(link, ending[place], w) {
             int32_t name = w->links[link].value;
-            if (lookahead && copied[name] >= 0 && copied[name] + lookahead > ran && w->buffers[name].kind == POOLED)
+            if (copied[name] == EARLY)
+                deferred[waiting++] = (Deferred){ran, name, place};
+            else if (lookahead && copied[name] >= 0 && copied[name] + lookahead > ran && w->buffers[name].kind == POOLED)
                 deferred[waiting++] = (Deferred){(int32_t)(copied[name] + lookahead), name, place};
             else
                 mt_push(w, &freed[place], name, place);
         }
-        if (waiting && (place + 1 == count || w->calls[w->order[place + 1]].phase != call->phase)) {
-            for (int64_t i = 0; i < waiting; i++)
-                mt_push(w, &freed[place], deferred[i].name, deferred[i].user);
-            waiting = 0;
-        }
+        if (waiting && (place + 1 == count || w->calls[w->order[place + 1]].phase != call->phase))
+            waiting = free_due(w, &freed[place], deferred, waiting, INT32_MAX);
+        else if (waiting && w->calls[w->order[place + 1]].queue == COMPUTE)
+            waiting = free_due(w, &freed[place], deferred, waiting, ran);
     }
     return freed;
 }
