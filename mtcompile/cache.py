@@ -27,6 +27,7 @@ from mtcompile.passes.graph_json import GraphFormatError, graph_from_json, graph
 from mtcompile.passes.plan import Plan, plan_from_json
 from mtcompile.passes.step_graph import inputs_of, kernel_of, listing, regions
 from mtcompile.reading import parsed_json
+from mtcompile.torch_private.plain_torch import stand_ins
 
 if TYPE_CHECKING:
     from mtcompile.passes.planning.problem import Planned
@@ -37,6 +38,8 @@ Times = Mapping[str, Mapping[str, tuple[float, float]]]  # queue -> operation ->
 def read_joint(key: str | None) -> fx.GraphModule | None:
     """Reads a normalized joint graph; ``key`` comes from capture.joint_key. None if there is none or it cannot be read."""
     text = files.read("joints", key and _digest(key))
+    if text and '"mtcompile.' in text:
+        stand_ins()  # which define operators
     try:
         return graph_from_json(text) if text else None
     except GraphFormatError:

@@ -110,12 +110,13 @@ def console() -> Console:
 @contextlib.contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[str, int, int], None]]:
     """Shows a bar on stderr while that is a terminal, and removes it at the end. Yields a function of (text, done, total)."""
+    if not sys.stderr.isatty():
+        yield lambda text, done, of: None
+        return
     from rich.console import Console
     from rich.progress import Progress
 
-    shown = sys.stderr.isatty()
-    alone = progress.silently() if shown else contextlib.nullcontext()
-    with alone, Progress(console=Console(stderr=True), transient=True, disable=not shown) as bar:
+    with progress.silently(), Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda text, done, of: bar.update(task, description=text, completed=done, total=of or None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Mapping
@@ -261,21 +262,21 @@ def _traced(
 
 
 def _captured_shape(name: str, request: ForecastRequest, batch: int, seq: int) -> tuple[fx.GraphModule, Mapping[str, Any]]:
-    """Captures the step of a built-in shape. Its sources are ours, so its trace is cached between runs, and that of a few of
-    its blocks says what the others are."""
-    shape, precision, lora = SHAPES[name], request.precision, request.lora
+    """Captures the step of a built-in shape. Its sources are ours, so that of a few of its blocks says what the others are. A
+    trace is cached between runs; making a recording takes little longer than reading one."""
+    shape = SHAPES[name]
     tokens = torch.empty((batch, seq), dtype=torch.int64, device="meta")
-    key = repr((shape, precision, tuple(tokens.shape), lora, trace_settings(torch.device("cpu"))))
+    data = {"tokens": tokens, "targets": tokens}
+    repeated = ("blocks", shape.layers) if shape.layers > FEWEST else None
+    traced = shape.shortened(FEWEST) if repeated else shape
+    with contextlib.suppress(NotRecorded):
+        return _recorded(traced, tokens, request, repeated), data
+    key = repr((shape, request.precision, tuple(tokens.shape), request.lora, trace_settings(torch.device("cpu"))))
     joint = cache.read_joint(key)
     if joint is None:
-        repeated = ("blocks", shape.layers) if shape.layers > FEWEST else None
-        traced = shape.shortened(FEWEST) if repeated else shape
-        try:
-            joint = _recorded(traced, tokens, request, repeated)
-        except NotRecorded:
-            joint = _traced_shape(traced, tokens, request, repeated)
+        joint = _traced_shape(traced, tokens, request, repeated)
         cache.write_joint(key, joint)
-    return joint, {"tokens": tokens, "targets": tokens}
+    return joint, data
 
 
 def _recorded(shape: Shape, tokens: torch.Tensor, request: ForecastRequest, repeated: tuple[str, int] | None) -> fx.GraphModule:

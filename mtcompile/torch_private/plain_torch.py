@@ -23,8 +23,6 @@ import torch
 from torch._C import DispatchKey
 from torch._ops import OpOverload, OpOverloadPacket
 
-from mtcompile.torch_private.cudnn import recurrent
-from mtcompile.torch_private.cudnn.batch_norm import cudnn_batch_norm
 from mtcompile.torch_private.thread_setting import ThreadSetting
 
 aten = torch.ops.aten
@@ -36,8 +34,16 @@ _NEEDED = {
 }
 _COMPOSED = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 
-# Where eager runs cuDNN, and torch's Python kernel something else: what a trace runs.
-_STAND_INS = {aten.cudnn_batch_norm.default: cudnn_batch_norm, **recurrent.stand_ins()}
+
+@functools.cache
+def stand_ins() -> dict[OpOverload[..., Any], Callable[..., Any]]:
+    """What a trace runs where eager runs cuDNN, and torch's Python kernel something else. Loads them: their operators take long
+    to define."""
+    from mtcompile.torch_private.cudnn import recurrent
+    from mtcompile.torch_private.cudnn.batch_norm import cudnn_batch_norm
+
+    return {aten.cudnn_batch_norm.default: cudnn_batch_norm, **recurrent.stand_ins()}
+
 
 _lock = threading.Lock()
 _taken: dict[OpOverload[..., Any], dict[Any, Any]] = {}  # the kernels that are out, by operator
@@ -68,7 +74,7 @@ def _take_python_kernels() -> None:
         if kernels := {key: operator.py_kernels.pop(key) for key in _COMPOSED if key in operator.py_kernels}:
             _taken[operator] = kernels
             operator._dispatch_cache.clear()
-    for operator, stand_in in _STAND_INS.items():
+    for operator, stand_in in stand_ins().items():
         operator.py_kernels.update(dict.fromkeys(_taken.get(operator, ()), stand_in))
 
 
