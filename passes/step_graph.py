@@ -34,6 +34,7 @@ together, on ``hosts``) and ``updated`` (the parameters that a backward updates,
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -198,9 +199,14 @@ def is_view(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return isinstance(source := node.args[0], fx.Node) and is_view(source)
-    if node.target in _VIEWS_IN_SECRET:
+    return _returns_alias(node.target)
+
+
+@functools.cache
+def _returns_alias(target: Any) -> bool:
+    if target in _VIEWS_IN_SECRET:
         return True
-    schema = getattr(node.target, "_schema", None)
+    schema = getattr(target, "_schema", None)
     return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
 

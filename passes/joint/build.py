@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from mtcompile.passes.analysis.kernels import Kernels, copy_meta, install
+from mtcompile.passes.analysis.kernels import Kernels, Operand, copy_meta, install
 from mtcompile.passes.analysis.memory import owner
 from mtcompile.passes.analysis.rows import Rows
 from mtcompile.passes.analysis.slices import grouped_operands, read_by_slices, rows_of, slice_nbytes
@@ -25,6 +25,7 @@ from mtcompile.passes.step_graph import (
     is_random,
     is_seed,
     is_view,
+    iter_tensors,
     new_node,
     outputs_of,
     span_nbytes,
@@ -96,6 +97,7 @@ def build(
     rows: Mapping[str, Rows] = joint.meta.get("rows", {})
     root = torch.nn.Module()
     kernels: Kernels = {}
+    made: dict[Hashable, tuple[str, list[bool]]] = {}  # kernels, by what their bodies are made from
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for spec, node in inputs_of(joint):
@@ -110,10 +112,20 @@ def build(
     for rid, nodes in ordered:
         phase, block = rid
         leaving = [node for node in nodes if node in exported and not (is_view(node) and node not in roles)]
-        body, returned = _body(nodes, needed[rid], leaving, device if training and phase == "forward" else None)
+        states_of = device if training and phase == "forward" and any(map(is_random, nodes)) else None
+        origin = None if states_of is not None else _origin(nodes, needed[rid], leaving)
+        if origin is not None and origin in made:
+            kernel, cloned = made[origin]
+            values = [_cloned(node) if alone else node.meta["val"] for node, alone in zip(leaving, cloned, strict=True)]
+            returned = list(zip(leaving, values, strict=True))
+        else:
+            body, returned = _body(nodes, needed[rid], leaving, states_of)
+            kernel = install(root, kernels, body)
+            if origin is not None:
+                made[origin] = kernel, [val is not node.meta["val"] for node, val in returned]
         call = graph.create_node(
             "call_module",
-            install(root, kernels, body),
+            kernel,
             tuple(env[n] for n in needed[rid]),
             name=f"{blocks[block].replace('.', '_')}_{phase}",
         )
@@ -255,11 +267,38 @@ def _body(
         value = env[node]
         if is_view(node) and not _owns_storage(node, nodes, leaving, taken):
             value = body.call_function(torch.ops.aten.clone.default, (value,))
-            value.meta["val"] = torch.empty_like(node.meta["val"], device="meta")
+            value.meta["val"] = _cloned(node)
         returned.append(value)
     body.output((*returned, *states))
     vals = [value.meta["val"] for value in returned]
     return body, [*zip(leaving, vals, strict=True), *((state, state.meta["val"]) for state in states)]
+
+
+def _cloned(node: fx.Node) -> torch.Tensor:
+    return torch.empty_like(node.meta["val"], device="meta")
+
+
+def _origin(nodes: list[fx.Node], inputs: list[fx.Node], leaving: list[fx.Node]) -> Hashable:
+    """Returns what is equal only for regions whose bodies are one kernel and return the same: equal blocks need one body. No
+    generator's state is saved in them."""
+    number: dict[fx.Node, int] = {}
+    rows: list[Hashable] = []
+
+    def note(node: fx.Node, arguments: Any) -> None:
+        values = [(v.shape, v.dtype, v.stride(), storage_nbytes(v)) for v in iter_tensors(node)]
+        number[node] = len(rows)
+        rows.append((node.target if node.op == "call_function" else None, repr(arguments), tuple(values)))
+
+    def local(operand: fx.Node) -> Operand:
+        if operand not in number:  # as in a body
+            note(operand, map_arg((operand.args, operand.kwargs), local))
+        return Operand(number[operand])
+
+    for node in inputs:
+        note(node, ())
+    for node in nodes:
+        note(node, map_arg((node.args, node.kwargs), local))
+    return tuple(rows), tuple(number[node] for node in leaving)
 
 
 def _owns_storage(view: fx.Node, nodes: list[fx.Node], leaving: list[fx.Node], taken: set[fx.Node]) -> bool:
