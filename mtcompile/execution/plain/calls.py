@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from mtcompile import knobs, torch_private
-from mtcompile.errors import BudgetError
+from mtcompile.errors import BudgetError, CaptureError
 from mtcompile.execution.plain.held import buffers_on, held_nbytes, held_on
 from mtcompile.execution.plain.lending import Lending, call_lending, changed_unseen, is_lendable, keepers, lent_nbytes
-from mtcompile.execution.plain.sizes import CallSize, KnownCalls, size_of_call
+from mtcompile.execution.plain.sizes import CallSize, KnownCalls, size_of_call, tensors_in
 from mtcompile.execution.runner import version_of
 from mtcompile.execution.session import Session
 from mtcompile.machine.device import allocator_peak
 from mtcompile.passes.generators import generator_state, set_generator_state
-from mtcompile.passes.step_graph import fragments_of
+from mtcompile.passes.step_graph import calls, fragments_of, inputs_of, results
 from mtcompile.runtime.devices.fetching import CpuFetcher, CudaFetcher, Fetcher
 from mtcompile.runtime.schedule import gib
 
@@ -92,6 +92,9 @@ class GradientFreeCalls:
         homes = self._homes(model)
         if (homes.odd and self._where.type != "cpu") or not self._fits(homes, others):
             return self.planned(args, kwargs)
+        if self.session.resting_nbytes() + homes.held_nbytes + self._least(size, args, kwargs) > self._budget:
+            with contextlib.suppress(CaptureError):  # what no plan can be made of runs, and is measured
+                return self.planned(args, kwargs)
         if self._where.type == "cpu":
             return self._within(model, size, others, homes, args, kwargs)
         generator, versions = generator_state(str(self._where)), _versions(model)
@@ -120,6 +123,17 @@ class GradientFreeCalls:
             needed += self._least_lent(homes)
         return needed <= self._budget
 
+    def _least(self, size: CallSize, args: Any, kwargs: Any) -> int:
+        """Returns about the fewest bytes that a call takes, by what others took; else by the last step that ran:
+        as in any forward, each of its regions has there what it reads and the largest value that it makes."""
+        known, last = self._known.least(size), self.session.last
+        if known or last is None:
+            return known
+        step = last.problem.step
+        taken = sum(node.meta["nbytes"] for spec, node in inputs_of(step) if spec.role == "input")
+        given = sum(tensor.nbytes for tensor in tensors_in((args, kwargs)))
+        return int(_least_of_forward(step) * given / taken) if given > taken > 0 else 0
+
     def _takes_parts(self) -> bool:
         """Tells whether the last training step takes weights in fragments, or rows of embeddings."""
         last = self.session.last
@@ -136,9 +150,9 @@ class GradientFreeCalls:
             self.session.note_call(room.held + room.others + min(most_lent, room.lent))
             return output
         with allocator_peak(self._where) as measured:
-            output, _ = self._run(model, homes, room, args, kwargs)
+            output, most_lent = self._run(model, homes, room, args, kwargs)
         if measured.nbytes is not None:  # there was no other profiler
-            self._known.note(size, measured.nbytes)
+            self._known.note(size, measured.nbytes, most_lent)
             self.session.note_call(room.held + measured.nbytes)
             self._check(room, measured.nbytes)
         return output
@@ -291,6 +305,17 @@ def _without_cast_cache() -> Iterator[None]:
 def _versions(model: nn.Module) -> list[tuple[int, int]]:
     """Returns what tells whether a forward has changed buffers."""
     return [(id(buffer), version_of(buffer)) for buffer in model.buffers()]
+
+
+def _least_of_forward(step: fx.GraphModule) -> int:
+    """Returns the device bytes that any forward of a step takes at least, beside parameters."""
+    inputs = {node for spec, node in inputs_of(step) if spec.role != "input"}
+    most = 0
+    for call in calls(step):
+        if call.meta["phase"] == "forward":
+            read = sum(each.meta.get("nbytes", 0) for each in call.all_input_nodes if each not in inputs)
+            most = max(most, read + max((each.meta.get("nbytes", 0) for each in results(call)), default=0))
+    return most
 
 
 def _alive(references: tuple[weakref.ref[nn.Module], ...]) -> list[nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -59,9 +60,10 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
 
 @dataclass(slots=True)
 class KnownCalls:
-    """Bytes that calls took, by their sizes."""
+    """Bytes that calls took, by their sizes. ``_computed``: those beside parameters."""
 
     by_kind: dict[tuple[Any, ...], list[tuple[Sizes, int]]] = field(default_factory=dict)
+    _computed: dict[CallSize, int] = field(default_factory=dict)
     _calls: Counter[CallSize] = field(default_factory=Counter)
 
     def is_due(self, call: CallSize) -> bool:
@@ -83,8 +85,20 @@ class KnownCalls:
         near = ((sizes, nbytes) for sizes, nbytes in known if growth is None or _near(call.sizes, sizes, growth))
         return min((_scaled(nbytes, sizes, call.sizes) for sizes, nbytes in near), default=None)
 
-    def note(self, call: CallSize, nbytes: int) -> None:
-        """Remembers what a call took, or another one of its size, if that was more."""
+    def least(self, call: CallSize) -> int:
+        """Returns about the fewest bytes that a call takes: those of a known call of just that size, or those beside parameters
+        of a smaller one, as if what it computes grew with its largest tensor; 0 if none is known."""
+        if self.has(call):
+            return self.nbytes(call) or 0
+        alike = ((each, nbytes) for each, nbytes in self._computed.items() if each.kind == call.kind)
+        smaller = ((each, nbytes) for each, nbytes in alike if _near(each.sizes, call.sizes, 1.0))
+        return max((int(nbytes * _grown(each.sizes, call.sizes)) for each, nbytes in smaller), default=0)
+
+    def note(self, call: CallSize, nbytes: int, lent: int = 0) -> None:
+        """Remembers what a call took, or another one of its size, if that was more. ``lent``: how much of it was parameters."""
+        if len(self._computed) >= _MOST_KINDS:
+            self._computed.clear()
+        self._computed[call] = max(0, nbytes - lent)
         known = self.by_kind.pop(call.kind, [])
         others = [each for each in known if each[0] != call.sizes]
         nbytes = max([nbytes, *(before for sizes, before in known if sizes == call.sizes)])
@@ -96,6 +110,12 @@ class KnownCalls:
 def _near(sizes: Sizes, known: Sizes, growth: float) -> bool:
     pairs = (pair for shapes in zip(sizes, known, strict=True) for pair in zip(*shapes, strict=True))
     return all(size <= growth * before for size, before in pairs)
+
+
+def _grown(known: Sizes, sizes: Sizes) -> float:
+    """Returns how many times as large the tensor is that has grown most."""
+    pairs = zip(known, sizes, strict=True)
+    return max((math.prod(after) / max(1, math.prod(before)) for before, after in pairs), default=1.0)
 
 
 def _scaled(nbytes: int, known: Sizes, sizes: Sizes) -> int:
