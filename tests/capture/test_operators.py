@@ -62,7 +62,11 @@ class SmoothedLoss(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dims", [(), (33,), (8, 3, 5)], ids=["one", "several", "images"])
+@pytest.mark.parametrize(
+    "dims",
+    [pytest.param((), marks=pytest.mark.long), pytest.param((33,), marks=pytest.mark.long), (8, 3, 5)],
+    ids=["one", "several", "images"],
+)
 @pytest.mark.parametrize(
     ("reduction", "autocast", "ignored"), [("mean", False, -100), ("mean", True, 2), ("sum", False, 2), ("none", False, -100)]
 )

@@ -172,7 +172,7 @@ class Remembers(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("update", [pytest.param("step", marks=pytest.mark.long), "backward"])
 def test_results_of_the_last_call_are_read_without_a_gradient(update: str) -> None:
     torch.manual_seed(0)
     plain = Remembers()

@@ -160,7 +160,9 @@ class DrawsInVain(nn.Module):
         return torch.tanh(nn.functional.dropout(h, 0.2))
 
 
-@pytest.mark.parametrize("policy", ["resident", "checkpoint-all", "offload-all"])
+@pytest.mark.parametrize(
+    "policy", ["checkpoint-all", *(pytest.param(p, marks=pytest.mark.long) for p in ("resident", "offload-all"))]
+)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_numbers_that_nothing_reads_are_drawn_too(policy: str, autocast: bool) -> None:
     torch.manual_seed(0)

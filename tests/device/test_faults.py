@@ -177,7 +177,8 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 
 
 SWEPT = [
-    ("step", "launch", False), ("step", "copy", False), ("step", "allocation", False), ("backward", "copy", True),
+    ("step", "launch", False), ("backward", "copy", True),
+    *(pytest.param("step", kind, False, marks=pytest.mark.long) for kind in ("copy", "allocation")),
 ]  # fmt: skip
 
 

@@ -195,7 +195,9 @@ def check(training: Training) -> str:
     return "refused" if refused else "whole"
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.long] * (way == "clipped")) for way in WAYS])
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.long] * (way not in ("step", "clipped ahead"))) for way in WAYS]
+)
 def test_an_interrupt_at_any_call(way: str, request: pytest.FixtureRequest) -> None:
     training = training_of(way)
     training.restore()

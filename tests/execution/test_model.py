@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-_LONG = ("t5", "gpt2", "llama", "chain", "constants")  # other tests of these run in any case
+_LONG = ("t5", "gpt2", "llama", "tied", "chain", "constants")  # other tests of these run in any case
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in _LONG)) for n in CASES])
@@ -44,7 +44,9 @@ def test_bits_are_equal_at_three_budgets(name: str) -> None:
         assert 0 < report["peak_device_bytes"] <= report["planned_peak_device_bytes"] <= report["budget_device_bytes"]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n not in ("sgd", "adamw-foreach"))) for n in OPTIMIZERS]
+)
 def test_optimizers_step_as_they_do_alone(name: str) -> None:
     model, data = make("tied")
     plain = copy.deepcopy(model)
@@ -77,7 +79,7 @@ class Bag(nn.Module):
         return self.head(self.bag(words, starts)).square().mean()
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("mode", [*(pytest.param(mode, marks=pytest.mark.long) for mode in ("sum", "mean")), "max"])
 def test_results_may_take_more_bytes_than_declared(mode: str) -> None:
     torch.manual_seed(0)
     model = Bag()
@@ -127,7 +129,9 @@ def test_a_batch_that_forward_changes_at_an_odd_address_rounds_as_a_copy_does() 
     assert torch.allclose(result, at_its_address)
 
 
-@pytest.mark.parametrize("options", [{}, {"update": "backward", "run_ahead": True}], ids=["step", "ahead"])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.long), {"update": "backward", "run_ahead": True}], ids=["step", "ahead"]
+)
 def test_a_deleted_model_frees_what_it_held(options: dict[str, Any]) -> None:
     """Dynamo keeps what it was given until it is reset."""
     model, data = make("tied")

@@ -23,6 +23,7 @@ from mtcompile.runtime.schedule import placed
 
 MODEL, MASTERS = precision_named("model"), precision_named("bf16-master32")
 OPTIONS: dict[str, Any] = {
+    "Muon": {"ns_steps": 1},  # each takes matrix products
     "RMSprop": {"lr": 0.01, "momentum": 0.9, "centered": True},
     "SGD": {"lr": 0.01, "momentum": 0.9},
 }

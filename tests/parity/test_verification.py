@@ -83,8 +83,8 @@ def test_buffers_dropout_and_the_generator_are_equal_at_half_of_what_all_residen
 @pytest.mark.parametrize(
     "options",
     [
-        {"update": "backward", "max_grad_norm": 0.5},
-        {"accumulate": 2, "max_grad_norm": 0.5},
+        pytest.param({"update": "backward", "max_grad_norm": 0.5}, marks=pytest.mark.long),
+        pytest.param({"accumulate": 2, "max_grad_norm": 0.5}, marks=pytest.mark.long),
         pytest.param({"precision": "bf16", "accumulate": 2}, marks=pytest.mark.long),
         {"precision": "bf16-master32", "accumulate": 2, "update": "backward", "max_grad_norm": 0.5},
         pytest.param({"precision": "bf16-master32", "accumulate": 4}, marks=pytest.mark.long),

@@ -20,7 +20,7 @@ from tests.helpers.tracing import interpret, trace
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in ("gpt2", "t5"))) for n in CASES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in ("gpt2", "llama", "t5"))) for n in CASES])
 def test_round_trip(name: str) -> None:
     traced = trace(*make(name))
     text = graph_to_json(traced.step)

@@ -154,7 +154,8 @@ def test_what_fits_says_a_speed_or_what_is_short() -> None:
 
 
 @pytest.mark.slow
-def test_the_time_beyond_arithmetic_is_told_apart() -> None:
+def test_the_time_beyond_arithmetic_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "gpt-11m", replace(SHAPES["gpt-11m"], layers=2, vocabulary=512))
     forecast = mtcompile.plan(
         "gpt-11m", batch=2, seq=64, memory="64MiB", machine="rtx4090", update="backward", policies=("megatrain",)
     )

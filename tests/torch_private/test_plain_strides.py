@@ -31,7 +31,7 @@ class Cells(nn.Module):
         return (self.rnn(x, hidden) + cell).square().sum()
 
 
-@pytest.mark.parametrize("policy", ["resident", "checkpoint-all"])
+@pytest.mark.parametrize("policy", [pytest.param("resident", marks=pytest.mark.long), "checkpoint-all"])
 def test_recurrent_cells(policy: str) -> None:
     torch.manual_seed(0)
     assert_plain(Cells(), torch.randn(4, 8), policy=policy)

@@ -54,7 +54,7 @@ def test_resizing() -> None:
     assert_plain(Resized(), torch.randn(2048))
 
 
-@pytest.mark.parametrize("layer", [nn.RNN, pytest.param(nn.GRU, marks=pytest.mark.long), nn.LSTM])
+@pytest.mark.parametrize("layer", [*(pytest.param(each, marks=pytest.mark.long) for each in (nn.RNN, nn.GRU)), nn.LSTM])
 def test_recurrent_layers(layer: Any) -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:

@@ -86,7 +86,9 @@ def plain_losses(wanted: Recipe) -> list[float]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"hidden": 240, "layers": 2, "memory": "9MiB", "seq": 48, "batch": 2, "evaluate_every": 2},
+        pytest.param(
+            {"hidden": 240, "layers": 2, "memory": "9MiB", "seq": 48, "batch": 2, "evaluate_every": 2}, marks=pytest.mark.long
+        ),
         {"memory": "512KiB", "update": "backward", "run_ahead": True, "accumulate": 2},
     ],
     ids=["step", "backward, run ahead, accumulate"],

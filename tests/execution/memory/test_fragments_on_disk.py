@@ -129,7 +129,7 @@ def test_a_layer_larger_than_device_and_host_trains_from_disk_with_the_bits_of_p
     assert all(report[f"peak_{tier}_bytes"] <= report[f"budget_{tier}_bytes"] for tier in TIERS)
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("phase", [pytest.param("forward", marks=pytest.mark.long), "backward"])
 def test_a_flipped_byte_of_a_fragment_on_disk_is_named(phase: str, tmp_path: Path) -> None:
     model, optimizer = on_disk(tmp_path, First())
     step(model, optimizer, 0)

@@ -23,7 +23,10 @@ def compiled(plain: nn.Module, **options: Any) -> tuple[Any, torch.optim.Optimiz
 
 @pytest.mark.parametrize(
     ("block", "update"),
-    [(Adapted, "step"), (Adapted, "backward"), pytest.param(ResidualBlock, "backward", marks=pytest.mark.long)],
+    [
+        (Adapted, "backward"),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in ((Adapted, "step"), (ResidualBlock, "backward"))),
+    ],
 )
 def test_where_all_fits_the_host_a_disk_changes_nothing(block: type[nn.Module], update: Any, tmp_path: Path) -> None:
     plain, x = Residual(block), torch.randn(16, WIDTH)
@@ -57,7 +60,7 @@ def test_frozen_weights_leave_the_homes_of_those_that_train_when_a_larger_batch_
     assert report["peak_host_bytes"] <= report["planned_peak_host_bytes"] <= report["budget_host_bytes"]  # of all programs
 
 
-@pytest.mark.parametrize("width", [WIDTH, WIDTH - 1])
+@pytest.mark.parametrize("width", [pytest.param(WIDTH, marks=pytest.mark.long), WIDTH - 1])
 def test_a_layer_larger_than_the_device_trains_in_fragments_beside_an_unneeded_disk(width: int, tmp_path: Path) -> None:
     """Also where rows of that size leave no fragment that a disk could read."""
     torch.manual_seed(0)

@@ -129,7 +129,7 @@ class Large(nn.Module):
         return self.down(self.up(self.table(indices)).relu()).square().mean()
 
 
-@pytest.mark.parametrize("percent", [100, 106, 112])
+@pytest.mark.parametrize("percent", [106, *(pytest.param(each, marks=pytest.mark.long) for each in (100, 112))])
 def test_a_large_weight_and_the_one_after_it_are_not_there_at_once_where_they_do_not_fit(percent: int) -> None:
     indices = torch.arange(64)
     with pytest.raises(mtcompile.BudgetError) as refusal:

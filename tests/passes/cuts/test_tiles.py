@@ -74,7 +74,7 @@ def untiled_of_heads(joint: fx.GraphModule) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_rows_keep_their_bits_and_weights_are_summed(batch: int) -> None:
     """Of a decoder: norms, projections and the MLP of every block. The embedding's gradient is that of every row's input."""
     torch.manual_seed(0)

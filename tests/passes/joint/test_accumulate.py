@@ -59,7 +59,8 @@ def compiled(model: nn.Module, count: int, **options: Any) -> tuple[Any, torch.o
 @pytest.mark.parametrize(
     ("count", "update"),
     [
-        *((2, "step"), (3, "backward"), pytest.param(1, "step", marks=pytest.mark.long)),
+        (3, "backward"),
+        *(pytest.param(n, "step", marks=pytest.mark.long) for n in (1, 2)),
         *(pytest.param(n, update, marks=pytest.mark.long) for n in (4, 5, 6, 7, 8) for update in ("step", "backward")),
     ],
 )
@@ -155,7 +156,7 @@ def seeded(make: Callable[[], nn.Module]) -> Any:
     return make()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16])
 @pytest.mark.parametrize("reduction", ["squares", "sum"])
 def test_buffers_outputs_and_gradients_of_inputs(reduction: str, dtype: torch.dtype) -> None:
     count, scale = 3, torch.full((1, 8), 1.5, dtype=dtype)

@@ -97,7 +97,7 @@ def test_more_device_memory_is_never_slower(name: str, host_share: float | None,
 
 
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("name", SHARES)
+@pytest.mark.parametrize("name", ["decoder", pytest.param("experts", marks=pytest.mark.long)])
 def test_more_host_memory_is_never_slower(name: str, count: int) -> None:
     candidates, least, most = searched(name)
     device = int(least + (most - least) * SHARES[name])

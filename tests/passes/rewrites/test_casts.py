@@ -58,7 +58,7 @@ def copied(model: Any, role: str) -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("update", ["step", pytest.param("backward", marks=pytest.mark.long)])
 def test_under_autocast_fp32_weights_cross_as_bf16_and_so_do_their_gradients(
     update: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
