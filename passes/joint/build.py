@@ -18,6 +18,7 @@ from mtcompile.passes.analysis.slices import grouped_operands, read_by_slices, r
 from mtcompile.passes.generators import generator_nbytes, save_rng
 from mtcompile.passes.insert import add_call
 from mtcompile.passes.joint.regions import assign, cut_by, in_order
+from mtcompile.passes.joint.shapes import in_row_major_order
 from mtcompile.passes.lazy_graph import LazyGraphModule
 from mtcompile.passes.step_graph import (
     fragments_of,
@@ -275,7 +276,10 @@ def _body(
 
 
 def _cloned(node: fx.Node) -> torch.Tensor:
-    return torch.empty_like(node.meta["val"], device="meta")
+    val = node.meta["val"]
+    if in_row_major_order(val):  # without empty_like, which loads the package of symbolic numbers
+        return torch.empty(val.shape, dtype=val.dtype, device="meta")
+    return torch.empty_like(val, device="meta")
 
 
 def _origin(nodes: list[fx.Node], inputs: list[fx.Node], leaving: list[fx.Node]) -> Hashable:

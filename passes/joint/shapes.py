@@ -15,7 +15,12 @@ _META = torch.device("meta")
 
 
 class Unsure(Exception):
-    """Raised where torch's ways to trace give a value different strides."""
+    """Raised where torch's ways to trace give a value different strides. ``value``: that of its functions for "meta", if it is
+    known here."""
+
+    def __init__(self, shape: Sequence[int], value: torch.Tensor | None = None) -> None:
+        super().__init__(f"a value of {tuple(shape)} with unusual strides")
+        self.value = value
 
 
 def result_of(target: Any, args: Any, kwargs: Any, exact: bool = False) -> Any:
@@ -24,10 +29,10 @@ def result_of(target: Any, args: Any, kwargs: Any, exact: bool = False) -> Any:
     rule = _RULES.get(target) if not kwargs and all(map(_is_on_meta, args)) else None
     try:
         result = None if rule is None else rule(*args)
-    except Unsure:
+    except Unsure as error:
         if exact:
             raise
-        result = None
+        result = error.value
     return target(*args, **kwargs) if result is None else result
 
 
@@ -41,7 +46,7 @@ def _contiguous(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=_META)
 
 
-def _in_order(tensor: torch.Tensor) -> bool:
+def in_row_major_order(tensor: torch.Tensor) -> bool:
     """Tells whether a tensor is in row-major order, and its strides say so also where a dimension is 1."""
     step = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
@@ -63,19 +68,34 @@ def _pointwise(*operands: Any) -> torch.Tensor | None:
     dtype = functools.reduce(torch.promote_types, dtypes)
     if len({tensor.shape for tensor in tensors}) > 1:
         tensors = list(torch.broadcast_tensors(*tensors))
-    first = tensors[0]
-    if all(tensor.is_contiguous() for tensor in tensors):
-        if not all(map(_in_order, tensors)):
-            raise Unsure(f"a value of {tuple(first.shape)} with unusual strides")
-        return _contiguous(first.shape, dtype)
+    shape = tensors[0].shape
+    if all(map(in_row_major_order, tensors)):
+        return _contiguous(shape, dtype)
     if any(map(_in_channels_last, tensors)):
+        if 1 in shape:
+            raise Unsure(shape)
         return None
-    by_ones = 1 in first.shape[1:] or (first.shape[0] == 1 and not _is_outermost(tensors))
-    by_first = 0 in first.stride() and not all(0 in tensor.stride() or _in_order(tensor) for tensor in tensors)
-    if by_ones or by_first:
-        raise Unsure(f"a value of {tuple(first.shape)}, not in row-major order")
-    strides = _strides(first.shape, [tensor.stride() for tensor in tensors])
-    return torch.empty_strided(first.shape, strides, dtype=dtype, device=_META)
+    if all(tensor.is_contiguous() for tensor in tensors):
+        strides, is_sure = _contiguous(shape, dtype).stride(), False
+    else:
+        strides = _strides(shape, [tensor.stride() for tensor in tensors])
+        is_sure = 1 not in shape[1:] and (shape[0] > 1 or _is_outermost(tensors)) and not _only_later_ones_decide(tensors)
+    value = torch.empty_strided(shape, strides, dtype=dtype, device=_META)
+    if not is_sure:
+        raise Unsure(shape, value if len(dtypes) == 1 else None)
+    return value
+
+
+def _only_later_ones_decide(tensors: Sequence[torch.Tensor]) -> bool:
+    """Tells whether the first tensor is the same along a dimension, and a later one, which is not, has an order of its own."""
+    return 0 in tensors[0].stride() and not all(0 in tensor.stride() or in_row_major_order(tensor) for tensor in tensors)
+
+
+def _power(x: torch.Tensor, exponent: Any) -> torch.Tensor | None:
+    if exponent in (0, 1) and not in_row_major_order(x):  # torch makes a copy with the same strides
+        same = x.is_contiguous() and exponent == 1
+        raise Unsure(x.shape, torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=_META) if same else None)
+    return _pointwise(x, exponent)
 
 
 def _is_outermost(tensors: Sequence[torch.Tensor]) -> bool:
@@ -120,11 +140,25 @@ def _in_channels_last(tensor: torch.Tensor) -> bool:
 
 def _reduced(x: torch.Tensor, dims: Any, keeps: bool = False) -> torch.Tensor | None:
     """Returns a value like that of a sum or mean over dimensions."""
-    if not x.is_floating_point() or not _in_order(x) or not dims:
+    if not x.is_floating_point() or not in_row_major_order(x) or not dims:
         return None
     those = {dim % x.dim() for dim in dims}
     shape = [1 if dim in those else size for dim, size in enumerate(x.shape) if keeps or dim not in those]
     return _contiguous(shape, x.dtype)
+
+
+def _sum(x: torch.Tensor) -> torch.Tensor | None:
+    if x.dtype.is_complex:
+        return None
+    return _contiguous((), x.dtype if x.is_floating_point() else torch.int64)
+
+
+def _compared(x: torch.Tensor, number: Any) -> torch.Tensor | None:
+    return _contiguous(x.shape, torch.bool) if in_row_major_order(x) else None
+
+
+def _filled(x: torch.Tensor, mask: torch.Tensor, number: Any) -> torch.Tensor | None:
+    return _contiguous(x.shape, x.dtype) if in_row_major_order(x) and mask.shape == x.shape else None
 
 
 def _joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor | None:
@@ -138,11 +172,11 @@ def _joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor | Non
 
 
 def _log_softmax(x: torch.Tensor, dim: int, to_float: bool) -> torch.Tensor | None:
-    return None if to_float or not _in_order(x) else _contiguous(x.shape, x.dtype)
+    return None if to_float or not in_row_major_order(x) else _contiguous(x.shape, x.dtype)
 
 
 def _log_softmax_backward(grad: torch.Tensor, output: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor | None:
-    return None if not _in_order(grad) or grad.dtype != dtype else _contiguous(grad.shape, grad.dtype)
+    return None if not in_row_major_order(grad) or grad.dtype != dtype else _contiguous(grad.shape, grad.dtype)
 
 
 def _loss(x: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignored: int) -> Any:
@@ -152,7 +186,7 @@ def _loss(x: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ig
 
 
 def _loss_backward(grad: Any, x: torch.Tensor, target: Any, weight: Any, reduction: int, ignored: int, total: Any) -> Any:
-    if x.dim() != 2 or weight is not None or reduction == 0 or not _in_order(x):
+    if x.dim() != 2 or weight is not None or reduction == 0 or not in_row_major_order(x):
         return None
     return _contiguous(x.shape, x.dtype)
 
@@ -169,11 +203,16 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, drop
 _POINTWISE = (
     *(aten.neg.default, aten.rsqrt.default, aten.cos.default, aten.sin.default, aten.silu.default),
     *(aten.add.Tensor, aten.add.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar),
-    *(aten.pow.Scalar, aten.pow.Tensor_Scalar),
+    aten.pow.Scalar,
 )
 _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_POINTWISE, _pointwise),
+    aten.pow.Tensor_Scalar: _power,
     aten.sum.dim_IntList: _reduced,
+    aten.sum.default: _sum,
+    aten.ne.Scalar: _compared,
+    aten.eq.Scalar: _compared,
+    aten.masked_fill.Scalar: _filled,
     aten.mean.dim: _reduced,
     aten.cat.default: _joined,
     aten._log_softmax.default: _log_softmax,
