@@ -35,7 +35,7 @@ from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts.form import WHOLE, Form, cut_joint, in_rows, possible_forms
 from mtcompile.passes.cuts.fragments.cut import UNCUT, has_misplaced_fragments
-from mtcompile.passes.cuts.fragments.figures import cut_on_disk, streamed_whole, streaming, told_fragments, told_off_disk
+from mtcompile.passes.cuts.fragments.figures import cut_on_disk, streamed_whole, streaming, told_fragments, told_whole
 from mtcompile.passes.joint.accumulate import Micro, repeat, weights_of
 from mtcompile.passes.joint.build import InputHomes, build
 from mtcompile.passes.joint.exceptions import contract
@@ -257,7 +257,7 @@ def fastest_form(joint: fx.GraphModule, captured: CapturedStep, target: Target, 
 
     whole = next((each.planned.schedule for each in candidates if not fragments_of(each.joint.graph)), None)
     told = told_fragments(best.planned, streamed() if whole is None else whole, fits=whole is not None)
-    notes = (*best.planned.plan.notes, told, *told_off_disk(best.planned.step, begins))
+    notes = (*best.planned.plan.notes, told, *told_whole(joint, best.joint.form.cut, best.planned.step, begins))
     return best._replace(planned=replace(best.planned, plan=replace(best.planned.plan, notes=notes)))
 
 

@@ -230,7 +230,7 @@ class ModelDoor(Door):
             free = room_nbytes(self.options.disk, self.parameters, self.frames)
             return disk_error(error, self.options.disk.folder, self.options.disk.nbytes, free)
         if error.tier == "device":
-            refused = budget_error(error, "memory", self.options.memory or 0, self._beside)
+            refused = budget_error(error, "memory", self.options.memory or 0, self._beside, self.options)
             if self.device.where.type == "cpu" or not self.parameters.held_elsewhere("device"):
                 return refused
             way = "delete your tensors that share memory with parameters, such as a state_dict(): they keep these on the device"

@@ -122,12 +122,28 @@ def host_error(
         ways.append("train adapters (LoRA): of what is frozen, only the weights are held")
     if options.disk is None:
         ways.append('pass disk="/path:SIZE": frozen weights and activations go there, and with update="backward" what trains')
+    if why := _why_not_cut(options):
+        ways.append(why)
     text = str(plain).rpartition("\n")[0] + "\n  " + "\n  or ".join(ways)
     return BudgetError(f"{text}\n  mtcompile.plan(model, data, host=...) predicts what each gives", plain.minimum_bytes, "host")
 
 
-def budget_error(error: DoesNotFit, name: str, budget: int, reserved_nbytes: int) -> BudgetError:
-    """Makes the error. ``name``: what the user calls the budget. ``reserved_nbytes``: held by others."""
+def _why_not_cut(options: Options) -> str:
+    """Says what to change so that "auto" may cut weights into fragments; "" if it may."""
+    if options.fragments != "auto" or options.updates is None or not options.updates.needs_all_gradients:
+        return ""
+    return (
+        'leave out max_grad_norm= and nonfinite="skip", or pass update="step": with them, fragments="auto" keeps weights '
+        "whole, since a fragment is updated as its gradient arrives, before all norms are known"
+    )
+
+
+def budget_error(
+    error: DoesNotFit, name: str, budget: int, reserved_nbytes: int, options: Options | None = None
+) -> BudgetError:
+    """Makes the error. ``name``: what the user calls the budget. ``reserved_nbytes``: held by others. ``options``: to say which
+    of them keep weights whole."""
+    why = "" if options is None else _why_not_cut(options)
     largest = "\n".join(f"  {gib(nbytes):>12}  {what}" for what, nbytes in error.causes)
     beside = f" beside {gib(reserved_nbytes)} of waiting forwards, and of parameters for others" if reserved_nbytes else ""
     minimum = error.minimum + reserved_nbytes
@@ -135,7 +151,7 @@ def budget_error(error: DoesNotFit, name: str, budget: int, reserved_nbytes: int
     return BudgetError(
         f"no plan fits {name}={gib(budget)}{beside}: the smallest {name} that works is {minimum} bytes "
         f"({gib(minimum)}); the largest parts of it are\n{largest}\n"
-        f"  pass {name}={minimum} or more, or a smaller batch or sequence{meant}",
+        f"  pass {name}={minimum} or more, or a smaller batch or sequence{meant}" + (f"\n  or {why}" if why else ""),
         minimum,
         error.tier,
     )

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
-from mtcompile.passes.cuts.fragments.cut import homes_between
+from mtcompile.passes.cuts.fragments.cut import Cut, cuts_of, homes_between
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
-from mtcompile.passes.step_graph import fragments_of
+from mtcompile.passes.step_graph import fragments_of, inputs_of, span_nbytes
 from mtcompile.runtime.schedule import PHASES, Schedule, gib, listed
 from mtcompile.runtime.sim import clock
 
+aten = torch.ops.aten
 _MOST_NAMES = 3
 
 
@@ -72,15 +74,50 @@ def told_fragments(planned: Planned, whole: Schedule, fits: bool) -> str:
     )
 
 
-def told_off_disk(step: fx.GraphModule, begins: int) -> list[str]:
-    """Says which weights in fragments no plan of a step can keep on disk, where fragments begin at multiples of ``begins``."""
-    names = list(dict.fromkeys(homes_between(step, begins).values()))
-    if not names:
-        return []
+def told_whole(joint: fx.GraphModule, cut: Cut, step: fx.GraphModule, begins: int) -> list[str]:
+    """Says which large weights of a joint graph a cut leaves whole, and why; which the ``step`` that is cut so makes
+    whole again; and which no plan of it can keep on disk, where fragments begin at multiples of ``begins`` bytes."""
+    in_fragments = {part.parameter for part in fragments_of(step).values()}
+    reasons = {weight.spec.name: "the loss is computed from it in chunks" for weight, _ in cuts_of(joint, cut)}
+    for spec, node in inputs_of(joint):
+        if spec.role == "param" and spec.name not in reasons and span_nbytes(node.meta["val"]) > cut.nbytes:
+            reasons[spec.name] = _why_whole(node, cut)
+    reasons = {name: reason for name, reason in reasons.items() if reason and name not in in_fragments}
+    told = [f"whole: {name}; {reason}" for name, reason in [*reasons.items()][:_MOST_NAMES]]
+    in_parts = [weight for weight, _ in cuts_of(joint, cut) if weight.spec.name in in_fragments and weight.has_input_gradient]
+    if in_parts and not cut.splits:
+        names, most = [weight.spec.name for weight in in_parts], max(weight.nbytes for weight in in_parts)
+        told.append(
+            f"whole for its input's gradient: {listed(names, _MOST_NAMES)}, up to {gib(most)}, which the device holds twice "
+            'for that product and a disk reads at once; fragments="split" needs one fragment at a time'
+        )
+    if not (names := list(dict.fromkeys(homes_between(step, begins).values()))):
+        return told
     return [
+        *told,
         f"not on disk: {listed(names, _MOST_NAMES)}; a fragment there begins at a multiple of {begins} bytes, and rows of this "
-        "size leave none as small as the device needs. Make the layer's width a multiple of 64"
+        "size leave none as small as the device needs. Make the layer's width a multiple of 64",
     ]
+
+
+def _why_whole(weight: fx.Node, cut: Cut) -> str:
+    """Says why a weight that linear layers multiply by is not cut; "" for any other."""
+    turned = {user for user in weight.users if user.target is aten.t.default}
+    readers = [user for one in (weight, *turned) for user in one.users if user not in turned]
+    forward = [user for user in readers if user.meta.get("phase") == "forward"]
+    products = [user for user in forward if user.target in (aten.mm.default, aten.addmm.default)]
+    if not products:
+        return ""
+    if any(user.target is aten.embedding.default for user in forward):
+        return "an embedding reads it too, and fragments are of weights that one layer reads"
+    if len(products) > 1:
+        return f"{len(products)} products read it in the forward, and fragments are of weights that one layer reads"
+    if others := [user for user in forward if user not in products]:
+        return f"{others[0].target} reads it too, and fragments are of weights that one layer reads"
+    backward = len(readers) > len(forward)
+    if backward and not (cut.gathers or cut.splits):
+        return "its input gets a gradient, for which it is read whole"
+    return "its rows leave no two fragments that start where a copy may"
 
 
 def _names(step: fx.GraphModule) -> str:

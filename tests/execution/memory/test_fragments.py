@@ -90,6 +90,9 @@ def test_a_weight_whose_input_gets_a_gradient_is_made_whole_again() -> None:
     compiled, fragments, plain = trained(Head, 3 * WEIGHT, fragments="exact", throttle=slow)
     assert same(fragments, plain)
     assert any("second.weight in " in note for note in compiled.plan.notes)
+    assert any(
+        note.startswith("whole for its input's gradient: second.weight, up to 512.00 KiB") for note in compiled.plan.notes
+    )
     assert "summed over fragments" not in compiled.plan.numerics
     report = compiled.memory_report()
     assert report["peak_device_bytes"] <= report["planned_peak_device_bytes"] <= 3 * WEIGHT
@@ -187,3 +190,23 @@ def test_a_forecast_cuts_weights_too() -> None:
     for more in ({"solve": "memory"}, {"gpus": 2, "update": "backward"}, {"hosts": 2}):
         with pytest.raises(ValueError, match="fragments"):
             mtcompile.plan(First(), data, fragments="exact", **more, **options)
+
+
+class Tied(Wide):
+    """A large first layer, and an embedding whose weight a head reads too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2048, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ids = torch.arange(4, device=x.device)
+        return self.first(x).square().mean() + F.linear(self.table(ids), self.table.weight).square().mean()
+
+
+def test_the_plan_says_why_a_tied_weight_stays_whole_and_a_refusal_what_keeps_all_whole() -> None:
+    compiled, fragments, plain = trained(Tied, 6 * WEIGHT, fragments="exact")
+    assert same(fragments, plain)
+    assert any(note.startswith("whole: table.weight; an embedding reads it too") for note in compiled.plan.notes)
+    with pytest.raises(mtcompile.BudgetError, match=r'leave out max_grad_norm=.*fragments="auto" keeps weights whole'):
+        trained(First, WEIGHT // 2, update="backward", max_grad_norm=1.0)
