@@ -202,7 +202,7 @@ def test_larger_and_smaller_batches_take_the_same_space_in_turn(tmp_path: Path) 
     for batch in (BATCH, BATCH + 256, BATCH):
         same_training(ours, optimizer, plain, batch=batch)
         peaks.append(ours.memory_report()["planned_peak_disk_bytes"])
-    assert peaks[0] == peaks[2] < peaks[1] == ours.memory_report()["peak_disk_bytes"]
+    assert peaks[0] < peaks[1] == peaks[2] == ours.memory_report()["peak_disk_bytes"]
 
 
 @pytest.mark.long
