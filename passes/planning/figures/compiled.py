@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import warnings
 from array import array
 from collections.abc import Iterable, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -72,7 +73,7 @@ class _Result(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Loads the library; None where it was not built here, or from another version of it."""
+    """Loads the library; None where it was not built here. Warns, and returns None, where it was built from other sources."""
     paths = (Path(__file__).with_name("_figures" + suffix) for suffix in EXTENSION_SUFFIXES)
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
@@ -81,7 +82,12 @@ def library() -> ctypes.CDLL | None:
         c_library = ctypes.CDLL(str(path))
     except OSError:  # built for another system
         return None
-    if c_library.mt_figures_version() != _VERSION:
+    if (version := c_library.mt_figures_version()) != _VERSION:
+        warnings.warn(
+            f"expected version {_VERSION} of mtcompile's C library, found {version}: it was built from other sources. Planning "
+            "takes about twice as long without it. Install mtcompile again (pip install -e . in a checkout)",
+            stacklevel=2,
+        )
         return None
     kinds = _Step, _Costs, _Choices, _Result
     c_library.mt_figures.argtypes = [ctypes.POINTER(kind) for kind in kinds]

@@ -12,6 +12,7 @@ from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning import candidates as candidates_module
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.evaluate import Inexact, completed, evaluate
+from mtcompile.passes.planning.figures import compiled as compiled_module
 from mtcompile.passes.planning.figures.compiled import library
 from mtcompile.passes.planning.figures.evaluator import Evaluator, Figures
 from mtcompile.passes.planning.figures.times import measures
@@ -121,3 +122,10 @@ def test_after_figures_that_are_not_those_of_the_schedule_schedules_tell_them(mo
         completed(problem, wrong.evaluate(wrong.base), 0, None)
     assert wrong.best(budget, None).plan == exact.best(budget, None).plan
     assert not wrong._evaluator.able
+
+
+@BUILT
+def test_a_library_of_other_sources_is_named_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_module, "_VERSION", 0)
+    with pytest.warns(UserWarning, match="expected version 0 of mtcompile's C library.*Install mtcompile again"):
+        assert library.__wrapped__() is None
