@@ -15,7 +15,7 @@ from mtcompile.runtime.schedule import gib
 
 FORMAT = "mtcompile-plan-2"
 Choice = Literal["device", "host", "disk", "save", "keep", "recompute", "again", "early", "late"]
-Kind = Literal["params", "variant", "activation", "fetch", "return", "gradients"]
+Kind = Literal["params", "variant", "activation", "fetch", "return", "gradients", "load"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class Decision:
     block's parameters for the forward stays for the backward: keep; it is fetched again otherwise: again), ``return`` (a
     block's parameters are fetched for the backward no sooner than they are read: late; as far ahead as all others: early) or
     ``gradients`` (those of a block that go home leave the device before the next region, which waits for that: early; as
-    much later as fetches are ahead: late).
+    much later as fetches are ahead: late) or ``load`` (a value comes back from the host for the backward no sooner than it is
+    read: late; as far ahead as all others: early).
     """
 
     kind: Kind
@@ -237,6 +238,11 @@ class Plan:
     def returns_late(self, block: str) -> bool:
         """Says whether a block's parameters are fetched for the backward no sooner than they are read."""
         decision = self.find("return", block)
+        return decision is not None and decision.choice == "late"
+
+    def loads_late(self, value: str) -> bool:
+        """Says whether a value that waits at home comes back for the backward no sooner than it is read."""
+        decision = self.find("load", value)
         return decision is not None and decision.choice == "late"
 
     def frees_early(self, block: str) -> bool:

@@ -24,6 +24,7 @@ from mtcompile.runtime.schedule import gib
 Ladder = Sequence[Plan]
 _BESIDE = 2  # homes before and behind one that may be on the device with it
 WaitKind = Literal["return", "gradients"]
+_SIZES = 4  # of values that a block keeps: these come back ahead one after the other, the smaller ones together
 _NEAR_FLOOR = (1, 2)  # a little more kept than the fewest bytes: a kernel that recomputes less may need less
 
 
@@ -76,6 +77,7 @@ def ladders(
         # One block that keeps more needs as much room as all of them, each beside its neighbours, and gains little.
         starts = ahead, replace(ahead, lookahead=2), waiting_less(ahead, param_nbytes)[0]
         searched += [_Upgraded(start, at_home) for start in starts]
+        searched += _loading_less(starts[-1], blocks)
         searched.append(_Upgraded(ahead, _by_density(param_upgrades + crossing_upgrades + variant_upgrades)))
         saved_upgrades = [u for b in blocks for u in _saved_upgrades(b, machine)]
         searched.append(_Upgraded(everything_saved, [*_by_density(crossing_upgrades + saved_upgrades), *param_upgrades]))
@@ -111,6 +113,39 @@ def waiting_less(ahead: Plan, param_nbytes: Mapping[str, int]) -> Ladder:
         for alike, kind in itertools.product(_by_room(homes, param_nbytes), kinds):
             plans.append(_with(plans[-1], waiting(kind, alike, param_nbytes, False, "hides behind other regions")))
     return tuple(plans)
+
+
+def _loading_less(ahead: Plan, blocks: list[Block]) -> list[Ladder]:
+    """Returns plans whose blocks all keep as much at home, for each of their inner variants. At first nothing of it comes back
+    ahead, then more and more, the largest values first: small ones that do not fit beside the next backward cost least. None
+    where most blocks differ: what one keeps says little of the others then."""
+    searched: list[Ladder] = []
+    if 2 * len({id(block.variants) for block in blocks}) > len(blocks):
+        return searched
+    for index in range(1, max((len(block.variants) for block in blocks), default=0) - 1):
+        start = _with_variants(ahead, blocks, index, "kept at home: costs transfers, no recomputation")
+        ranks = at_home_by_rank(start, blocks)
+        plans = [_with(start, loading([value for values in ranks for value in values], True, "there is no room for it"))]
+        for values in ranks:
+            plans.append(_with(plans[-1], loading(values, False, "hides behind other regions")))
+        searched.append(tuple(plans))
+    return searched
+
+
+def at_home_by_rank(plan: Plan, blocks: Sequence[Block]) -> list[list[fx.Node]]:
+    """Returns what blocks keep at home: the largest values of each, then its next ones, and the small ones together."""
+    by_rank: dict[int, list[fx.Node]] = {}
+    for block in blocks:
+        values = [block.saved[i] for i in kept_positions(plan, block) if plan.activation(block.saved[i].name) == "host"]
+        sizes = sorted({value.meta["nbytes"] for value in values}, reverse=True)
+        for value in values:
+            by_rank.setdefault(min(sizes.index(value.meta["nbytes"]), _SIZES), []).append(value)
+    return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def loading(values: Iterable[fx.Node], late: bool, why: str) -> list[Decision]:
+    """Returns decisions about values that wait at home: whether they come back for the backward late, or ahead."""
+    return [Decision("load", value.name, "late" if late else "early", value.meta["nbytes"], why) for value in values]
 
 
 def _by_room(homes: Sequence[str], param_nbytes: Mapping[str, int]) -> list[list[str]]:

@@ -3,6 +3,7 @@ that the plan sends home, to the host or on to the disk, go there and come back.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 
 from torch import fx
@@ -19,6 +20,7 @@ from mtcompile.passes.step_graph import (
     offload,
     placeholders,
     prefetch,
+    prefetch_rows,
     prefetch_slices,
     read,
     regions,
@@ -26,6 +28,8 @@ from mtcompile.passes.step_graph import (
     write,
 )
 from mtcompile.runtime.schedule import PHASES, Phase
+
+_FETCHES: tuple[object, ...] = prefetch, prefetch_slices, prefetch_rows, read
 
 
 def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
@@ -147,8 +151,9 @@ def _offload_between(
         near = order[use] - order[previous] <= 1 and (same_phase or current is value)
         if not near:
             about, between = (use.meta["phase"], use.meta["block"]), order[use] - order[previous] - 1
-            ahead = min(plan.lookahead, between)
-            before = _issue_point(regions_in_order, order[use], ahead)
+            late = ahead_on_disk is None and use.meta["phase"] == PHASES[1] and plan.loads_late(value.name)
+            ahead = 0 if late else min(plan.lookahead, between)
+            before = _before_fetches(use) if late else _issue_point(regions_in_order, order[use], ahead)
             read_before = _issue_point(regions_in_order, order[use], min(ahead + (ahead_on_disk or 0), between))
             if at_home is None:
                 about_producer = producer.meta["phase"], producer.meta["block"]
@@ -168,6 +173,14 @@ def _offload_between(
         if current is not value:
             use.replace_input_with(value, current)
         previous = use
+
+
+def _before_fetches(region: fx.Node) -> fx.Node:
+    """The first of the fetches that are issued before a region: what it waits for goes before what comes ahead for others."""
+    first = region
+    while (call := first.prev.args[0] if first.prev.target is operator.getitem else first.prev).target in _FETCHES:
+        first = call
+    return first
 
 
 def _issued_until(order: list[fx.Node], position: int, delay: int, end: int) -> fx.Node:

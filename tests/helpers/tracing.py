@@ -170,4 +170,5 @@ def random_plan(step: fx.GraphModule, choose: Any) -> Plan:
                 plan = plan.with_decision(
                     Decision("activation", item.name, choose(["device", "host", "recompute"]), 0, "drawn")
                 )
+                plan = plan.with_decision(Decision("load", item.name, choose(["early", "late"]), 0, "drawn"))
     return plan

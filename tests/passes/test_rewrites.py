@@ -207,6 +207,33 @@ def test_weights_return_late_and_gradients_are_freed_early_where_the_plan_says_s
     assert len(changed) < sum(not at_once for at_once in early.values())  # those of other homes are freed later still
 
 
+def test_values_load_late_where_the_plan_says_so_before_what_comes_ahead() -> None:
+    """Such a value comes back behind the region before the one that reads it, and before what is fetched for later ones."""
+    traced = traced_case("gpt2")
+    ahead = Plan(decisions=(Decision("activation", "*", "host", 0, ""),), lookahead=1, pooled=True)
+    for region in regions(traced.step):
+        if region.meta["phase"] == "forward":
+            ahead = ahead.with_decision(Decision("variant", traced.step.meta["blocks"][region.meta["block"]], "save", 0, ""))
+
+    def loads(plan: Plan) -> dict[str, tuple[int, int]]:
+        """Returns the regions before each copy to the device in the backward, and the copies since the last of these."""
+        issued, regions_before, copies = dict[str, tuple[int, int]](), 0, 0
+        for i in lowered(rewrite(traced.step, plan), plan).instructions:
+            if i.op == "run" and i.queue == "compute":
+                regions_before, copies = regions_before + 1, 0
+            elif i.op == "copy" and i.queue == "h2d" and i.phase == "backward":
+                issued[i.label], copies = (regions_before, copies), copies + 1
+        return issued
+
+    before = loads(ahead)
+    late = next(label for label, (_, copies) in before.items() if label.startswith("load_") and copies)
+    now = loads(ahead.with_decision(Decision("load", late.removeprefix("load_"), "late", 0, "")))
+    assert now[late] == (before[late][0] + 1, 0)
+    assert {label: at for label, (at, _) in now.items() if label != late} == {
+        label: at for label, (at, _) in before.items() if label != late
+    }
+
+
 def test_listings_read_well() -> None:
     traced = traced_case("tied")
     text = listing(rewrite(traced.step, Plan()))

@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.figures.room import Room
 from mtcompile.passes.planning.frontier import Point
-from mtcompile.passes.planning.ladders import Block, WaitKind, activation_decision, kept_positions, variant_decision, waiting
+from mtcompile.passes.planning.ladders import (
+    Block,
+    WaitKind,
+    activation_decision,
+    at_home_by_rank,
+    kept_positions,
+    loading,
+    variant_decision,
+    waiting,
+)
 
 _WHY = "found by climbing"
 _CLIMBS, _SHARES = 16, 25  # peaks up to which plans are improved, of how many
@@ -161,7 +170,8 @@ def moves(blocks: Sequence[Block], sizes: Mapping[str, int], host: bool) -> list
     for block in blocks:
         alike.setdefault(id(block.variants), []).append(block)
     homes = [_of_homes(each, sizes) for each in by_size.values()]
-    return [*homes, _ahead, *(_of_blocks(each, host) for each in alike.values()), _waits(by_size, sizes)]
+    loads = [_loads(blocks)] if host else []
+    return [*homes, _ahead, *(_of_blocks(each, host) for each in alike.values()), _waits(by_size, sizes), *loads]
 
 
 def _of_homes(homes: Sequence[str], sizes: Mapping[str, int]) -> Move:
@@ -216,6 +226,19 @@ def _waits(by_size: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> Mo
                 now = any(map(waits, homes))
                 if now or rank < _LARGEST:
                     yield plan.with_decisions(waiting(kind, homes, sizes, not now, _WHY))
+
+    return neighbours
+
+
+def _loads(blocks: Sequence[Block]) -> Move:
+    """Lets what all blocks keep at home, of one rank by size, come back ahead that comes late, or late that comes ahead."""
+
+    def neighbours(plan: Plan) -> Iterator[Plan]:
+        ranks = at_home_by_rank(plan, blocks) if plan.lookahead else []
+        for late in (True, False):  # what comes late now, first
+            for values in ranks:
+                if any(plan.loads_late(value.name) for value in values) == late:
+                    yield plan.with_decisions(loading(values, not late, _WHY))
 
     return neighbours
 

@@ -23,7 +23,7 @@ from mtcompile.passes.planning.figures.times import Measures
 from mtcompile.passes.planning.pace import Arriving
 from mtcompile.runtime.schedule import ALIGNMENT
 
-_VERSION = 6  # of the interface of c/
+_VERSION = 7  # of the interface of c/
 _QUEUES = "compute", "h2d", "d2h", "host", "disk_read"
 _BITS = {  # of what is decided about a home
     **{("params", "device"): 1, ("params", "disk"): 2, ("fetch", "keep"): 4},
@@ -139,14 +139,16 @@ class CompiledStep:
         return Measures(result.arenas, result.most, *spans, tuple(result.copied), drives, arriving)
 
     def _decided(self, plan: Plan) -> tuple[array[int], array[int]]:
-        """Returns what a plan decides about each home, and by name of an activation, whether it waits on the host."""
+        """Returns what a plan decides about each home, and by name of an activation, whether it waits on the host: 2 if it
+        comes back late."""
         homes = [0] * len(self._homes)
         for kind in _KINDS:
             for number, choice in enumerate(plan.choices(kind, self._homes)):
                 homes[number] |= _BITS.get((kind, choice), 0)
         otherwise = plan.activation("*") == "host"
         choices = plan.choices("activation", self._numbers)
-        at_host = [otherwise if choice is None else choice == "host" for choice in choices]
+        late = [choice == "late" for choice in plan.choices("load", self._numbers)]
+        at_host = [(otherwise if c is None else c == "host") * (1 + waits) for c, waits in zip(choices, late, strict=True)]
         return array("B", map(and_, homes, self._masks)), array("B", at_host)
 
     def _costs_of(self, updates: Updates) -> _Costs:

@@ -198,7 +198,10 @@ class Moves:
                 current = self._buffer(POOLED if self.plan.pooled else ON_DEVICE, value.nbytes, value.slot)
                 us = machine.copy_us(value.nbytes, "h2d")
                 back = Call(H2D, us, regions[use].phase, [at_home], [current], copied=value.nbytes)
-                self._before[self._first(use, min(self.plan.lookahead, use - previous - 1))].append(back)
+                if regions[use].phase and self.plan.loads_late(value.name):
+                    self._before[use].insert(0, back)
+                else:
+                    self._before[self._first(use, min(self.plan.lookahead, use - previous - 1))].append(back)
             self._regions[use].reads.append(current)
             previous = use
 

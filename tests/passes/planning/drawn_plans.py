@@ -106,6 +106,7 @@ def varied(candidates: Candidates, rnd: random.Random) -> Plan:
             again = value in block.crossing and rnd.random() < 0.2
             tier = "recompute" if again else rnd.choice(tiers)
             plan = plan.with_decision(Decision("activation", value.name, tier, value.meta["nbytes"], ""))
+            plan = plan.with_decision(Decision("load", value.name, rnd.choice(["early", "late"]), value.meta["nbytes"], ""))
     return plan
 
 

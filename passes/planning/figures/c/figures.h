@@ -58,8 +58,8 @@ typedef struct {
     int64_t alignment;
 } Costs;
 
-/* What a plan decides. home: bits by home; at_host: by name of an activation, whether it waits there; rank: of patient updates,
- * by the first of what leaves. */
+/* What a plan decides. home: bits by home; at_host: by name of an activation, whether it waits there, and if
+ * so, 2 where it comes back for the backward no sooner than it is read; rank: of patient updates, by the first of what leaves. */
 typedef struct {
     int64_t lookahead, disk_lookahead, disk_direct, pooled, updates, patient, sets, run_ahead;
     const uint8_t *home, *at_host;

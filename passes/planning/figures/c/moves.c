@@ -58,6 +58,13 @@ static void append_before(Work *w, Around *around, int64_t position, int32_t cal
     around->before_last[position] = call;
 }
 
+static void insert_before(Work *w, Around *around, int64_t position, int32_t call) {
+    if (around->before[position] < 0)
+        around->before_last[position] = call;
+    w->calls[call].next = around->before[position];
+    around->before[position] = call;
+}
+
 static void insert_behind(Work *w, Around *around, int64_t position, int32_t call) {
     w->calls[call].next = around->behind[position];
     around->behind[position] = call;
@@ -217,7 +224,10 @@ static void waits_at_home(Work *w, Around *around, int64_t position, const Value
             w->calls[back].copied = value->nbytes;
             int64_t between = use - previous - 1;
             int64_t ahead = w->choices->lookahead < between ? w->choices->lookahead : between;
-            append_before(w, around, first_of(w, use, ahead), back);
+            if (region[use].phase && w->choices->at_host[value->name] > 1)
+                insert_before(w, around, use, back);
+            else
+                append_before(w, around, first_of(w, use, ahead), back);
         }
         mt_push(w, &w->calls[use].reads, current, 0);
         previous = use;
