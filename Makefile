@@ -26,6 +26,8 @@ READY := $(VENV)/.ready
 
 # Test processes share the cores, so each computes on one thread. They read no plans of earlier runs.
 PYTEST := MT_CACHE=$$(mktemp -d) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+# mtcompile/passes and mtcompile/runtime are links to ../passes and ../runtime, so the checkout is the package.
+TYPES  := $(BIN)/mypy --cache-dir $(abspath $(VENV))/mypy-cache -p mtcompile | sed -E 's,^mtcompile/(passes|runtime)/,\1/,'
 BOUNDED := -o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true
 
 .PHONY: demo check test long soak fuzz coverage gpu env lint types clean
@@ -35,13 +37,14 @@ BOUNDED := -o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true
 demo: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/python examples/train_gpt.py $(ARGS)
 
-check: lint types
-	@$(PYTEST) -m "not slow and not long"
+# Types are checked beside the tests, whose processes have no work at first and at the end.
+check: lint
+	@$(TYPES) & $(PYTEST) -m "not slow and not long" && wait $$!
 
 # Ranks are forked, and what has run in a process before can hang its forks: they have a run of their own. A test that
 # hangs prints its stacks and fails.
-test: lint types
-	@$(PYTEST) -m "not long" --ignore tests/ranks $(BOUNDED)
+test: lint
+	@$(TYPES) & $(PYTEST) -m "not long" --ignore tests/ranks $(BOUNDED) && wait $$!
 	@$(PYTEST) -m "not long" tests/ranks $(BOUNDED)
 	@$(PYTEST) -m "not long" tests/device $(BOUNDED)
 
@@ -78,9 +81,8 @@ $(READY): pyproject.toml constraints.txt hashes.txt setup.py runtime/optim/updat
 lint: $(READY)
 	@$(BIN)/ruff check
 
-# mtcompile/passes and mtcompile/runtime are links to ../passes and ../runtime, so the checkout is the package.
 types: $(READY)
-	@$(BIN)/mypy --cache-dir $(abspath $(VENV))/mypy-cache -p mtcompile | sed -E 's,^mtcompile/(passes|runtime)/,\1/,'
+	@$(TYPES)
 
 # Only the default environment: VENV may be one that was there before.
 clean:

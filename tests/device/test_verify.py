@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import mtcompile
 from mtcompile.kernels.arriving import Arriving, linear, send
+from mtcompile.models.decoders import SHAPES
 from mtcompile.parity.benchmark import benchmark
 from mtcompile.parity.workload import setup_of
 from mtcompile.runtime.optim import device_kernels
@@ -35,7 +36,8 @@ def test_plain_and_compiled_are_equal(memory: str | None, options: dict[str, Any
     assert str(device) in comparison.reference and comparison.compared["weight"] > 0
 
 
-def test_both_are_measured(device: torch.device) -> None:
+def test_both_are_measured(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "gpt-11m", SHAPES["gpt-11m"].shortened(2))
     setup = setup_of(device, "model", 64 * 2**20, batch=1, seq=16)
     measurement = benchmark("gpt-11m", setup, 1, lambda text, done, of: None)
     assert measurement.plain is not None and measurement.time_ratio is not None and measurement.device == str(device)

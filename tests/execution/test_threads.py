@@ -87,7 +87,7 @@ def trained_compiled(model: nn.Module, memory: int, options: dict[str, Any]) -> 
     return trained(mtcompile.compile(model, memory=memory, optimizer=optimizer, **options), optimizer)
 
 
-@pytest.mark.parametrize("options", [{}, AHEAD], ids=["step", "ahead"])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.long), AHEAD], ids=["step", "ahead"])
 def test_two_models_in_two_threads(options: dict[str, Any]) -> None:
     memory = int(minimum_bytes(Mlp(0), {"x": batch(24)}) * 1.3)
     expected = [trained_plainly(seed) for seed in range(2)]

@@ -131,7 +131,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_every_module_once_and_the_page_of_the_timeline(wheel: Path) -> None:
+def test_the_wheel_holds_every_module_once_the_timeline_the_c_libraries_and_no_other_file(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"mtcompile"}
     modules = [name.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for name in names if name.endswith(".py")]
@@ -139,11 +139,6 @@ def test_the_wheel_holds_every_module_once_and_the_page_of_the_timeline(wheel: P
     parts = {f"mtcompile/viz/{path.name}" for path in (ROOT / "mtcompile/viz").iterdir() if path.suffix in PAGE_PARTS}
     assert len(parts) == 7
     assert parts | {"mtcompile/py.typed"} <= set(names)
-
-
-@pytest.mark.slow
-def test_the_wheel_holds_the_c_libraries_and_no_other_file(wheel: Path) -> None:
-    names = zipfile.ZipFile(wheel).namelist()
     others = [name for name in names if not name.endswith((".py", "py.typed", *PAGE_PARTS)) and ".dist-info/" not in name]
     libraries = {"mtcompile/runtime/optim/_update", "mtcompile/passes/planning/figures/_figures"}
     built = [name.partition(".")[0] for name in others]

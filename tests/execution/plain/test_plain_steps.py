@@ -100,7 +100,9 @@ def test_a_plain_step_waits_while_a_planned_one_changes_statistics() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"update": "backward"}, {"policy": "checkpoint-all"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [pytest.param({"update": "backward"}, marks=pytest.mark.long), {"policy": "checkpoint-all"}], ids=str
+)
 def test_steps_that_a_plan_changes_are_planned_at_each_shape(options: dict[str, str]) -> None:
     model = new()
     optimizer = adamw(model.parameters())
