@@ -13,7 +13,8 @@ import sys
 import types
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +48,7 @@ _LEAF = (
     "forward returns or stores a tensor on which it set requires_grad=True; its .grad would be missing\n"
     "  expected such a tensor to stay inside forward; return tensor.detach() instead"
 )
+_only_whole: ContextVar[bool] = ContextVar("only_whole", default=False)
 _MOST_PROGRAMS = 32  # of one model; in parts, for each part
 _MOST_SIGNATURES = 512  # of one model; Dynamo's own default of 8 is for functions, not for training runs
 
@@ -99,6 +101,8 @@ def front_end(
 
     @torch_private.one_at_a_time
     def call(*args: Any, **kwargs: Any) -> Any:
+        if state.in_parts and _only_whole.get():
+            raise CaptureError("expected a forward that is captured whole, found one that is captured in parts")
         if state.is_full():
             captures.clear()
             drop()
@@ -136,7 +140,7 @@ def front_end(
             open_to_others = not isinstance(cause, MtcompileError) or type(cause) in (CaptureError, NotOneGraph)
             if open_to_others and state.concede():
                 return captured(variants, args, kwargs)
-            if in_parts and not state.in_parts and _breaks(cause, error):
+            if in_parts and not state.in_parts and not _only_whole.get() and _breaks(cause, error):
                 state.part(*why_and_where(cause or error, str(error)))
                 variants[:] = [variant()]
                 with torch_private.without_break_warnings():
@@ -148,6 +152,16 @@ def front_end(
             refuse(not_captured(error), error)
 
     return call
+
+
+@contextlib.contextmanager
+def only_whole() -> Iterator[None]:
+    """Lets a forward that would be captured in parts raise CaptureError: Python would run what lies between them."""
+    token = _only_whole.set(True)
+    try:
+        yield
+    finally:
+        _only_whole.reset(token)
 
 
 def _breaks(cause: BaseException | None, error: Exception) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from mtcompile import knobs, torch_private
+from mtcompile.capture.dynamo import only_whole
 from mtcompile.errors import BudgetError, CaptureError
 from mtcompile.execution.plain.held import buffers_on, held_nbytes, held_on
 from mtcompile.execution.plain.lending import Lending, call_lending, changed_unseen, is_lendable, keepers, lent_nbytes
@@ -79,6 +80,7 @@ class GradientFreeCalls:
         self._order: list[int] = []  # in which the last call read what was lent
         self._care: _Modules | None = None
         self._reads_unseen = self._has_warned = False
+        self._is_whole = True  # whether one plan may be all of a call
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Returns what the plain forward returns. Raises BudgetError where the call does not fit."""
@@ -92,9 +94,13 @@ class GradientFreeCalls:
         homes = self._homes(model)
         if (homes.odd and self._where.type != "cpu") or not self._fits(homes, others):
             return self.planned(args, kwargs)
-        if self.session.resting_nbytes() + homes.held_nbytes + self._least(size, args, kwargs) > self._budget:
-            with contextlib.suppress(CaptureError):  # what no plan can be made of runs, and is measured
-                return self.planned(args, kwargs)
+        least = self._least(size, args, kwargs) if self._is_whole else 0
+        if self.session.resting_nbytes() + homes.held_nbytes + least > self._budget:
+            try:
+                with only_whole():
+                    return self.planned(args, kwargs)
+            except CaptureError:  # what no plan can be made of runs, and is measured
+                self._is_whole = False
         if self._where.type == "cpu":
             return self._within(model, size, others, homes, args, kwargs)
         generator, versions = generator_state(str(self._where)), _versions(model)

@@ -148,13 +148,25 @@ def test_too_little_memory_is_said_and_nothing_is_lost() -> None:
     compiled = mtcompile.compile(model.eval(), memory="60KiB")
     with torch.no_grad():
         compiled(tokens(1, 1))
-        for _ in range(2):  # by what the first call took, before it runs
-            with pytest.raises(mtcompile.BudgetError, match="no plan fits memory=") as refusal:
+        for _ in range(2):  # no plan can be made of what looks at values: it runs, and is measured
+            with pytest.raises(mtcompile.BudgetError, match=r"without gradients took .* for what it reads") as refusal:
                 compiled(tokens(64, 8))
             assert refusal.value.minimum_bytes > 60 * 1024
         compiled(tokens(1, 1))
-    assert compiled.memory_report()["peak_device_bytes"] <= 60 * 1024
     assert all(map(torch.equal, state.values(), model.state_dict().values()))
+
+
+def test_a_larger_call_is_refused_before_it_runs_by_what_a_smaller_one_took() -> None:
+    x = torch.randn(4, stacks.WIDTH)
+    model = mtcompile.compile(stacks.Residual(layers=2), memory="1MiB", device="cpu")
+    with torch.no_grad():
+        expected = model(x)
+        for _ in range(2):
+            with pytest.raises(mtcompile.BudgetError, match="no plan fits memory=") as refusal:
+                model(x.repeat(4096, 1))
+            assert refusal.value.minimum_bytes > 1 << 20
+        assert torch.equal(model(x), expected)
+    assert model.memory_report()["peak_device_bytes"] <= 1 << 20
 
 
 def test_a_first_call_is_refused_before_it_runs_by_what_a_training_step_took() -> None:
